@@ -1,0 +1,25 @@
+"""Errors that a user can cause.
+
+Every message is one sentence that says what was given, what was expected, and what to do. They are
+raised before anything is traced; inside a compiled loop outcomes are codes instead (`types.Finish`).
+"""
+
+
+class JaxspecError(ValueError):
+    """Base of all errors that jaxspec raises for a mistake of its caller."""
+
+
+class PromptError(JaxspecError):
+    """A prompt that cannot be decoded: empty, too long, malformed, or in a form the model lacks."""
+
+
+class SettingError(JaxspecError):
+    """A setting outside its range, or two settings that contradict each other."""
+
+
+class ModelError(JaxspecError):
+    """A model that cannot be found, or that does not fit the model it is paired with."""
+
+
+class CheckpointError(JaxspecError):
+    """A checkpoint that cannot be read, converted or written."""

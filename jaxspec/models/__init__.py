@@ -1,0 +1,1 @@
+"""The decoder, its configuration, and named presets."""

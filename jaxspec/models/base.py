@@ -1,0 +1,131 @@
+"""What the decode loop needs of a model, and the package's own model record.
+
+`Model` is a Protocol: anything that is a function of parameters, tokens, a window and our cache plugs
+in (an NNX or Linen module, a hand-written decoder). A cache with one scalar cursor for the whole batch
+cannot be used: rows of a speculative batch stand at different offsets after the first round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import cache as kv
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig
+from jaxspec.types import PyTree, Window
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A language model as pure functions.
+
+    Attributes:
+      name: for reports.
+      params: pytree of arrays; handed back to the functions below, never closed over.
+      vocab_size: V of the logits.
+      eos_token_ids: tokens that end an output unless a request says otherwise.
+      tokenizer: a `TextTokenizer`, or None if prompts come as token ids only.
+    """
+
+    name: str
+    params: PyTree
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: TextTokenizer | None
+
+    def init_cache(self, num_rows: int, capacity: int) -> kv.KVCache:
+        """A cache of `num_rows` rows of `capacity` slots."""
+        ...
+
+    def forward(
+        self, params: PyTree, tokens: jax.Array, window: Window, cache: kv.KVCache
+    ) -> tuple[jax.Array, kv.KVCache]:
+        """Hidden states `[B, T, E]` of `tokens` `[B, T]`; writes the window's KV before it reads."""
+        ...
+
+    def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
+        """Logits `[..., V]` fp32 of hidden states `[..., E]`."""
+        ...
+
+
+class TextTokenizer:
+    """A Hugging Face tokenizer with its special prefix written down.
+
+    Versions of `transformers` disagree on when BOS (or GLM's `[gMASK]<sop>`) is prepended, so a
+    converted checkpoint stores the prefix as ids and text is encoded without special tokens. A prompt
+    that already starts with the prefix does not get it twice.
+    """
+
+    def __init__(self, tokenizer: Any, prefix_token_ids: tuple[int, ...]):
+        self.hf = tokenizer
+        self.prefix_token_ids = prefix_token_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` with the prefix in front, once."""
+        ids = list(self.hf.encode(text, add_special_tokens=False))
+        prefix = list(self.prefix_token_ids)
+        return ids if prefix and ids[: len(prefix)] == prefix else prefix + ids
+
+    def decode(self, token_ids) -> str:
+        """Text of `token_ids` without special tokens, spaces left as they are."""
+        return self.hf.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def fingerprint(self) -> dict[str, int]:
+        """Token to id, to tell whether two models share a tokenizer."""
+        return self.hf.get_vocab()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LanguageModel:
+    """A model of the package's own decoder: `(config, params)`, tokenizer and stop tokens.
+
+    Attributes:
+      name: the name it was loaded under.
+      config: architecture.
+      params: parameters in the compute dtype, which is also the KV cache's.
+      eos_token_ids: from the checkpoint's generation config.
+      tokenizer: None for random presets.
+      generation_config: the checkpoint's generation defaults, as read; nothing applies them silently.
+    """
+
+    name: str
+    config: ModelConfig
+    params: PyTree
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: TextTokenizer | None = None
+    generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Compute and cache dtype."""
+        return self.params["embedding"].dtype
+
+    def init_cache(self, num_rows: int, capacity: int) -> kv.KVCache:
+        """A cache of `num_rows` rows of `capacity` slots in the model's dtype."""
+        return kv.init_cache(
+            num_layers=self.config.num_layers,
+            num_rows=num_rows,
+            capacity=capacity,
+            num_kv_heads=self.config.num_kv_heads,
+            head_size=self.config.head_size,
+            dtype=self.dtype,
+        )
+
+    def forward(self, params, tokens, window, cache):
+        """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
+        return decoder.forward(self.config, params, tokens, window, cache)
+
+    def logits(self, params, hidden):
+        """Logits `[..., V]` fp32."""
+        return decoder.head(self.config, params, hidden)

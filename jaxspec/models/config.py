@@ -1,0 +1,163 @@
+"""What varies between model families, as data.
+
+One decoder serves Llama, Vicuna, Mistral, Qwen2, Qwen3 and GLM-4-0414; their differences are the
+fields below. `convert` fills them from a Hugging Face `config.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxspec.errors import ModelError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and its context-extension rule.
+
+    Attributes:
+      theta: base of the frequencies.
+      rotary_size: leading components of a head that are rotated (all of them, or half for GLM-4).
+      is_interleaved: pairs are (0, 1), (2, 3), ... (GLM-4) instead of (i, i + rotary_size / 2).
+      scaling: `none`, `linear`, `llama3` (Llama 3.1) or `yarn` (2309.00071).
+      factor: extension factor of the rule.
+      original_max_length: context the model was first trained for (`llama3`, `yarn`).
+      low_frequency_factor: `llama3` only.
+      high_frequency_factor: `llama3` only.
+      beta_fast: `yarn` only, rotations over the original context above which nothing is scaled.
+      beta_slow: `yarn` only, rotations below which everything is.
+      attention_factor: `yarn` only, multiplies cos and sin; None means 0.1 ln(factor) + 1.
+      is_truncated: `yarn` only, whether the ramp's bounds are rounded to whole components.
+    """
+
+    theta: float
+    rotary_size: int
+    is_interleaved: bool = False
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_max_length: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    is_truncated: bool = True
+
+    def inverse_frequencies(self) -> tuple[np.ndarray, float]:
+        """Radians per position `[rotary_size / 2]` fp32, and the factor on cos and sin."""
+        size = self.rotary_size
+        exponent = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        inverse = (1.0 / np.float32(self.theta) ** exponent).astype(np.float32)
+        if self.scaling == "none":
+            return inverse, 1.0
+        if self.scaling == "linear":
+            return inverse / np.float32(self.factor), 1.0
+        if self.scaling == "llama3":
+            wavelength = 2 * math.pi / inverse
+            low = self.original_max_length / self.low_frequency_factor
+            high = self.original_max_length / self.high_frequency_factor
+            blend = (self.original_max_length / wavelength - self.low_frequency_factor) / (
+                self.high_frequency_factor - self.low_frequency_factor
+            )
+            blended = (1 - blend) * inverse / self.factor + blend * inverse
+            scaled = np.where(wavelength > low, inverse / self.factor, blended)
+            return np.where(wavelength < high, inverse, scaled).astype(np.float32), 1.0
+
+        def component(num_rotations: float) -> float:
+            ratio = self.original_max_length / (num_rotations * 2 * math.pi)
+            return size * math.log(ratio) / (2 * math.log(self.theta))
+
+        low, high = component(self.beta_fast), component(self.beta_slow)
+        if self.is_truncated:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        ramp = (np.arange(size // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+        kept = 1 - np.clip(ramp, 0, 1)
+        scaled = inverse / self.factor * (1 - kept) + inverse * kept
+        attention = self.attention_factor
+        if attention is None:
+            attention = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return scaled.astype(np.float32), attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a decoder. Hashable, so it can be static under `jax.jit`.
+
+    Attributes:
+      family: `llama`, `mistral`, `qwen2`, `qwen3` or `glm4`; for reports only, nothing reads it.
+      vocab_size: V, rows of the embedding (which may be padded beyond the tokenizer's).
+      width: E.
+      feed_forward_width: F.
+      num_layers: L.
+      num_query_heads: Q.
+      num_kv_heads: K, a divisor of Q.
+      head_size: H.
+      max_length: positions the model was made for.
+      norm_epsilon: of every RMS norm.
+      rope: rotary embedding.
+      has_qkv_bias: q, k and v projections have a bias (Qwen2, GLM-4).
+      has_output_bias: the attention output projection has a bias.
+      has_qk_norm: q and k are RMS-normed per head before rotation (Qwen3).
+      has_sandwich_norms: attention and feed-forward outputs are normed too (GLM-4-0414).
+      is_tied: the head is the embedding.
+      sliding_windows: per layer, tokens a query sees, or None for all (Mistral, some Qwen2).
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    feed_forward_width: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_length: int
+    norm_epsilon: float
+    rope: RopeConfig
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_qk_norm: bool = False
+    has_sandwich_norms: bool = False
+    is_tied: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self):
+        if self.num_query_heads % self.num_kv_heads:
+            raise ModelError(
+                f"The model has {self.num_query_heads} query heads and {self.num_kv_heads} KV heads; "
+                "the second must divide the first, so check its configuration."
+            )
+        if self.rope.rotary_size % 2 or self.rope.rotary_size > self.head_size:
+            raise ModelError(
+                f"The model rotates {self.rope.rotary_size} of {self.head_size} head components; "
+                "it must be an even number of at most the head size, so check its configuration."
+            )
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ModelError(
+                f"The model names {len(self.sliding_windows)} sliding windows for "
+                f"{self.num_layers} layers; give one per layer."
+            )
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    def sliding_window(self, layer_index: int) -> int | None:
+        """Tokens a query of this layer sees, or None for all."""
+        return self.sliding_windows[layer_index] if self.sliding_windows else None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
+        """The configuration that `to_json` wrote."""
+        windows = tuple(fields.get("sliding_windows", ()))
+        return cls(**{**fields, "rope": RopeConfig(**fields["rope"]), "sliding_windows": windows})

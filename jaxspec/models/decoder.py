@@ -1,0 +1,174 @@
+"""The one decoder, in parts: embed, a range of layers, head.
+
+Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; the head
+`[V, E]` is absent where it is tied to the embedding. Layers are unrolled and their parameters and
+caches kept apart: scanning over stacked ones copies the cache and slices every weight in each round.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec import cache as kv
+from jaxspec.attention import Attention, block_attention, causal_attention
+from jaxspec.models import layers
+from jaxspec.models.config import ModelConfig
+from jaxspec.types import Window
+
+Params = Mapping[str, Any]
+
+
+def param_shapes(config: ModelConfig) -> dict[str, Any]:
+    """The parameter pytree with a shape tuple at each leaf."""
+    c = config
+    layer = {
+        "attention_norm": (c.width,),
+        "qkv": (c.width, c.num_kv_heads, c.group + 2, c.head_size),
+        "output": (c.num_kv_heads, c.group, c.head_size, c.width),
+        "feed_forward_norm": (c.width,),
+        "gate_up": (c.width, 2, c.feed_forward_width),
+        "down": (c.feed_forward_width, c.width),
+    }
+    if c.has_qkv_bias:
+        layer["qkv_bias"] = (c.num_kv_heads, c.group + 2, c.head_size)
+    if c.has_output_bias:
+        layer["output_bias"] = (c.width,)
+    if c.has_qk_norm:
+        layer |= {"q_norm": (c.head_size,), "k_norm": (c.head_size,)}
+    if c.has_sandwich_norms:
+        layer |= {"post_attention_norm": (c.width,), "post_feed_forward_norm": (c.width,)}
+    shapes = {
+        "embedding": (c.vocab_size, c.width),
+        "layers": tuple(dict(layer) for _ in range(c.num_layers)),
+        "final_norm": (c.width,),
+    }
+    if not c.is_tied:
+        shapes["head"] = (c.vocab_size, c.width)
+    return shapes
+
+
+def num_params(config: ModelConfig) -> int:
+    """Number of parameters; a tied head is counted once."""
+    shapes = jax.tree.leaves(param_shapes(config), is_leaf=_is_shape)
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _is_shape(node) -> bool:
+    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype, *, stddev: float = 0.02) -> Params:
+    """Random parameters: norms 1, biases 0, matrices normal with `stddev` (GPT-2's residual scaling
+    of the two products that enter the residual stream). Traceable, so it can run sharded."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=_is_shape)
+
+    def init(index, path, shape):
+        name = path[-1].key
+        if name.endswith("norm"):
+            return jnp.ones(shape, dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(shape, dtype)
+        scale = stddev / math.sqrt(2 * config.num_layers) if name in ("output", "down") else stddev
+        noise = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+        return (noise * scale).astype(dtype)
+
+    leaves = [init(index, path, shape) for index, (path, shape) in enumerate(paths)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Hidden states `[B, T, E]` of `tokens` `[B, T]`; ids outside the vocabulary are clipped into it."""
+    return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+
+
+def run_layers(
+    config: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    window: Window,
+    cache: kv.KVCache,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    attention: Attention = block_attention,
+) -> tuple[jax.Array, kv.KVCache]:
+    """Hidden states `[B, T, E]` after layers `start` to `stop`, their KV written to the cache.
+
+    The window's KV is written before it is attended to, at each row's own offset.
+    """
+    stop = config.num_layers if stop is None else stop
+    chex.assert_shape(window.positions, hidden.shape[:2])
+    angles = layers.rotary_angles(config.rope, window.positions)
+    table = cache.table if window.rows is None else cache.table[window.rows]
+    written = list(cache.layers)
+
+    for index in range(start, stop):
+
+        def attend(queries, keys, values, index=index):
+            written[index] = kv.write(written[index], table, keys, values, window.slots)
+            return attention(
+                queries,
+                written[index],
+                table,
+                window,
+                dtype=cache.dtype,
+                sliding_window=config.sliding_window(index),
+            )
+
+        hidden = layers.decoder_layer(config, params["layers"][index], hidden, angles, attend)
+    return hidden, cache.replace(layers=tuple(written))
+
+
+def head(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer (not yet normed)."""
+    normed = layers.rms_norm(hidden, params["final_norm"], config.norm_epsilon)
+    weight = params["embedding"] if config.is_tied else params["head"]
+    return lax.dot_general(
+        normed,
+        weight,
+        (((normed.ndim - 1,), (1,)), ((), ())),
+        precision=layers.precision_of(normed.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    window: Window,
+    cache: kv.KVCache,
+    *,
+    attention: Attention = block_attention,
+) -> tuple[jax.Array, kv.KVCache]:
+    """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache that holds them."""
+    hidden = embed(params, tokens)
+    return run_layers(config, params, hidden, window, cache, attention=attention)
+
+
+def training_logits(
+    config: ModelConfig, params: Params, tokens: jax.Array, segments: jax.Array
+) -> jax.Array:
+    """Logits `[B, T, V]` fp32 of packed sequences: causal within segments `[B, T]`, nothing cached.
+
+    Rotary angles depend on differences of positions only, so a segment need not start at position 0.
+    """
+    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    angles = layers.rotary_angles(config.rope, index)
+    hidden = embed(params, tokens)
+    for layer_index, layer in enumerate(params["layers"]):
+        attend = functools.partial(
+            causal_attention,
+            segments=segments,
+            sliding_window=config.sliding_window(layer_index),
+        )
+        hidden = layers.decoder_layer(config, layer, hidden, angles, attend)
+    return head(config, params, hidden)

@@ -1,0 +1,133 @@
+"""Presets: the published pairs' architectures by name, with random weights.
+
+Values as in `lmsys/vicuna-7b-v1.3`, `double7/vicuna-68m`, `Qwen/Qwen3-8B`, `Qwen/Qwen3-0.6B`,
+`zai-org/GLM-4-9B-0414` and `jukofyork/GLM-4.5-DRAFT-0.6B-v3.0` (for the last the YaRN factor is
+inferred from its context length).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.errors import ModelError
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig, RopeConfig
+
+PRESETS: dict[str, ModelConfig] = {
+    "vicuna-7b": ModelConfig(
+        family="llama",
+        vocab_size=32000,
+        width=4096,
+        feed_forward_width=11008,
+        num_layers=32,
+        num_query_heads=32,
+        num_kv_heads=32,
+        head_size=128,
+        max_length=2048,
+        norm_epsilon=1e-6,
+        rope=RopeConfig(theta=1e4, rotary_size=128),
+    ),
+    "vicuna-68m": ModelConfig(
+        family="llama",
+        vocab_size=32000,
+        width=768,
+        feed_forward_width=3072,
+        num_layers=2,
+        num_query_heads=12,
+        num_kv_heads=12,
+        head_size=64,
+        max_length=2048,
+        norm_epsilon=1e-6,
+        rope=RopeConfig(theta=1e4, rotary_size=64),
+    ),
+    "qwen3-8b": ModelConfig(
+        family="qwen3",
+        vocab_size=151936,
+        width=4096,
+        feed_forward_width=12288,
+        num_layers=36,
+        num_query_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        max_length=40960,
+        norm_epsilon=1e-6,
+        rope=RopeConfig(theta=1e6, rotary_size=128),
+        has_qk_norm=True,
+    ),
+    "qwen3-0.6b": ModelConfig(
+        family="qwen3",
+        vocab_size=151936,
+        width=1024,
+        feed_forward_width=3072,
+        num_layers=28,
+        num_query_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        max_length=40960,
+        norm_epsilon=1e-6,
+        rope=RopeConfig(theta=1e6, rotary_size=128),
+        has_qk_norm=True,
+        is_tied=True,
+    ),
+    "glm-4-9b": ModelConfig(
+        family="glm4",
+        vocab_size=151552,
+        width=4096,
+        feed_forward_width=13696,
+        num_layers=40,
+        num_query_heads=32,
+        num_kv_heads=2,
+        head_size=128,
+        max_length=32768,
+        norm_epsilon=1e-5,
+        rope=RopeConfig(theta=1e4, rotary_size=64, is_interleaved=True),
+        has_qkv_bias=True,
+        has_sandwich_norms=True,
+    ),
+    "glm-4-draft-0.6b": ModelConfig(
+        family="qwen2",
+        vocab_size=151552,
+        width=896,
+        feed_forward_width=4864,
+        num_layers=24,
+        num_query_heads=14,
+        num_kv_heads=2,
+        head_size=64,
+        max_length=131072,
+        norm_epsilon=1e-6,
+        rope=RopeConfig(
+            theta=1e6, rotary_size=64, scaling="yarn", factor=4.0, original_max_length=32768
+        ),
+        has_qkv_bias=True,
+    ),
+}
+
+
+def random_model(
+    preset: str | ModelConfig, *, dtype=jnp.bfloat16, seed: int = 0, sharding=None
+) -> LanguageModel:
+    """A model of a preset's (or any) architecture with random weights, built on the device.
+
+    Args:
+      preset: a key of `PRESETS`, or a `ModelConfig`.
+      dtype: parameters, compute and cache.
+      seed: of the weights.
+      sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
+
+    Raises:
+      ModelError: unknown preset.
+    """
+    if isinstance(preset, ModelConfig):
+        name, config = f"random:{preset.family}", preset
+    elif preset in PRESETS:
+        name, config = f"random:{preset}", PRESETS[preset]
+    else:
+        raise ModelError(f"There is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
+    build = jax.jit(
+        functools.partial(decoder.init_params, config, dtype=dtype), out_shardings=sharding
+    )
+    return LanguageModel(name=name, config=config, params=build(jax.random.key(seed)))

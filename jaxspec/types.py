@@ -1,0 +1,160 @@
+"""Array records of the decode loop, and the dimension legend used in every docstring.
+
+Dimension letters:
+    B  rows (sequences decoded together)       V  vocabulary
+    S  slots of a row's KV (its capacity)      L  layers
+    T  window: query tokens of one call        E  width (hidden size)
+    N  draft nodes of a round, T - 1           F  feed-forward width
+    P  pages of a layer's KV                   Q  query heads, K  KV heads, G = Q / K
+                                               H  head size
+
+Throughout, p is the target's law and q the drafter's (as in Leviathan et al., 2211.17192).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+PyTree = Any
+
+
+class Origin(enum.IntEnum):
+    """Where a token of a row came from; the values of `DecodeState.origin`."""
+
+    PROMPT = 0
+    PLAIN = 1  # the target's own token in a round that drafted nothing
+    ACCEPTED = 2  # drafted, and what the target would have produced
+    CORRECTED = 3  # the target's token in place of a rejected draft
+    BONUS = 4  # the target's token after a fully accepted draft
+
+
+class Finish(enum.IntEnum):
+    """Why a row stopped; the values of `DecodeState.finish`."""
+
+    RUNNING = 0
+    STOP_TOKEN = 1
+    MAX_TOKENS = 2
+    CAPACITY = 3
+    NON_FINITE = 4
+    EMPTY_SEAT = 5
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class Window:
+    """The T tokens that one model call processes for each row, and where they stand.
+
+    Index 0 is the newest committed token (its KV is not in the cache yet), the others are draft
+    nodes or prompt tokens. A query at position i sees the slots below `i + 1`: slot i of a row holds
+    position i, so a chain needs no other mask. For a tree, `paths` says which window entry stands at
+    each virtual slot `start + depth` for each query: that is the canonical order which makes a node
+    see exactly the KV, in exactly the order, that plain decoding would show it.
+
+    Attributes:
+      start: `[B]` int32, slots below it hold committed context.
+      positions: `[B, T]` int32, `start + depth`; also the rotary position.
+      slots: `[B, T]` int32, where each token's KV is stored; outside `[0, S)` it is not stored.
+      rows: `[B]` int32 rows of the cache's page table, or None for all of them in order.
+      paths: `[B, T, T]` int32 or None (chain). `paths[b, t, d]` is the window index of the ancestor
+        at depth d of entry t (of t itself at its own depth).
+    """
+
+    start: jax.Array
+    positions: jax.Array
+    slots: jax.Array
+    rows: jax.Array | None = None
+    paths: jax.Array | None = None
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A tree of proposed tokens per row; a chain is the tree `parents[b, n] == n - 1`.
+
+    Attributes:
+      tokens: `[B, N]` int32.
+      parents: `[B, N]` int32, index of each node's parent, parents before children; -1 is the newest
+        committed token.
+      num_valid: `[B]` int32, the first `num_valid[b]` nodes are proposals, the rest padding.
+      q: `[B, N, V]` fp32, the law each token was drawn from, or None if the draft is deterministic.
+    """
+
+    tokens: jax.Array
+    parents: jax.Array
+    num_valid: jax.Array
+    q: jax.Array | None = None
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the target made of a draft.
+
+    Attributes:
+      num_accepted: `[B]` int32, length of the accepted path.
+      path: `[B, N]` int32, node at each depth of the accepted path; -1 beyond `num_accepted`.
+      next_token: `[B]` int32, the target's own token after the accepted path.
+    """
+
+    num_accepted: jax.Array
+    path: jax.Array
+    next_token: jax.Array
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class AcceptanceCounts:
+    """Running totals per row, all int32. `accepted_at` is cumulative acceptance by position.
+
+    Attributes:
+      num_rounds: `[B]`, rounds the row took part in.
+      num_drafts: `[B]`, rounds in which something was drafted for it.
+      num_draft_tokens: `[B]`, drafted tokens.
+      num_accepted_tokens: `[B]`, drafted tokens that were accepted and kept.
+      drafted_at: `[B, N]`, rounds whose draft reached depth n + 1.
+      accepted_at: `[B, N]`, rounds that accepted at least n + 1 tokens.
+    """
+
+    num_rounds: jax.Array
+    num_drafts: jax.Array
+    num_draft_tokens: jax.Array
+    num_accepted_tokens: jax.Array
+    drafted_at: jax.Array
+    accepted_at: jax.Array
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Everything a decode loop carries from round to round.
+
+    `num_committed` is the one truth about a row: tokens below it are final, the target's KV is valid
+    for one less, and all that lies beyond is garbage which nothing reads as a value.
+    """
+
+    # evolving
+    cache: PyTree
+    drafter: PyTree
+    num_committed: jax.Array  # [B] int32, prompt and output
+    finish: jax.Array  # [B] int32, Finish
+    # requests
+    limit: jax.Array  # [B] int32, num_committed at which the row ends
+    limit_finish: jax.Array  # [B] int32, the Finish to report there
+    draft_limit: jax.Array  # [B] int32, draft length asked for; 0 decodes plainly
+    stop_tokens: jax.Array  # [B, num_stop] int32, -1 pads
+    # output
+    tokens: jax.Array  # [B, S] int32
+    origin: jax.Array  # [B, S] int8, Origin
+    stop_token: jax.Array  # [B] int32, the stop token that ended the row, or -1
+    # totals
+    counts: AcceptanceCounts
+
+    @property
+    def is_running(self) -> jax.Array:
+        """`[B]` bool."""
+        return self.finish == Finish.RUNNING
+
+
+def chain_parents(num_rows: int, num_nodes: int) -> jax.Array:
+    """Parents `[B, N]` of a chain: every node follows the one before it."""
+    return jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32) - 1, (num_rows, num_nodes))
