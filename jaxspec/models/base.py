@@ -8,12 +8,14 @@ cannot be used: rows of a speculative batch stand at different offsets after the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec import cache as kv
+from jaxspec.errors import PromptError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.types import PyTree, Window
@@ -75,6 +77,60 @@ class TextTokenizer:
         return self.hf.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of chat messages, ending where the assistant's answer begins.
+
+        Args:
+          template: a Jinja chat template instead of the tokenizer's own.
+          template_kwargs: further variables of the template, e.g. `enable_thinking`.
+
+        Raises:
+          PromptError: there is no template, or it refuses the messages.
+        """
+        if template is None and not self.hf.chat_template:
+            raise PromptError(
+                "Chat messages were given, but the model's tokenizer has no chat template; name "
+                "one with --chat-template (chat_template=), or give plain prompts."
+            )
+        try:
+            text = self.hf.apply_chat_template(
+                list(messages),
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:  # templates raise what they like, most often TemplateError
+            raise PromptError(
+                f"The chat template refused the messages ({error}); check their roles and contents."
+            ) from error
+        return self.encode(text)
+
+    def pieces(self, token_ids) -> list[str]:
+        """Text of each token; joined they are the decoded text, special tokens shown.
+
+        A character whose bytes are split over tokens appears with the token that completes it.
+        """
+        pieces, start, shown = [], 0, ""
+        ids = list(token_ids)
+        for end in range(1, len(ids) + 1):
+            text = self.hf.decode(ids[start:end], clean_up_tokenization_spaces=False)
+            is_open = text.endswith("\ufffd") and end - start < 8
+            pieces.append("" if is_open else text[len(shown) :])
+            shown = shown if is_open else text
+            if not is_open and end - start >= 8:
+                # Decode on from a few tokens back: some tokenizers drop a leading space.
+                start, shown = end - 1, self.hf.decode(
+                    ids[end - 1 : end], clean_up_tokenization_spaces=False
+                )
+        return pieces
 
     def fingerprint(self) -> dict[str, int]:
         """Token to id, to tell whether two models share a tokenizer."""

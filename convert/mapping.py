@@ -1,0 +1,170 @@
+"""What the family tables are written in: HF tensors on one side, our parameters on the other.
+
+HF weights are `[out, in]`; ours are `[in, out...]`, with q, k and v of a layer in one array and gate
+and up in another (see `jaxspec.models.decoder.param_shapes`). A `Leaf` is one line of a family's
+table: which HF tensors make the parameter, and how they are laid into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from convert.hf_config import HFConfig
+from jaxspec.checkpoint import LeafPath
+from jaxspec.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """An HF tensor by name, and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One of our parameters.
+
+    Attributes:
+      path: where it stands in the parameters.
+      sources: the tensors it is made of.
+      pieces: given those tensors, pairs of (index into the parameter, view of a tensor): the parameter
+        is the pieces put in place. None where the parameter is the one tensor as it is.
+    """
+
+    path: LeafPath
+    sources: tuple[Source, ...]
+    pieces: Callable[..., Sequence[tuple[Any, np.ndarray]]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family: how its configuration and its tensors become ours.
+
+    Attributes:
+      name: `ModelConfig.family`, HF's `model_type`.
+      architectures: HF class names it covers.
+      read_config: our configuration of an HF one.
+      leaves: the tensor table of a configuration.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    read_config: Callable[[HFConfig], ModelConfig]
+    leaves: Callable[[ModelConfig], list[Leaf]]
+
+
+def outer_leaves(config: ModelConfig) -> list[Leaf]:
+    """Embedding, final norm and head, which every family has under the same names."""
+    table = (config.vocab_size, config.width)
+    leaves = [
+        Leaf(("embedding",), (Source("model.embed_tokens.weight", table),)),
+        Leaf(("final_norm",), (Source("model.norm.weight", (config.width,)),)),
+    ]
+    if not config.is_tied:
+        leaves.append(Leaf(("head",), (Source("lm_head.weight", table),)))
+    return leaves
+
+
+def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
+    """Projections of the attention, with the biases and head norms that the configuration states."""
+    heads, group, size, width = (
+        config.num_kv_heads,
+        config.group,
+        config.head_size,
+        config.width,
+    )
+    num_queries, num_keys = heads * group * size, heads * size
+
+    def name(tensor: str) -> str:
+        return f"model.layers.{layer}.self_attn.{tensor}"
+
+    def projections(tail: str, *last: int) -> tuple[Source, ...]:
+        return (
+            Source(name(f"q_proj.{tail}"), (num_queries, *last)),
+            Source(name(f"k_proj.{tail}"), (num_keys, *last)),
+            Source(name(f"v_proj.{tail}"), (num_keys, *last)),
+        )
+
+    def qkv(q, k, v):
+        # query head k * G + g of HF is entry [k, g]; entries G and G + 1 are key and value
+        return [
+            (np.s_[:, :, :group], q.reshape(heads, group, size, width).transpose(3, 0, 1, 2)),
+            (np.s_[:, :, group], k.reshape(heads, size, width).transpose(2, 0, 1)),
+            (np.s_[:, :, group + 1], v.reshape(heads, size, width).transpose(2, 0, 1)),
+        ]
+
+    def qkv_bias(q, k, v):
+        return [
+            (np.s_[:, :group], q.reshape(heads, group, size)),
+            (np.s_[:, group], k.reshape(heads, size)),
+            (np.s_[:, group + 1], v.reshape(heads, size)),
+        ]
+
+    def output(o):
+        return [(..., o.reshape(width, heads, group, size).transpose(1, 2, 3, 0))]
+
+    path = ("layers", layer)
+    leaves = [
+        Leaf((*path, "qkv"), projections("weight", width), qkv),
+        Leaf((*path, "output"), (Source(name("o_proj.weight"), (width, num_queries)),), output),
+    ]
+    if config.has_qkv_bias:
+        leaves.append(Leaf((*path, "qkv_bias"), projections("bias"), qkv_bias))
+    if config.has_output_bias:
+        leaves.append(Leaf((*path, "output_bias"), (Source(name("o_proj.bias"), (width,)),)))
+    if config.has_qk_norm:
+        leaves += [
+            Leaf((*path, ours), (Source(name(f"{ours}.weight"), (size,)),))
+            for ours in ("q_norm", "k_norm")
+        ]
+    return leaves
+
+
+def norm_leaves(config: ModelConfig, layer: int, names: dict[str, str]) -> list[Leaf]:
+    """Norms of a layer, our name to HF's."""
+    return [
+        Leaf(
+            ("layers", layer, ours),
+            (Source(f"model.layers.{layer}.{theirs}.weight", (config.width,)),),
+        )
+        for ours, theirs in names.items()
+    ]
+
+
+def down_leaf(config: ModelConfig, layer: int) -> Leaf:
+    """The feed-forward's second product."""
+    shape = (config.width, config.feed_forward_width)
+    source = Source(f"model.layers.{layer}.mlp.down_proj.weight", shape)
+    return Leaf(("layers", layer, "down"), (source,), lambda down: [(..., down.T)])
+
+
+def llama_like_leaves(config: ModelConfig) -> list[Leaf]:
+    """The table of Llama and its near relatives: two norms, gate and up apart."""
+    leaves = outer_leaves(config)
+    for layer in range(config.num_layers):
+        shape = (config.feed_forward_width, config.width)
+        gate_and_up = tuple(
+            Source(f"model.layers.{layer}.mlp.{name}.weight", shape)
+            for name in ("gate_proj", "up_proj")
+        )
+        norms = {
+            "attention_norm": "input_layernorm",
+            "feed_forward_norm": "post_attention_layernorm",
+        }
+        leaves += norm_leaves(config, layer, norms)
+        leaves += attention_leaves(config, layer)
+        leaves.append(
+            Leaf(
+                ("layers", layer, "gate_up"),
+                gate_and_up,
+                lambda gate, up: [(np.s_[:, 0], gate.T), (np.s_[:, 1], up.T)],
+            )
+        )
+        leaves.append(down_leaf(config, layer))
+    return leaves

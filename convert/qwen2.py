@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v, and windows on some layers."""
+
+from __future__ import annotations
+
+from convert import hf_config
+from convert.hf_config import HFConfig
+from convert.mapping import Family, llama_like_leaves
+from jaxspec.models.config import ModelConfig
+
+
+def read_config(config: HFConfig) -> ModelConfig:
+    """The bias is part of the architecture and not stated."""
+    hf_config.refuse_partial_rotary(config)
+    return ModelConfig(
+        family="qwen2",
+        **hf_config.shared_fields(config, norm_epsilon=1e-6),
+        rope=hf_config.read_rope(config, rotary_size=config.head_size),
+        has_qkv_bias=True,
+        sliding_windows=hf_config.qwen_sliding_windows(config),
+    )
+
+
+FAMILY = Family("qwen2", ("Qwen2ForCausalLM",), read_config, llama_like_leaves)

@@ -1,0 +1,27 @@
+"""Qwen3: Llama with normed q and k and a head size of its own."""
+
+from __future__ import annotations
+
+from convert import hf_config
+from convert.hf_config import HFConfig
+from convert.mapping import Family, llama_like_leaves
+from jaxspec.models.config import ModelConfig
+
+
+def read_config(config: HFConfig) -> ModelConfig:
+    """`head_dim` must be stated: HF's default is 128, not width / heads."""
+    hf_config.refuse_partial_rotary(config)
+    config.require("head_dim")
+    has_bias = bool(config.get("attention_bias", False))
+    return ModelConfig(
+        family="qwen3",
+        **hf_config.shared_fields(config, norm_epsilon=1e-6),
+        rope=hf_config.read_rope(config, rotary_size=config.head_size),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_qk_norm=True,
+        sliding_windows=hf_config.qwen_sliding_windows(config),
+    )
+
+
+FAMILY = Family("qwen3", ("Qwen3ForCausalLM",), read_config, llama_like_leaves)

@@ -1,0 +1,330 @@
+"""The speculative round and the loop around it, readable as the algorithm.
+
+    propose -> score -> verify -> commit
+
+One `lax.while_loop` runs rounds until every row has ended; nothing leaves the device in between. Rows
+accept different numbers of tokens, so each stands at an offset of its own, `num_committed`: two rows,
+window of four (`r` the newest committed token, `d` drafts), before a round and after it:
+
+    row 0   a b r|d d d .        accepts 2    a b r d d n|. .
+    row 1   a b c d e r|d d d    accepts 0    a b c d e r n|. .
+
+Plain decoding is the same program with `draft_limit` 0: every node invalid. The scores of the newest
+committed token do not depend on what follows it in the window, so speculative output equals plain
+output bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache import commit_path
+from jaxspec.drafters.base import Drafter, EngineShape, Outcome, Rows
+from jaxspec.models.base import Model
+from jaxspec.prefill import prefill_chunk
+from jaxspec.sampling import greedy_tokens
+from jaxspec.types import (
+    AcceptanceCounts,
+    DecodeState,
+    Draft,
+    Finish,
+    Origin,
+    PyTree,
+    Verdict,
+    Window,
+)
+from jaxspec.verifiers.coupled import follow
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class SpeculativeLoop:
+    """The functions of one engine; see `jaxspec.plain.PlainLoop` for its window-1 counterpart.
+
+    `params` is everywhere `{"target": ..., "drafter": ...}`.
+    """
+
+    target: Model
+    drafter: Drafter
+    shape: EngineShape
+    num_stop_tokens: int
+
+    @property
+    def params(self) -> PyTree:
+        """Parameters of both models."""
+        return {"target": self.target.params, "drafter": self.drafter.params}
+
+    def init(self) -> DecodeState:
+        """State with every seat empty."""
+        return empty_state(
+            self.shape,
+            num_stop_tokens=self.num_stop_tokens,
+            cache=self.target.init_cache(self.shape.seats, self.shape.capacity),
+            drafter=self.drafter.init(self.shape),
+        )
+
+    def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+        """State with a request in seat `row`; its prompt has still to be read."""
+        state = take_seat(state, row, seat)
+        drafter = self.drafter.admit(
+            self.shape, params["drafter"], state.drafter, rows_of(state), row
+        )
+        return state.replace(drafter=drafter)
+
+    def prefill(
+        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    ) -> DecodeState:
+        """State after one chunk of a seat's prompt, read by the target and by the drafter."""
+        cache = prefill_chunk(
+            self.target,
+            params["target"],
+            state.cache,
+            state.tokens,
+            row=row,
+            start=start,
+            stop=jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1),
+            chunk=self.shape.prefill_chunk,
+        )
+        drafter = self.drafter.catch_up(
+            self.shape, params["drafter"], state.drafter, rows_of(state), row
+        )
+        return state.replace(cache=cache, drafter=drafter)
+
+    def run(self, params: PyTree, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
+        """State after `num_rounds` rounds, or fewer if every row has ended."""
+
+        def is_unfinished(carry):
+            index, state = carry
+            return (index < num_rounds) & jnp.any(state.is_running)
+
+        def body(carry):
+            index, state = carry
+            return index + 1, self.round(params, state)
+
+        return lax.while_loop(is_unfinished, body, (jnp.int32(0), state))[1]
+
+    def round(self, params: PyTree, state: DecodeState) -> DecodeState:
+        """One round: propose, score, verify, commit."""
+        draft, drafter_state = self.drafter.propose(
+            self.shape, params["drafter"], state.drafter, rows_of(state)
+        )
+        window = make_window(state, draft, is_chain=self.drafter.is_chain)
+        hidden, cache = self.target.forward(
+            params["target"], window_tokens(state, draft), window, state.cache
+        )
+        logits = self.target.logits(params["target"], hidden)
+        chosen, is_finite = greedy_tokens(logits)
+        verdict = follow(chosen, draft)
+        if not self.drafter.is_chain:
+            cache = commit_path(cache, window.start, verdict.path)
+        outcome = Outcome(
+            draft=draft,
+            verdict=verdict,
+            hidden=hidden,
+            num_committed_before=state.num_committed,
+        )
+        state = commit(state, draft, verdict, is_finite=is_finite[:, 0]).replace(cache=cache)
+        drafter_state = self.drafter.commit(
+            self.shape, params["drafter"], drafter_state, rows_of(state), outcome
+        )
+        return state.replace(drafter=drafter_state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A request as it enters the batch.
+
+    Attributes:
+      tokens: `[S]` int32, the prompt, padded.
+      length: int32 scalar, of the prompt.
+      limit: int32 scalar, `num_committed` at which the row ends.
+      limit_finish: int32 scalar, the `Finish` to report there.
+      draft_limit: int32 scalar, draft length; 0 decodes plainly.
+      stop_tokens: `[num_stop]` int32, padded with -1.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    limit_finish: jax.Array
+    draft_limit: jax.Array
+    stop_tokens: jax.Array
+
+
+def empty_state(
+    shape: EngineShape, *, num_stop_tokens: int, cache: PyTree, drafter: PyTree
+) -> DecodeState:
+    """A state whose seats are all empty."""
+    seats, nodes = shape.seats, shape.num_nodes
+
+    def zeros(*size: int) -> jax.Array:
+        return jnp.zeros((seats, *size), jnp.int32)
+
+    return DecodeState(
+        cache=cache,
+        drafter=drafter,
+        num_committed=zeros() + 1,
+        finish=zeros() + Finish.EMPTY_SEAT,
+        limit=zeros(),
+        limit_finish=zeros(),
+        draft_limit=zeros(),
+        stop_tokens=zeros(num_stop_tokens) - 1,
+        tokens=zeros(shape.capacity),
+        origin=jnp.zeros((seats, shape.capacity), jnp.int8),
+        stop_token=zeros() - 1,
+        counts=AcceptanceCounts(
+            num_rounds=zeros(),
+            num_drafts=zeros(),
+            num_draft_tokens=zeros(),
+            num_accepted_tokens=zeros(),
+            drafted_at=zeros(nodes),
+            accepted_at=zeros(nodes),
+        ),
+    )
+
+
+def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+    """State with a request in seat `row`. KV of the seat's predecessor stays where it is: garbage."""
+    return state.replace(
+        num_committed=state.num_committed.at[row].set(seat.length),
+        finish=state.finish.at[row].set(jnp.where(seat.length < seat.limit, 0, seat.limit_finish)),
+        limit=state.limit.at[row].set(seat.limit),
+        limit_finish=state.limit_finish.at[row].set(seat.limit_finish),
+        draft_limit=state.draft_limit.at[row].set(seat.draft_limit),
+        stop_tokens=state.stop_tokens.at[row].set(seat.stop_tokens),
+        tokens=state.tokens.at[row].set(seat.tokens),
+        origin=state.origin.at[row].set(jnp.int8(Origin.PROMPT)),
+        stop_token=state.stop_token.at[row].set(-1),
+        counts=jax.tree.map(lambda count: count.at[row].set(0), state.counts),
+    )
+
+
+def rows_of(state: DecodeState) -> Rows:
+    """What drafters see. A round emits one token beyond its draft, so the last token a row may still
+    emit is never drafted."""
+    room = state.limit - state.num_committed - 1
+    wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room), 0)
+    return Rows(tokens=state.tokens, num_committed=state.num_committed, draft_limit=wanted)
+
+
+def newest_token(state: DecodeState) -> jax.Array:
+    """`[B, 1]` int32, the root of every draft."""
+    return jnp.take_along_axis(state.tokens, state.num_committed[:, None] - 1, axis=1)
+
+
+def window_tokens(state: DecodeState, draft: Draft) -> jax.Array:
+    """`[B, T]` int32: the newest token, then the nodes. Invalid nodes repeat the newest token, which
+    any model can embed; they are scored, and nothing reads the scores."""
+    root = newest_token(state)
+    is_valid = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32) < draft.num_valid[:, None]
+    return jnp.concatenate([root, jnp.where(is_valid, draft.tokens, root)], axis=1)
+
+
+def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
+    """Where the newest token and the draft's nodes stand.
+
+    Entry i is stored at slot `start + i` and stands at position `start + depth`. All T entries of a
+    running row are written, valid or not, so no live block holds a slot of unknown content. Rows that
+    have ended write nothing, and stand where the foremost running row does, so that they neither
+    lengthen nor widen the range of blocks that attention reads.
+    """
+    num_rows, num_nodes = draft.tokens.shape
+    is_running = state.is_running
+    start = state.num_committed - 1
+    start = jnp.where(is_running, start, jnp.max(jnp.where(is_running, start, 0)))
+    entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)
+    slots = jnp.where(is_running[:, None], start[:, None] + entry, -1)
+    if is_chain:
+        return Window(start=start, positions=start[:, None] + entry, slots=slots)
+
+    # Parents come before children, so one pass in node order completes depths and ancestor paths.
+    # Invalid nodes hang from the root: their parents may be garbage.
+    depth = jnp.zeros((num_rows, num_nodes + 1), jnp.int32)
+    paths = jnp.zeros((num_rows, num_nodes + 1, num_nodes + 1), jnp.int32)
+    for node in range(num_nodes):
+        parent = jnp.where(node < draft.num_valid, draft.parents[:, node] + 1, 0)[:, None]
+        node_depth = jnp.take_along_axis(depth, parent, axis=1) + 1
+        path = jnp.take_along_axis(paths, parent[:, :, None], axis=1)[:, 0]
+        depth = depth.at[:, node + 1].set(node_depth[:, 0])
+        paths = paths.at[:, node + 1].set(jnp.where(entry == node_depth, node + 1, path))
+    return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
+
+
+def commit(
+    state: DecodeState, draft: Draft, verdict: Verdict, *, is_finite: jax.Array
+) -> DecodeState:
+    """State with the accepted tokens and the target's next one, cut at a stop token or at the limit.
+
+    Args:
+      is_finite: `[B]` bool, whether the target's scores were numbers; a row where they are not ends
+        without taking anything from the round.
+    """
+    num_nodes = draft.tokens.shape[1]
+    index = jnp.arange(num_nodes + 1, dtype=jnp.int32)
+    num_accepted = verdict.num_accepted[:, None]
+    along_path = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path, 0), axis=1)
+    along_path = jnp.pad(along_path, ((0, 0), (0, 1)))
+    emitted = jnp.where(index < num_accepted, along_path, verdict.next_token[:, None])  # [B, N + 1]
+
+    is_stop = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=2)
+    is_stop &= index <= num_accepted
+    first_stop = jnp.min(jnp.where(is_stop, index, num_nodes + 1), axis=1)
+    room = state.limit - state.num_committed
+    num_emitted = jnp.minimum(jnp.minimum(verdict.num_accepted, first_stop) + 1, room)
+    num_emitted = jnp.where(state.is_running & is_finite, num_emitted, 0)
+    num_committed = state.num_committed + num_emitted
+
+    at_limit = jnp.where(num_committed >= state.limit, state.limit_finish, Finish.RUNNING)
+    finish = jnp.where(first_stop < num_emitted, Finish.STOP_TOKEN, at_limit)
+    finish = jnp.where(is_finite, finish, Finish.NON_FINITE)
+    stopped_by = jnp.take_along_axis(
+        emitted, jnp.minimum(first_stop, num_nodes)[:, None], axis=1
+    )[:, 0]
+
+    drafted_all = jnp.where(verdict.num_accepted < draft.num_valid, Origin.CORRECTED, Origin.BONUS)
+    last_origin = jnp.where(draft.num_valid > 0, drafted_all, Origin.PLAIN)[:, None]
+    origin = jnp.where(index < num_accepted, Origin.ACCEPTED, last_origin).astype(jnp.int8)
+    return state.replace(
+        num_committed=num_committed,
+        finish=jnp.where(state.is_running, finish, state.finish).astype(jnp.int32),
+        tokens=put(state.tokens, state.num_committed, emitted, num_emitted),
+        origin=put(state.origin, state.num_committed, origin, num_emitted),
+        stop_token=jnp.where(first_stop < num_emitted, stopped_by, state.stop_token),
+        counts=count(state, draft, verdict, num_emitted),
+    )
+
+
+def put(buffer: jax.Array, start: jax.Array, values: jax.Array, num_kept: jax.Array) -> jax.Array:
+    """`buffer` `[B, S]` with the first `num_kept[b]` of `values` `[B, n]` at `start[b]` onwards."""
+    num_slots = buffer.shape[1]
+    index = jnp.arange(values.shape[1], dtype=jnp.int32)
+    target = jnp.where(index < num_kept[:, None], start[:, None] + index, num_slots + index)
+
+    def put_row(row, target, values):
+        return row.at[target].set(values, mode="drop", unique_indices=True)
+
+    return jax.vmap(put_row)(buffer, target, values)
+
+
+def count(
+    state: DecodeState, draft: Draft, verdict: Verdict, num_emitted: jax.Array
+) -> AcceptanceCounts:
+    """Totals after the round. Only tokens that were kept count as accepted: what lies behind a stop
+    token was never emitted."""
+    is_counted = num_emitted > 0
+    num_drafted = jnp.where(is_counted, draft.num_valid, 0)
+    num_accepted = jnp.minimum(verdict.num_accepted, num_emitted)
+    depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+    counts = state.counts
+    return AcceptanceCounts(
+        num_rounds=counts.num_rounds + is_counted,
+        num_drafts=counts.num_drafts + (num_drafted > 0),
+        num_draft_tokens=counts.num_draft_tokens + num_drafted,
+        num_accepted_tokens=counts.num_accepted_tokens + num_accepted,
+        drafted_at=counts.drafted_at + (depth < num_drafted[:, None]),
+        accepted_at=counts.accepted_at + (depth < num_accepted[:, None]),
+    )

@@ -1,0 +1,161 @@
+"""The drafter protocol: a record of pure functions around a state of its own.
+
+A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens, and after the
+verdict it is told what became of its draft. All functions run inside the compiled loop, so they are
+traced once; `params` is handed in, never closed over, and every shape is fixed by `EngineShape`.
+
+To write one: a class with the attributes and methods below (a frozen dataclass will do), passed to
+`Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax
+from flax import struct
+
+from jaxspec.models.base import Model
+from jaxspec.types import Draft, PyTree, Verdict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The static shape of an engine: everything its programs are compiled for.
+
+    Attributes:
+      seats: B, rows of the batch.
+      capacity: S, slots per row.
+      window: T, tokens scored per round.
+      prefill_chunk: tokens of one prefill call.
+      vocab_size: V of the target.
+    """
+
+    seats: int
+    capacity: int
+    window: int
+    prefill_chunk: int
+    vocab_size: int
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the nodes a draft has room for."""
+        return self.window - 1
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a drafter may know of the batch.
+
+    Attributes:
+      tokens: `[B, S]` int32, committed tokens, garbage beyond `num_committed`.
+      num_committed: `[B]` int32.
+      draft_limit: `[B]` int32, nodes wanted in this round; 0 for rows that are not running.
+    """
+
+    tokens: jax.Array
+    num_committed: jax.Array
+    draft_limit: jax.Array
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a round did, handed to `Drafter.commit`.
+
+    Attributes:
+      draft: the draft as it was scored (`num_valid` clipped to what the row still wanted).
+      verdict: the verifier's.
+      hidden: `[B, T, E]` the target's hidden states of the window.
+      num_committed_before: `[B]` int32; `Rows.num_committed` is the count after.
+    """
+
+    draft: Draft
+    verdict: Verdict
+    hidden: jax.Array
+    num_committed_before: jax.Array
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A source of drafts.
+
+    Attributes:
+      name: for reports.
+      params: pytree of arrays, passed back to every function.
+      is_chain: whether every draft is a chain; then no KV has to be moved after acceptance.
+      is_synthetic: whether it knows the answer (an oracle); reports must say so.
+    """
+
+    name: str
+    params: PyTree
+    is_chain: bool
+    is_synthetic: bool
+
+    def check(self, target: Model) -> None:
+        """Raises `ModelError` if this drafter cannot draft for `target`."""
+        ...
+
+    def init(self, shape: EngineShape) -> PyTree:
+        """State of an engine with no requests."""
+        ...
+
+    def admit(
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: Rows, row: jax.Array
+    ) -> PyTree:
+        """State after a new request took seat `row` (int32 scalar); nothing of it has been seen."""
+        ...
+
+    def lag(self, state: PyTree, rows: Rows) -> jax.Array | None:
+        """`[B]` int32, committed tokens before the newest that the drafter has not seen; None if it
+        keeps nothing that could lag."""
+        ...
+
+    def catch_up(
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: Rows, row: jax.Array
+    ) -> PyTree:
+        """State after reading up to `shape.prefill_chunk` unseen committed tokens of seat `row`."""
+        ...
+
+    def propose(
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: Rows
+    ) -> tuple[Draft, PyTree]:
+        """A draft of `shape.num_nodes` nodes; at most `rows.draft_limit` of them valid."""
+        ...
+
+    def commit(
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: Rows, outcome: Outcome
+    ) -> PyTree:
+        """State after the round; `rows` are those after it."""
+        ...
+
+
+class StatelessDrafter:
+    """Base of drafters that keep nothing between rounds: only `propose` is left to write."""
+
+    params: PyTree = ()
+    is_chain = True
+    is_synthetic = False
+
+    def check(self, target: Model) -> None:
+        """Drafts for any target."""
+
+    def init(self, shape: EngineShape) -> PyTree:
+        """No state."""
+        return ()
+
+    def admit(self, shape, params, state, rows, row):
+        """Nothing to note."""
+        return state
+
+    def lag(self, state, rows):
+        """Cannot lag."""
+        return None
+
+    def catch_up(self, shape, params, state, rows, row):
+        """Nothing to read."""
+        return state
+
+    def commit(self, shape, params, state, rows, outcome):
+        """Nothing to note."""
+        return state

@@ -1,0 +1,168 @@
+"""A small language model as the drafter (Leviathan et al., 2211.17192), with its own KV cache.
+
+The cache is kept between rounds: rejected drafts are forgotten by lowering an integer, as in the
+target. A round's first step reads two tokens, because after full acceptance the last draft is still
+unseen: with `d` the drafts of a round of three, and `|` the end of what the drafter has seen,
+
+    rejected after d1:   ... x d1|y          next first step reads d1 y   (d1 again, to no effect)
+    all accepted:        ... x d1 d2|d3 y    next first step reads d3 y
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.cache import KVCache
+from jaxspec.drafters.base import EngineShape, Outcome, Rows
+from jaxspec.errors import ModelError
+from jaxspec.models.base import Model
+from jaxspec.prefill import prefill_chunk
+from jaxspec.sampling import greedy_tokens
+from jaxspec.types import Draft, PyTree, Window, chain_parents
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class DraftModelState:
+    """The draft model's cache and how far it is valid.
+
+    Attributes:
+      cache: of the draft model.
+      num_seen: `[B]` int32, committed tokens whose KV is in it.
+      num_steps: int32 scalar, draft steps of the round in progress.
+    """
+
+    cache: KVCache
+    num_seen: jax.Array
+    num_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftModel:
+    """Drafts greedily with another model that shares the target's tokenizer.
+
+    Vocabularies that are padded to different sizes are fine: only ids that both have are proposed.
+    """
+
+    model: Model
+    is_chain: bool = dataclasses.field(default=True, init=False)
+    is_synthetic: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def name(self) -> str:
+        """`draft_model:NAME`."""
+        return f"draft_model:{self.model.name}"
+
+    @property
+    def params(self) -> PyTree:
+        """The draft model's."""
+        return self.model.params
+
+    def check(self, target: Model) -> None:
+        """Raises `ModelError` if the two tokenizers give one id to different tokens."""
+        if target.tokenizer is None or self.model.tokenizer is None:
+            return
+        theirs = {i: token for token, i in target.tokenizer.fingerprint().items()}
+        mine = {i: token for token, i in self.model.tokenizer.fingerprint().items()}
+        different = [i for i in theirs if i in mine and theirs[i] != mine[i]]
+        if different:
+            first = min(different)
+            raise ModelError(
+                f"The draft model {self.model.name} and the target {target.name} have different "
+                f"tokenizers ({len(different)} ids differ; id {first} is {mine[first]!r} to the "
+                f"one and {theirs[first]!r} to the other); use a draft model of the same family, "
+                "or the ngram drafter."
+            )
+
+    def init(self, shape: EngineShape) -> DraftModelState:
+        """An empty cache."""
+        return DraftModelState(
+            cache=self.model.init_cache(shape.seats, shape.capacity),
+            num_seen=jnp.zeros((shape.seats,), jnp.int32),
+            num_steps=jnp.int32(0),
+        )
+
+    def admit(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
+        """Nothing of the new request has been seen."""
+        return state.replace(num_seen=state.num_seen.at[row].set(0))
+
+    def lag(self, state: DraftModelState, rows: Rows) -> jax.Array:
+        """`[B]`, what `catch_up` should read; one token is read by the next round itself."""
+        return jnp.maximum(rows.num_committed - 1 - state.num_seen, 0)
+
+    def catch_up(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
+        """Reads a chunk of the unseen tokens of seat `row`."""
+        start = state.num_seen[row]
+        stop = jnp.minimum(start + shape.prefill_chunk, rows.num_committed[row] - 1)
+        cache = prefill_chunk(
+            self.model,
+            params,
+            state.cache,
+            jnp.minimum(rows.tokens, self.model.vocab_size - 1),
+            row=row,
+            start=start,
+            stop=stop,
+            chunk=shape.prefill_chunk,
+        )
+        num_seen = state.num_seen.at[row].set(jnp.maximum(start, stop))
+        return state.replace(cache=cache, num_seen=num_seen)
+
+    def propose(self, shape, params, state: DraftModelState, rows: Rows):
+        """Greedy drafts; as many steps as the most demanding row asks for, counted at run time.
+
+        Rows that lag by more than one token get no draft: their context has a hole.
+        """
+        seats, num_nodes = shape.seats, shape.num_nodes
+        vocab_size = min(self.model.vocab_size, shape.vocab_size)
+        can_draft = rows.num_committed - 2 <= state.num_seen
+        num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
+        is_drafting = num_valid > 0
+        num_steps = jnp.max(num_valid)
+        # A row that drafts nothing writes nothing, and stands where it cannot lengthen the attention.
+        newest = rows.num_committed - 1
+        newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
+
+        def step(tokens, first_position, cache):
+            """Token after the last of `tokens` `[B, t]`, which stand at `first_position` onwards."""
+            positions = first_position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            window = Window(
+                start=jnp.maximum(first_position, 0),
+                positions=jnp.maximum(positions, 0),
+                slots=jnp.where(is_drafting[:, None], positions, -1),
+            )
+            tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
+            hidden, cache = self.model.forward(params, tokens, window, cache)
+            logits = self.model.logits(params, hidden[:, -1])
+            return greedy_tokens(logits[:, :vocab_size])[0], cache
+
+        def first_step(_, carry):
+            tokens, cache = carry
+            pair = jnp.maximum(newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32), 0)
+            read = jnp.take_along_axis(rows.tokens, pair, axis=1)
+            drafted, cache = step(read, newest - 1, cache)
+            return tokens.at[:, 0].set(drafted), cache
+
+        def next_step(index, carry):
+            tokens, cache = carry
+            last = lax.dynamic_slice_in_dim(tokens, index - 1, 1, axis=1)
+            drafted, cache = step(last, newest + index, cache)
+            return lax.dynamic_update_slice_in_dim(tokens, drafted[:, None], index, axis=1), cache
+
+        carry = (jnp.zeros((seats, num_nodes), jnp.int32), state.cache)
+        carry = lax.fori_loop(0, jnp.minimum(num_steps, 1), first_step, carry)
+        tokens, cache = lax.fori_loop(1, num_steps, next_step, carry)
+        draft = Draft(tokens=tokens, parents=chain_parents(seats, num_nodes), num_valid=num_valid)
+        return draft, state.replace(cache=cache, num_steps=num_steps)
+
+    def commit(self, shape, params, state: DraftModelState, rows: Rows, outcome: Outcome):
+        """Of the accepted drafts all but the round's last step's have been seen."""
+        drafted = outcome.draft.num_valid > 0
+        seen = outcome.num_committed_before + jnp.minimum(
+            outcome.verdict.num_accepted, state.num_steps - 1
+        )
+        num_seen = jnp.where(drafted, seen, state.num_seen)
+        return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))

@@ -1,0 +1,139 @@
+"""An oracle: proposes each row's recorded true continuation, right with a chosen probability.
+
+For tests, and for measuring speed at a chosen acceptance without trained weights. It is synthetic and
+every report says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.drafters.base import Drafter, EngineShape, Outcome, Rows
+from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
+from jaxspec.types import Draft, PyTree, chain_parents
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Oracle:
+    """Knows the answers.
+
+    Attributes:
+      sequences: prompt and true continuation of every request it may meet, as token ids. A prompt
+        that none of them starts with is not drafted for.
+      acceptance: probability that a proposed token is the true one, drawn once per sequence and
+        position; a wrong token is the true one's successor in the vocabulary.
+      seed: of those draws.
+      cost_of: a drafter that is run in every round and whose drafts are thrown away, so that a round
+        costs what a real one does.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    acceptance: float = 1.0
+    seed: int = 0
+    cost_of: Drafter | None = None
+    is_chain: bool = dataclasses.field(default=True, init=False)
+    is_synthetic: bool = dataclasses.field(default=True, init=False)
+
+    def __post_init__(self):
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise SettingError(
+                f"An oracle's acceptance of {self.acceptance} was given; it is a probability, so "
+                "give a number from 0 to 1."
+            )
+        if not self.sequences:
+            raise SettingError("An oracle without sequences was given; record at least one.")
+
+    @property
+    def name(self) -> str:
+        """Names the acceptance, and says that it is synthetic."""
+        cost = f", cost of {self.cost_of.name}" if self.cost_of else ""
+        return f"oracle:{self.acceptance:g} (synthetic{cost})"
+
+    @property
+    def params(self) -> PyTree:
+        """The sequences `[R, longest]` padded with -1, and the costing drafter's parameters."""
+        longest = max(len(sequence) for sequence in self.sequences)
+        table = np.full((len(self.sequences), longest), -1, np.int32)
+        for index, sequence in enumerate(self.sequences):
+            table[index, : len(sequence)] = sequence
+        return {"table": jnp.asarray(table), "cost": self.cost_of.params if self.cost_of else ()}
+
+    def check(self, target: Model) -> None:
+        """Checks the costing drafter, if there is one."""
+        if self.cost_of:
+            self.cost_of.check(target)
+
+    def init(self, shape: EngineShape) -> PyTree:
+        """The sequence each seat decodes, -1 if unknown; and the costing drafter's state."""
+        return {
+            "sequence": jnp.full((shape.seats,), -1, jnp.int32),
+            "cost": self.cost_of.init(shape) if self.cost_of else (),
+        }
+
+    def admit(self, shape, params, state, rows: Rows, row) -> PyTree:
+        """Finds the sequence that starts with the seat's prompt."""
+        table = params["table"]
+        width = min(table.shape[1], shape.capacity)
+        index = jnp.arange(width, dtype=jnp.int32)
+        prompt = rows.tokens[row, :width]
+        same = (table[:, :width] == prompt) | (index >= rows.num_committed[row])
+        fits = jnp.all(same, axis=1) & (rows.num_committed[row] <= width)
+        found = jnp.where(jnp.any(fits), jnp.argmax(fits).astype(jnp.int32), -1)
+        cost = state["cost"]
+        if self.cost_of:
+            cost = self.cost_of.admit(shape, params["cost"], cost, rows, row)
+        return {"sequence": state["sequence"].at[row].set(found), "cost": cost}
+
+    def lag(self, state, rows: Rows) -> jax.Array | None:
+        """The costing drafter's."""
+        return self.cost_of.lag(state["cost"], rows) if self.cost_of else None
+
+    def catch_up(self, shape, params, state, rows: Rows, row) -> PyTree:
+        """The costing drafter's."""
+        if self.cost_of is None:
+            return state
+        cost = self.cost_of.catch_up(shape, params["cost"], state["cost"], rows, row)
+        return {**state, "cost": cost}
+
+    def propose(self, shape: EngineShape, params, state, rows: Rows):
+        """The next recorded tokens, some of them spoilt."""
+        table = params["table"]
+        position = rows.num_committed[:, None] + jnp.arange(shape.num_nodes, dtype=jnp.int32)
+        sequence = jnp.maximum(state["sequence"], 0)
+        truth = table[sequence[:, None], jnp.minimum(position, table.shape[1] - 1)]
+        known = (position < table.shape[1]) & (truth >= 0) & (state["sequence"] >= 0)[:, None]
+
+        def draw(sequence, positions):
+            key = jax.random.fold_in(jax.random.key(self.seed), sequence)
+            keys = jax.vmap(lambda p: jax.random.fold_in(key, p))(positions)
+            return jax.vmap(jax.random.uniform)(keys)
+
+        is_right = jax.vmap(draw)(sequence, position) < self.acceptance
+        tokens = jnp.where(is_right, truth, (truth + 1) % shape.vocab_size)
+        num_known = jnp.sum(known, axis=1, dtype=jnp.int32)
+        num_valid = jnp.minimum(num_known, jnp.minimum(rows.draft_limit, shape.num_nodes))
+        if self.cost_of:
+            thrown_away, cost = self.cost_of.propose(shape, params["cost"], state["cost"], rows)
+            # Never true, but the compiler cannot know: it keeps the costing drafter's work alive.
+            is_impossible = jnp.any(thrown_away.tokens < 0, axis=1)
+            num_valid = jnp.where(is_impossible, 0, num_valid)
+            state = {**state, "cost": cost}
+        draft = Draft(
+            tokens=jnp.where(known, tokens, 0),
+            parents=chain_parents(shape.seats, shape.num_nodes),
+            num_valid=num_valid,
+        )
+        return draft, state
+
+    def commit(self, shape, params, state, rows: Rows, outcome: Outcome) -> PyTree:
+        """The costing drafter's."""
+        if self.cost_of is None:
+            return state
+        cost = self.cost_of.commit(shape, params["cost"], state["cost"], rows, outcome)
+        return {**state, "cost": cost}

@@ -1,0 +1,314 @@
+"""The engine: requests in, completions out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import cache as kv
+from jaxspec.decoding import Seat, SpeculativeLoop
+from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
+from jaxspec.plain import PlainLoop
+from jaxspec.requests import (
+    Acceptance,
+    Completion,
+    Prompt,
+    Request,
+    SamplingParams,
+    make_completion,
+    make_requests,
+)
+from jaxspec.types import DecodeState, Finish
+
+MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a progress callback is told, every few rounds.
+
+    Attributes:
+      num_requests: of the call.
+      num_finished: requests that have ended.
+      num_emitted_tokens: of all requests so far.
+      num_rounds: rounds run so far, in all batches.
+    """
+
+    num_requests: int
+    num_finished: int
+    num_emitted_tokens: int
+    num_rounds: int
+
+
+class Engine:
+    """Decodes batches of prompts, speculatively if it has a drafter.
+
+    Requests are taken in order, `seats` at a time; a batch is decoded to its end (static batching).
+    An output depends on the request and on the engine's shape (`capacity`, `window`, `seats`,
+    `prefill_chunk`, dtype), not on its neighbours, its seat, the drafter or the draft length.
+
+    Args:
+      target: the model whose output this is.
+      drafter: what proposes tokens; None decodes plainly, one token per step.
+      draft_length: tokens proposed per round, 1 to `window - 1`.
+      window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
+        bit must share it.
+      seats: B, rows of a batch.
+      capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
+        of a row needs `window` slots.
+      prefill_chunk: prompt tokens read per call.
+      rounds_per_sync: rounds between two looks of the host.
+
+    Raises:
+      SettingError: a setting out of range.
+      ModelError: the drafter cannot draft for the target.
+
+    Example:
+      >>> import jaxspec
+      >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
+      >>> engine = jaxspec.Engine(target, drafter=jaxspec.DraftModel(draft), draft_length=4)
+      >>> [completion] = engine.generate(["Once upon a time"], jaxspec.SamplingParams(max_tokens=8))
+      >>> len(completion.token_ids), completion.finish_reason
+      (8, 'length')
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        *,
+        draft_length: int = 4,
+        window: int | None = None,
+        seats: int = 8,
+        capacity: int = 1024,
+        prefill_chunk: int = 128,
+        rounds_per_sync: int = 32,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.draft_length = draft_length if drafter is not None else 0
+        self.rounds_per_sync = rounds_per_sync
+        for name, value in (
+            ("seats", seats),
+            ("capacity", capacity),
+            ("prefill_chunk", prefill_chunk),
+            ("rounds_per_sync", rounds_per_sync),
+        ):
+            if value < 1:
+                raise SettingError(f"{name} {value} was given; it must be at least 1.")
+        if drafter is None:
+            if window not in (None, 1):
+                raise SettingError(
+                    f"A window of {window} was given without a drafter; plain decoding scores one "
+                    "token per step, so leave the window out or give a drafter."
+                )
+            window = 1
+        else:
+            window = draft_length + 1 if window is None else window
+            check_draft_length(draft_length, window)
+            drafter.check(target)
+        self.shape = EngineShape(
+            seats=seats,
+            capacity=kv.round_up_to_block(capacity),
+            window=window,
+            prefill_chunk=prefill_chunk,
+            vocab_size=target.vocab_size,
+        )
+        if self.longest_prompt < 1:
+            raise SettingError(
+                f"A window of {window} does not fit a capacity of {self.shape.capacity}; raise the "
+                "capacity or narrow the window."
+            )
+        if drafter is None:
+            self._loop = PlainLoop(
+                target=target, shape=self.shape, num_stop_tokens=MAX_STOP_TOKENS
+            )
+        else:
+            self._loop = SpeculativeLoop(
+                target=target,
+                drafter=drafter,
+                shape=self.shape,
+                num_stop_tokens=MAX_STOP_TOKENS,
+            )
+        self._params = self._loop.params
+        donating = functools.partial(jax.jit, donate_argnums=1)
+        self._admit = donating(self._loop.admit)
+        self._prefill = donating(self._loop.prefill)
+        self._run = donating(self._loop.run)
+        self._init = jax.jit(self._loop.init)
+        self._state: DecodeState | None = None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Prompt tokens that leave room for one round."""
+        return min(self.shape.capacity - self.shape.window + 1, self.shape.capacity - 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Shape and promise, for reports."""
+        return {
+            "target": self.target.name,
+            "drafter": self.drafter.name if self.drafter else "none",
+            "is_synthetic": bool(self.drafter and self.drafter.is_synthetic),
+            "draft_length": self.draft_length,
+            "exactness": "bitwise",
+            **dataclasses.asdict(self.shape),
+        }
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Completion]:
+        """Completions of `prompts`, in their order.
+
+        Args:
+          prompts: each text, token ids or a list of chat messages.
+          params: one for all, or one each; default `SamplingParams()`.
+          speculate: False runs the same compiled program with every draft marked invalid: plain
+            decoding, to the bit.
+          draft_length: instead of the engine's, up to `window - 1`; compiles nothing.
+          chat_template: Jinja template for messages instead of the tokenizer's own.
+          on_progress: called on the host every `rounds_per_sync` rounds.
+
+        Raises:
+          PromptError: a prompt is empty, too long or malformed; nothing has been decoded then.
+          SettingError: a parameter out of range.
+        """
+        requests = make_requests(
+            prompts,
+            params if params is not None else SamplingParams(),
+            self.target,
+            longest=self.longest_prompt,
+            chat_template=chat_template,
+        )
+        return list(
+            self.run(
+                requests, speculate=speculate, draft_length=draft_length, on_progress=on_progress
+            )
+        )
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Iterator[Completion]:
+        """Yields the completions of `requests` in order, a batch at a time. See `generate`."""
+        draft_length = self.draft_length if draft_length is None else draft_length
+        if self.drafter is None or not speculate:
+            draft_length = 0
+        else:
+            check_draft_length(draft_length, self.shape.window)
+        num_finished = num_emitted = num_rounds = 0
+        for first in range(0, len(requests), self.shape.seats):
+            batch = requests[first : first + self.shape.seats]
+            for row in range(self.shape.seats):
+                self._seat(row, batch[row] if row < len(batch) else None, draft_length)
+            is_running = True
+            while is_running:
+                self._state = self._run(self._params, self._state, np.int32(self.rounds_per_sync))
+                seen = jax.device_get(
+                    {
+                        "finish": self._state.finish,
+                        "num_committed": self._state.num_committed,
+                        "num_rounds": self._state.counts.num_rounds,
+                    }
+                )
+                is_running = bool(np.any(seen["finish"] == Finish.RUNNING))
+                if on_progress is not None:
+                    lengths = [len(request.prompt_token_ids) for request in batch]
+                    emitted = seen["num_committed"][: len(batch)] - np.asarray(lengths)
+                    ended = np.sum(seen["finish"][: len(batch)] != Finish.RUNNING)
+                    on_progress(
+                        Progress(
+                            num_requests=len(requests),
+                            num_finished=num_finished + int(ended),
+                            num_emitted_tokens=num_emitted + int(np.sum(emitted)),
+                            num_rounds=num_rounds + int(np.max(seen["num_rounds"])),
+                        )
+                    )
+            completions = self._harvest(batch)
+            num_finished += len(batch)
+            num_emitted += sum(len(completion.token_ids) for completion in completions)
+            num_rounds += max(completion.acceptance.num_rounds for completion in completions)
+            yield from completions
+
+    def _seat(self, row: int, request: Request | None, draft_length: int) -> None:
+        """Puts a request into a seat and reads its prompt, or empties the seat."""
+        if self._state is None:
+            self._state = self._init()
+        prompt = request.prompt_token_ids if request else (0,)
+        tokens = np.zeros((self.shape.capacity,), np.int32)
+        tokens[: len(prompt)] = prompt
+        stop_tokens = np.full((MAX_STOP_TOKENS,), -1, np.int32)
+        limit, limit_finish = 0, Finish.EMPTY_SEAT
+        if request:
+            stops = request.params.stop_tokens(self.target)
+            if len(stops) > MAX_STOP_TOKENS:
+                raise SettingError(
+                    f"Request {request.request_id} has {len(stops)} stop tokens (with the model's "
+                    f"EOS tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
+                )
+            stop_tokens[: len(stops)] = stops
+            wanted = len(prompt) + request.params.max_tokens
+            largest = self.longest_prompt + 1
+            limit = min(wanted, largest)
+            limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
+        seat = Seat(
+            tokens=tokens,
+            length=np.int32(len(prompt)),
+            limit=np.int32(limit),
+            limit_finish=np.int32(limit_finish),
+            draft_limit=np.int32(draft_length),
+            stop_tokens=stop_tokens,
+        )
+        self._state = self._admit(self._params, self._state, np.int32(row), seat)
+        for start in range(0, len(prompt) - 1, self.shape.prefill_chunk):
+            self._state = self._prefill(
+                self._params, self._state, np.int32(row), np.int32(start)
+            )
+
+    def _harvest(self, batch: Sequence[Request]) -> list[Completion]:
+        """Completions of a batch that has ended."""
+        state = jax.device_get(
+            self._state.replace(cache=(), drafter=())
+        )
+        completions = []
+        for row, request in enumerate(batch):
+            first, last = len(request.prompt_token_ids), int(state.num_committed[row])
+            completions.append(
+                make_completion(
+                    request,
+                    self.target,
+                    token_ids=state.tokens[row, first:last].tolist(),
+                    origins=state.origin[row, first:last],
+                    finish=Finish(int(state.finish[row])),
+                    stop_token=int(state.stop_token[row]),
+                    acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
+                )
+            )
+        return completions
+
+
+def check_draft_length(draft_length: int, window: int) -> None:
+    """Raises `SettingError` unless a draft of this length fits the window."""
+    if not 1 <= draft_length < window:
+        raise SettingError(
+            f"A draft length of {draft_length} was given for a window of {window}; it must be at "
+            "least 1 and less than the window, which also holds the newest committed token."
+        )

@@ -1,0 +1,111 @@
+"""Plain decoding, one token per step: the baseline of every speed-up, and an independent witness.
+
+It shares the model, prefill and the state record with `decoding`, but no code of the round: nothing
+here knows of drafts, windows or verdicts. Its bits differ from a wider window's (another matrix shape
+sums in another order), so its output equals theirs except at ties within rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.decoding import Seat, empty_state, take_seat
+from jaxspec.drafters.base import EngineShape
+from jaxspec.models.base import Model
+from jaxspec.prefill import prefill_chunk
+from jaxspec.types import DecodeState, Finish, Origin, PyTree, Window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlainLoop:
+    """The window-1 loop, with the interface of `decoding.SpeculativeLoop`."""
+
+    target: Model
+    shape: EngineShape
+    num_stop_tokens: int
+
+    @property
+    def params(self) -> PyTree:
+        """The target's parameters."""
+        return self.target.params
+
+    def init(self) -> DecodeState:
+        """State with every seat empty."""
+        cache = self.target.init_cache(self.shape.seats, self.shape.capacity)
+        return empty_state(
+            self.shape, num_stop_tokens=self.num_stop_tokens, cache=cache, drafter=()
+        )
+
+    def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+        """State with a request in seat `row`; its prompt has still to be read."""
+        return take_seat(state, row, seat)
+
+    def prefill(
+        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    ) -> DecodeState:
+        """State after one chunk of a seat's prompt."""
+        chunk = self.shape.prefill_chunk
+        stop = jnp.minimum(start + chunk, state.num_committed[row] - 1)
+        cache = prefill_chunk(
+            self.target,
+            params,
+            state.cache,
+            state.tokens,
+            row=row,
+            start=start,
+            stop=stop,
+            chunk=chunk,
+        )
+        return state.replace(cache=cache)
+
+    def run(self, params: PyTree, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
+        """State after `num_rounds` steps, or fewer if every row has ended."""
+        row = jnp.arange(self.shape.seats, dtype=jnp.int32)
+
+        def step(carry):
+            index, state = carry
+            running = state.finish == Finish.RUNNING
+            here = state.num_committed - 1
+            token = state.tokens[row, here]
+            foremost = jnp.max(jnp.where(running, here, 0))
+            window = Window(
+                start=jnp.where(running, here, foremost),
+                positions=jnp.where(running, here, foremost)[:, None],
+                slots=jnp.where(running, here, -1)[:, None],
+            )
+            hidden, cache = self.target.forward(params, token[:, None], window, state.cache)
+            logits = self.target.logits(params, hidden[:, 0])
+            highest = jnp.max(logits, axis=1, keepdims=True)
+            column = jnp.arange(logits.shape[1], dtype=jnp.int32)
+            token = jnp.min(jnp.where(logits == highest, column, logits.shape[1] - 1), axis=1)
+
+            finite = jnp.isfinite(highest[:, 0])
+            emits = running & finite
+            length = state.num_committed + emits
+            stops = emits & jnp.any(token[:, None] == state.stop_tokens, axis=1)
+            finish = jnp.where(length >= state.limit, state.limit_finish, Finish.RUNNING)
+            finish = jnp.where(stops, Finish.STOP_TOKEN, finish)
+            finish = jnp.where(finite, finish, Finish.NON_FINITE)
+            slot = jnp.where(emits, here + 1, self.shape.capacity + row)
+            state = state.replace(
+                cache=cache,
+                num_committed=length,
+                finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
+                tokens=state.tokens.at[row, slot].set(token, mode="drop", unique_indices=True),
+                origin=state.origin.at[row, slot].set(
+                    jnp.int8(Origin.PLAIN), mode="drop", unique_indices=True
+                ),
+                stop_token=jnp.where(stops, token, state.stop_token),
+                counts=state.counts.replace(num_rounds=state.counts.num_rounds + emits),
+            )
+            return index + 1, state
+
+        def is_unfinished(carry):
+            index, state = carry
+            return (index < num_rounds) & jnp.any(state.finish == Finish.RUNNING)
+
+        return lax.while_loop(is_unfinished, step, (jnp.int32(0), state))[1]

@@ -1,0 +1,1 @@
+"""Training of small language models and drafts on CPU or accelerator."""

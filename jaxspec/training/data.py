@@ -1,0 +1,345 @@
+"""Text to packed training batches.
+
+Documents are read per domain, tokenized once into flat files (each document ended by the end-of-text
+token), and cut into windows by a plan that is a pure function of the seed: which window stands in
+which row of which step is known before the first step, so a resumed run sees the same rows as an
+uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import tokenizers
+from flax import struct
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from jaxspec.errors import SettingError
+
+END_OF_TEXT = "<|endoftext|>"
+_HELD_OUT_PERCENT = 3
+_STDLIB = "stdlib"
+# Tests and installed packages; then tables, and prose in string literals, rather than code.
+_STDLIB_LEFT_OUT = {"test", "tests", "site-packages", "encodings", "pydoc_data"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Domain:
+    """A named part of the corpus and its share of the training rows.
+
+    Attributes:
+      name: for reports.
+      source: a directory of JSONL files, one JSONL file, or `stdlib` (the source of the Python
+        standard library as installed).
+      weight: relative share of the rows.
+    """
+
+    name: str
+    source: str
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Domain:
+        """The domain that `NAME[:SOURCE][=WEIGHT]` describes; SOURCE is NAME unless given."""
+        head, _, weight = text.partition("=")
+        name, _, source = head.partition(":")
+        try:
+            share = float(weight or 1.0)
+        except ValueError:
+            share = 0.0
+        if not name or not share > 0:
+            raise SettingError(
+                f"The domain {text!r} is not of the form NAME[:SOURCE][=WEIGHT] with a positive "
+                "weight; write for example code:stdlib=0.3."
+            )
+        return cls(name=name, source=source or name, weight=share)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Documents:
+    """The texts of one domain, split by whole document."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+def discover_domains(corpora: pathlib.Path) -> list[Domain]:
+    """A domain of weight 1 for each subdirectory that has JSONL files, or the directory itself."""
+    _check_directory(corpora)
+    found = [p for p in sorted(corpora.iterdir()) if p.is_dir() and any(p.glob("*.jsonl"))]
+    if found:
+        return [Domain(name=p.name, source=p.name) for p in found]
+    if any(corpora.glob("*.jsonl")):
+        return [Domain(name=corpora.resolve().name, source=".")]
+    raise SettingError(
+        f"{corpora} holds no .jsonl file, nor does any directory in it; give a directory of JSONL "
+        'files with one {"text": ...} object a line.'
+    )
+
+
+def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = ()) -> Documents:
+    """The documents of a domain, without those whose source contains a string of `exclude`.
+
+    A directory's `valid.jsonl` is held out. Where there is none, some 3 % of the documents are,
+    chosen by a hash of their source and text, or else the last tenth of the last document.
+
+    Raises:
+      SettingError: the source does not exist, holds no document, or a line is not as expected.
+    """
+    held_out: list[tuple[str, str]] = []
+    if domain.source == _STDLIB:
+        train = list(_read_stdlib())
+    else:
+        path = corpora / domain.source
+        if path.is_file():
+            train = list(_read_jsonl([path]))
+        else:
+            _check_directory(path)
+            train = list(_read_jsonl(p for p in sorted(path.glob("*.jsonl")) if p.stem != "valid"))
+            held_out = list(_read_jsonl(sorted(path.glob("valid.jsonl"))))
+    train = _without(train, exclude)
+    held_out = _without(held_out, exclude)
+    if not train:
+        raise SettingError(
+            f"The domain {domain.name!r} has no documents in {domain.source!r}; give JSONL files "
+            'with one {"text": ...} object a line.'
+        )
+    if not held_out:
+        held_out = [document for document in train if _is_held_out(*document)]
+        train = [document for document in train if not _is_held_out(*document)] or train
+    if not held_out or held_out == train:
+        source, text = train[-1]
+        cut = len(text) - len(text) // 10
+        train, held_out = [*train[:-1], (source, text[:cut])], [(source, text[cut:])]
+    return Documents(train=[text for _, text in train], held_out=[text for _, text in held_out])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE of `vocab_size` entries; id 0 ends a text. A digit is a pre-token
+    of its own (with the space before it, if any), which suits arithmetic."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [
+            pre_tokenizers.Split(tokenizers.Regex(r" ?\d"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_in_pieces(texts), trainer)
+    return tokenizer
+
+
+def write_tokens(
+    path: pathlib.Path, texts: Iterable[str], tokenizer: tokenizers.Tokenizer
+) -> np.ndarray:
+    """Writes the token ids of `texts`, each text ended by end-of-text, and maps them read-only."""
+    end = np.array([end_of_text_id(tokenizer)], np.uint32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".partial")
+    with temporary.open("wb") as file:
+        for text in texts:
+            # Pieces tokenize as the whole does: no merge crosses where they are cut.
+            for encoding in tokenizer.encode_batch(list(_pieces(text))):
+                np.array(encoding.ids, np.uint32).tofile(file)
+            end.tofile(file)
+    temporary.replace(path)
+    return map_tokens(path)
+
+
+def map_tokens(path: pathlib.Path) -> np.ndarray:
+    """Read-only uint32 token ids `[num_tokens]` of a file that `write_tokens` wrote."""
+    return np.memmap(path, np.uint32, mode="r")
+
+
+def end_of_text_id(tokenizer: tokenizers.Tokenizer) -> int:
+    """Id of the end-of-text token."""
+    token_id = tokenizer.token_to_id(END_OF_TEXT)
+    if token_id is None:
+        raise SettingError(
+            f"The tokenizer has no {END_OF_TEXT} token, which separates documents; use one that "
+            "was trained by `jaxspec train lm`."
+        )
+    return token_id
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A packed batch, all `[B, T]`.
+
+    Attributes:
+      inputs: int32 tokens.
+      labels: int32, the token after each input.
+      segments: int32, the document of each input within its row; an end-of-text token belongs to
+        the document it ends.
+      weights: fp32, 0 where input and label are of different documents, else 1.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    segments: np.ndarray
+    weights: np.ndarray
+
+
+def pack(windows: np.ndarray, end_of_text: int) -> Batch:
+    """The batch of `windows` `[B, T + 1]` cut from a token stream."""
+    inputs = windows[:, :-1].astype(np.int32)
+    is_end = inputs == end_of_text
+    segments = np.cumsum(is_end, axis=1, dtype=np.int32) - is_end
+    return Batch(
+        inputs=inputs,
+        labels=windows[:, 1:].astype(np.int32),
+        segments=segments.astype(np.int32),
+        weights=(~is_end).astype(np.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where every row of a phase is cut from: `stream[num_steps, B]` and `start[num_steps, B]`."""
+
+    length: int
+    stream: np.ndarray
+    start: np.ndarray
+
+
+def plan_rows(
+    stream_lengths: Sequence[int],
+    weights: Sequence[float],
+    *,
+    num_steps: int,
+    num_rows: int,
+    length: int,
+    seed: tuple[int, ...],
+) -> Plan:
+    """Draws a stream per row by weight; within a stream, passes over all windows in random order.
+
+    Each pass over a stream shifts the window boundaries, so that no pass cuts where another did.
+
+    Raises:
+      SettingError: a stream is shorter than one window.
+    """
+    for stream_length in stream_lengths:
+        if stream_length < length + 1:
+            raise SettingError(
+                f"A domain has {stream_length} tokens, fewer than the {length + 1} of one training "
+                "row; give it more text or lower the sequence length."
+            )
+    shares = np.asarray(weights, np.float64) / np.sum(weights)
+    rng = np.random.default_rng(seed)
+    stream = rng.choice(len(shares), size=num_steps * num_rows, p=shares)
+    start = np.zeros(num_steps * num_rows, np.int64)
+    for index, stream_length in enumerate(stream_lengths):
+        (rows,) = np.nonzero(stream == index)
+        starts: list[np.ndarray] = []
+        num_drawn = 0
+        while num_drawn < len(rows):
+            shift = rng.integers(0, min(length, stream_length - length))
+            cuts = np.arange(shift, stream_length - length, length)
+            starts.append(rng.permutation(cuts))
+            num_drawn += len(cuts)
+        if starts:
+            start[rows] = np.concatenate(starts)[: len(rows)]
+    shape = (num_steps, num_rows)
+    return Plan(length=length, stream=stream.reshape(shape), start=start.reshape(shape))
+
+
+def cut(plan: Plan, streams: Sequence[np.ndarray], step: int) -> np.ndarray:
+    """Windows `[B, T + 1]` of one step of a plan."""
+    rows = zip(plan.stream[step], plan.start[step], strict=True)
+    return np.stack([streams[s][at : at + plan.length + 1] for s, at in rows])
+
+
+def held_out_windows(stream: np.ndarray, length: int, num_tokens: int) -> np.ndarray:
+    """Up to `num_tokens / length` windows `[B, T + 1]` spread evenly over a held-out stream."""
+    num_windows = max(min(num_tokens // length, (len(stream) - 1) // length), 0)
+    if not num_windows:
+        return np.zeros((0, length + 1), stream.dtype)
+    starts = np.linspace(0, len(stream) - length - 1, num_windows).astype(np.int64)
+    return np.stack([stream[at : at + length + 1] for at in starts])
+
+
+def _check_directory(path: pathlib.Path) -> None:
+    if not path.is_dir():
+        raise SettingError(
+            f"{path} is not a directory; give one that holds JSONL files with one "
+            '{"text": ...} object a line.'
+        )
+
+
+def _read_jsonl(paths: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    fields = json.loads(line)
+                    text = fields["text"]
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
+                    raise SettingError(
+                        f"Line {number} of {path} is not a JSON object with a text; write one "
+                        '{"text": "..."} object a line.'
+                    )
+                if text:
+                    yield str(fields.get("source", path.name)), text
+
+
+def _read_stdlib() -> Iterator[tuple[str, str]]:
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if _STDLIB_LEFT_OUT & set(name.parts) or path.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text:
+            yield name.as_posix(), text
+
+
+def _without(documents: list[tuple[str, str]], exclude: Sequence[str]) -> list[tuple[str, str]]:
+    return [d for d in documents if not any(word in d[0] for word in exclude)]
+
+
+def _is_held_out(source: str, text: str) -> bool:
+    digest = hashlib.sha256(f"{source}\0{text}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < _HELD_OUT_PERCENT
+
+
+def _pieces(text: str, length: int = 20_000) -> Iterator[str]:
+    """Pieces of a text of about `length` characters, cut before a line that begins with a letter.
+
+    A line end between a non-space and a letter is a pre-token of its own, so cutting after it changes
+    no token.
+    """
+    start = 0
+    while len(text) - start > length:
+        end = start + length
+        while end < len(text) and not (
+            text[end - 1] == "\n" and text[end].isalpha() and not text[end - 2].isspace()
+        ):
+            end += 1
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _in_pieces(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from _pieces(text)

@@ -1,0 +1,170 @@
+"""Writing a trained model as a Hugging Face Qwen3 checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.training import data
+from jaxspec.types import PyTree
+
+# A conversation in the form of the corpus' questions, so that a chat prompt is text as trained on.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ ' ' + message['content'] + '<|endoftext|>' }}"
+    "{% elif message['role'] == 'user' %}{{ 'Question: ' + message['content'] + '\\nAnswer:' }}"
+    "{% else %}{{ message['content'] + '\\n\\n' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def write_hugging_face(
+    directory: pathlib.Path,
+    config: ModelConfig,
+    params: PyTree,
+    tokenizer: tokenizers.Tokenizer,
+    *,
+    dtype: np.dtype | type = ml_dtypes.bfloat16,
+    max_shard_bytes: int = 5_000_000,
+) -> None:
+    """Writes config, generation config, safetensors with an index, and tokenizer files.
+
+    The directory is written beside its final place and then put there, replacing what was there. A
+    shard exceeds `max_shard_bytes` only if one tensor does.
+    """
+    directory = pathlib.Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        partial.chmod(0o755)
+        _write_json(partial / "config.json", _config_fields(config, tokenizer, dtype))
+        end_of_text = data.end_of_text_id(tokenizer)
+        _write_json(
+            partial / "generation_config.json",
+            {"do_sample": False, "eos_token_id": end_of_text, "pad_token_id": end_of_text},
+        )
+        _write_tensors(partial, dict(hugging_face_tensors(config, params)), dtype, max_shard_bytes)
+        tokenizer.save(str(partial / "tokenizer.json"))
+        _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
+        old = partial.with_name(partial.name + "-old")
+        if directory.exists():
+            os.replace(directory, old)
+        os.replace(partial, directory)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and array of every tensor of `Qwen3ForCausalLM`, matrices as `[out, in]`.
+
+    Query head k * G + g of the checkpoint is query head g of our KV head k.
+    """
+    group, width = config.group, config.width
+
+    def heads(columns: np.ndarray) -> np.ndarray:  # [E, K, n, H] -> [K * n * H, E]
+        return columns.reshape(width, -1).T
+
+    yield "model.embed_tokens.weight", np.asarray(params["embedding"])
+    for index, layer in enumerate(params["layers"]):
+        layer = {name: np.asarray(value) for name, value in layer.items()}
+        prefix = f"model.layers.{index}"
+        qkv = layer["qkv"]
+        yield f"{prefix}.self_attn.q_proj.weight", heads(qkv[:, :, :group])
+        yield f"{prefix}.self_attn.k_proj.weight", heads(qkv[:, :, group])
+        yield f"{prefix}.self_attn.v_proj.weight", heads(qkv[:, :, group + 1])
+        yield f"{prefix}.self_attn.o_proj.weight", layer["output"].reshape(-1, width).T
+        yield f"{prefix}.self_attn.q_norm.weight", layer["q_norm"]
+        yield f"{prefix}.self_attn.k_norm.weight", layer["k_norm"]
+        yield f"{prefix}.mlp.gate_proj.weight", layer["gate_up"][:, 0].T
+        yield f"{prefix}.mlp.up_proj.weight", layer["gate_up"][:, 1].T
+        yield f"{prefix}.mlp.down_proj.weight", layer["down"].T
+        yield f"{prefix}.input_layernorm.weight", layer["attention_norm"]
+        yield f"{prefix}.post_attention_layernorm.weight", layer["feed_forward_norm"]
+    yield "model.norm.weight", np.asarray(params["final_norm"])
+    if not config.is_tied:
+        yield "lm_head.weight", np.asarray(params["head"])
+
+
+def _config_fields(config: ModelConfig, tokenizer: tokenizers.Tokenizer, dtype) -> dict:
+    end_of_text = data.end_of_text_id(tokenizer)
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "initializer_range": 0.02,
+        "intermediate_size": config.feed_forward_width,
+        "max_position_embeddings": config.max_length,
+        "max_window_layers": config.num_layers,
+        "model_type": "qwen3",
+        "num_attention_heads": config.num_query_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
+        "rope_theta": config.rope.theta,
+        "sliding_window": None,
+        "tie_word_embeddings": config.is_tied,
+        "torch_dtype": np.dtype(dtype).name,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def _tokenizer_fields(config: ModelConfig) -> dict:
+    return {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": data.END_OF_TEXT,
+        "model_max_length": config.max_length,
+        "pad_token": data.END_OF_TEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+def _write_tensors(
+    directory: pathlib.Path, tensors: dict[str, np.ndarray], dtype, max_shard_bytes: int
+) -> None:
+    shards: list[dict[str, np.ndarray]] = [{}]
+    shard_bytes = 0
+    for name, tensor in tensors.items():
+        tensor = np.ascontiguousarray(tensor.astype(dtype))
+        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = tensor
+        shard_bytes += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for index, shard in enumerate(shards, 1):
+        name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index_fields = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(directory / "model.safetensors.index.json", index_fields)
+
+
+def _write_json(path: pathlib.Path, fields: dict) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,622 @@
+"""Training of a small language model from text, and distillation of a draft from it.
+
+A run is a function of its `TrainConfig`: data, initial weights and the order of the rows follow from
+the seed, so a run that was interrupted and resumed ends with the parameters, to the bit, of one that
+was not. Most tokens are seen in short rows, which cost less, and the last `long_fraction` of them in
+rows of the full context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.progress
+import tokenizers
+from flax import serialization, struct
+
+from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.training import data
+from jaxspec.types import PyTree
+
+_CHECKPOINT = "checkpoint.msgpack"
+_TOKENIZER = "tokenizer.json"
+_LOG = "log.jsonl"
+# Settings that do not change what is trained, so a run may be resumed with others.
+_FREE_FIELDS = (
+    "out",
+    "corpora",
+    "teacher",
+    "tokenizer",
+    "resume",
+    "log_every",
+    "evaluate_every",
+    "evaluate_tokens",
+    "checkpoint_every",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of `jaxspec train lm`.
+
+    Attributes:
+      out: directory of the run: checkpoint, tokens, log, and at the end `model/` in Hugging Face form.
+      corpora: directory of the domains' directories, each with JSONL files, `{"text": ...}` a line.
+      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
+        `stdlib` for the Python standard library's source. Every directory of `corpora` unless given.
+      exclude: documents whose "source" contains one of these are left out.
+      tokens: training tokens in all.
+      batch_tokens: tokens of a step.
+      sequence_length: tokens of a row.
+      max_length: the model's context, and the row length of the last `long_fraction` of the tokens.
+      long_fraction: share of the tokens that are seen at `max_length`.
+      vocab_size: entries of the tokenizer; ignored if one is given or taken from a teacher.
+      tokenizer: a directory with a `tokenizer.json` to use instead of training one.
+      width: E.
+      feed_forward_width: F.
+      num_layers: L.
+      num_query_heads: Q.
+      num_kv_heads: K.
+      head_size: H.
+      learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
+      warmup_fraction: share of the steps.
+      weight_decay: on matrices.
+      clip_norm: largest global norm of a gradient.
+      teacher: directory of an earlier run to distil from; its tokenizer is used.
+      total_variation_weight: with a teacher, share of 1 - sum(min(p, q)), which is one minus the
+        acceptance rate itself, in the loss; the rest is KL(p || q).
+      resume: continue the run in `out`.
+      seed: of weights and row order.
+      log_every: steps between log lines.
+      evaluate_every: steps between held-out losses.
+      evaluate_tokens: held-out tokens per domain.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    out: pathlib.Path
+    corpora: pathlib.Path
+    domains: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    tokens: int = 8_000_000
+    batch_tokens: int = 4096
+    sequence_length: int = 256
+    max_length: int = 1024
+    long_fraction: float = 0.12
+    vocab_size: int = 4096
+    tokenizer: pathlib.Path | None = None
+    width: int = 256
+    feed_forward_width: int = 640
+    num_layers: int = 8
+    num_query_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    learning_rate: float = 3e-3
+    warmup_fraction: float = 0.04
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    teacher: pathlib.Path | None = None
+    total_variation_weight: float = 0.5
+    resume: bool = False
+    seed: int = 0
+    log_every: int = 20
+    evaluate_every: int = 250
+    evaluate_tokens: int = 16_384
+    checkpoint_every: int = 100
+
+    def __post_init__(self):
+        positive = ("tokens", "batch_tokens", "sequence_length", "max_length", "vocab_size")
+        every = ("log_every", "evaluate_every", "evaluate_tokens", "checkpoint_every")
+        for name in (*positive, *every):
+            if getattr(self, name) < 1:
+                raise SettingError(
+                    f"{name} is {getattr(self, name)}; it must be a positive number."
+                )
+        if self.sequence_length > self.max_length:
+            raise SettingError(
+                f"sequence_length {self.sequence_length} exceeds max_length {self.max_length}; "
+                "lower the first or raise the second."
+            )
+        for name in ("long_fraction", "warmup_fraction", "total_variation_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingError(f"{name} is {getattr(self, name)}; it must lie in [0, 1].")
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """The Qwen3 architecture that these settings describe."""
+        return ModelConfig(
+            family="qwen3",
+            vocab_size=vocab_size,
+            width=self.width,
+            feed_forward_width=self.feed_forward_width,
+            num_layers=self.num_layers,
+            num_query_heads=self.num_query_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            max_length=self.max_length,
+            norm_epsilon=1e-6,
+            rope=RopeConfig(theta=1e4, rotary_size=self.head_size),
+            has_qk_norm=True,
+            is_tied=True,
+        )
+
+
+@struct.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a training step carries: parameters and the optimizer's moments, fp32."""
+
+    params: PyTree
+    optimizer: PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A trained model as a run's directory holds it.
+
+    Attributes:
+      config: architecture.
+      params: fp32.
+      tokenizer: its tokenizer.
+      step: steps taken.
+      fingerprint: the settings and data it was trained with.
+    """
+
+    config: ModelConfig
+    params: PyTree
+    tokenizer: tokenizers.Tokenizer
+    step: int
+    fingerprint: dict[str, Any]
+
+
+def learning_rate_schedule(config: TrainConfig, num_steps: int) -> optax.Schedule:
+    """Linear warm-up to the peak, then a cosine that ends at a tenth of it."""
+    num_warmup = max(1, round(config.warmup_fraction * num_steps))
+    return optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.learning_rate,
+        num_warmup,
+        max(num_steps, num_warmup + 1),
+        config.learning_rate / 10,
+    )
+
+
+def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW on clipped gradients; only matrices decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config, num_steps),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+        ),
+    )
+
+
+def cross_entropy(logits: jax.Array, batch: data.Batch) -> jax.Array:
+    """Mean of -log q(label) over the weighted positions of logits `[B, T, V]`, in nats."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return _weighted_mean(losses, batch.weights)
+
+
+def distillation_loss(
+    logits: jax.Array,
+    teacher_logits: jax.Array,
+    weights: jax.Array,
+    *,
+    total_variation_weight: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Loss against the teacher's law p and the acceptance rate, both means over `weights` `[B, T]`.
+
+    The loss mixes KL(p || q) with the total variation distance, which is one minus the acceptance
+    rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec, 2310.08461).
+    """
+    log_p = jax.nn.log_softmax(teacher_logits)
+    log_q = jax.nn.log_softmax(logits)
+    p = jnp.exp(log_p)
+    divergence = _weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
+    acceptance = _weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
+    share = total_variation_weight
+    return (1 - share) * divergence + share * (1 - acceptance), acceptance
+
+
+def make_train_step(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    teacher: tuple[ModelConfig, PyTree] | None = None,
+    total_variation_weight: float = 0.0,
+) -> Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """One optimizer step `(state, batch) -> (state, metrics)`, compiled; the state is donated."""
+
+    def loss_of(params, batch, teacher_params):
+        logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
+        if teacher is None:
+            loss = cross_entropy(logits, batch)
+            return loss, {"loss": loss}
+        teacher_logits = decoder.training_logits(
+            teacher[0], teacher_params, batch.inputs, batch.segments
+        )
+        loss, acceptance = distillation_loss(
+            logits,
+            jax.lax.stop_gradient(teacher_logits),
+            batch.weights,
+            total_variation_weight=total_variation_weight,
+        )
+        return loss, {"loss": loss, "acceptance": acceptance}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, teacher_params):
+        gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params, batch, teacher_params)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        metrics["gradient_norm"] = optax.global_norm(gradients)
+        return TrainState(
+            params=optax.apply_updates(state.params, updates), optimizer=moments
+        ), metrics
+
+    teacher_params = None if teacher is None else teacher[1]
+    return lambda state, batch: step(state, batch, teacher_params)
+
+
+def held_out_loss(
+    model: ModelConfig, params: PyTree, windows: np.ndarray, end_of_text: int
+) -> float:
+    """Mean loss in nats per token over windows `[num_rows, T + 1]`, in batches of some 4096 tokens."""
+    num_rows, length = windows.shape[0], windows.shape[1] - 1
+    total = weight = 0.0
+    for rows in batches_of(num_rows, max(1, 4096 // length)):
+        batch = data.pack(windows[rows], end_of_text)
+        total += float(_loss_sum(model, params, batch))
+        weight += float(batch.weights.sum())
+    return total / weight if weight else math.nan
+
+
+def batches_of(num_rows: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows; the last one is shorter if it must."""
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
+
+
+def train_lm(
+    config: TrainConfig, *, on_step: Callable[[int, dict[str, float]], None] | None = None
+) -> dict[str, Any]:
+    """Trains a model as `config` says and writes it to `config.out`.
+
+    Args:
+      config: the run.
+      on_step: called after every step with the number of steps taken and the step's metrics.
+
+    Returns:
+      `steps`, `tokens`, `train_loss`, `held_out_loss` per domain (nats per token at `max_length`),
+      `num_params`, `model` (the Hugging Face directory) and `wall_s`.
+
+    Raises:
+      SettingError: settings or corpora that cannot be trained on.
+      ModelError: the teacher's vocabulary is not the tokenizer's.
+      CheckpointError: there is nothing to resume, or it is another run's.
+    """
+    from jaxspec.training import export
+
+    start_s = time.perf_counter()
+    teacher = None if config.teacher is None else load_run(config.teacher)
+    is_resumed = _check_out(config)
+    domains = [data.Domain.parse(text) for text in config.domains]
+    domains = domains or data.discover_domains(config.corpora)
+    tokenizer = _tokenizer(config, teacher)
+    tokenizer, streams, held_out = _prepare(config, domains, tokenizer)
+    end_of_text = data.end_of_text_id(tokenizer)
+
+    model = config.model_config(tokenizer.get_vocab_size())
+    plans = _plans(config, domains, [len(stream) for stream in streams])
+    num_steps = sum(len(plan.start) for plan in plans)
+    optimizer = make_optimizer(config, num_steps)
+    fingerprint = _fingerprint(config, streams, teacher)
+    state, first_step = _initial_state(config, model, optimizer, fingerprint, is_resumed)
+    step_function = make_train_step(
+        model,
+        optimizer,
+        teacher=None if teacher is None else (teacher.config, teacher.params),
+        total_variation_weight=config.total_variation_weight,
+    )
+    names = [domain.name for domain in domains]
+
+    def evaluate(params, length, num_tokens):
+        windows = (data.held_out_windows(s, min(length, len(s) - 1), num_tokens) for s in held_out)
+        losses = (held_out_loss(model, params, w, end_of_text) for w in windows)
+        return dict(zip(names, losses, strict=True))
+
+    metrics: dict[str, float] = {"loss": math.nan}
+    with _progress(config, num_steps, first_step) as report:
+        for step in range(first_step, num_steps):
+            plan, local = _locate(plans, step)
+            batch = data.pack(data.cut(plan, streams, local), end_of_text)
+            state, measured = step_function(state, batch)
+            metrics = {name: float(value) for name, value in measured.items()}
+            if not math.isfinite(metrics["loss"]):
+                raise SettingError(
+                    f"The loss became {metrics['loss']} at step {step + 1}; lower learning_rate "
+                    f"({config.learning_rate}) and train again."
+                )
+            num_done = step + 1
+            if num_done % config.evaluate_every == 0 and num_done < num_steps:
+                losses = evaluate(state.params, config.sequence_length, config.evaluate_tokens)
+                metrics |= {f"held_out/{name}": loss for name, loss in losses.items()}
+            if num_done % config.checkpoint_every == 0 or num_done == num_steps:
+                save_checkpoint(config.out / _CHECKPOINT, model, state, num_done, fingerprint)
+            report(num_done, metrics, batch.inputs.size)
+            if on_step is not None:
+                on_step(num_done, metrics)
+
+    result = {
+        "steps": num_steps,
+        "tokens": sum(plan.start.size * plan.length for plan in plans),
+        "train_loss": metrics["loss"],
+        "held_out_loss": evaluate(state.params, config.max_length, 4 * config.evaluate_tokens),
+        "num_params": decoder.num_params(model),
+        "model": str(config.out / "model"),
+        "wall_s": time.perf_counter() - start_s,
+    }
+    export.write_hugging_face(config.out / "model", model, state.params, tokenizer)
+    (config.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def save_checkpoint(
+    path: pathlib.Path,
+    model: ModelConfig,
+    state: TrainState,
+    step: int,
+    fingerprint: dict[str, Any],
+) -> None:
+    """Writes a checkpoint, complete or not at all: to a temporary name, then renamed."""
+    record = {
+        "step": step,
+        "model": json.dumps(model.to_json()),
+        "fingerprint": json.dumps(fingerprint),
+        "params": _to_arrays(state.params),
+        "optimizer": _to_arrays(state.optimizer),
+    }
+    temporary = path.with_suffix(".partial")
+    with temporary.open("wb") as file:
+        file.write(serialization.msgpack_serialize(record))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_run(directory: pathlib.Path) -> Run:
+    """The model of a run's directory.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or it cannot be read.
+    """
+    record = _read_checkpoint(directory / _CHECKPOINT)
+    config = ModelConfig.from_json(json.loads(record["model"]))
+    template = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0), jnp.float32))
+    return Run(
+        config=config,
+        params=_from_arrays(template, record["params"]),
+        tokenizer=tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER)),
+        step=record["step"],
+        fingerprint=json.loads(record["fingerprint"]),
+    )
+
+
+def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return serialization.msgpack_restore(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"There is no {path.name} in {path.parent}; give the directory of a run of "
+            "`jaxspec train lm`."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); train again.") from error
+
+
+def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def _from_arrays(template: PyTree, arrays: dict[str, np.ndarray]) -> PyTree:
+    leaves, treedef = jax.tree.flatten(template)
+    restored = [jnp.asarray(arrays[str(i)]) for i in range(len(leaves))]
+    if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in restored]:
+        raise CheckpointError("The checkpoint's arrays do not fit its configuration; train again.")
+    return jax.tree.unflatten(treedef, restored)
+
+
+def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_sum(model: ModelConfig, params: PyTree, batch: data.Batch) -> jax.Array:
+    logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return jnp.sum(losses * batch.weights)
+
+
+def _check_out(config: TrainConfig) -> bool:
+    """Whether the run continues an earlier one."""
+    path = config.out / _CHECKPOINT
+    if config.resume and not path.is_file():
+        raise CheckpointError(
+            f"There is nothing to resume in {config.out}; give the run's directory or drop --resume."
+        )
+    if path.is_file() and not config.resume:
+        raise CheckpointError(
+            f"{config.out} already holds a run; continue it with --resume or give another directory."
+        )
+    return config.resume
+
+
+def _tokenizer(config: TrainConfig, teacher: Run | None) -> tokenizers.Tokenizer | None:
+    """The tokenizer that was asked for, or None if one is to be trained."""
+    given = None
+    if config.tokenizer is not None:
+        path = config.tokenizer / _TOKENIZER
+        if not path.is_file():
+            raise SettingError(
+                f"There is no {_TOKENIZER} in {config.tokenizer}; give its directory."
+            )
+        given = tokenizers.Tokenizer.from_file(str(path))
+    if teacher is None:
+        return given
+    if given is not None and given.get_vocab() != teacher.tokenizer.get_vocab():
+        raise ModelError(
+            f"The tokenizer in {config.tokenizer} and the teacher in {config.teacher} have different "
+            "vocabularies; leave the tokenizer out to use the teacher's."
+        )
+    return teacher.tokenizer
+
+
+def _prepare(
+    config: TrainConfig, domains: Sequence[data.Domain], tokenizer: tokenizers.Tokenizer | None
+) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
+    """Tokenizer, and per domain the training and the held-out token stream."""
+    documents = [data.read_domain(domain, config.corpora, config.exclude) for domain in domains]
+    config.out.mkdir(parents=True, exist_ok=True)
+    if tokenizer is None:
+        saved = config.out / _TOKENIZER
+        if config.resume and saved.is_file():
+            tokenizer = tokenizers.Tokenizer.from_file(str(saved))
+        else:
+            texts = [text for part in documents for text in part.train]
+            tokenizer = data.train_tokenizer(texts, config.vocab_size)
+    tokenizer.save(str(config.out / _TOKENIZER))
+    streams, held_out = [], []
+    for domain, part in zip(domains, documents, strict=True):
+        stem = config.out / "tokens" / domain.name
+        streams.append(data.write_tokens(stem.with_suffix(".train"), part.train, tokenizer))
+        held_out.append(data.write_tokens(stem.with_suffix(".held_out"), part.held_out, tokenizer))
+    return tokenizer, streams, held_out
+
+
+def _plans(
+    config: TrainConfig, domains: Sequence[data.Domain], stream_lengths: Sequence[int]
+) -> list[data.Plan]:
+    """The short-row phase and the full-context phase; either may be empty."""
+    num_long = round(config.long_fraction * config.tokens)
+    phases = [(config.sequence_length, config.tokens - num_long), (config.max_length, num_long)]
+    plans = []
+    for index, (length, num_tokens) in enumerate(phases):
+        num_rows = max(1, config.batch_tokens // length)
+        num_steps = round(num_tokens / (num_rows * length))
+        if num_steps:
+            plans.append(
+                data.plan_rows(
+                    stream_lengths,
+                    [domain.weight for domain in domains],
+                    num_steps=num_steps,
+                    num_rows=num_rows,
+                    length=length,
+                    seed=(config.seed, index),
+                )
+            )
+    if not plans:
+        raise SettingError(
+            f"{config.tokens} tokens are less than one step of {config.batch_tokens}; raise tokens "
+            "or lower batch_tokens."
+        )
+    return plans
+
+
+def _locate(plans: Sequence[data.Plan], step: int) -> tuple[data.Plan, int]:
+    for plan in plans:
+        if step < len(plan.start):
+            return plan, step
+        step -= len(plan.start)
+    raise IndexError(step)
+
+
+def _fingerprint(
+    config: TrainConfig, streams: Sequence[np.ndarray], teacher: Run | None
+) -> dict[str, Any]:
+    """What decides a run's result: its settings, its tokens, its teacher."""
+    fields = dataclasses.asdict(config)
+    kept = {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
+    kept |= {"domains": list(config.domains), "exclude": list(config.exclude)}
+    kept["token_checksums"] = [zlib.crc32(np.ascontiguousarray(s).data) for s in streams]
+    kept["teacher_step"] = None if teacher is None else teacher.step
+    return kept
+
+
+def _initial_state(
+    config: TrainConfig,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    fingerprint: dict[str, Any],
+    is_resumed: bool,
+) -> tuple[TrainState, int]:
+    """The state to start from and the steps it has behind it."""
+
+    def init():
+        params = decoder.init_params(model, jax.random.key(config.seed), jnp.float32)
+        return TrainState(params=params, optimizer=optimizer.init(params))
+
+    if not is_resumed:
+        return jax.jit(init)(), 0
+    record = _read_checkpoint(config.out / _CHECKPOINT)
+    saved = json.loads(record["fingerprint"])
+    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
+        raise CheckpointError(
+            f"The run in {config.out} had other values of {', '.join(different)}; resume it with the "
+            "settings and data it was started with."
+        )
+    template = jax.eval_shape(init)
+    state = TrainState(
+        params=_from_arrays(template.params, record["params"]),
+        optimizer=_from_arrays(template.optimizer, record["optimizer"]),
+    )
+    return state, record["step"]
+
+
+@contextlib.contextmanager
+def _progress(config: TrainConfig, num_steps: int, first_step: int):
+    """A progress bar, a line every `log_every` steps, and the same figures in `log.jsonl`."""
+    columns = (
+        rich.progress.TextColumn("step"),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.fields[status]}"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    num_tokens, since_s = 0, time.perf_counter()
+    with (
+        rich.progress.Progress(*columns) as progress,
+        (config.out / _LOG).open("a", encoding="utf-8") as log,
+    ):
+        task = progress.add_task("train", total=num_steps, completed=first_step, status="")
+
+        def report(num_done: int, metrics: dict[str, float], batch_tokens: int) -> None:
+            nonlocal num_tokens, since_s
+            num_tokens += batch_tokens
+            progress.update(task, completed=num_done)
+            if num_done % config.log_every and num_done != num_steps:
+                return
+            now_s = time.perf_counter()
+            figures = {**metrics, "tokens_per_s": num_tokens / (now_s - since_s)}
+            num_tokens, since_s = 0, now_s
+            status = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            progress.update(task, status=status)
+            progress.console.print(f"step {num_done}/{num_steps}  {status}", soft_wrap=True)
+            log.write(json.dumps({"step": num_done, **figures}) + "\n")
+            log.flush()
+
+        yield report

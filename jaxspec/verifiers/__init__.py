@@ -1,0 +1,1 @@
+"""Verifiers: what decides how much of a draft is kept."""
