@@ -1,4 +1,5 @@
-"""GLM-4-0414: four norms per layer, half of each head rotated in pairs, gate and up in one tensor."""
+"""GLM-4-0414: four norms per layer, half of each head rotated in pairs, gate and up in one
+tensor."""
 
 from __future__ import annotations
 

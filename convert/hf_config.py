@@ -87,7 +87,8 @@ def refuse_unsupported(config: HFConfig) -> None:
 
 
 def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = False) -> RopeConfig:
-    """Rotary settings in either style; theta is 10000 where none is stated, as in every HF family."""
+    """Rotary settings in either style; theta is 10000 where none is stated, as in every HF
+    family."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise config.refuse("rope_scaling", "an object with a rope_type")
@@ -199,7 +200,9 @@ def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, 
         "num_kv_heads": config.get("num_key_value_heads", heads),
         "head_size": config.head_size,
         "max_length": config.require("max_position_embeddings"),
-        "norm_epsilon": float(config.get("rms_norm_eps", norm_epsilon) if epsilon is None else epsilon),
+        "norm_epsilon": float(
+            config.get("rms_norm_eps", norm_epsilon) if epsilon is None else epsilon
+        ),
         "is_tied": bool(config.get("tie_word_embeddings", False)),
     }
 

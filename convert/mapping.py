@@ -1,8 +1,8 @@
 """What the family tables are written in: HF tensors on one side, our parameters on the other.
 
-HF weights are `[out, in]`; ours are `[in, out...]`, with q, k and v of a layer in one array and gate
-and up in another (see `jaxspec.models.decoder.param_shapes`). A `Leaf` is one line of a family's
-table: which HF tensors make the parameter, and how they are laid into it.
+HF weights are `[out, in]`; ours are `[in, out...]`, with q, k and v of a layer in one array and
+gate and up in another (see `jaxspec.models.decoder.param_shapes`). A `Leaf` is one line of a
+family's table: which HF tensors make the parameter, and how they are laid into it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Leaf:
     Attributes:
       path: where it stands in the parameters.
       sources: the tensors it is made of.
-      pieces: given those tensors, pairs of (index into the parameter, view of a tensor): the parameter
-        is the pieces put in place. None where the parameter is the one tensor as it is.
+      pieces: given those tensors, pairs of (index into the parameter, view of a tensor): the
+        parameter is the pieces put in place. None where the parameter is the one tensor as it is.
     """
 
     path: LeafPath
@@ -72,7 +72,8 @@ def outer_leaves(config: ModelConfig) -> list[Leaf]:
 
 
 def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
-    """Projections of the attention, with the biases and head norms that the configuration states."""
+    """Projections of the attention, with the biases and head norms that the configuration
+    states."""
     heads, group, size, width = (
         config.num_kv_heads,
         config.group,

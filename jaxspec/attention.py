@@ -63,7 +63,7 @@ def block_attention(
       sliding_window: a query at position i sees positions above `i - sliding_window` only.
     """
     num_rows, window_length, num_query_heads, head_size = queries.shape
-    block, num_kv_heads = layer.k.shape[1:3]
+    block, num_kv_heads = layer.block, layer.num_heads
     chex.assert_shape(window.positions, (num_rows, window_length))
     group = num_query_heads // num_kv_heads
     grouped = queries.reshape(num_rows, window_length, num_kv_heads, group, head_size)

@@ -1,6 +1,6 @@
 """Paged KV cache: allocate, write, read a block, move an accepted path.
 
-KV lives in pages, per layer `[P, block, K, H]`, and a table `[rows, S / block]` of page numbers says
+KV lives in pages, per layer `[P, block, K * H]`, and a table `[rows, S / block]` of page numbers says
 which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is not the
 cache's business: the decode state holds one integer per row, and slots beyond it are garbage. So
 rolling back lowers an integer, reusing a seat is free, and nothing is ever copied or zeroed:
@@ -8,7 +8,8 @@ rolling back lowers an integer, reusing a seat is free, and nothing is ever copi
     row 0, 3 committed, window of 3:   a b c . . .   ->  write at slots 2, 3, 4 (c and two drafts)
     row 1, 5 committed, window of 3:   a b c d e .   ->  write at slots 4, 5, 6
 
-Only this module and `attention` know how KV is stored. bf16 is stored as uint16 and bitcast after a
+Only this module knows how KV is stored. Heads and their components are one axis, because XLA gives an
+axis of one KV head another layout in the loop than outside it, and copies the whole cache for it. bf16 is stored as uint16 and bitcast after a
 block is read: XLA:CPU otherwise converts the whole cache to fp32 in every round.
 """
 
@@ -24,10 +25,16 @@ BLOCK = 128  # slots of a page; attention reads KV block by block
 
 @struct.dataclass(frozen=True)
 class LayerCache:
-    """KV of one layer, opaque outside this module: k and v `[P, block, K, H]` in storage dtype."""
+    """KV of one layer, opaque outside this module: k and v `[P, block, K * H]` in storage dtype."""
 
     k: jax.Array
     v: jax.Array
+    num_heads: int = struct.field(pytree_node=False)
+
+    @property
+    def block(self) -> int:
+        """Slots of a page."""
+        return self.k.shape[1]
 
 
 @struct.dataclass(frozen=True)
@@ -47,7 +54,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """S, the slots of a row."""
-        return self.table.shape[1] * self.layers[0].k.shape[1]
+        return self.table.shape[1] * self.layers[0].block
 
 
 def round_up_to_block(num_slots: int) -> int:
@@ -65,11 +72,13 @@ def init_cache(
     """
     dtype = jnp.dtype(dtype)
     num_blocks = round_up_to_block(capacity) // BLOCK
-    shape = (num_rows * num_blocks, BLOCK, num_kv_heads, head_size)
+    shape = (num_rows * num_blocks, BLOCK, num_kv_heads * head_size)
     stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
     return KVCache(
         layers=tuple(
-            LayerCache(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored))
+            LayerCache(
+                k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored), num_heads=num_kv_heads
+            )
             for _ in range(num_layers)
         ),
         table=jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks),
@@ -105,15 +114,15 @@ def write(
 
     Slots of a row must be distinct; those outside `[0, S)` are not stored.
     """
-    num_pages, block, *tail = layer.k.shape
+    num_pages, block, size = layer.k.shape
     index = _flat_index(table, slots, num_pages * block, block).reshape(-1)
 
     def scatter(stored, values):
-        flat = stored.reshape(num_pages * block, *tail)
-        values = _to_storage(values, stored).reshape(-1, *tail)
+        flat = stored.reshape(num_pages * block, size)
+        values = _to_storage(values, stored).reshape(-1, size)
         return flat.at[index].set(values, mode="drop", unique_indices=True).reshape(stored.shape)
 
-    return LayerCache(k=scatter(layer.k, k), v=scatter(layer.v, v))
+    return layer.replace(k=scatter(layer.k, k), v=scatter(layer.v, v))
 
 
 def read_block(
@@ -121,20 +130,25 @@ def read_block(
 ) -> tuple[jax.Array, jax.Array]:
     """k and v `[B, block, K, H]` of the `block_index`-th block of every row in `table`."""
     page = lax.dynamic_index_in_dim(table, block_index, axis=1, keepdims=False)
-    return _from_storage(layer.k[page], dtype), _from_storage(layer.v[page], dtype)
+
+    def gather(stored):
+        values = _from_storage(stored[page], dtype)
+        return values.reshape(*values.shape[:2], layer.num_heads, -1)
+
+    return gather(layer.k), gather(layer.v)
 
 
 def read_slots(
     layer: LayerCache, table: jax.Array, slots: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
     """k and v `[B, ..., K, H]` at `slots` `[B, ...]`; slots outside `[0, S)` read some valid slot."""
-    num_pages, block, *tail = layer.k.shape
+    num_pages, block, size = layer.k.shape
     inside = jnp.clip(slots, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
     index = _flat_index(table, inside, num_pages * block, block)
 
     def gather(stored):
-        values = stored.reshape(num_pages * block, *tail)[index]
-        return _from_storage(values, dtype).reshape(*slots.shape, *tail)
+        values = stored.reshape(num_pages * block, size)[index]
+        return _from_storage(values, dtype).reshape(*slots.shape, layer.num_heads, -1)
 
     return gather(layer.k), gather(layer.v)
 

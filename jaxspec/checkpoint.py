@@ -2,8 +2,8 @@
 
 A converted directory is one Orbax checkpoint and what belongs to it:
 
-    jaxspec.json   format_version, config, dtype, eos_token_ids, prefix_token_ids, generation_config,
-                   source, revision, transformers_version, num_params
+    jaxspec.json   format_version, config, dtype, eos_token_ids, prefix_token_ids,
+                   generation_config, source, revision, transformers_version, num_params
     params/        Orbax: "embedding", "layers" / "0" / "qkv", ..., "final_norm", "head"
     tokenizer/     tokenizer.json and tokenizer_config.json, absent for a model without a tokenizer
 
@@ -51,7 +51,9 @@ _DTYPES = {
     "float16": jnp.float16,
     "fp16": jnp.float16,
 }
-_SAVE_BATCH_BYTES = 256 * 2**20  # parameters handed to Orbax at once; it copies them while it writes
+_SAVE_BATCH_BYTES = (
+    256 * 2**20
+)  # parameters handed to Orbax at once; it copies them while it writes
 _READ_AHEAD_BYTES = 512 * 2**20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -80,7 +82,8 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
 
 
 def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
-    """Shape of every parameter by its path, e.g. `("layers", 0, "qkv")`, in the order of the layers."""
+    """Shape of every parameter by its path, e.g. `("layers", 0, "qkv")`, in the order of the
+    layers."""
     shapes = decoder.param_shapes(config)
     leaves: dict[LeafPath, tuple[int, ...]] = {("embedding",): shapes["embedding"]}
     for index, layer in enumerate(shapes["layers"]):
@@ -342,7 +345,11 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
 
 
 def load_converted(
-    directory: str | os.PathLike, *, name: str | None = None, dtype: Any = None, sharding: Any = None
+    directory: str | os.PathLike,
+    *,
+    name: str | None = None,
+    dtype: Any = None,
+    sharding: Any = None,
 ) -> LanguageModel:
     """The model in a converted directory; arguments as in `load_model`."""
     directory = Path(directory)
@@ -424,14 +431,14 @@ def load_model(
     """Loads a model from whatever names one.
 
     `src` is, in the order in which it is tried: `demo-target` or `demo-draft` (the embedded pair);
-    `random:PRESET` (random weights of a published architecture, see `registry.PRESETS`); a converted
-    directory; a Hugging Face directory; a hub id. Hugging Face sources are converted once, into the
-    user's cache directory (`cache_directory`).
+    `random:PRESET` (random weights of a published architecture, see `registry.PRESETS`); a
+    converted directory; a Hugging Face directory; a hub id. Hugging Face sources are converted
+    once, into the user's cache directory (`cache_directory`).
 
     Args:
       src: the model.
-      dtype: of parameters, compute and cache; None is float32 on a CPU and the checkpoint's own dtype
-        on an accelerator (bfloat16 for a random preset).
+      dtype: of parameters, compute and cache; None is float32 on a CPU and the checkpoint's own
+        dtype on an accelerator (bfloat16 for a random preset).
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device.
@@ -454,7 +461,7 @@ def load_model(
 
     directory = Path(name).expanduser()
     if not directory.exists():
-        commit, directory = _download(name, revision)
+        commit, directory = download(name, revision)
         converted = _convert_cached(directory, name=name, commit=commit)
     elif is_converted(directory):
         converted = directory
@@ -474,13 +481,17 @@ _WHAT_NAMES_A_MODEL = (
 )
 
 
-def _download(name: str, revision: str | None) -> tuple[str, Path]:
-    """Commit and local snapshot of a hub id."""
+def download(name: str, revision: str | None) -> tuple[str, Path]:
+    """Commit and local snapshot of a hub id.
+
+    Raises:
+      ModelError: the name is no hub id, or no model is found under it.
+    """
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"There is no model at {name!r}; {_WHAT_NAMES_A_MODEL}.")
-    from convert.hf_reader import download
+    from convert import hf_reader
 
-    return download(name, revision)
+    return hf_reader.download(name, revision)
 
 
 # The cache of converted models

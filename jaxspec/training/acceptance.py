@@ -21,8 +21,8 @@ class Acceptance:
     """How well a draft stands in for its target, per predicted token of real text.
 
     Attributes:
-      sampled: mean of sum(min(p, q)) over the vocabulary at temperature 1: the chance that rejection
-        sampling keeps a drafted token (2211.17192, corollary 3.6).
+      sampled: mean of sum(min(p, q)) over the vocabulary at temperature 1, the chance that
+        rejection sampling keeps a drafted token (2211.17192, corollary 3.6).
       greedy: share of positions where draft and target have the same most likely token.
       num_tokens: positions measured.
     """

@@ -1,9 +1,8 @@
 """Text to packed training batches.
 
-Documents are read per domain, tokenized once into flat files (each document ended by the end-of-text
-token), and cut into windows by a plan that is a pure function of the seed: which window stands in
-which row of which step is known before the first step, so a resumed run sees the same rows as an
-uninterrupted one.
+Documents are read per domain, tokenized once into flat files (each ended by the end-of-text token)
+and cut into windows. Which window stands in which row of which step is a function of the seed
+and known before the first step, so a resumed run sees the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import pathlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from flax import struct
@@ -124,14 +125,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     """A byte-level BPE of `vocab_size` entries; id 0 ends a text. A digit is a pre-token
     of its own (with the space before it, if any), which suits arithmetic."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(r" ?\d"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -187,22 +188,20 @@ class Batch:
       weights: fp32, 0 where input and label are of different documents, else 1.
     """
 
-    inputs: np.ndarray
-    labels: np.ndarray
-    segments: np.ndarray
-    weights: np.ndarray
+    inputs: jax.Array
+    labels: jax.Array
+    segments: jax.Array
+    weights: jax.Array
 
 
 def pack(windows: np.ndarray, end_of_text: int) -> Batch:
     """The batch of `windows` `[B, T + 1]` cut from a token stream."""
-    inputs = windows[:, :-1].astype(np.int32)
-    is_end = inputs == end_of_text
-    segments = np.cumsum(is_end, axis=1, dtype=np.int32) - is_end
+    is_end = windows[:, :-1] == end_of_text
     return Batch(
-        inputs=inputs,
-        labels=windows[:, 1:].astype(np.int32),
-        segments=segments.astype(np.int32),
-        weights=(~is_end).astype(np.float32),
+        inputs=jnp.asarray(windows[:, :-1], jnp.int32),
+        labels=jnp.asarray(windows[:, 1:], jnp.int32),
+        segments=jnp.asarray(np.cumsum(is_end, axis=1) - is_end, jnp.int32),
+        weights=jnp.asarray(~is_end, jnp.float32),
     )
 
 
@@ -325,8 +324,7 @@ def _is_held_out(source: str, text: str) -> bool:
 def _pieces(text: str, length: int = 20_000) -> Iterator[str]:
     """Pieces of a text of about `length` characters, cut before a line that begins with a letter.
 
-    A line end between a non-space and a letter is a pre-token of its own, so cutting after it changes
-    no token.
+    A line end between a non-space and a letter is a pre-token of its own: the cut changes no token.
     """
     start = 0
     while len(text) - start > length:

@@ -1,9 +1,9 @@
 """Training of a small language model from text, and distillation of a draft from it.
 
-A run is a function of its `TrainConfig`: data, initial weights and the order of the rows follow from
-the seed, so a run that was interrupted and resumed ends with the parameters, to the bit, of one that
-was not. Most tokens are seen in short rows, which cost less, and the last `long_fraction` of them in
-rows of the full context.
+A run is a function of its `TrainConfig` and its data: initial weights and the order of the rows
+follow from the seed, so a run that was interrupted and resumed ends with the same parameters, to
+the bit, as one that was not. Most tokens are seen in short rows, which cost less, and the last
+`long_fraction` of them in rows of the full context.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from flax import serialization, struct
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
-from jaxspec.training import data
+from jaxspec.training import data, export
+from jaxspec.training.acceptance import measure_acceptance
 from jaxspec.types import PyTree
 
 _CHECKPOINT = "checkpoint.msgpack"
@@ -56,10 +57,11 @@ class TrainConfig:
     """Settings of `jaxspec train lm`.
 
     Attributes:
-      out: directory of the run: checkpoint, tokens, log, and at the end `model/` in Hugging Face form.
+      out: directory of the run: checkpoint, tokens, log, and at the end `model/`, the Hugging Face
+        checkpoint.
       corpora: directory of the domains' directories, each with JSONL files, `{"text": ...}` a line.
-      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
-        `stdlib` for the Python standard library's source. Every directory of `corpora` unless given.
+      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`,
+        or `stdlib` for the Python standard library's source. Unless given, every directory counts.
       exclude: documents whose "source" contains one of these are left out.
       tokens: training tokens in all.
       batch_tokens: tokens of a step.
@@ -265,9 +267,8 @@ def make_train_step(
         gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params, batch, teacher_params)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         metrics["gradient_norm"] = optax.global_norm(gradients)
-        return TrainState(
-            params=optax.apply_updates(state.params, updates), optimizer=moments
-        ), metrics
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params=params, optimizer=moments), metrics
 
     teacher_params = None if teacher is None else teacher[1]
     return lambda state, batch: step(state, batch, teacher_params)
@@ -276,7 +277,7 @@ def make_train_step(
 def held_out_loss(
     model: ModelConfig, params: PyTree, windows: np.ndarray, end_of_text: int
 ) -> float:
-    """Mean loss in nats per token over windows `[num_rows, T + 1]`, in batches of some 4096 tokens."""
+    """Mean loss in nats per token over windows `[num_rows, T + 1]`, some 4096 tokens at a time."""
     num_rows, length = windows.shape[0], windows.shape[1] - 1
     total = weight = 0.0
     for rows in batches_of(num_rows, max(1, 4096 // length)):
@@ -303,15 +304,14 @@ def train_lm(
 
     Returns:
       `steps`, `tokens`, `train_loss`, `held_out_loss` per domain (nats per token at `max_length`),
-      `num_params`, `model` (the Hugging Face directory) and `wall_s`.
+      `num_params`, `model` (the Hugging Face directory) and `wall_s`; with a teacher also
+      `acceptance` per domain, the fields of `acceptance.Acceptance`.
 
     Raises:
       SettingError: settings or corpora that cannot be trained on.
       ModelError: the teacher's vocabulary is not the tokenizer's.
       CheckpointError: there is nothing to resume, or it is another run's.
     """
-    from jaxspec.training import export
-
     start_s = time.perf_counter()
     teacher = None if config.teacher is None else load_run(config.teacher)
     is_resumed = _check_out(config)
@@ -335,10 +335,15 @@ def train_lm(
     )
     names = [domain.name for domain in domains]
 
+    def windows_of(length, num_tokens):
+        for name, stream in zip(names, held_out, strict=True):
+            yield name, data.held_out_windows(stream, min(length, len(stream) - 1), num_tokens)
+
     def evaluate(params, length, num_tokens):
-        windows = (data.held_out_windows(s, min(length, len(s) - 1), num_tokens) for s in held_out)
-        losses = (held_out_loss(model, params, w, end_of_text) for w in windows)
-        return dict(zip(names, losses, strict=True))
+        return {
+            name: held_out_loss(model, params, windows, end_of_text)
+            for name, windows in windows_of(length, num_tokens)
+        }
 
     metrics: dict[str, float] = {"loss": math.nan}
     with _progress(config, num_steps, first_step) as report:
@@ -371,6 +376,12 @@ def train_lm(
         "model": str(config.out / "model"),
         "wall_s": time.perf_counter() - start_s,
     }
+    if teacher is not None:
+        pair = (teacher.config, teacher.params), (model, state.params)
+        result["acceptance"] = {
+            name: dataclasses.asdict(measure_acceptance(*pair, windows, end_of_text))
+            for name, windows in windows_of(config.max_length, 4 * config.evaluate_tokens)
+        }
     export.write_hugging_face(config.out / "model", model, state.params, tokenizer)
     (config.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
@@ -419,7 +430,7 @@ def load_run(directory: pathlib.Path) -> Run:
 
 def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return serialization.msgpack_restore(path.read_bytes())
+        record: Any = serialization.msgpack_restore(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
             f"There is no {path.name} in {path.parent}; give the directory of a run of "
@@ -427,6 +438,7 @@ def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({error}); train again.") from error
+    return record
 
 
 def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
@@ -457,11 +469,11 @@ def _check_out(config: TrainConfig) -> bool:
     path = config.out / _CHECKPOINT
     if config.resume and not path.is_file():
         raise CheckpointError(
-            f"There is nothing to resume in {config.out}; give the run's directory or drop --resume."
+            f"There is nothing to resume in {config.out}; give a run's directory or drop --resume."
         )
     if path.is_file() and not config.resume:
         raise CheckpointError(
-            f"{config.out} already holds a run; continue it with --resume or give another directory."
+            f"{config.out} already holds a run; use --resume or name another directory."
         )
     return config.resume
 
@@ -480,8 +492,8 @@ def _tokenizer(config: TrainConfig, teacher: Run | None) -> tokenizers.Tokenizer
         return given
     if given is not None and given.get_vocab() != teacher.tokenizer.get_vocab():
         raise ModelError(
-            f"The tokenizer in {config.tokenizer} and the teacher in {config.teacher} have different "
-            "vocabularies; leave the tokenizer out to use the teacher's."
+            f"The tokenizer in {config.tokenizer} and the teacher in {config.teacher} have "
+            "different vocabularies; leave the tokenizer out to use the teacher's."
         )
     return teacher.tokenizer
 
@@ -576,8 +588,8 @@ def _initial_state(
     saved = json.loads(record["fingerprint"])
     if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
         raise CheckpointError(
-            f"The run in {config.out} had other values of {', '.join(different)}; resume it with the "
-            "settings and data it was started with."
+            f"The run in {config.out} had other values of {', '.join(different)}; resume it with "
+            "the settings and data it was started with."
         )
     template = jax.eval_shape(init)
     state = TrainState(
