@@ -1,5 +1,6 @@
 """Batched speculative decoding for JAX whose output is provably the target model's own."""
 
+from jaxspec.checkpoint import load_model, save_model
 from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram

@@ -70,15 +70,10 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
       ModelError: any other dtype.
     """
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    try:
-        parsed = jnp.dtype(chosen) if chosen is not None else None
-    except TypeError:
-        parsed = None
-    if parsed not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ModelError(
-            f"The dtype {dtype!r} is not supported; choose float32, bfloat16 or float16."
-        )
-    return parsed
+    with contextlib.suppress(TypeError):
+        if chosen is not None and jnp.dtype(chosen) in _DTYPES.values():
+            return jnp.dtype(chosen)
+    raise ModelError(f"The dtype {dtype!r} is not supported; choose float32, bfloat16 or float16.")
 
 
 def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
@@ -126,13 +121,19 @@ def atomic_directory(destination: str | os.PathLike, *, overwrite: bool = False)
     absent; it is never a mixture.
 
     Raises:
-      CheckpointError: the destination exists and `overwrite` is false, or the disk is full.
+      CheckpointError: the destination exists and `overwrite` is false, or it is something else
+        than a converted directory; or the disk is full.
     """
     destination = Path(destination).absolute()
     if destination.exists() and not overwrite:
         raise CheckpointError(
-            f"{destination} exists already; name another destination, or allow it to be overwritten "
-            "(--overwrite)."
+            f"{destination} exists already; name another destination, or allow it to be "
+            "overwritten (--overwrite)."
+        )
+    if destination.exists() and not is_converted(destination) and not _is_empty(destination):
+        raise CheckpointError(
+            f"{destination} exists and is not a converted directory, so it is not overwritten; "
+            "name another destination or remove it yourself."
         )
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +157,10 @@ def atomic_directory(destination: str | os.PathLike, *, overwrite: bool = False)
         raise
     finally:
         shutil.rmtree(working, ignore_errors=True)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _sibling(destination: Path) -> Path:
@@ -234,13 +239,11 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
-    path = directory / "params"
-    saving = ocp.options.ArrayOptions.Saving(use_compression=False)  # weights hardly compress
-    context = ocp.Context(
-        array_options=ocp.options.ArrayOptions(saving=saving),
-        # each save waits for the one before it, so nobody changes an array under Orbax's hands
-        memory_options=ocp.options.MemoryOptions(deepcopy_host_arrays=False),
-    )
+    path = str(directory / "params")
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # weights hardly compress
+    # Each save waits for the one before it, so nobody changes an array under Orbax's hands.
+    context.memory.deepcopy_host_arrays = False
     batch: dict[LeafPath, Any] = {}
     with context:
         for leaf_path, leaf in leaves:
@@ -389,10 +392,11 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
         for path, shape in shapes.items()
     }
     largest = max(4 * math.prod(shape) for shape in shapes.values())
-    memory = ocp.options.MemoryOptions(read_concurrent_bytes=2 * largest + _READ_AHEAD_BYTES)
+    context = ocp.Context()
+    context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
     try:
-        with ocp.Context(memory_options=memory):
-            stored = ocp.load(directory / "params", _nest(wanted))
+        with context:
+            stored = ocp.load(str(directory / "params"), _nest(wanted))
     except Exception as error:
         raise CheckpointError(
             f"The parameters in {directory / 'params'} cannot be read as those of a "
@@ -469,8 +473,8 @@ def load_model(
         converted = _convert_cached(directory, name=directory.resolve().name)
     else:
         raise ModelError(
-            f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face one "
-            f"(no config.json); {_WHAT_NAMES_A_MODEL}."
+            f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
+            f"one (no config.json); {_WHAT_NAMES_A_MODEL}."
         )
     return load_converted(converted, name=name, dtype=dtype, sharding=sharding)
 
@@ -514,7 +518,7 @@ class CachedModel:
     name: str
     source: str
     revision: str | None
-    path: Path
+    path: str
     dtype: str
     num_params: int
     num_bytes: int
@@ -544,7 +548,7 @@ def cached_models() -> list[CachedModel]:
                 name=path.name,
                 source=fields["source"],
                 revision=fields["revision"],
-                path=path,
+                path=str(path),
                 dtype=fields["dtype"],
                 num_params=fields["num_params"],
                 num_bytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
@@ -572,8 +576,9 @@ def remove_cached_model(name: str) -> int:
             f"choose one of what it holds: {known}."
         )
     # Renamed first, so that no reader finds half of it.
-    aside = _sibling(chosen[0].path)
-    os.rename(chosen[0].path, aside)
+    path = Path(chosen[0].path)
+    aside = _sibling(path)
+    os.rename(path, aside)
     shutil.rmtree(aside)
     return chosen[0].num_bytes
 

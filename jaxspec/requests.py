@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -256,7 +256,12 @@ def make_requests(
 
 
 def prompt_token_ids(
-    prompt: Prompt, model: Model, *, index: int, chat_template: str | None = None
+    prompt: Prompt,
+    model: Model,
+    *,
+    index: int,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Token ids of one prompt; `index` names it in errors. Raises as `make_requests`."""
     is_text = isinstance(prompt, str)
@@ -268,7 +273,9 @@ def prompt_token_ids(
     if is_text:
         ids = model.tokenizer.encode(prompt) if prompt else []
     elif is_chat:
-        ids = model.tokenizer.encode_chat(prompt, template=chat_template)
+        ids = model.tokenizer.encode_chat(
+            prompt, template=chat_template, template_kwargs=chat_template_kwargs
+        )
     else:
         ids = list(prompt)
     if not ids:

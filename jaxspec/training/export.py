@@ -56,6 +56,8 @@ def write_hugging_face(
         _write_tensors(partial, dict(hugging_face_tensors(config, params)), dtype, max_shard_bytes)
         tokenizer.save(str(partial / "tokenizer.json"))
         _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
+        for path in partial.iterdir():
+            path.chmod(0o644)
         old = partial.with_name(partial.name + "-old")
         if directory.exists():
             os.replace(directory, old)

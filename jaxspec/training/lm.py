@@ -95,8 +95,8 @@ class TrainConfig:
     corpora: pathlib.Path
     domains: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    tokens: int = 8_000_000
-    batch_tokens: int = 4096
+    tokens: int = 6_500_000
+    batch_tokens: int = 2048
     sequence_length: int = 256
     max_length: int = 1024
     long_fraction: float = 0.12
@@ -108,7 +108,7 @@ class TrainConfig:
     num_query_heads: int = 4
     num_kv_heads: int = 2
     head_size: int = 64
-    learning_rate: float = 3e-3
+    learning_rate: float = 2.5e-3
     warmup_fraction: float = 0.04
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -184,27 +184,34 @@ class Run:
     fingerprint: dict[str, Any]
 
 
-def learning_rate_schedule(config: TrainConfig, num_steps: int) -> optax.Schedule:
+def learning_rate_schedule(
+    learning_rate: float, warmup_fraction: float, num_steps: int
+) -> optax.Schedule:
     """Linear warm-up to the peak, then a cosine that ends at a tenth of it."""
-    num_warmup = max(1, round(config.warmup_fraction * num_steps))
+    num_warmup = max(1, round(warmup_fraction * num_steps))
+    last_step = max(num_steps, num_warmup + 1)
     return optax.warmup_cosine_decay_schedule(
-        0.0,
-        config.learning_rate,
-        num_warmup,
-        max(num_steps, num_warmup + 1),
-        config.learning_rate / 10,
+        0.0, learning_rate, num_warmup, last_step, learning_rate / 10
     )
 
 
-def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; only matrices decay."""
+@functools.lru_cache
+def make_optimizer(
+    *,
+    learning_rate: float,
+    warmup_fraction: float,
+    weight_decay: float,
+    clip_norm: float,
+    num_steps: int,
+) -> optax.GradientTransformation:
+    """AdamW on clipped gradients; only matrices decay. Equal settings give the same object."""
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+        optax.clip_by_global_norm(clip_norm),
         optax.adamw(
-            learning_rate_schedule(config, num_steps),
+            learning_rate_schedule(learning_rate, warmup_fraction, num_steps),
             b1=0.9,
             b2=0.95,
-            weight_decay=config.weight_decay,
+            weight_decay=weight_decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
         ),
     )
@@ -237,41 +244,44 @@ def distillation_loss(
     return (1 - share) * divergence + share * (1 - acceptance), acceptance
 
 
-def make_train_step(
+@functools.partial(
+    jax.jit,
+    donate_argnums=0,
+    static_argnames=("model", "optimizer", "teacher", "total_variation_weight"),
+)
+def train_step(
+    state: TrainState,
+    batch: data.Batch,
+    teacher_params: PyTree = None,
+    *,
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
-    *,
-    teacher: tuple[ModelConfig, PyTree] | None = None,
+    teacher: ModelConfig | None = None,
     total_variation_weight: float = 0.0,
-) -> Callable[[TrainState, data.Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """One optimizer step `(state, batch) -> (state, metrics)`, compiled; the state is donated."""
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after one optimizer step, and the batch's metrics; the given state is donated."""
 
-    def loss_of(params, batch, teacher_params):
+    def loss_of(params):
         logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
         if teacher is None:
             loss = cross_entropy(logits, batch)
             return loss, {"loss": loss}
         teacher_logits = decoder.training_logits(
-            teacher[0], teacher_params, batch.inputs, batch.segments
+            teacher, teacher_params, batch.inputs, batch.segments
         )
         loss, acceptance = distillation_loss(
             logits,
-            jax.lax.stop_gradient(teacher_logits),
+            teacher_logits,
             batch.weights,
             total_variation_weight=total_variation_weight,
         )
         return loss, {"loss": loss, "acceptance": acceptance}
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch, teacher_params):
-        gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params, batch, teacher_params)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        metrics["gradient_norm"] = optax.global_norm(gradients)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params=params, optimizer=moments), metrics
-
-    teacher_params = None if teacher is None else teacher[1]
-    return lambda state, batch: step(state, batch, teacher_params)
+    gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params)
+    updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+    metrics["gradient_norm"] = optax.tree.norm(gradients)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params=params, optimizer=moments), metrics
 
 
 def held_out_loss(
@@ -324,13 +334,21 @@ def train_lm(
     model = config.model_config(tokenizer.get_vocab_size())
     plans = _plans(config, domains, [len(stream) for stream in streams])
     num_steps = sum(len(plan.start) for plan in plans)
-    optimizer = make_optimizer(config, num_steps)
+    optimizer = make_optimizer(
+        learning_rate=config.learning_rate,
+        warmup_fraction=config.warmup_fraction,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        num_steps=num_steps,
+    )
     fingerprint = _fingerprint(config, streams, teacher)
     state, first_step = _initial_state(config, model, optimizer, fingerprint, is_resumed)
-    step_function = make_train_step(
-        model,
-        optimizer,
-        teacher=None if teacher is None else (teacher.config, teacher.params),
+    step_function = functools.partial(
+        train_step,
+        teacher_params=None if teacher is None else teacher.params,
+        model=model,
+        optimizer=optimizer,
+        teacher=None if teacher is None else teacher.config,
         total_variation_weight=config.total_variation_weight,
     )
     names = [domain.name for domain in domains]

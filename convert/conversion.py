@@ -1,0 +1,278 @@
+"""The conversion, in the order it runs: find, check, stream, verify, move into place."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert import glm4, hf_config, hf_reader, llama, mistral, qwen2, qwen3
+from convert.mapping import Family, Leaf
+from convert.tokenizer import convert_tokenizer
+from convert.writer import stream_params
+from jaxspec import checkpoint
+from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    glm4.FAMILY,
+)
+_OVERHEAD_BYTES = 64 * 2**20  # tokenizer and Orbax's own files
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversionSummary:
+    """What a conversion read and wrote.
+
+    Attributes:
+      source: as it was named.
+      revision: commit, for a hub id.
+      destination: the converted directory.
+      config: the model's architecture.
+      dtype: of the stored parameters.
+      num_params: parameters.
+      num_bytes: of the stored parameters.
+      num_files: weight files read.
+      eos_token_ids: stop tokens.
+      prefix_token_ids: put in front of text; None if there is no tokenizer.
+      duration_s: of the whole conversion.
+      verification: the largest logit difference from torch as a sentence, or None if not asked for.
+    """
+
+    source: str
+    revision: str | None
+    destination: Path
+    config: ModelConfig
+    dtype: str
+    num_params: int
+    num_bytes: int
+    num_files: int
+    eos_token_ids: tuple[int, ...]
+    prefix_token_ids: tuple[int, ...] | None
+    duration_s: float
+    verification: str | None = None
+
+    def __str__(self) -> str:
+        config = self.config
+        revision = f" at {self.revision[:12]}" if self.revision else ""
+        if self.prefix_token_ids is None:
+            tokenizer = "none found; prompts must be token ids"
+        else:
+            prefix = list(self.prefix_token_ids) or "nothing"
+            tokenizer = f"stored; {prefix} goes in front of text"
+        lines = {
+            "source": f"{self.source}{revision} ({self.num_files} weight files)",
+            "destination": str(self.destination),
+            "model": f"{config.family}, {config.num_layers} layers of width {config.width}, "
+            f"vocabulary {config.vocab_size}",
+            "parameters": f"{self.num_params:,} in {self.dtype}, {self.num_bytes / 2**20:,.1f} MiB",
+            "tokenizer": tokenizer,
+            "stop tokens": ", ".join(map(str, self.eos_token_ids)) or "none",
+            "verification": self.verification,
+            "time": f"{self.duration_s:.1f} s",
+        }
+        return "\n".join(f"{name:13} {line}" for name, line in lines.items() if line is not None)
+
+
+def convert(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    progress: bool = True,
+) -> ConversionSummary:
+    """Converts a Hugging Face checkpoint to a jaxspec directory.
+
+    `dst` is absent or complete at every moment, also if the process is killed. The process's own
+    memory stays under the largest shard plus 1 GiB, whatever the model's size (`verify` excepted,
+    which loads the model twice).
+
+    Args:
+      src: local directory, or a hub id.
+      dst: directory to write.
+      dtype: of the stored parameters; None is the checkpoint's own.
+      revision: branch, tag or commit of a hub id.
+      overwrite: replace `dst` if it exists.
+      verify: compare logits with torch before `dst` appears (needs the `parity` extra).
+      progress: draw a progress bar, on a terminal.
+
+    Raises:
+      ModelError: the model is not found, or its architecture is not supported.
+      CheckpointError: files are missing, damaged or do not belong together; `dst` exists; the disk
+        is full; the logits differ from torch's.
+    """
+    directory = Path(src).expanduser()
+    if directory.is_dir():
+        if revision is not None:
+            raise ModelError(
+                f"A revision ({revision}) was given for the local directory {src}; "
+                "revisions are for hub ids, so leave it out."
+            )
+        commit = None
+    else:
+        commit, directory = checkpoint.download(os.fspath(src), revision)
+    return convert_directory(
+        directory,
+        dst,
+        source=os.fspath(src),
+        dtype=dtype,
+        revision=commit,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
+    )
+
+
+def convert_directory(
+    directory: Path,
+    dst: str | os.PathLike,
+    *,
+    source: str,
+    dtype: Any = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    progress: bool = True,
+) -> ConversionSummary:
+    """`convert` for files that are here already; `source` and `revision` say where they came
+    from."""
+    started = time.perf_counter()
+    hf = hf_reader.read_config(directory)
+    family = find_family(hf)
+    config = read_model_config(hf, family)
+    generation_config = hf_reader.read_generation_config(directory)
+    eos_token_ids = hf_reader.eos_token_ids(hf, generation_config)
+
+    files = hf_reader.weight_files(directory)
+    tensors = hf_reader.Tensors(files)
+    leaves = family.leaves(config)
+    expected = {tensor.name: tensor.shape for leaf in leaves for tensor in leaf.sources}
+    hf_reader.check_tensors(tensors, expected, where=str(directory))
+
+    stored = np.dtype(
+        checkpoint.parse_dtype(dtype) if dtype is not None else _common_dtype(tensors, expected)
+    )
+    num_params = decoder.num_params(config)
+    num_bytes = num_params * stored.itemsize
+    dst = Path(dst)
+    with checkpoint.atomic_directory(dst, overwrite=overwrite) as working:
+        needed = num_bytes + _largest_leaf_bytes(config, stored) + _OVERHEAD_BYTES
+        checkpoint.check_free_space(working, needed, what=f"Converting {source}")
+        with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
+            stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
+        prefix = convert_tokenizer(directory, working / "tokenizer", model_type=family.name)
+        checkpoint.write_manifest(
+            working,
+            config=config,
+            dtype=stored,
+            eos_token_ids=eos_token_ids,
+            prefix_token_ids=prefix or (),
+            generation_config=generation_config,
+            source=source,
+            revision=revision,
+        )
+        verification = None
+        if verify:
+            from convert.verify import compare_logits
+
+            verification = compare_logits(directory, working)
+    return ConversionSummary(
+        source=source,
+        revision=revision,
+        destination=dst,
+        config=config,
+        dtype=stored.name,
+        num_params=num_params,
+        num_bytes=num_bytes,
+        num_files=len(files),
+        eos_token_ids=eos_token_ids,
+        prefix_token_ids=prefix,
+        duration_s=time.perf_counter() - started,
+        verification=verification,
+    )
+
+
+def find_family(hf: hf_config.HFConfig) -> Family:
+    """The family of a `config.json`, by its architecture (or model type, if it names none).
+
+    Raises:
+      ModelError: it is not supported; lists those that are.
+    """
+    named = hf.get("architectures") or []
+    for family in FAMILIES:
+        if named and named[0] in family.architectures:
+            return family
+        if not named and hf.get("model_type") == family.name:
+            return family
+    given = named[0] if named else hf.get("model_type", "nothing")
+    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
+    hint = ""
+    if str(given).startswith("ChatGLM"):
+        hint = " (of GLM-4, the 0414 releases, which are Glm4ForCausalLM)"
+    raise ModelError(
+        f"{hf.path} names the architecture {given}, which is not supported; "
+        f"choose a model of one of these: {supported}{hint}."
+    )
+
+
+def read_model_config(hf: hf_config.HFConfig, family: Family) -> ModelConfig:
+    """Our configuration of a `config.json`; raises one sentence for whatever does not fit."""
+    hf_config.refuse_unsupported(hf)
+    try:
+        return family.read_config(hf)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, (CheckpointError, ModelError)):
+            raise
+        raise CheckpointError(
+            f"{hf.path} has a value of the wrong kind ({error}); fetch the file again."
+        ) from error
+
+
+def _common_dtype(tensors: hf_reader.Tensors, expected: dict[str, Any]) -> np.dtype:
+    """The dtype that holds most of the parameters: a few norms may be kept wider."""
+    sizes: collections.Counter[np.dtype] = collections.Counter()
+    for name, shape in expected.items():
+        sizes[tensors.dtypes[name]] += int(np.prod(shape))
+    return sizes.most_common(1)[0][0]
+
+
+def _largest_leaf_bytes(config: ModelConfig, dtype: np.dtype) -> int:
+    shapes = checkpoint.leaf_shapes(config).values()
+    return max(int(np.prod(shape)) for shape in shapes) * dtype.itemsize
+
+
+@contextlib.contextmanager
+def _progress_bar(num_bytes: int, *, label: str, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A function to call with the bytes that were written."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("converting {task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (is_shown and console.is_terminal),
+    ) as bar:
+        task = bar.add_task(label, total=num_bytes)
+        yield lambda written: bar.advance(task, written)
+
+
+__all__ = ["FAMILIES", "ConversionSummary", "Leaf", "convert", "convert_directory", "find_family"]

@@ -1,0 +1,313 @@
+"""Hugging Face checkpoints: find the files, map the tensors.
+
+Nothing is read until it is used, and then through the page cache: a tensor is a view of a mapped
+file, so a process holds none of it as its own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from convert.hf_config import HFConfig
+from jaxspec.checkpoint import check_free_space
+from jaxspec.errors import CheckpointError, ModelError
+
+_SAFETENSORS_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_OTHER_DTYPE = np.dtype("V1")  # integers, fp8, float64: nothing the decoder computes in
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_HUB_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+
+
+# Files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      CheckpointError: it is absent, unreadable, or not an object.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing; give a complete Hugging Face directory."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as JSON ({error}); fetch the file again."
+        ) from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds no JSON object; fetch the file again.")
+    return fields
+
+
+def read_config(directory: Path) -> HFConfig:
+    """The model's `config.json`."""
+    path = directory / "config.json"
+    return HFConfig(read_json(path), str(path))
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """`generation_config.json`, or nothing if there is none."""
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def eos_token_ids(config: HFConfig, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Stop tokens: those of the generation config, else the config's; one id or several."""
+    stated = generation_config.get("eos_token_id")
+    stated = config.get("eos_token_id") if stated is None else stated
+    if stated is None:
+        return ()
+    return tuple(stated) if isinstance(stated, list) else (stated,)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the parameters: safetensors if there are any, else `.bin`; the whole file
+    if there is one, else the shards that the index names.
+
+    Raises:
+      CheckpointError: there are none, or a shard is missing.
+    """
+    for whole in _WEIGHT_FILES:
+        index = directory / f"{whole}.index.json"
+        if (directory / whole).is_file():
+            return [directory / whole]
+        if index.is_file():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise CheckpointError(f"{index} names no shards (weight_map); fetch it again.")
+            files = [directory / name for name in sorted(set(shards.values()))]
+            missing = [file.name for file in files if not file.is_file()]
+            if missing:
+                raise CheckpointError(
+                    f"{directory} lacks {_some(missing)}, named in {index.name}; "
+                    "fetch the missing files."
+                )
+            return files
+    raise CheckpointError(
+        f"{directory} has no weights: expected model.safetensors or pytorch_model.bin, whole or in "
+        "shards with an index."
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:6])
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+# Tensors
+
+
+class Tensors:
+    """Mapped tensors of a checkpoint by name.
+
+    Attributes:
+      dtypes: of every tensor; the shape is in `shapes`.
+      shapes: of every tensor.
+      largest_file_bytes: size of the largest weight file.
+    """
+
+    def __init__(self, files: list[Path]):
+        self.dtypes: dict[str, np.dtype] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.largest_file_bytes = max(file.stat().st_size for file in files)
+        self._load = {}
+        for file in files:
+            read = _read_bin if file.suffix == ".bin" else _read_safetensors
+            for name, (dtype, shape, load) in read(file):
+                if name in self._load:
+                    raise CheckpointError(
+                        f"{file} repeats the tensor {name!r} of another shard; remove one of them."
+                    )
+                self.dtypes[name], self.shapes[name], self._load[name] = dtype, shape, load
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._load
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._load[name]()
+
+
+def _read_safetensors(file: Path):
+    """Yields name and (dtype, shape, how to map it) of each tensor of a safetensors file.
+
+    `safe_open` validates header and length; the views are ours, since its numpy arrays are copies.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+        with file.open("rb") as stream:
+            header_length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(header_length))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({error}); fetch the file again."
+        ) from error
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"], _OTHER_DTYPE)
+        shape = tuple(entry["shape"])
+        offset = 8 + header_length + entry["data_offsets"][0]
+
+        def load(dtype=dtype, shape=shape, offset=offset):
+            if math.prod(shape) == 0:
+                return np.empty(shape, dtype)
+            return np.memmap(file, mode="r", dtype=dtype, offset=offset, shape=shape)
+
+        yield name, (dtype, shape, load)
+
+
+def _read_bin(file: Path):
+    """Yields name and (dtype, shape, how to map it) of each tensor of a torch file."""
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file} is a torch file, and torch is not installed; install the parity extra "
+            "(pip install 'jaxspec-decoding[parity]') or use the model's safetensors."
+        ) from error
+    try:
+        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be read as a torch state dict of tensors "
+            f"({str(error).strip().splitlines()[0][:160] if str(error).strip() else 'damaged'}); "
+            "fetch the file again, or use the model's safetensors."
+        ) from error
+    dtypes = {
+        torch.float32: np.dtype(np.float32),
+        torch.float16: np.dtype(np.float16),
+        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    }
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{file} holds {name!r}, which is no tensor; give a state dict of the whole model."
+            )
+        dtype = dtypes.get(tensor.dtype, _OTHER_DTYPE)
+
+        def load(tensor=tensor, dtype=dtype):
+            if tensor.dtype == torch.bfloat16:
+                return tensor.detach().view(torch.uint16).numpy().view(dtype)
+            return tensor.detach().numpy()
+
+        yield name, (dtype, tuple(tensor.shape), load)
+
+
+def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+    """Raises unless the checkpoint has the expected tensors, in the expected shapes, and no others.
+
+    Raises:
+      CheckpointError: names what is missing, mis-shaped, unexpected or of a dtype that is no float.
+    """
+    problems = []
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        problems.append(f"lacks {_some(missing)}")
+    wrong = [
+        f"{name} {list(tensors.shapes[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors.shapes[name] != shape
+    ]
+    if wrong:
+        problems.append(f"has the wrong shape for {_some(wrong)}")
+    unexpected = [
+        name for name in tensors if name not in expected and not _is_ignored(name, expected)
+    ]
+    if unexpected:
+        problems.append(f"has the unexpected tensors {_some(unexpected)}")
+    odd = [name for name in expected if name in tensors and tensors.dtypes[name] == _OTHER_DTYPE]
+    if odd:
+        problems.append(f"stores {_some(odd)} in a dtype other than float32, float16 and bfloat16")
+    if problems:
+        raise CheckpointError(
+            f"The checkpoint in {where} {'; it '.join(problems)}; "
+            "its weights and its config.json do not belong to one supported model."
+        )
+
+
+def _is_ignored(name: str, expected: Mapping[str, Any]) -> bool:
+    """Buffers of old files that are computed, not learnt; a head that repeats the tied
+    embedding."""
+    if name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")):
+        return True
+    return name == "lm_head.weight" and name not in expected
+
+
+# The hub
+
+
+def download(name: str, revision: str | None) -> tuple[str, Path]:
+    """Fetches a model from the hub (or finds it in the hub's own cache): its commit and directory.
+
+    Only config, tokenizer and one form of the weights are fetched, after a look at the free space.
+
+    Raises:
+      ModelError: no such model, or the hub cannot be reached and has not left it in its cache.
+      CheckpointError: the disk lacks the space.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    shown = name if revision is None else f"{name} at revision {revision}"
+    try:
+        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise ModelError(
+            f"{shown} is neither a local directory nor a model that the hub shows to you; check "
+            "the name, and log in (hf auth login) if the model is gated."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise ModelError(
+            f"The hub refused {shown} ({error}); log in (hf auth login) if the model is gated."
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelError(f"{shown} is neither a local directory nor a hub id ({error}).") from error
+    except Exception as error:  # whatever the HTTP library of this hub version raises offline
+        with contextlib.suppress(errors.LocalEntryNotFoundError, OSError):
+            snapshot = hub.snapshot_download(name, revision=revision, local_files_only=True)
+            return Path(snapshot).name, Path(snapshot)
+        raise ModelError(
+            f"{shown} is no local directory, and the hub cannot be reached to look for it there; "
+            "check the name or the network, or name demo-target, demo-draft or random:PRESET, "
+            "which need neither."
+        ) from error
+
+    files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    weights = "model*.safetensors*"
+    if not any(file.startswith("model") and ".safetensors" in file for file in files):
+        weights = "pytorch_model*.bin*"
+    patterns = [*_HUB_PATTERNS, weights]
+    wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)
+    num_bytes = sum(files[file] for file in wanted)
+    check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
+    snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
+    return str(info.sha), Path(snapshot)

@@ -1,0 +1,68 @@
+"""`--verify`: the converted model's logits against torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import checkpoint
+from jaxspec.errors import CheckpointError
+from jaxspec.models.base import LanguageModel
+from jaxspec.types import Window
+
+_NUM_PROMPTS = 3
+_PROMPT_LENGTH = 24
+_TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32
+
+
+def compare_logits(directory: Path, converted: Path) -> str:
+    """Runs both models in float32 on random prompts and says how far their logits are apart.
+
+    The torch weights are first rounded to the stored dtype, so that only the conversion is judged.
+
+    Raises:
+      CheckpointError: they differ by more than rounding, or torch is not installed.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            "The verification compares with torch, which is not installed; install the parity "
+            "extra (pip install 'jaxspec-decoding[parity]') or convert without --verify."
+        ) from error
+    stored = checkpoint.read_manifest(converted)["dtype"]
+    model = checkpoint.load_converted(converted, dtype="float32")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, stored), attn_implementation="eager"
+    ).float()
+    reference.eval()
+
+    tokens = np.random.default_rng(0).integers(
+        0, model.vocab_size, (_NUM_PROMPTS, _PROMPT_LENGTH), dtype=np.int32
+    )
+    ours = np.asarray(prompt_logits(model, tokens))
+    with torch.no_grad():
+        theirs = reference(torch.from_numpy(tokens).long()).logits.numpy()
+    difference = float(np.abs(ours - theirs).max())
+    allowed = _TOLERANCE * max(1.0, float(np.abs(theirs).max()))
+    if not difference <= allowed:  # also if it is not a number
+        raise CheckpointError(
+            f"The converted model's logits differ from torch's by {difference:.3g}, where at most "
+            f"{allowed:.3g} was expected; nothing was written, please report the model."
+        )
+    return f"logits within {difference:.2g} of torch's on {_NUM_PROMPTS} prompts"
+
+
+def prompt_logits(model: LanguageModel, tokens: np.ndarray) -> jax.Array:
+    """Logits `[B, T, V]` fp32 of whole prompts `[B, T]`, through the cache."""
+    num_rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    window = Window(start=jnp.zeros(num_rows, jnp.int32), positions=positions, slots=positions)
+    hidden, _ = model.forward(
+        model.params, jnp.asarray(tokens), window, model.init_cache(num_rows, length)
+    )
+    return model.logits(model.params, hidden)

@@ -1,0 +1,272 @@
+"""Every refusal of the conversion: one sentence that names what is wrong, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+import hf_checkpoints
+
+from convert import convert
+from jaxspec import checkpoint
+from jaxspec.errors import CheckpointError, JaxspecError, ModelError
+
+
+def refused(source: Path, error: type[JaxspecError], *fragments: str, **options) -> None:
+    """Converts, and checks the message and that nothing appeared beside the source."""
+    destination = source.parent / "out"
+    with pytest.raises(error) as raised:
+        convert(source, destination, **options)
+    message = str(raised.value)
+    for fragment in fragments:
+        assert fragment in message
+    assert "\n" not in message
+    assert message.endswith(".")
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+
+
+@pytest.fixture
+def hf(tmp_path) -> Path:
+    return hf_checkpoints.write_golden(tmp_path / "hf", "llama", num_shards=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            ("GPT2LMHeadModel", "LlamaForCausalLM", "Glm4ForCausalLM", "Qwen3ForCausalLM"),
+        ),
+        ({"architectures": None, "model_type": "opt"}, ("opt", "MistralForCausalLM")),
+        ({"architectures": ["ChatGLMModel"]}, ("ChatGLMModel", "0414")),
+        ({"mlp_bias": True}, ("mlp_bias", "True")),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config", "float")),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            ("longrope", "llama3"),
+        ),
+        ({"rope_scaling": {"type": "yarn", "short_factor": [1]}}, ("short_factor",)),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, ("full_attention",)),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": None}, ("partial_rotary_factor", "0.5")),
+        ({"num_key_value_heads": 4}, ("6 query heads", "4 KV heads")),
+    ],
+)
+def test_architectures_that_the_decoder_lacks(changes, fragments, hf):
+    hf_checkpoints.edit_json(hf / "config.json", **changes)
+    refused(hf, ModelError, *fragments)
+
+
+def test_a_missing_architecture_follows_from_the_model_type(hf):
+    hf_checkpoints.edit_json(hf / "config.json", architectures=None)
+    assert convert(hf, hf.parent / "out").config.family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "fragment"),
+    [
+        ("glm4", {"rms_norm_eps": None}, CheckpointError, "rms_norm_eps"),
+        ("qwen3", {"head_dim": None}, CheckpointError, "head_dim"),
+        ("llama", {"hidden_size": None}, CheckpointError, "hidden_size"),
+        ("llama", {"hidden_size": "wide"}, CheckpointError, "wrong kind"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            CheckpointError,
+            "low_freq_factor",
+        ),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, ModelError, "layer_types"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, ModelError, "chunked_attention"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ModelError, "use_sliding_window"),
+    ],
+)
+def test_configurations_that_do_not_say_enough(family, changes, error, fragment, tmp_path):
+    source = hf_checkpoints.write_golden(tmp_path / "hf", family)
+    hf_checkpoints.edit_json(source / "config.json", **changes)
+    refused(source, error, fragment)
+
+
+def test_an_absent_epsilon_is_the_default_of_the_family(tmp_path):
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3")
+    hf_checkpoints.edit_json(source / "config.json", rms_norm_eps=None)
+    assert convert(source, tmp_path / "out").config.norm_epsilon == 1e-6
+
+
+def test_missing_tensors(tmp_path):
+    def drop(tensors):
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        del tensors["lm_head.weight"]
+
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=drop)
+    refused(source, CheckpointError, "lacks", "layers.1.self_attn.k_proj", "lm_head.weight")
+
+
+def test_unexpected_tensors(tmp_path):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
+
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=add)
+    refused(source, CheckpointError, "unexpected", "q_norm.weight")
+
+
+def test_more_layers_than_the_config_says(hf):
+    hf_checkpoints.edit_json(hf / "config.json", num_hidden_layers=1)
+    refused(hf, CheckpointError, "unexpected", "model.layers.1.", "more")
+
+
+def test_mis_shaped_tensors(tmp_path):
+    def widen(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = np.ones((56, 37), np.float32)
+
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=widen)
+    refused(source, CheckpointError, "wrong shape", "up_proj.weight", "[56, 37]", "[56, 36]")
+
+
+def test_tensors_of_another_dtype(tmp_path):
+    def quantize(tensors):
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].astype(np.int8)
+
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=quantize)
+    refused(source, CheckpointError, "up_proj.weight", "dtype other than")
+
+
+def test_a_missing_shard(hf):
+    (hf / "model-00002-of-00003.safetensors").unlink()
+    refused(hf, CheckpointError, "model-00002-of-00003.safetensors", "index.json")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header", "empty"])
+def test_damaged_safetensors(damage, hf):
+    file = hf / "model-00003-of-00003.safetensors"
+    whole = file.read_bytes()
+    damaged = {
+        "truncated": whole[:-100],
+        "header": whole[:8] + b"{not json" + whole[17:],
+        "empty": b"",
+    }
+    file.write_bytes(damaged[damage])
+    refused(hf, CheckpointError, file.name, "safetensors", "again")
+
+
+def test_damaged_index_and_config(hf):
+    index = hf / "model.safetensors.index.json"
+    kept = index.read_text()
+    index.write_text("{}")
+    refused(hf, CheckpointError, index.name, "weight_map")
+    index.write_text(kept)
+    (hf / "config.json").write_text("{")
+    refused(hf, CheckpointError, "config.json", "JSON")
+    (hf / "config.json").unlink()
+    refused(hf, CheckpointError, "config.json is missing")
+
+
+def test_no_weights(hf):
+    for file in hf.glob("model*"):
+        file.unlink()
+    refused(hf, CheckpointError, "no weights", "pytorch_model.bin")
+
+
+def test_damaged_tokenizer(hf):
+    (hf / "tokenizer.json").write_text("{}")
+    refused(hf, CheckpointError, "tokenizer")
+
+
+def test_an_unknown_dtype(hf):
+    refused(hf, ModelError, "'int8'", "bfloat16", dtype="int8")
+
+
+def test_a_revision_of_a_local_directory(hf):
+    refused(hf, ModelError, "revision", "main", revision="main")
+
+
+def test_existing_destination(hf):
+    out = hf.parent / "out"
+    convert(hf, out)
+    before = (out / "jaxspec.json").read_text()
+    with pytest.raises(CheckpointError, match=r"exists already.*--overwrite"):
+        convert(hf, out, dtype="bfloat16")
+    assert (out / "jaxspec.json").read_text() == before
+    convert(hf, out, dtype="bfloat16", overwrite=True)
+    assert checkpoint.load_converted(out, dtype="bfloat16").dtype == np.dtype("bfloat16")
+    assert sorted(path.name for path in hf.parent.iterdir()) == ["hf", "out"]
+
+
+def test_overwrite_spares_what_is_no_checkpoint(hf):
+    out = hf.parent / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(CheckpointError, match="is not a converted directory"):
+        convert(hf, out, overwrite=True)
+    assert (out / "thesis.txt").read_text() == "irreplaceable"
+
+
+def test_unwritable_destination(hf):
+    (hf.parent / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be created"):
+        convert(hf, hf.parent / "file" / "out")
+
+
+def test_too_little_space(hf, monkeypatch):
+    usage = shutil.disk_usage(hf)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+    refused(hf, CheckpointError, "needs", "GiB", "free")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device [errno 28]"),
+    ],
+)
+def test_a_disk_that_fills_up_on_the_way(error, hf, monkeypatch):
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    save, calls = ocp.partial.save, []
+    monkeypatch.setattr(checkpoint, "_SAVE_BATCH_BYTES", 10_000)
+
+    def fail_late(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise error
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(ocp.partial, "save", fail_late)
+    refused(hf, CheckpointError, "filled up", "free some space")
+    assert len(calls) == 3
+
+
+def test_other_failures_leave_nothing_behind(hf, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("convert.conversion.convert_tokenizer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(hf, hf.parent / "out")
+    assert [path.name for path in hf.parent.iterdir()] == ["hf"]
+
+
+def test_a_table_that_misses_a_parameter_is_caught(hf, monkeypatch):
+    """The tables are held against the decoder's own list of parameters."""
+    from convert import conversion, mapping
+
+    family = conversion.FAMILIES[0]
+    short = mapping.Family(
+        family.name,
+        family.architectures,
+        family.read_config,
+        lambda config: [leaf for leaf in family.leaves(config) if leaf.path != ("final_norm",)],
+    )
+    monkeypatch.setattr(conversion, "FAMILIES", (short,))
+    monkeypatch.setattr(conversion.hf_reader, "check_tensors", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match="param_shapes"):
+        convert(hf, hf.parent / "out")
+    assert [path.name for path in hf.parent.iterdir()] == ["hf"]

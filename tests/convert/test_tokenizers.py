@@ -1,0 +1,168 @@
+"""Tokenizers and the prefix policy: the same ids whatever files and class the source has."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+import hf_checkpoints
+
+from convert import convert
+from jaxspec.checkpoint import load_converted
+from jaxspec.errors import CheckpointError
+
+SENTENCES = [
+    "the quick brown fox",
+    "hello  world",
+    " leading space",
+    "a line\nand a\ttab",
+    "unseen: 日本 🙂",
+    "",
+]
+_CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, this is a small test of pieces",
+    "a line and a tab: leading space",
+] * 40
+
+
+def write_sentencepiece(directory: Path, **settings) -> object:
+    """Writes a tiny Llama-like `tokenizer.model` and returns SentencePiece's own processor."""
+    spm = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    llama_like = {
+        "model_type": "bpe",
+        "vocab_size": 340,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "unk_id": 0,
+        "bos_id": 1,
+        "eos_id": 2,
+        "pad_id": -1,
+        "minloglevel": 2,
+    }
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(_CORPUS), model_writer=model, **{**llama_like, **settings}
+    )
+    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    return spm.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def write_pipeline(directory: Path, *, prefix: tuple[str, ...] = ()) -> None:
+    """Writes a tiny byte-level `tokenizer.json` whose post-processor puts `prefix` in front."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, processors, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<s>", "</s>", "[gMASK]", "<sop>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    if prefix:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join([*(f"{token}:0" for token in prefix), "$A:0"]),
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in prefix],
+        )
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def loaded_tokenizer(source: Path):
+    convert(source, source.parent / "out")
+    return load_converted(source.parent / "out").tokenizer
+
+
+@pytest.fixture
+def hf(tmp_path) -> Path:
+    return hf_checkpoints.write_golden(tmp_path / "hf", "llama")
+
+
+def test_a_lone_sentencepiece_file_gets_bos(hf):
+    processor = write_sentencepiece(hf)
+    tokenizer = loaded_tokenizer(hf)
+    assert tokenizer.prefix_token_ids == (1,)
+    for sentence in SENTENCES:
+        ids = tokenizer.encode(sentence)
+        assert ids == [1, *processor.encode(sentence)]
+        assert tokenizer.decode(ids) == sentence
+
+
+def test_a_sentencepiece_file_whose_config_declines_bos(hf):
+    processor = write_sentencepiece(hf)
+    (hf / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": False, "tokenizer_class": "LlamaTokenizer"})
+    )
+    tokenizer = loaded_tokenizer(hf)
+    assert tokenizer.prefix_token_ids == ()
+    assert tokenizer.encode(SENTENCES[0]) == processor.encode(SENTENCES[0])
+
+
+def test_a_normalization_that_transformers_drops_is_refused(hf):
+    write_sentencepiece(
+        hf, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True
+    )
+    with pytest.raises(CheckpointError, match=r"does not reproduce .*tokenizer.json"):
+        convert(hf, hf.parent / "out")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "settings", "expected"),
+    [
+        ((), {}, ()),
+        (("<s>",), {}, (0,)),
+        (("[gMASK]", "<sop>"), {}, (2, 3)),
+        ((), {"add_bos_token": True}, (0,)),
+        (("<s>",), {"add_bos_token": True}, (0,)),
+        (("<s>",), {"add_bos_token": False}, ()),
+        (("[gMASK]", "<sop>"), {"add_bos_token": False}, (2, 3)),
+        (("<s>",), {"tokenizer_class": "LlamaTokenizerFast"}, (0,)),
+        ((), {"tokenizer_class": "Qwen2Tokenizer"}, ()),
+    ],
+)
+def test_prefix_of_a_pipeline(prefix, settings, expected, hf):
+    import tokenizers
+
+    write_pipeline(hf, prefix=prefix)
+    (hf / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", **settings})
+    )
+    tokenizer = loaded_tokenizer(hf)
+    assert tokenizer.prefix_token_ids == expected
+    pipeline = tokenizers.Tokenizer.from_file(str(hf / "tokenizer.json"))
+    for sentence in SENTENCES:
+        bare = pipeline.encode(sentence, add_special_tokens=False).ids
+        assert tokenizer.encode(sentence) == [*expected, *bare]
+        assert tokenizer.decode(tokenizer.encode(sentence)) == sentence
+
+
+def test_a_prefix_in_the_text_is_not_doubled(hf):
+    write_pipeline(hf, prefix=("<s>",))
+    (hf / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    tokenizer = loaded_tokenizer(hf)
+    assert tokenizer.encode("<s>the quick") == tokenizer.encode("the quick")
+
+
+def test_the_chat_template_survives(hf):
+    write_pipeline(hf)
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    (hf / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = loaded_tokenizer(hf)
+    messages = [{"role": "user", "content": "hello"}]
+    assert tokenizer.hf.apply_chat_template(messages, tokenize=False) == "[user] hello"
+
+
+def test_without_a_tokenizer(hf):
+    summary = convert(hf, hf.parent / "out")
+    assert summary.prefix_token_ids is None
+    assert "token ids" in str(summary)
+    assert load_converted(hf.parent / "out").tokenizer is None

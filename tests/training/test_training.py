@@ -1,0 +1,406 @@
+"""Training: data, schedule, resume, distillation, export and acceptance, on a corpus made here."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
+from jaxspec.models import decoder
+from jaxspec.training import data, export, lm
+from jaxspec.training.acceptance import measure_acceptance
+
+NOUNS = ("fox", "miller", "river", "castle", "king", "lamp")
+VERBS = ("sees", "builds", "loses", "finds")
+
+
+def write_corpus(root, num_documents=60):
+    rng = np.random.default_rng(0)
+    for domain, end in (("tales", "."), ("sums", "!")):
+        lines = []
+        for _ in range(num_documents):
+            words = [f"The {rng.choice(NOUNS)} {rng.choice(VERBS)} it{end}" for _ in range(20)]
+            lines.append(json.dumps({"source": domain, "text": " ".join(words)}))
+        (root / domain).mkdir(parents=True)
+        (root / domain / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def tiny(out, corpora, **overrides):
+    settings = {
+        "out": out,
+        "corpora": corpora,
+        "tokens": 3072,
+        "batch_tokens": 128,
+        "sequence_length": 32,
+        "max_length": 64,
+        "long_fraction": 0.25,
+        "vocab_size": 300,
+        "width": 16,
+        "feed_forward_width": 16,
+        "num_layers": 1,
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "learning_rate": 1e-2,
+        "log_every": 5,
+        "evaluate_every": 100,
+        "evaluate_tokens": 128,
+        "checkpoint_every": 5,
+    }
+    return lm.TrainConfig(**(settings | overrides))
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpora):
+    """An uninterrupted run: its directory, its result, and the loss of every step."""
+    out = tmp_path_factory.mktemp("run") / "whole"
+    losses = []
+    result = lm.train_lm(tiny(out, corpora), on_step=lambda _, m: losses.append(m["loss"]))
+    return out, result, losses
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory, corpora, trained):
+    """A draft distilled from `trained`: its directory and its result."""
+    out = tmp_path_factory.mktemp("run") / "draft"
+    result = lm.train_lm(tiny(out, corpora, teacher=trained[0], width=8, long_fraction=0.0, seed=1))
+    return out, result
+
+
+def leaves_of(run):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(run.params)]
+
+
+def test_loss_falls_from_uniform_on_every_domain(trained):
+    _, result, losses = trained
+    uniform = math.log(300)
+    assert abs(losses[0] - uniform) < 0.5
+    assert losses[-1] < uniform - 1
+    assert set(result["held_out_loss"]) == {"tales", "sums"}
+    assert all(loss < uniform - 1 for loss in result["held_out_loss"].values())
+    assert result["tokens"] == 3072
+    assert result["steps"] == len(losses) == 24
+
+
+def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, corpora, trained):
+    class InterruptedError(Exception):
+        pass
+
+    def interrupt(step, _):
+        if step == 8:  # after the checkpoint of step 5, so steps 6 to 8 are done again
+            raise InterruptedError
+
+    config = tiny(tmp_path / "part", corpora)
+    with pytest.raises(InterruptedError):
+        lm.train_lm(config, on_step=interrupt)
+    steps = []
+    resumed = dataclasses.replace(config, resume=True)
+    lm.train_lm(resumed, on_step=lambda step, _: steps.append(step))
+    assert steps == list(range(6, 25))
+    whole, part = leaves_of(lm.load_run(trained[0])), leaves_of(lm.load_run(config.out))
+    assert all((a == b).all() for a, b in zip(whole, part, strict=True))
+
+
+def optimizer_of(**overrides):
+    settings = {
+        "learning_rate": 0.5,
+        "warmup_fraction": 0.1,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+        "num_steps": 100,
+    }
+    return lm.make_optimizer(**(settings | overrides))
+
+
+def test_bit_equality_notices_one_other_row(trained):
+    """Sabotage: a row that is cut one token further along changes the parameters."""
+    run, optimizer = lm.load_run(trained[0]), optimizer_of()
+
+    def after(windows):
+        params = jax.tree.map(jnp.copy, run.params)  # the step donates them
+        state = lm.TrainState(params=params, optimizer=optimizer.init(params))
+        for _ in range(2):  # the first step's rate is zero
+            batch = data.pack(windows, 0)
+            state, _ = lm.train_step(state, batch, model=run.config, optimizer=optimizer)
+        return np.asarray(state.params["embedding"])
+
+    stream = data.map_tokens(trained[0] / "tokens" / "tales.train")
+    windows = np.stack([stream[at : at + 33] for at in (0, 32)])
+    shifted = np.stack([stream[at : at + 33] for at in (0, 33)])
+    first = after(windows)
+    assert (first == after(windows)).all()
+    assert (first != after(shifted)).any()
+
+
+def test_schedule_warms_up_to_the_peak_and_ends_at_a_tenth():
+    schedule = lm.learning_rate_schedule(0.5, 0.1, 100)
+    rates = np.asarray(jax.vmap(schedule)(jnp.arange(101)))
+    assert rates[0] == 0
+    assert rates.argmax() == 10
+    np.testing.assert_allclose(rates[10], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(rates[55], 0.5 * 0.55, rtol=1e-5)  # half way down the cosine
+    np.testing.assert_allclose(rates[100], 0.05, rtol=1e-5)
+    assert (np.diff(rates[10:]) < 0).all()
+
+
+def test_clipping_bounds_what_the_optimizer_sees():
+    optimizer = optimizer_of(clip_norm=1.0)
+    params = {"w": jnp.ones((2, 2))}
+    gradients = {"w": jnp.full((2, 2), 50.0)}
+    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    moment = next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 2))
+    np.testing.assert_allclose(np.linalg.norm(moment), 0.1, rtol=1e-5)  # (1 - b1) of norm 1
+
+
+def test_packing_separates_documents():
+    #                    a  a  end b  end c  c | label of the last
+    windows = np.array([[5, 6, 0, 7, 0, 8, 9, 5]], np.uint32)
+    batch = data.pack(windows, 0)
+    assert batch.inputs.tolist() == [[5, 6, 0, 7, 0, 8, 9]]
+    assert batch.labels.tolist() == [[6, 0, 7, 0, 8, 9, 5]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    assert batch.weights.tolist() == [[1, 1, 0, 1, 0, 1, 1]]
+
+
+def test_a_packed_document_does_not_see_its_neighbour(trained):
+    run = lm.load_run(trained[0])
+
+    def logits(tokens, end_of_text):
+        batch = data.pack(np.array([[*tokens, 1]], np.uint32), end_of_text)
+        return decoder.training_logits(run.config, run.params, batch.inputs, batch.segments)[0, 4:]
+
+    first, other = [20, 21, 22, 0, 30, 31, 32], [40, 41, 42, 0, 30, 31, 32]
+    np.testing.assert_allclose(logits(first, 0), logits(other, 0), atol=1e-6)
+    # Sabotage: without segments the neighbour shows.
+    assert np.abs(logits(first, 299) - logits(other, 299)).max() > 1e-4
+
+
+def test_plan_is_a_function_of_the_seed_and_passes_over_everything():
+    streams = [np.arange(1000), np.arange(1000, 1400)]
+    settings = {"num_steps": 50, "num_rows": 4, "length": 16}
+    lengths = [len(stream) for stream in streams]
+    plan = data.plan_rows(lengths, (3.0, 1.0), seed=(7,), **settings)
+    again = data.plan_rows(lengths, (3.0, 1.0), seed=(7,), **settings)
+    other = data.plan_rows(lengths, (3.0, 1.0), seed=(8,), **settings)
+    assert (plan.start == again.start).all()
+    assert (plan.stream == again.stream).all()
+    assert (plan.start != other.start).any()
+    assert abs((plan.stream == 0).mean() - 0.75) < 0.1
+    seen = np.concatenate([data.cut(plan, streams, step).ravel() for step in range(50)])
+    for stream in streams:  # all but what the shifted ends leave over
+        assert np.isin(stream[16:-16], seen).all()
+    first_pass = plan.start[plan.stream == 0][:60]
+    assert len(np.unique(first_pass)) == 60
+    assert (np.diff(np.sort(first_pass)) == 16).mean() > 0.9
+
+
+@pytest.mark.parametrize("num_documents", [1, 200])
+def test_split_is_disjoint_and_repeatable(tmp_path, num_documents):
+    path = tmp_path / "d"
+    path.mkdir()
+    texts = [f"document {i} " + "x" * i for i in range(num_documents)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (path / "a.jsonl").write_text("\n".join(lines))
+    domain = data.Domain.parse("d")
+    split = data.read_domain(domain, tmp_path)
+    assert split == data.read_domain(domain, tmp_path)
+    assert split.train
+    assert split.held_out
+    assert sorted("".join(split.train + split.held_out)) == sorted("".join(texts))
+    assert not set(split.train) & set(split.held_out)
+
+
+def test_valid_file_is_held_out_and_excluded_sources_are_left_out(tmp_path):
+    path = tmp_path / "d"
+    path.mkdir()
+    rows = [{"source": "keep", "text": "one"}, {"source": "drop-me", "text": "two"}]
+    (path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (path / "valid.jsonl").write_text(json.dumps({"source": "keep", "text": "three"}))
+    split = data.read_domain(data.Domain.parse("d=2"), tmp_path, ("drop",))
+    assert split == data.Documents(train=["one"], held_out=["three"])
+
+
+def test_tokenizer_is_lossless_and_cutting_texts_changes_no_token(tmp_path):
+    text = "Line one of 12.\n\n    Indented é 305\nTom has  2 cats\r\n" * 900
+    tokenizer = data.train_tokenizer([text], 400)
+    assert tokenizer.get_vocab_size() <= 400
+    whole = tokenizer.encode(text).ids
+    assert tokenizer.decode(whole) == text
+    stream = data.write_tokens(tmp_path / "t", [text], tokenizer)
+    assert len(list(data._pieces(text))) > 1
+    assert stream.tolist() == [*whole, data.end_of_text_id(tokenizer)]
+
+
+def test_distillation_is_perfect_only_for_the_teacher():
+    p = jax.random.normal(jax.random.key(0), (2, 3, 7))
+    q = jax.random.normal(jax.random.key(1), (2, 3, 7))
+    weights = jnp.ones((2, 3))
+    for share in (0.0, 0.5, 1.0):
+        loss, acceptance = lm.distillation_loss(p, p, weights, total_variation_weight=share)
+        np.testing.assert_allclose([loss, acceptance], [0, 1], atol=1e-6)
+        loss, acceptance = lm.distillation_loss(q, p, weights, total_variation_weight=share)
+        assert loss > 0.05
+        assert acceptance < 0.95
+    # All of the total variation is one minus the acceptance rate.
+    np.testing.assert_allclose(loss, 1 - acceptance, atol=1e-6)
+
+
+def test_distilled_draft_is_accepted_more_than_an_untrained_one(distilled, trained):
+    _, result = distilled
+    target, draft = lm.load_run(trained[0]), lm.load_run(distilled[0])
+    untrained = decoder.init_params(draft.config, jax.random.key(3), jnp.float32)
+    stream = data.map_tokens(distilled[0] / "tokens" / "tales.held_out")
+    windows = data.held_out_windows(stream, 32, 256)
+    ours, theirs = (target.config, target.params), (draft.config, untrained)
+    before = measure_acceptance(ours, theirs, windows, 0)
+    after = result["acceptance"]["tales"]
+    assert after["sampled"] > before.sampled + 0.1
+
+
+def test_acceptance_of_a_model_with_itself_is_one(trained):
+    run = lm.load_run(trained[0])
+    stream = data.map_tokens(trained[0] / "tokens" / "sums.held_out")
+    windows = data.held_out_windows(stream, 16, 128)
+    pair = (run.config, run.params)
+    same = measure_acceptance(pair, pair, windows, 0)
+    assert same.sampled == pytest.approx(1, abs=1e-6)
+    assert same.greedy == 1
+    assert 0 < same.num_tokens <= windows[:, 1:].size
+    noisy = jax.tree.map(
+        lambda w: w + 0.3 * jnp.sin(jnp.arange(w.size).reshape(w.shape)), run.params
+    )
+    other = measure_acceptance(pair, (run.config, noisy), windows, 0)
+    assert other.sampled < 0.99
+
+
+def test_export_is_a_hugging_face_checkpoint(tmp_path, trained):
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    run = lm.load_run(trained[0])
+    path = tmp_path / "model"
+    export.write_hugging_face(
+        path, run.config, run.params, run.tokenizer, dtype=np.float32, max_shard_bytes=8000
+    )
+    fields = transformers.AutoConfig.from_pretrained(path)
+    assert fields.model_type == "qwen3"
+    assert fields.tie_word_embeddings
+    assert (fields.num_attention_heads, fields.num_key_value_heads, fields.head_dim) == (4, 2, 8)
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    tensors = {}
+    for name in set(index.values()):
+        tensors |= safetensors.load_file(path / name)
+    assert set(tensors) == set(index)
+    assert sum(t.size for t in tensors.values()) == decoder.num_params(run.config)
+    query = tensors["model.layers.0.self_attn.q_proj.weight"]  # head 3 = KV head 1, member 1
+    expected = np.asarray(run.params["layers"][0]["qkv"])[:, 1, 1].T
+    np.testing.assert_array_equal(query[3 * 8 : 4 * 8], expected)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    text = "The fox sees 12 lamps.\n  It is é!"
+    assert tokenizer.encode(text) == run.tokenizer.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False)
+    assert chat == "Question: Why?\nAnswer:"
+    # Writing again replaces what was there and leaves nothing else behind.
+    export.write_hugging_face(path, run.config, run.params, run.tokenizer)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert not (path / "model.safetensors.index.json").exists()
+
+
+def test_exported_model_has_our_logits(tmp_path, trained):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    run = lm.load_run(trained[0])
+    tokens = np.array([[11, 42, 7, 99, 120, 250, 3, 64]])
+    ours = decoder.training_logits(
+        run.config, run.params, jnp.asarray(tokens), jnp.zeros(tokens.shape, jnp.int32)
+    )
+
+    def theirs(params):
+        path = tmp_path / "model"
+        export.write_hugging_face(path, run.config, params, run.tokenizer, dtype=np.float32)
+        model = transformers.Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            return model(torch.tensor(tokens)).logits.numpy()
+
+    np.testing.assert_allclose(theirs(run.params), ours, atol=1e-4)
+    # Sabotage: query heads in another order are noticed.
+    (layer,) = run.params["layers"]
+    swapped = {**layer, "qkv": layer["qkv"][:, :, jnp.array([1, 0, 2, 3])]}
+    assert np.abs(theirs({**run.params, "layers": (swapped,)}) - ours).max() > 1e-3
+
+
+def test_checkpoint_survives_an_interrupted_write(tmp_path, trained, monkeypatch):
+    run = lm.load_run(trained[0])
+    path = tmp_path / "checkpoint.msgpack"
+    state = lm.TrainState(params=run.params, optimizer={})
+    lm.save_checkpoint(path, run.config, state, 3, {})
+    before = path.read_bytes()
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(lm.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        lm.save_checkpoint(path, run.config, state, 4, {})
+    assert path.read_bytes() == before
+
+
+def test_mistakes_are_named(tmp_path, corpora, trained):
+    def train(**overrides):
+        lm.train_lm(tiny(overrides.pop("out", tmp_path / "out"), corpora, **overrides))
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.jsonl").write_text('{"txt": 1}\n')
+    cases = [
+        (SettingError, "is not a directory", lambda: train(domains=("nowhere",))),
+        (SettingError, "is not of the form", lambda: train(domains=("a=x",))),
+        (SettingError, "no documents", lambda: train(exclude=("tales", "sums"))),
+        (SettingError, "no .jsonl", lambda: data.discover_domains(tmp_path / "empty")),
+        (SettingError, "Line 1", lambda: data.read_domain(data.Domain.parse("bad"), tmp_path)),
+        (
+            SettingError,
+            "fewer than",
+            lambda: train(tokens=10**7, sequence_length=10**5, max_length=10**5),
+        ),
+        (SettingError, "less than one step", lambda: train(tokens=1)),
+        (SettingError, "exceeds max_length", lambda: train(sequence_length=128)),
+        (SettingError, "positive", lambda: train(tokens=0)),
+        (CheckpointError, "nothing to resume", lambda: train(resume=True)),
+        (CheckpointError, "already holds a run", lambda: train(out=trained[0])),
+        (
+            CheckpointError,
+            "learning_rate",
+            lambda: train(out=trained[0], resume=True, learning_rate=1),
+        ),
+        (CheckpointError, "no checkpoint.msgpack", lambda: train(teacher=tmp_path)),
+    ]
+    for error, words, mistake in cases:
+        with pytest.raises(error, match=words) as caught:
+            mistake()
+        assert isinstance(caught.value, JaxspecError)
+        assert "\n" not in str(caught.value)
+
+
+def test_teacher_with_another_vocabulary_is_refused(tmp_path, corpora, trained):
+    (tmp_path / "other").mkdir()
+    data.train_tokenizer(["quite another text"], 280).save(str(tmp_path / "other/tokenizer.json"))
+    config = tiny(tmp_path / "out", corpora, teacher=trained[0], tokenizer=tmp_path / "other")
+    with pytest.raises(ModelError, match="different vocabularies"):
+        lm.train_lm(config)
+    run = lm.load_run(trained[0])
+    small = dataclasses.replace(run.config, vocab_size=10)
+    pair = (run.config, run.params), (small, run.params)
+    with pytest.raises(ModelError, match="share a tokenizer"):
+        measure_acceptance(*pair, np.zeros((1, 5), np.uint32), 0)
