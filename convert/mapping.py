@@ -67,7 +67,8 @@ def outer_leaves(config: ModelConfig) -> list[Leaf]:
         Leaf(("final_norm",), (Source("model.norm.weight", (config.width,)),)),
     ]
     if not config.is_tied:
-        leaves.append(Leaf(("head",), (Source("lm_head.weight", table),)))
+        head = Leaf(("head",), (Source("lm_head.weight", table),), lambda w: [(np.s_[:], w.T)])
+        leaves.append(head)
     return leaves
 
 

@@ -20,6 +20,7 @@ import hashlib
 import importlib.metadata
 import importlib.resources
 import json
+import logging
 import math
 import os
 import re
@@ -245,17 +246,22 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
     # Each save waits for the one before it, so nobody changes an array under Orbax's hands.
     context.memory.deepcopy_host_arrays = False
     batch: dict[LeafPath, Any] = {}
-    with context:
+
+    def save() -> None:
+        num_bytes = sum(leaf.nbytes for leaf in batch.values())
+        check_free_space(directory.parent, num_bytes, what="The next part of the checkpoint")
+        ocp.partial.save(path, _nest(batch))
+        batch.clear()
+
+    with _quiet_orbax(), context:
         for leaf_path, leaf in leaves:
             if batch and sum(held.nbytes for held in batch.values()) + leaf.nbytes > (
                 _SAVE_BATCH_BYTES
             ):
-                ocp.partial.save(path, _nest(batch))
-                batch = {}
+                save()
             batch[leaf_path] = leaf
             del leaf
-        ocp.partial.save(path, _nest(batch))
-        del batch
+        save()
         ocp.partial.finalize(path)
 
 
@@ -395,7 +401,9 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
     context = ocp.Context()
     context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
     try:
-        with context:
+        with _quiet_orbax(), context:
+            found = ocp.metadata(str(directory / "params")).metadata
+            _check_shapes(found, shapes)
             stored = ocp.load(str(directory / "params"), _nest(wanted))
     except Exception as error:
         raise CheckpointError(
@@ -403,6 +411,27 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
             f"{config.family} model ({_first_line(error)}); convert the model again."
         ) from error
     return _as_params(stored)
+
+
+def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:
+    """Raises `ValueError` unless Orbax's metadata lists every parameter in its shape."""
+    for path, shape in shapes.items():
+        stored = _at(found, tuple(map(str, path)))
+        if tuple(stored.shape) != shape:
+            name = "/".join(map(str, path))
+            raise ValueError(f"{name} is stored as {list(stored.shape)}, not {list(shape)}")
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax from logging a traceback per thread of an error that it raises anyway."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _at(tree: Any, path: LeafPath) -> Any:

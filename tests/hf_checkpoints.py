@@ -151,9 +151,7 @@ def write_golden(
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(golden_config(family)))
-    tensors = {
-        name: array.astype(dtype) for name, array in golden_arrays(family, "tensor").items()
-    }
+    tensors = {name: array.astype(dtype) for name, array in golden_arrays(family, "tensor").items()}
     if change is not None:
         change(tensors)
     if num_shards == 1:

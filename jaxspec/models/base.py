@@ -157,6 +157,13 @@ class LanguageModel:
     tokenizer: TextTokenizer | None = None
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):
+        # XLA:CPU multiplies a few rows by a transposed matrix three times slower, so there a tied
+        # head is kept a second time, transposed.
+        if "head" not in self.params and jax.default_backend() == "cpu":
+            params = {**self.params, "head": self.params["embedding"].T}
+            object.__setattr__(self, "params", params)
+
     @property
     def vocab_size(self) -> int:
         """V."""

@@ -1,7 +1,7 @@
 """The one decoder, in parts: embed, a range of layers, head.
 
 Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; the head
-`[V, E]` is absent where it is tied to the embedding. Layers are unrolled and their parameters and
+`[E, V]` may be absent where it is tied to the embedding. Layers are unrolled and their parameters and
 caches kept apart: scanning over stacked ones copies the cache and slices every weight in each round.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec.attention import Attention, block_attention, causal_attention
@@ -51,7 +50,7 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
         "final_norm": (c.width,),
     }
     if not c.is_tied:
-        shapes["head"] = (c.vocab_size, c.width)
+        shapes["head"] = (c.width, c.vocab_size)
     return shapes
 
 
@@ -130,11 +129,10 @@ def run_layers(
 def head(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer (not yet normed)."""
     normed = layers.rms_norm(hidden, params["final_norm"], config.norm_epsilon)
-    weight = params["embedding"] if config.is_tied else params["head"]
-    return lax.dot_general(
+    weight = params["head"] if "head" in params else params["embedding"].T
+    return jnp.matmul(
         normed,
         weight,
-        (((normed.ndim - 1,), (1,)), ((), ())),
         precision=layers.precision_of(normed.dtype),
         preferred_element_type=jnp.float32,
     )

@@ -95,7 +95,7 @@ def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[
         yield f"{prefix}.post_attention_layernorm.weight", layer["feed_forward_norm"]
     yield "model.norm.weight", np.asarray(params["final_norm"])
     if not config.is_tied:
-        yield "lm_head.weight", np.asarray(params["head"])
+        yield "lm_head.weight", np.asarray(params["head"]).T
 
 
 def _config_fields(config: ModelConfig, tokenizer: tokenizers.Tokenizer, dtype) -> dict:

@@ -1,7 +1,7 @@
 """Writes the golden arrays beside this file: `python tests/golden/make_goldens.py` (needs torch).
 
-Each file holds a tiny random checkpoint of a family (weights exact in float16), prompts of different
-lengths, and the logits that transformers computed for them in float32.
+Each file holds a tiny random checkpoint of a family (weights exact in float16), prompts of
+different lengths, and the logits that transformers computed for them in float32.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))
+sys.path.append(str(Path(__file__).parents[1]))
 import hf_checkpoints
+
+HERE = Path(__file__).parent
 
 VARIANTS = {
     "llama": "llama3",

@@ -20,7 +20,8 @@ def watch():
     global peak
     while True:
         with open("/proc/self/status") as status:
-            peak = max(peak, *(int(line.split()[1]) for line in status if line.startswith("RssAnon")))
+            anonymous = next(line for line in status if line.startswith("RssAnon"))
+        peak = max(peak, int(anonymous.split()[1]))
         time.sleep(0.005)
 threading.Thread(target=watch, daemon=True).start()
 from convert import convert

@@ -1,4 +1,4 @@
-"""Every refusal of the conversion: one sentence that names what is wrong, and nothing left behind."""
+"""Every refusal of the conversion: one sentence that says what is wrong, and nothing left."""
 
 from __future__ import annotations
 

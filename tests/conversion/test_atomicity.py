@@ -61,7 +61,6 @@ def kill_trials(tmp_path: Path, num_trials: int) -> dict[str, int]:
     """Kills conversions at random moments; counts what was left."""
     source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3", num_shards=3)
     destination = tmp_path / "place" / "out"
-    began = time.perf_counter()
     child = start(source, destination)
     began = time.perf_counter()
     assert child.wait() == 0
@@ -138,12 +137,12 @@ def test_a_living_writer_is_left_alone(tmp_path):
 
 
 def test_the_slower_of_two_writers_is_told(tmp_path):
-    with (
-        pytest.raises(CheckpointError, match="created by another process"),
-        checkpoint.atomic_directory(tmp_path / "out") as slower,
-    ):
-        (slower / "from").write_text("slower")
-        with checkpoint.atomic_directory(tmp_path / "out") as faster:
-            (faster / "from").write_text("faster")
+    def write(text, meanwhile=lambda: None):
+        with checkpoint.atomic_directory(tmp_path / "out") as directory:
+            (directory / "from").write_text(text)
+            meanwhile()
+
+    with pytest.raises(CheckpointError, match="created by another process"):
+        write("slower", meanwhile=lambda: write("faster"))
     assert (tmp_path / "out/from").read_text() == "faster"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""What a conversion reads and writes: shards, dtypes, `.bin`, stop tokens, summary, command line."""
+"""What a conversion reads and writes: shards, dtypes, `.bin`, stop tokens, command line."""
 
 from __future__ import annotations
 

@@ -108,9 +108,7 @@ def test_a_sentencepiece_file_whose_config_declines_bos(hf):
 
 
 def test_a_normalization_that_transformers_drops_is_refused(hf):
-    write_sentencepiece(
-        hf, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True
-    )
+    write_sentencepiece(hf, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
     with pytest.raises(CheckpointError, match=r"does not reproduce .*tokenizer.json"):
         convert(hf, hf.parent / "out")
 
