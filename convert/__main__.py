@@ -1,6 +1,8 @@
 """`python -m convert SRC DST`."""
 
+import sys
+
 from convert.command import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

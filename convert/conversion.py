@@ -64,6 +64,11 @@ class ConversionSummary:
     duration_s: float
     verification: str | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """The summary as a JSON object."""
+        fields = dataclasses.asdict(self)
+        return {**fields, "destination": str(self.destination), "config": self.config.to_json()}
+
     def __str__(self) -> str:
         config = self.config
         revision = f" at {self.revision[:12]}" if self.revision else ""
@@ -73,7 +78,7 @@ class ConversionSummary:
             prefix = list(self.prefix_token_ids) or "nothing"
             tokenizer = f"stored; {prefix} goes in front of text"
         lines = {
-            "source": f"{self.source}{revision} ({self.num_files} weight files)",
+            "source": f"{self.source}{revision}, weight files: {self.num_files}",
             "destination": str(self.destination),
             "model": f"{config.family}, {config.num_layers} layers of width {config.width}, "
             f"vocabulary {config.vocab_size}",

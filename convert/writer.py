@@ -59,6 +59,7 @@ def _assemble(
 ) -> np.ndarray:
     sources = [tensors[source.name] for source in leaf.sources]
     if leaf.pieces is None and sources[0].dtype == dtype:
+        assert sources[0].shape == shape, leaf.path
         return sources[0]
     parameter = _empty(shape, dtype, scratch)
     pieces = [(..., sources[0])] if leaf.pieces is None else leaf.pieces(*sources)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -28,22 +30,38 @@ COMMANDS = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 for a mistake, 130 if interrupted."""
+    """Runs one command; returns the exit status.
+
+    0, 1 for a mistake of the user's, 130 if interrupted, 141 if whoever reads the output has gone;
+    options that cannot be parsed exit with 2.
+    """
+    try:
+        status = run_command(args)
+        sys.stdout.flush()
+    except JaxspecError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Nothing more can be written, and Python would try once more when it ends.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def run_command(args: Sequence[str] | None) -> int:
+    """Parses `args` and runs the command they name; raises what it raises."""
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="jaxspec",
         description="Batched speculative decoding whose output is the target model's own.",
         args=args,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
-    console = Console()
-    try:
-        document = command.run(console)
-    except JaxspecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    document = command.run(Console())
     if command.json:
-        print(json.dumps(document, default=str))
+        print(json.dumps(document))
     return 0

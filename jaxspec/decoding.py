@@ -319,12 +319,12 @@ def count(
     num_drafted = jnp.where(is_counted, draft.num_valid, 0)
     num_accepted = jnp.minimum(verdict.num_accepted, num_emitted)
     depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
-    counts = state.counts
-    return AcceptanceCounts(
-        num_rounds=counts.num_rounds + is_counted,
-        num_drafts=counts.num_drafts + (num_drafted > 0),
-        num_draft_tokens=counts.num_draft_tokens + num_drafted,
-        num_accepted_tokens=counts.num_accepted_tokens + num_accepted,
-        drafted_at=counts.drafted_at + (depth < num_drafted[:, None]),
-        accepted_at=counts.accepted_at + (depth < num_accepted[:, None]),
+    of_round = AcceptanceCounts(
+        num_rounds=is_counted,
+        num_drafts=num_drafted > 0,
+        num_draft_tokens=num_drafted,
+        num_accepted_tokens=num_accepted,
+        drafted_at=depth < num_drafted[:, None],
+        accepted_at=depth < num_accepted[:, None],
     )
+    return jax.tree.map(lambda total, new: total + new.astype(jnp.int32), state.counts, of_round)

@@ -85,7 +85,7 @@ class PlainLoop:
 
             finite = jnp.isfinite(highest[:, 0])
             emits = running & finite
-            length = state.num_committed + emits
+            length = state.num_committed + emits.astype(jnp.int32)
             stops = emits & jnp.any(token[:, None] == state.stop_tokens, axis=1)
             finish = jnp.where(length >= state.limit, state.limit_finish, Finish.RUNNING)
             finish = jnp.where(stops, Finish.STOP_TOKEN, finish)
@@ -100,7 +100,7 @@ class PlainLoop:
                     jnp.int8(Origin.PLAIN), mode="drop", unique_indices=True
                 ),
                 stop_token=jnp.where(stops, token, state.stop_token),
-                counts=state.counts.replace(num_rounds=state.counts.num_rounds + emits),
+                counts=state.counts.replace(num_rounds=state.counts.num_rounds + emits.astype(jnp.int32)),
             )
             return index + 1, state
 

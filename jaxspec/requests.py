@@ -224,6 +224,7 @@ def make_requests(
     *,
     longest: int,
     chat_template: str | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Request]:
     """Requests `0, 1, ...` of prompts given as text, token ids or chat messages.
 
@@ -231,6 +232,7 @@ def make_requests(
       params: one for all prompts, or one each.
       longest: prompt tokens the engine can take.
       chat_template: Jinja template for messages instead of the tokenizer's own.
+      names: what errors call each prompt; default `Prompt 0`, `Prompt 1`, ...
 
     Raises:
       PromptError: a prompt is empty, too long, out of the vocabulary, or in a form that `model` has
@@ -245,10 +247,11 @@ def make_requests(
         )
     requests = []
     for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-        ids = prompt_token_ids(prompt, model, index=index, chat_template=chat_template)
+        name = f"Prompt {index}" if names is None else names[index]
+        ids = prompt_token_ids(prompt, model, name=name, chat_template=chat_template)
         if len(ids) > longest:
             raise PromptError(
-                f"Prompt {index} has {len(ids)} tokens, and the engine's capacity leaves room for "
+                f"{name} has {len(ids)} tokens, and the engine's capacity leaves room for "
                 f"{longest}; raise the capacity or shorten the prompt."
             )
         requests.append(Request(request_id=str(index), prompt_token_ids=ids, params=one))
@@ -259,36 +262,39 @@ def prompt_token_ids(
     prompt: Prompt,
     model: Model,
     *,
-    index: int,
+    name: str,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of one prompt; `index` names it in errors. Raises as `make_requests`."""
+    """Token ids of one prompt; `name` is what errors call it. Raises as `make_requests`."""
     is_text = isinstance(prompt, str)
     is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if (is_text or is_chat) and model.tokenizer is None:
         raise PromptError(
-            f"Prompt {index} is text, but the model {model.name} has no tokenizer; give token ids."
+            f"{name} is text, but the model {model.name} has no tokenizer; give token ids."
         )
     if is_text:
         ids = model.tokenizer.encode(prompt) if prompt else []
     elif is_chat:
-        ids = model.tokenizer.encode_chat(
-            prompt, template=chat_template, template_kwargs=chat_template_kwargs
-        )
+        try:
+            ids = model.tokenizer.encode_chat(
+                prompt, template=chat_template, template_kwargs=chat_template_kwargs
+            )
+        except PromptError as error:
+            raise PromptError(f"{name}: {error}") from error
     else:
         ids = list(prompt)
     if not ids:
-        raise PromptError(f"Prompt {index} is empty; give at least one token.")
+        raise PromptError(f"{name} is empty; give at least one token.")
     if not all(isinstance(token, (int, np.integer)) for token in ids):
         raise PromptError(
-            f"Prompt {index} is a list, but not of token ids (integers) or of messages (objects with "
+            f"{name} is a list, but not of token ids (integers) or of messages (objects with "
             "'role' and 'content'); give one of these, or text."
         )
     outside = [token for token in ids if not 0 <= token < model.vocab_size]
     if outside:
         raise PromptError(
-            f"Prompt {index} holds the token id {outside[0]}, and the vocabulary of {model.name} "
+            f"{name} holds the token id {outside[0]}, and the vocabulary of {model.name} "
             f"ends at {model.vocab_size - 1}; give ids of this model's tokenizer."
         )
     return tuple(int(token) for token in ids)

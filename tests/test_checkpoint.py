@@ -10,13 +10,11 @@ import sys
 import types
 from pathlib import Path
 
+import hf_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-import hf_checkpoints
 
 import convert
 from jaxspec import checkpoint
@@ -189,11 +187,23 @@ def test_importing_the_package_imports_neither_transformers_nor_convert():
 
 
 def test_random_presets(monkeypatch):
-    monkeypatch.setitem(checkpoint.registry.PRESETS, "tiny", CONFIG)
-    model = load_model("random:tiny")
-    assert model.name == "random:tiny"
-    assert model.dtype == jnp.float32
-    assert load_model("random:tiny", dtype="bf16").dtype == jnp.bfloat16
+    asked = []
+
+    def record(preset, **options):
+        asked.append((preset, options["dtype"], options["sharding"]))
+        return tiny_model()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.registry, "random_model", record)
+        assert load_model("random:vicuna-68m") is tiny_model()
+        load_model("random:vicuna-68m", dtype="bf16", sharding="replicated")
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        load_model("random:vicuna-68m")
+    assert asked == [
+        ("vicuna-68m", jnp.float32, None),
+        ("vicuna-68m", jnp.bfloat16, "replicated"),
+        ("vicuna-68m", jnp.bfloat16, None),
+    ]
     with pytest.raises(ModelError, match=r"no preset 'huge'; choose one of .*vicuna-7b"):
         load_model("random:huge")
 

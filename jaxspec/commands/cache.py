@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.checkpoint import cached_models, remove_cached_model
+from jaxspec.checkpoint import cache_directory, cached_models, remove_cached_model
+from jaxspec.commands.documents import make_document
 from jaxspec.errors import SettingError
 
 
@@ -19,27 +21,43 @@ class CacheCommand:
 
     action: Annotated[Literal["list", "remove"], tyro.conf.Positional]
     """What to do."""
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
     """Models to remove, as `list` names them."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Lists or removes; returns the JSON document."""
-        if self.action == "remove":
-            if not self.names:
-                raise SettingError(
-                    "jaxspec cache remove was given no name; take names from jaxspec cache list."
-                )
-            for name in self.names:
-                remove_cached_model(name)
-                console.print(f"removed {name}")
-        elif self.names:
+        if self.action == "remove" and not self.names:
+            raise SettingError(
+                "jaxspec cache remove was given no name; take names from jaxspec cache list."
+            )
+        if self.action == "list" and self.names:
             raise SettingError("jaxspec cache list takes no names; leave them out.")
+        for name in self.names:
+            num_bytes = remove_cached_model(name)
+            console.print(f"removed {escape(name)} ({num_bytes / 2**20:.0f} MiB)")
         models = [dataclasses.asdict(model) for model in cached_models()]
         if self.action == "list":
-            table = Table("name", "size", "source")
-            for model in models:
-                table.add_row(model["name"], f"{model['num_bytes'] / 2**20:.0f} MiB", model["source"])
-            console.print(table if models else "The cache is empty.")
-        return {"command": f"cache {self.action}", "models": models, "removed": list(self.names)}
+            self._show(console, models)
+        return make_document(
+            f"cache {self.action}",
+            self,
+            directory=cache_directory(),
+            models=models,
+            removed=self.names,
+        )
+
+    def _show(self, console: Console, models: list[dict[str, Any]]) -> None:
+        if not models:
+            console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
+            return
+        table = Table("name", "MiB", "dtype", "source", caption=escape(str(cache_directory())))
+        for model in models:
+            table.add_row(
+                escape(model["name"]),
+                f"{model['num_bytes'] / 2**20:.0f}",
+                model["dtype"],
+                escape(model["source"]),
+            )
+        console.print(table)

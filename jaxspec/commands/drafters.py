@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters.base import Drafter
@@ -12,28 +16,29 @@ from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model
 
+MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
-def make_drafter(
-    drafter: str | None, draft: str | None, *, target: Model, dtype: str | None
-) -> Drafter | None:
-    """The drafter that `--drafter` or `--draft` names.
+
+def choose_drafter(drafter: str | None, draft: str | None, *, dtype: str | None) -> MakeDrafter | None:
+    """What makes the drafter that `--drafter` or `--draft` names for a target; None decodes plainly.
+
+    Names are checked now, models are loaded when the drafter is made.
 
     Args:
       drafter: `none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or `package.module:factory`.
       draft: a model, short for `draft_model:MODEL`.
-      target: handed to a factory that takes an argument.
       dtype: of a draft model.
 
     Raises:
       SettingError: both are given, or the name is malformed.
-      ModelError: the factory cannot be imported or returns no drafter.
+      ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
     if draft is not None and drafter not in (None, "draft_model"):
         raise SettingError(
             f"Both --draft {draft} and --drafter {drafter} were given; name one drafter."
         )
     if draft is not None:
-        return DraftModel(load_model(draft, dtype=dtype))
+        return _draft_model(draft, dtype)
     if drafter in (None, "none"):
         return None
     kind, _, rest = drafter.partition(":")
@@ -43,35 +48,60 @@ def make_drafter(
             raise SettingError(
                 f"--drafter {drafter} was given; write ngram, or ngram:MIN-MAX as in ngram:2-4."
             )
-        return NGram(int(low), int(high)) if rest else NGram()
+        ngram = NGram(int(low), int(high)) if rest else NGram()
+        return lambda target: ngram
     if kind == "draft_model":
         if not rest:
             raise SettingError(
                 "--drafter draft_model was given without a model; write draft_model:MODEL or --draft "
                 "MODEL."
             )
-        return DraftModel(load_model(rest, dtype=dtype))
-    return _from_factory(drafter, target)
+        return _draft_model(rest, dtype)
+    return _of_factory(drafter)
 
 
-def _from_factory(name: str, target: Model) -> Drafter:
+def _draft_model(name: str, dtype: str | None) -> MakeDrafter:
+    return lambda target: DraftModel(load_model(name, dtype=dtype))
+
+
+def _of_factory(name: str) -> MakeDrafter:
     module_name, _, factory_name = name.partition(":")
-    if not factory_name:
+    if not module_name or not factory_name:
         raise SettingError(
             f"There is no drafter {name!r}; choose none, ngram, draft_model:MODEL, or name your own "
             "as package.module:factory."
         )
+    # As with `python -m`: an installed script does not find modules of the current directory.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, AttributeError) as error:
+        needed = _required_arguments(factory)
+    except Exception as error:  # whatever the user's module raises
         raise ModelError(
-            f"The drafter {name} cannot be imported ({error}); check the module's name and that it "
-            "is on the Python path."
+            f"The drafter {name} cannot be imported ({type(error).__name__}: {error}); check the "
+            "name, and that the module is installed or in the current directory."
         ) from error
-    drafter = factory(target) if inspect.signature(factory).parameters else factory()
-    if not isinstance(drafter, Drafter):
+    if needed > 1:
         raise ModelError(
-            f"{name} returned a {type(drafter).__name__}, which lacks parts of the Drafter protocol; "
-            "see jaxspec.drafters.base."
+            f"The drafter {name} needs {needed} arguments; name a function of none, or of the target."
         )
-    return drafter
+
+    def make(target: Model) -> Drafter:
+        drafter = factory(target) if needed else factory()
+        if not isinstance(drafter, Drafter):
+            raise ModelError(
+                f"{name} returned a {type(drafter).__name__}, which lacks parts of the Drafter "
+                "protocol; see jaxspec.drafters.base."
+            )
+        return drafter
+
+    return make
+
+
+def _required_arguments(factory: Any) -> int:
+    return sum(
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(factory).parameters.values()
+    )

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.environment import devices_sentence, provenance
+from jaxspec.commands.documents import make_document
+from jaxspec.environment import devices_sentence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvCommand:
     """Print versions and devices, for bug reports and beside figures."""
 
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Prints and returns the JSON document."""
-        found = provenance()
+        document = make_document("env", self)
+        devices = document["devices"]
         table = Table(show_header=False)
-        for name, version in found["versions"].items():
+        for name, version in document["versions"].items():
             table.add_row(name, version)
-        table.add_row("commit", found["commit"] or "not a checkout")
-        table.add_row("host", found["devices"]["host"])
-        table.add_row("devices", ", ".join(found["devices"]["kinds"]))
+        table.add_row("commit", document["commit"] or "not a checkout")
+        table.add_row("host", devices["host"])
+        table.add_row("devices", f"{devices['num_devices']} x {', '.join(devices['kinds'])}")
         console.print(table)
-        console.print(f"jaxspec is {devices_sentence(found['devices'])}.")
-        return {"command": "env", **found}
+        console.print(f"jaxspec is {devices_sentence(devices)}.")
+        return document

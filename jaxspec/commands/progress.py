@@ -1,4 +1,4 @@
-"""Live progress of decoding, on standard error."""
+"""Live progress, on standard error: standard output is for results."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from jaxspec import engine
 
 
+def working(message: str) -> Status:
+    """A spinner with `message`, for work of unknown length; drawn on a terminal only."""
+    return Console(stderr=True).status(message)
+
+
 class DecodingProgress:
-    """A bar of finished prompts with tokens per second and emitted tokens per round.
+    """A bar of finished prompts with tokens and tokens per second; drawn on a terminal only.
 
     Args:
-      console: decides whether anything is drawn (it must be a terminal).
       num_requests: prompts to decode.
+      description: what is being decoded.
     """
 
-    def __init__(self, console: Console, num_requests: int):
+    def __init__(self, num_requests: int, description: str = "decoding"):
+        console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -27,13 +34,13 @@ class DecodingProgress:
             TextColumn("prompts"),
             TimeRemainingColumn(compact=True),
             TextColumn("[dim]{task.fields[detail]}"),
-            console=Console(stderr=True, force_terminal=console.is_terminal or None),
+            console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("decoding", total=num_requests, detail="compiling")
-        self._started: float | None = None
-        self._earlier_tokens = 0
+        self._task = self._bar.add_task(description, total=num_requests, detail="")
+        self._started_s = time.perf_counter()
+        self._num_tokens = 0
 
     def __enter__(self) -> DecodingProgress:
         self._bar.start()
@@ -42,29 +49,22 @@ class DecodingProgress:
     def __exit__(self, *_) -> None:
         self._bar.stop()
 
-    def describe(self, description: str) -> None:
-        """Says what is being done; a new kind of run compiles first."""
-        self._bar.update(self._task, description=description, detail="compiling")
-        self._started, self._earlier_tokens = None, 0
+    def describe(self, description: str, detail: str = "") -> None:
+        """Says what is being done; the rate counts from here."""
+        self._bar.update(self._task, description=description, detail=detail)
+        self._started_s, self._num_tokens = time.perf_counter(), 0
 
     def batch_at(self, num_before: int) -> Callable[[engine.Progress], None]:
-        """A callback for `Engine.run` on a batch that follows `num_before` finished prompts."""
-        earlier, emitted = self._earlier_tokens, 0
+        """A callback for `Engine.run` on requests that follow `num_before` finished ones."""
+        earlier = self._num_tokens
 
         def show(seen: engine.Progress) -> None:
-            nonlocal emitted
-            if self._started is None:  # the first report ends the compilation
-                self._started = time.perf_counter()
-                self._uncounted = seen.num_emitted_tokens
-            emitted = seen.num_emitted_tokens
-            self._earlier_tokens = earlier + emitted
-            elapsed_s = time.perf_counter() - self._started
-            detail = f"{self._earlier_tokens} tokens"
-            if elapsed_s > 0.2:
-                rate = (self._earlier_tokens - self._uncounted) / elapsed_s
-                detail += f", {rate:.0f} tokens/s"
+            self._num_tokens = earlier + seen.num_emitted_tokens
+            elapsed_s = time.perf_counter() - self._started_s
             self._bar.update(
-                self._task, completed=num_before + seen.num_finished, detail=detail
+                self._task,
+                completed=num_before + seen.num_finished,
+                detail=f"{self._num_tokens} tokens, {self._num_tokens / elapsed_s:.0f} tokens/s",
             )
 
         return show

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.commands.documents import make_document
 from jaxspec.training.lm import TrainConfig, train_lm
 
 
@@ -19,14 +21,32 @@ class TrainCommand:
     kind: Annotated[Literal["lm"], tyro.conf.Positional]
     """What to train."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
         results = train_lm(self.config)
-        table = Table("result", "value", show_header=False)
-        for name, value in results.items():
-            table.add_row(name, str(value))
-        console.print(table)
-        return {"command": "train lm", **results}
+        console.print(results_table(results))
+        model = results["model"]
+        console.print(
+            f"Try it: jaxspec generate --target {model} --prompt TEXT", soft_wrap=True, markup=False
+        )
+        return make_document(f"train {self.kind}", self.config, **results)
+
+
+def results_table(results: Mapping[str, Any]) -> Table:
+    """Results, those of a domain on a line of their own."""
+    table = Table(show_header=False)
+    for name, value in _flatten(results):
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else shown)
+    return table
+
+
+def _flatten(results: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, (*path, name))
+        else:
+            yield ", ".join((*path, name)), value

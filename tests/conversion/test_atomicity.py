@@ -9,12 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import hf_checkpoints
 import jax
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-import hf_checkpoints
 
 from convert import convert
 from jaxspec import checkpoint

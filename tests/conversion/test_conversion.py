@@ -6,13 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import hf_checkpoints
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-import hf_checkpoints
 
 import convert.command
 from convert import convert as run_conversion
@@ -51,6 +49,7 @@ def test_layout_against_the_definition(whole):
             np.testing.assert_array_equal(
                 qkv[:, head, config.group + offset], expected[head * size : (head + 1) * size].T
             )
+    np.testing.assert_array_equal(np.asarray(model.params["head"]), theirs["lm_head.weight"].T)
     up = theirs["model.layers.1.mlp.up_proj.weight"]
     np.testing.assert_array_equal(np.asarray(layer["gate_up"])[:, 1], up.T)
 
@@ -71,6 +70,20 @@ def test_scratch_files_make_no_difference(whole, tmp_path, monkeypatch):
     for one, other in zip(leaves(whole / "out"), leaves(tmp_path / "out"), strict=True):
         np.testing.assert_array_equal(one, other)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"jaxspec.json", "params"}
+
+
+@pytest.mark.parametrize("padding", [1, 2, 3])
+def test_tensors_that_do_not_start_at_a_word(padding, whole, tmp_path):
+    """The format does not promise alignment, and old files have none."""
+    hf = hf_checkpoints.write_golden(tmp_path / "hf", "llama")
+    file = hf / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length] + b" " * padding
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    run_conversion(hf, tmp_path / "out")
+    for one, other in zip(leaves(whole / "out"), leaves(tmp_path / "out"), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
@@ -99,7 +112,8 @@ def test_the_table_of_every_family_makes_every_parameter(family, tmp_path):
     assert model.config == summary.config
     assert model.config.family == family
     sizes = sum(int(np.prod(shape)) for shape in leaf_shapes(model.config).values())
-    assert summary.num_params == sizes == sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    theirs = hf_checkpoints.golden_arrays(family, "tensor").values()
+    assert summary.num_params == sizes == sum(array.size for array in theirs)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +209,17 @@ def test_verification(tmp_path, monkeypatch):
 
 
 def test_command_line(whole, tmp_path, capsys):
-    convert.command.main([str(whole / "hf"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    options = ["--dtype", "bfloat16", "--json"]
+    assert convert.command.main([str(whole / "hf"), str(tmp_path / "out"), *options]) == 0
     printed = capsys.readouterr().out
     assert "in bfloat16" in printed
+    document = json.loads(printed.splitlines()[-1])
+    assert document["dtype"] == "bfloat16"
+    assert document["destination"] == str(tmp_path / "out")
     assert str(tmp_path / "out") in printed
     assert read_manifest(tmp_path / "out")["dtype"] == "bfloat16"
 
-    with pytest.raises(SystemExit) as ended:
-        convert.command.main([str(whole / "hf"), str(tmp_path / "out")])
-    assert ended.value.code == 1
+    assert convert.command.main([str(whole / "hf"), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert "exists already" in error
     assert error.count("\n") == 1

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 from pathlib import Path
 
+import hf_checkpoints
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-import hf_checkpoints
 
 from convert import convert
 from jaxspec import checkpoint

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
 import hf_checkpoints
+import pytest
 
 from convert import convert
 from jaxspec.checkpoint import load_converted

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import hf_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-import hf_checkpoints
 
 from convert import convert
 from convert.conversion import FAMILIES

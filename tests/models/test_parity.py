@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
 
+import hf_checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
-import hf_checkpoints
 
 from convert import convert
 from jaxspec.checkpoint import load_converted
@@ -93,7 +90,16 @@ def ragged_logits(model, prompts) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("variant", hf_checkpoints.VARIANTS)
+SLOW_VARIANTS = ("mistral-full", "qwen2-yarn-mscale", "glm4-plain")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, marks=[pytest.mark.slow] if variant in SLOW_VARIANTS else [])
+        for variant in hf_checkpoints.VARIANTS
+    ],
+)
 def test_logits_of_a_ragged_batch(variant, root):
     reference, model = pair_of(variant, root / variant)
     prompts = random_prompts(model.vocab_size)

@@ -1,0 +1,238 @@
+"""The promise: speculative output is plain decoding's, bit for bit, whatever drafts it.
+
+E1, the same program with every draft marked invalid; E2, a request alone; E4, the independent
+window-1 loop. One table of drafters goes through all of it, and a test holds the table against what
+the package exports. Sabotaged rounds show that the checks can fail.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import cache as kv
+from jaxspec import decoding
+from jaxspec.drafters.base import Drafter
+from jaxspec.engine import Engine
+from jaxspec.requests import SamplingParams
+from jaxspec.types import DecodeState
+
+LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)
+PARAMS = SamplingParams(max_tokens=24)
+WINDOW = 6
+
+
+def drafters(target, truth):
+    """Every drafter, by name; `truth` are prompts with their true continuations."""
+    own = jaxspec.DraftModel(target)
+    stranger = jaxspec.DraftModel(toy.model(seed=9, dtype=target.dtype, width=24, num_layers=1))
+    return {
+        "DraftModel": stranger,
+        "DraftModel of the target": own,
+        "NGram": jaxspec.NGram(1, 3),
+        "Oracle": jaxspec.Oracle(truth, acceptance=0.7),
+        "Oracle with cost": jaxspec.Oracle(truth, acceptance=0.5, cost_of=stranger),
+        "always wrong": toy.WrongDrafter(),
+        "a tree": toy.TreeOracle(tuple(map(tuple, truth)), right_until=60),
+    }
+
+
+NAMES = list(drafters(toy.model(), [[1]]))
+
+
+def test_the_table_holds_every_drafter_the_package_exports():
+    exported = {
+        name
+        for name in vars(jaxspec)
+        if isinstance(vars(jaxspec)[name], type)
+        and issubclass(vars(jaxspec)[name], object)
+        and hasattr(vars(jaxspec)[name], "propose")
+        and name not in ("Drafter", "StatelessDrafter")
+    }
+    assert exported == {"DraftModel", "NGram", "Oracle"}
+    assert exported <= {name.split()[0] for name in NAMES}
+    for drafter in drafters(toy.model(), [[1]]).values():
+        assert isinstance(drafter, Drafter)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def setting(request):
+    """A target, prompts, and their plain continuations from the window-1 loop."""
+    target = toy.model(dtype=jnp.dtype(request.param))
+    prompts = toy.prompts(LENGTHS)
+    witness = Engine(target, seats=4, capacity=256).generate(prompts, PARAMS)
+    return target, prompts, witness
+
+
+def engine_for(target, drafter, *, draft_length=4, seats=4):
+    return Engine(
+        target, drafter, draft_length=draft_length, window=WINDOW + 1, seats=seats, capacity=256
+    )
+
+
+def token_ids(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def live_kv(engine, target):
+    """KV of the committed tokens of every seat, as bits."""
+    state: DecodeState = engine._state
+    slots = jnp.broadcast_to(
+        jnp.arange(state.cache.capacity, dtype=jnp.int32), (engine.shape.seats, state.cache.capacity)
+    )
+    is_live = np.arange(state.cache.capacity) < np.asarray(state.num_committed)[:, None] - 1
+    read = [kv.read_slots(layer, state.cache.table, slots, target.dtype) for layer in state.cache.layers]
+    return [np.where(is_live[..., None, None], np.asarray(x, np.float32), 0) for kv_ in read for x in kv_]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_speculative_equals_plain_bit_for_bit(setting, name):
+    target, prompts, witness = setting
+    engine = engine_for(target, drafters(target, toy.sequences(witness))[name])
+    batch = prompts[:4]
+    plain = engine.generate(batch, PARAMS, speculate=False)
+    plain_kv = live_kv(engine, target)
+    drafted = engine.generate(batch, PARAMS)
+    assert token_ids(drafted) == token_ids(plain)
+    for ours, theirs in zip(live_kv(engine, target), plain_kv, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    total = jaxspec.Acceptance.total([completion.acceptance for completion in drafted])
+    assert total.num_draft_tokens > 0
+    if "Oracle" in name or "target" in name or "tree" in name:
+        assert total.num_accepted_tokens > 0
+    for completion in drafted:
+        counts = completion.acceptance
+        assert counts.num_emitted_tokens == counts.num_accepted_tokens + counts.num_rounds
+
+
+def test_drafters_and_draft_lengths_agree_on_one_window(setting):
+    target, prompts, witness = setting
+    table = drafters(target, toy.sequences(witness))
+    expected = None
+    for name in ("DraftModel of the target", "NGram", "Oracle"):
+        engine = engine_for(target, table[name])
+        for draft_length in (1, 4, WINDOW):
+            got = token_ids(engine.generate(prompts[:4], PARAMS, draft_length=draft_length))
+            expected = expected or got
+            assert got == expected, (name, draft_length)
+
+
+def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
+    target, prompts, witness = setting
+    engine = engine_for(target, drafters(target, toy.sequences(witness))["Oracle"])
+    together = token_ids(engine.generate(prompts, PARAMS))
+    order = np.random.default_rng(3).permutation(len(prompts))
+    shuffled = token_ids(engine.generate([prompts[i] for i in order], PARAMS))
+    assert [shuffled[list(order).index(i)] for i in range(len(prompts))] == together
+    alone = [engine.generate([prompt], PARAMS)[0].token_ids for prompt in prompts]
+    assert alone == together
+
+
+def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
+    target, prompts, witness = setting
+    engine = engine_for(target, toy.WrongDrafter())
+    engine.generate(prompts[:4], PARAMS)
+    state = engine._state.replace(finish=jnp.zeros((4,), jnp.int32))
+
+    def score(tokens):
+        draft = decoding.Draft(
+            tokens=tokens,
+            parents=decoding_chain(4),
+            num_valid=jnp.full((4,), WINDOW, jnp.int32),
+        )
+        window = decoding.make_window(state, draft, is_chain=True)
+        hidden, _ = target.forward(
+            target.params, decoding.window_tokens(state, draft), window, state.cache
+        )
+        return target.logits(target.params, hidden)
+
+    def decoding_chain(rows):
+        return jaxspec.types.chain_parents(rows, WINDOW)
+
+    run = jax.jit(score)
+    a = run(jnp.zeros((4, WINDOW), jnp.int32))
+    b = run(jnp.asarray(np.random.default_rng(0).integers(0, toy.VOCAB, (4, WINDOW)), jnp.int32))
+    np.testing.assert_array_equal(a[:, 0], b[:, 0])
+    assert np.abs(np.asarray(a[:, 1:] - b[:, 1:])).max() > 0
+
+
+def test_differences_from_the_window_1_loop_are_ties(setting):
+    target, prompts, witness = setting
+    engine = engine_for(target, drafters(target, toy.sequences(witness))["Oracle"])
+    for ours, theirs in zip(engine.generate(prompts, PARAMS), witness, strict=True):
+        at = first_difference(ours.token_ids, theirs.token_ids)
+        if at is None:
+            continue
+        margin, noise = margin_at(target, list(ours.prompt_token_ids + ours.token_ids[:at]))
+        assert margin <= 2 * noise, f"prompt {ours.request_id} differs at {at} by {margin}"
+
+
+def first_difference(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def margin_at(target, tokens):
+    """Gap of the two highest scores after `tokens` in fp32, and the rounding noise of the dtype."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), target.params)
+    wide = dataclasses.replace(target, params=params)
+    scores = [score_last(model, tokens) for model in (wide, target)]
+    top = np.sort(scores[0])[-2:]
+    return float(top[1] - top[0]), float(np.abs(scores[0] - scores[1]).max()) + 1e-5
+
+
+def score_last(model, tokens):
+    cache = model.init_cache(1, 512)
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    window = decoding.Window(start=jnp.zeros((1,), jnp.int32), positions=positions, slots=positions)
+    hidden, _ = model.forward(model.params, jnp.asarray([tokens], jnp.int32), window, cache)
+    return np.asarray(model.logits(model.params, hidden[:, -1]), np.float32)[0]
+
+
+# Sabotage: each of these is a bug that published batch implementations had. The check must see it.
+
+
+def sabotaged_commit_one_short(state, draft, verdict, *, is_finite, real=decoding.commit):
+    """Keeps the KV of one rejected draft: rolls back one token too few."""
+    after = real(state, draft, verdict, is_finite=is_finite)
+    rejected = verdict.num_accepted < draft.num_valid
+    return after.replace(num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32))
+
+
+def sabotaged_follow(chosen, draft, *, real=decoding.follow):
+    """Accepts the first drafted token whatever the target says."""
+    verdict = real(chosen, draft)
+    has_draft = draft.num_valid > 0
+    return verdict.replace(
+        num_accepted=jnp.where(has_draft, jnp.maximum(verdict.num_accepted, 1), 0),
+        path=verdict.path.at[:, 0].set(jnp.where(has_draft, 0, -1)),
+    )
+
+
+def sabotaged_window(state, draft, *, is_chain, real=decoding.make_window):
+    """Writes every row at the offset of row 0: the ragged tensor problem."""
+    window = real(state, draft, is_chain=is_chain)
+    return window.replace(
+        slots=jnp.broadcast_to(window.slots[:1], window.slots.shape), start=window.start
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sabotage"),
+    [
+        ("commit", sabotaged_commit_one_short),
+        ("follow", sabotaged_follow),
+        ("make_window", sabotaged_window),
+    ],
+)
+def test_sabotage_is_caught(monkeypatch, name, sabotage):
+    target = toy.model()
+    prompts = toy.prompts(LENGTHS[:4])
+    witness = Engine(target, seats=4, capacity=256).generate(prompts, PARAMS)
+    oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.5)
+    monkeypatch.setattr(decoding, name, sabotage)
+    broken = engine_for(target, oracle).generate(prompts, PARAMS)
+    assert token_ids(broken) != token_ids(witness)

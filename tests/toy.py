@@ -1,0 +1,109 @@
+"""Tiny models, drafters that follow a script, and a plain-Python decoder to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.drafters.base import StatelessDrafter
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.types import Draft, chain_parents
+
+VOCAB = 61
+
+
+def config(**changes) -> ModelConfig:
+    """Two layers, four query heads on two KV heads."""
+    fields = {
+        "family": "qwen3",
+        "vocab_size": VOCAB,
+        "width": 32,
+        "feed_forward_width": 48,
+        "num_layers": 2,
+        "num_query_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "max_length": 512,
+        "norm_epsilon": 1e-6,
+        "rope": RopeConfig(theta=1e4, rotary_size=8),
+        "has_qk_norm": True,
+    } | changes
+    return ModelConfig(**fields)
+
+
+def model(*, seed=0, dtype=jnp.float32, eos_token_ids=(), **changes) -> LanguageModel:
+    """A random model with weights so large that its greedy output wanders instead of repeating."""
+    shape = config(**changes)
+    params = decoder.init_params(shape, jax.random.key(seed), dtype, stddev=0.4)
+    return LanguageModel(
+        name=f"toy{seed}", config=shape, params=params, eos_token_ids=tuple(eos_token_ids)
+    )
+
+
+def prompts(lengths, *, seed=0) -> list[list[int]]:
+    """Random prompts of the given lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def sequences(completions) -> list[list[int]]:
+    """Prompt and output of each completion, as an oracle wants them."""
+    return [list(c.prompt_token_ids + c.token_ids) for c in completions]
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongDrafter(StatelessDrafter):
+    """Proposes one token over and over."""
+
+    token: int = 0
+    name: str = "wrong"
+
+    def propose(self, shape, params, state, rows):
+        """A chain of that token."""
+        draft = Draft(
+            tokens=jnp.full((shape.seats, shape.num_nodes), self.token, jnp.int32),
+            parents=chain_parents(shape.seats, shape.num_nodes),
+            num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
+        )
+        return draft, state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeOracle(StatelessDrafter):
+    """Hides the true continuation in a tree of wrong siblings.
+
+    Nodes: 0 wrong, 1 right; below 1: 2 wrong, 3 right; below 3: 4 right, 5 wrong. From position
+    `right_until` of a row onwards all nodes are wrong.
+    """
+
+    table: tuple[tuple[int, ...], ...]
+    right_until: int = 10_000
+    name: str = "tree-oracle"
+    is_chain = False
+
+    def propose(self, shape, params, state, rows):
+        """Rows must be seated in the order of the table."""
+        width = max(map(len, self.table))
+        rows_held = self.table[: shape.seats]
+        table = jnp.asarray([list(row) + [0] * (width - len(row)) for row in rows_held], jnp.int32)
+        position = rows.num_committed[:, None] + jnp.arange(3, dtype=jnp.int32)
+        truth = jnp.take_along_axis(table, jnp.minimum(position, width - 1), axis=1)
+        truth = jnp.where(position < self.right_until, truth, (truth + 7) % shape.vocab_size)
+        wrong = (truth + 1) % shape.vocab_size
+        tokens = jnp.stack(
+            [wrong[:, 0], truth[:, 0], wrong[:, 1], truth[:, 1], truth[:, 2], wrong[:, 2]], axis=1
+        )
+        parents = jnp.broadcast_to(jnp.asarray([-1, -1, 1, 1, 3, 3], jnp.int32), tokens.shape)
+        return (
+            Draft(
+                tokens=tokens,
+                parents=parents,
+                num_valid=jnp.minimum(jnp.where(rows.draft_limit > 0, 6, 0), shape.num_nodes),
+            ),
+            state,
+        )

@@ -1,0 +1,57 @@
+"""Which path is followed, against an obvious recursive walk."""
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.sampling import greedy_tokens
+from jaxspec.types import Draft
+from jaxspec.verifiers.coupled import follow
+
+
+def walk(chosen, tokens, parents, num_valid):
+    """The accepted path, node by node."""
+    path, node = [], -1
+    while True:
+        children = [n for n in range(num_valid) if parents[n] == node]
+        agreeing = [n for n in children if tokens[n] == chosen[node + 1]]
+        if not agreeing:
+            return path, chosen[node + 1]
+        node = agreeing[0]
+        path.append(node)
+
+
+@st.composite
+def trees(draw):
+    num_nodes = draw(st.integers(1, 6))
+    tokens = draw(st.lists(st.integers(0, 2), min_size=num_nodes, max_size=num_nodes))
+    parents = [draw(st.integers(-1, n - 1)) for n in range(num_nodes)]
+    chosen = draw(st.lists(st.integers(0, 2), min_size=num_nodes + 1, max_size=num_nodes + 1))
+    return tokens, parents, chosen, draw(st.integers(0, num_nodes))
+
+
+@settings(max_examples=150, deadline=None)
+@given(tree=trees())
+def test_follows_what_a_recursive_walk_follows(tree):
+    tokens, parents, chosen, num_valid = tree
+    draft = Draft(
+        tokens=jnp.asarray([tokens], jnp.int32),
+        parents=jnp.asarray([parents], jnp.int32),
+        num_valid=jnp.asarray([num_valid], jnp.int32),
+    )
+    verdict = follow(jnp.asarray([chosen], jnp.int32), draft)
+    path, next_token = walk(chosen, tokens, parents, num_valid)
+    assert int(verdict.num_accepted[0]) == len(path)
+    assert verdict.path[0].tolist() == path + [-1] * (len(tokens) - len(path))
+    assert int(verdict.next_token[0]) == next_token
+
+
+def test_greedy_takes_the_first_of_equals_and_reports_numbers_that_are_none():
+    logits = jnp.asarray([[0.0, 2.0, 2.0], [np.nan, 1.0, 0.0], [np.inf, 0.0, 0.0]])
+    tokens, is_finite = greedy_tokens(logits)
+    assert tokens[0] == 1
+    assert is_finite.tolist() == [True, False, False]
+    rng = np.random.default_rng(0)
+    many = rng.standard_normal((50, 7)).astype(np.float32)
+    np.testing.assert_array_equal(greedy_tokens(jnp.asarray(many))[0], many.argmax(-1))
