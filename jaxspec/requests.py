@@ -43,9 +43,7 @@ class SamplingParams:
 
     def __post_init__(self):
         if self.max_tokens < 1:
-            raise SettingError(
-                f"max_tokens {self.max_tokens} was given; it must be at least 1."
-            )
+            raise SettingError(f"max_tokens {self.max_tokens} was given; it must be at least 1.")
         if self.temperature != 0:
             raise SettingError(
                 f"temperature {self.temperature} was given, but this version decodes greedily; "
@@ -239,6 +237,10 @@ def make_requests(
         no tokenizer or template for.
       SettingError: not one `params` per prompt.
     """
+    if isinstance(prompts, str):
+        raise PromptError(
+            "One text was given where a list of prompts is expected; put it in brackets, [text]."
+        )
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts):
         raise SettingError(

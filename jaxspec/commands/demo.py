@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
+import itertools
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jaxspec.checkpoint import load_model
-from jaxspec.commands.progress import DecodingProgress
+from jaxspec.commands.documents import make_document
+from jaxspec.commands.generate import warm_up
+from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import Engine
-from jaxspec.environment import devices, devices_sentence, provenance
+from jaxspec.engine import Engine, check_draft_length
+from jaxspec.environment import devices, devices_sentence, sha256_of
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
-from jaxspec.prompts import sample_prompts
+from jaxspec.prompts import SAMPLE_PROMPTS, sample_prompts
 from jaxspec.requests import Acceptance, Completion, SamplingParams
+from jaxspec.types import Origin
 
+NUM_DOMAINS = 4
 NUM_PROMPTS = 16
-NUM_SHOWN = 4
+PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
+
+# How a run of tokens of one origin is marked where there are no colours.
+MARKS = {Origin.ACCEPTED: "[{}]", Origin.CORRECTED: "~{}", Origin.BONUS: "+{}"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,59 +53,63 @@ class DemoCommand:
     """Of parameters, compute and cache."""
     repeats: int = 3
     """Timed runs of each kind; the median counts."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Runs the demo; returns the JSON document."""
-        for name, values in (("repeats", (self.repeats,)), ("batch_sizes", self.batch_sizes)):
-            if not values or min(values) < 1:
-                raise SettingError(f"{name} {values} was given; each must be at least 1.")
-        started = time.perf_counter()
-        with console.status("loading the embedded pair (converted on first use)"):
+        started_s = time.perf_counter()
+        self._check()
+        with working("loading the embedded pair (converted on first use)"):
             target = load_model("demo-target", dtype=self.dtype)
             draft = load_model("demo-draft", dtype=self.dtype)
+        load_s = time.perf_counter() - started_s
         prompts = choose_prompts(target)
         console.print(
             f"Target {_millions(target)} and draft {_millions(draft)} parameters, {self.dtype}, "
             f"{devices_sentence(devices())}. {len(prompts)} prompts of "
             f"{min(map(len, prompts))} to {max(map(len, prompts))} tokens, {self.max_tokens} new "
-            "tokens each, greedy."
+            "tokens each, greedy.",
+            highlight=False,
         )
         drafters: list[Drafter] = [DraftModel(draft), NGram()]
-        runs = []
-        shown: list[Completion] = []
-        for batch_size in self.batch_sizes:
-            measured, completions = self._measure(console, target, drafters, prompts, batch_size)
-            runs.extend(measured)
-            shown = completions
-        show_completions(console, target, shown[:: max(1, len(shown) // NUM_SHOWN)][:NUM_SHOWN])
-        console.print(runs_table(runs, window=self.draft_length + 1))
+        measurements = [
+            self._measure(target, drafters, prompts, batch_size) for batch_size in self.batch_sizes
+        ]
+        runs = [run for measured, _ in measurements for run in measured]
+        _, completions = measurements[-1]
+        show_completions(console, target, completions[:NUM_DOMAINS])
         all_equal = all(run["equal_to_plain"] for run in runs)
-        console.print(
-            "Every output equals plain decoding, token for token."
-            if all_equal
-            else "[bold red]Some outputs differ from plain decoding: this is a bug."
+        console.print(runs_table(runs))
+        for text, style in remarks(runs, all_equal=all_equal, window=self.draft_length + 1):
+            console.print(text, style=style, highlight=False)
+        return make_document(
+            "demo",
+            self,
+            exactness="bitwise",
+            inputs={"prompts.jsonl": _sha256_of_samples()},
+            num_prompts=len(prompts),
+            runs=runs,
+            all_equal_to_plain=all_equal,
+            load_s=load_s,
+            compile_s=sum(run["compile_s"] for run in runs),
+            elapsed_s=time.perf_counter() - started_s,
         )
-        if jax.default_backend() == "cpu":
-            console.print(
-                "[dim]On a CPU a wider window costs nearly its share of arithmetic: speculation pays "
-                "at small batches, and hardly at large ones.[/dim]"
+
+    def _check(self) -> None:
+        SamplingParams(max_tokens=self.max_tokens)
+        check_draft_length(self.draft_length, self.draft_length + 1)
+        if self.repeats < 1:
+            raise SettingError(f"--repeats {self.repeats} was given; it must be at least 1.")
+        if not self.batch_sizes or not all(1 <= size <= NUM_PROMPTS for size in self.batch_sizes):
+            given = " ".join(map(str, self.batch_sizes)) or "nothing"
+            raise SettingError(
+                f"--batch-sizes {given} was given; give sizes from 1 to {NUM_PROMPTS}, the number "
+                "of prompts."
             )
-        return {
-            "command": "demo",
-            "config": dataclasses.asdict(self),
-            "exactness": "bitwise",
-            "num_prompts": len(prompts),
-            "runs": runs,
-            "all_equal_to_plain": all_equal,
-            "elapsed_s": time.perf_counter() - started,
-            **provenance(),
-        }
 
     def _measure(
         self,
-        console: Console,
         target: LanguageModel,
         drafters: Sequence[Drafter],
         prompts: Sequence[tuple[int, ...]],
@@ -106,127 +120,179 @@ class DemoCommand:
         All engines are compiled first; then plain and speculative runs take turns, so that a slow
         moment of the machine falls on both.
         """
-        # One batch of prompts is enough to time; at batch 1 a quarter of them.
-        chosen = prompts[: max(batch_size, len(prompts) // 4)] if batch_size < 8 else prompts
+        # At small batches a prompt of each domain is enough to time.
+        chosen = prompts if batch_size >= 8 else prompts[: max(batch_size, NUM_DOMAINS)]
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-        capacity = max(map(len, prompts)) + self.max_tokens + self.draft_length + 1
-        engines = [Engine(target, seats=batch_size, capacity=capacity)] + [
+        engines = [
             Engine(
                 target,
                 drafter,
                 draft_length=self.draft_length,
                 seats=batch_size,
-                capacity=capacity,
+                capacity=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
             )
-            for drafter in drafters
+            for drafter in (None, *drafters)
         ]
-        outputs, plain_outputs = [], []
-        with DecodingProgress(console, len(chosen) * (2 * len(engines) - 1)) as progress:
-            for index, engine in enumerate(engines):
-                progress.describe(f"batch {batch_size}, {_label(engine)}")
-                start = 2 * index * len(chosen)
-                outputs.append(
-                    engine.generate(chosen, params, on_progress=progress.batch_at(start))
-                )
-                if engine.drafter is not None:  # the same program, every draft marked invalid
-                    plain_outputs.append(engine.generate(chosen, params, speculate=False))
+        compile_s = [warm_up(engine) for engine in engines]
         seconds = np.zeros((self.repeats, len(engines)))
-        with console.status(f"timing batch {batch_size}"):
-            for repeat in range(self.repeats):
-                for index, engine in enumerate(engines):
-                    started = time.perf_counter()
-                    engine.generate(chosen, params)
-                    seconds[repeat, index] = time.perf_counter() - started
-        witness = outputs[0]
+        outputs: list[list[list[Completion]]] = [[] for _ in engines]
+        num_runs = len(drafters) + self.repeats * len(engines)
+        with DecodingProgress(num_runs * len(chosen)) as progress:
+            starts = itertools.count(0, len(chosen))
+
+            def decode(engine: Engine, what: str, *, speculate: bool) -> list[Completion]:
+                progress.describe(f"batch {batch_size}, {what}")
+                on_progress = progress.batch_at(next(starts))
+                return engine.generate(chosen, params, speculate=speculate, on_progress=on_progress)
+
+            # Plain decoding in each drafter's own program: every draft marked invalid.
+            plain = [decode(engine, "plain", speculate=False) for engine in engines[1:]]
+            for repeat, (index, engine) in itertools.product(
+                range(self.repeats), enumerate(engines)
+            ):
+                started_s = time.perf_counter()
+                decoded = decode(engine, _label(engine), speculate=True)
+                seconds[repeat, index] = time.perf_counter() - started_s
+                outputs[index].append(decoded)
+
+        witness = outputs[0][0]
         runs = []
         for index, engine in enumerate(engines):
-            acceptance = Acceptance.total([output.acceptance for output in outputs[index]])
-            plain = plain_outputs[index - 1] if index else plain_outputs[0]
-            reference = plain if index else witness
+            first = outputs[index][0]
+            reference = plain[index - 1] if index else witness
+            acceptance = Acceptance.total([completion.acceptance for completion in first])
+            run_s = float(np.median(seconds[:, index]))
             runs.append(
                 {
                     "drafter": engine.drafter.name if engine.drafter else "none",
+                    "label": _label(engine),
                     "batch_size": batch_size,
-                    "window": engine.shape.window,
+                    "engine": engine.describe(),
                     "num_prompts": len(chosen),
-                    "tokens_per_s": acceptance.num_emitted_tokens
-                    / float(np.median(seconds[:, index])),
+                    "num_tokens": acceptance.num_emitted_tokens,
+                    "tokens_per_s": acceptance.num_emitted_tokens / run_s,
                     "speedup_vs_plain": float(np.median(seconds[:, 0] / seconds[:, index])),
                     "rounds": acceptance.num_rounds,
                     "emitted_per_round": acceptance.emitted_per_round,
                     "per_position_acceptance": list(acceptance.per_position),
-                    "equal_to_plain": _same_tokens(outputs[index], reference),
-                    "equal_to_window_1": _num_same(outputs[index], witness),
+                    "equal_to_plain": all(_tokens(o) == _tokens(reference) for o in outputs[index]),
+                    "num_equal_to_window_1": _num_same(first, witness),
+                    "compile_s": compile_s[index],
+                    "run_s": seconds[:, index].tolist(),
                 }
             )
-        return runs, outputs[1]
+        return runs, outputs[1][0]
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
-    """Token ids of 16 of the sample prompts, four of each domain, domains in turn."""
+    """Token ids of 16 of the sample prompts, as many of each domain, domains in turn."""
     by_domain: dict[str, list[str]] = {}
     for line in sample_prompts():
         by_domain.setdefault(line.fields["domain"], []).append(line.prompt)
-    rounds = zip(*by_domain.values(), strict=True)
-    texts = [text for together in rounds for text in together]
-    return [tuple(target.tokenizer.encode(text)) for text in texts[:NUM_PROMPTS]]
+    each = NUM_PROMPTS // NUM_DOMAINS
+    chosen = [texts[:: len(texts) // each][:each] for texts in by_domain.values()]
+    texts = itertools.chain.from_iterable(zip(*chosen, strict=True))
+    return [tuple(target.tokenizer.encode(text)) for text in texts]
 
 
 def show_completions(
     console: Console, target: LanguageModel, completions: Sequence[Completion]
 ) -> None:
-    """Prints completions with their tokens marked by origin."""
-    console.print(
-        "\nTokens: [green]accepted from the draft[/green], [bold red]the target's correction[/], "
+    """Prints completions with their tokens marked by origin: by colours, or by signs without them."""
+    has_colours = console.color_system is not None
+    legend = (
+        "[green]accepted from the draft[/], [bold red]the target's correction[/], "
         "[bold blue]the target's bonus after a fully accepted draft[/]"
+        if has_colours
+        else r"\[accepted from the draft], ~the target's correction, +its bonus after a fully "
+        "accepted draft"
     )
+    console.print(f"\nTokens: {legend}\n", highlight=False)
     for completion in completions:
         prompt = target.tokenizer.decode(completion.prompt_token_ids)
-        console.print(f"[dim]{prompt[-160:]}[/dim]", completion, sep="", markup=True)
+        cut = "..." if len(prompt) > PROMPT_SHOWN else ""
+        console.print(Text(cut + prompt[-PROMPT_SHOWN:], style="dim"), end="")
+        console.print(completion if has_colours else Text(marked_text(completion)))
         console.print()
 
 
-def runs_table(runs: Sequence[dict[str, Any]], *, window: int) -> Table:
-    """The comparison, one run a line."""
-    table = Table(title=f"Plain decoding scores 1 token per step, the drafters' runs {window}")
-    for name, justify in (
-        ("batch", "right"),
-        ("drafter", "left"),
-        ("tokens/s", "right"),
-        ("speed-up", "right"),
-        ("rounds", "right"),
-        ("emitted/round", "right"),
-        ("acceptance by position", "left"),
-        ("equal to plain", "left"),
-    ):
-        table.add_column(name, justify=justify)
+def marked_text(completion: Completion) -> str:
+    """The output with its tokens marked by signs; accepted tokens in brackets, a draft's together."""
+    shown = ""
+    pairs = zip(completion.pieces, completion.origins, strict=True)
+    for origin, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
+        pieces = [piece for piece, _ in run]
+        joined = ["".join(pieces)] if origin == Origin.ACCEPTED else pieces
+        shown += "".join(MARKS.get(origin, "{}").format(text) for text in joined)
+    return shown
+
+
+def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
+    """The comparison, one run a line; 80 columns hold it."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("batch", "drafter", "tokens/s", "speed-up", "rounds", "emitted\nper round"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    table.add_column("accepted at\nposition 1, 2, ...")
+    table.add_column("equal to\nplain")
     for index, run in enumerate(runs):
         table.add_row(
             str(run["batch_size"]),
-            run["drafter"],
+            run["label"],
             f"{run['tokens_per_s']:.0f}",
             f"{run['speedup_vs_plain']:.2f}x",
             str(run["rounds"]),
             f"{run['emitted_per_round']:.2f}",
-            " ".join(f"{value:.2f}" for value in run["per_position_acceptance"]),
-            "yes" if run["equal_to_plain"] else "NO",
+            " ".join(f"{100 * value:.0f}%" for value in run["per_position_acceptance"]),
+            ("yes" if run["equal_to_plain"] else "NO") if run["drafter"] != "none" else "",
             end_section=index + 1 < len(runs)
             and runs[index + 1]["batch_size"] != run["batch_size"],
         )
     return table
 
 
+def remarks(
+    runs: Sequence[dict[str, Any]], *, all_equal: bool, window: int
+) -> Iterable[tuple[str, str]]:
+    """What to know about the table: sentences and their styles."""
+    if all_equal:
+        yield "Every output equals plain decoding, token for token.", "bold"
+    else:
+        yield "Some outputs differ from plain decoding: this is a bug.", "bold red"
+    drafted = [run for run in runs if run["drafter"] != "none"]
+    num_same = sum(run["num_equal_to_window_1"] for run in drafted)
+    num_outputs = sum(run["num_prompts"] for run in drafted)
+    yield (
+        f"Speed-ups are over window-1 plain decoding, prefill included. It is another program than "
+        f"the drafters' window of {window}, and its outputs equal theirs in {num_same} of "
+        f"{num_outputs} cases (elsewhere two tokens tie within rounding).",
+        "dim",
+    )
+    if jax.default_backend() == "cpu":
+        yield (
+            "On a CPU a wider window costs nearly its share of arithmetic: speculation pays at "
+            "small batches, and hardly at large ones.",
+            "dim",
+        )
+
+
+def _sha256_of_samples() -> str:
+    with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
+        return sha256_of(path)
+
+
 def _label(engine: Engine) -> str:
-    return engine.drafter.name if engine.drafter else "plain"
+    if isinstance(engine.drafter, DraftModel):
+        return "draft model"
+    return "n-gram" if engine.drafter else "plain"
 
 
 def _millions(model: LanguageModel) -> str:
     return f"{sum(leaf.size for leaf in jax.tree.leaves(model.params)) / 1e6:.2f} M"
 
 
-def _same_tokens(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
-    return _num_same(a, b) == len(a) == len(b)
+def _tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
 
 
 def _num_same(a: Sequence[Completion], b: Sequence[Completion]) -> int:
-    return sum(x.token_ids == y.token_ids for x, y in zip(a, b, strict=True))
+    return sum(x == y for x, y in zip(_tokens(a), _tokens(b), strict=True))

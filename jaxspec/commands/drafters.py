@@ -19,7 +19,9 @@ from jaxspec.models.base import Model
 MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
 
-def choose_drafter(drafter: str | None, draft: str | None, *, dtype: str | None) -> MakeDrafter | None:
+def choose_drafter(
+    drafter: str | None, draft: str | None, *, dtype: str | None
+) -> MakeDrafter | None:
     """What makes the drafter that `--drafter` or `--draft` names for a target; None decodes plainly.
 
     Names are checked now, models are loaded when the drafter is made.

@@ -7,22 +7,24 @@ import hashlib
 import json
 import os
 import pathlib
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
+import jax
 from rich.console import Console
 
 from jaxspec.checkpoint import load_model
-from jaxspec.commands.drafters import make_drafter
-from jaxspec.commands.progress import DecodingProgress
-from jaxspec.engine import Engine
-from jaxspec.environment import provenance, sha256_of
+from jaxspec.commands.documents import make_document
+from jaxspec.commands.drafters import choose_drafter
+from jaxspec.commands.progress import DecodingProgress, working
+from jaxspec.engine import Engine, check_draft_length
+from jaxspec.environment import sha256_of
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
-from jaxspec.requests import Acceptance, Completion, SamplingParams, make_requests
+from jaxspec.requests import Acceptance, Completion, Request, SamplingParams, make_requests
 from jaxspec.types import Origin
 
 
@@ -37,10 +39,10 @@ class GenerateCommand:
     drafter: str | None = None
     """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`."""
     prompt: str | None = None
-    """One prompt as text."""
+    """One prompt, as text."""
     prompts: pathlib.Path | None = None
-    """A file: Spec-Bench questions, plain lines, or JSON lines with `prompt`, `prompt_token_ids` or
-    `messages`."""
+    """A file of prompts, one a line: Spec-Bench questions, plain text, or JSON objects with
+    `prompt`, `prompt_token_ids` or `messages`."""
     max_tokens: int = 64
     """Tokens to emit per prompt at most."""
     draft_length: int = 4
@@ -48,7 +50,7 @@ class GenerateCommand:
     window: int | None = None
     """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
     batch_size: int = 8
-    """Prompts decoded together."""
+    """Prompts decoded together; fewer if there are fewer."""
     capacity: int = 1024
     """Slots per prompt, for the prompt and its completion."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -66,82 +68,157 @@ class GenerateCommand:
     chat_template_kwargs: str | None = None
     """JSON object of further template variables, e.g. '{"enable_thinking": false}'."""
     output: pathlib.Path | None = None
-    """JSON lines file to write; grows in order, batch by batch."""
+    """JSON lines file to write instead of showing the completions; grows in order, batch by batch."""
     resume: bool = False
     """Continue an interrupted output file; the result equals an uninterrupted run's."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
     """Lines of the output file; spec-bench is what Spec-Bench's own scorer reads."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Generates; returns the JSON document."""
-        lines = self._read_lines()
-        num_done = self._num_done()
-        target = load_model(self.target, dtype=self.dtype)
+        # Whatever can be refused without a model is refused before one is loaded.
+        started_s = time.perf_counter()
+        lines, inputs = self._read_lines()
+        self._check_numbers()
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+        make_drafter = choose_drafter(self.drafter, self.draft, dtype=self.dtype)
+        if make_drafter is not None:
+            window = self.draft_length + 1 if self.window is None else self.window
+            check_draft_length(self.draft_length, window)
+        elif self.window not in (None, 1):
+            raise SettingError(
+                f"--window {self.window} was given without a drafter; add --draft MODEL or --drafter "
+                "ngram, or leave the window out: plain decoding scores one token per step."
+            )
+        template, template_kwargs = self._chat_settings(lines)
+        self._check_output(lines)
+
+        with working(f"loading {self.target}"):
+            target = load_model(self.target, dtype=self.dtype)
         encoded = encode_prompts(
             lines,
             target,
             max_prompt_tokens=self.max_prompt_tokens,
             is_chat=self.chat,
-            template=chat_template(self.chat_template),
-            template_kwargs=self._template_kwargs(),
+            template=template,
+            template_kwargs=template_kwargs,
         )
+        with working("loading the drafter"):
+            drafter = make_drafter(target) if make_drafter is not None else None
         engine = Engine(
             target,
-            make_drafter(self.drafter, self.draft, target=target, dtype=self.dtype),
+            drafter,
             draft_length=self.draft_length,
             window=self.window,
-            seats=min(self.batch_size, len(lines)) if self.output is None else self.batch_size,
+            seats=min(self.batch_size, len(lines)),
             capacity=self.capacity,
         )
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
-        requests = make_requests(encoded, params, target, longest=engine.longest_prompt)
-        writer = None
+        requests = make_requests(
+            encoded,
+            params,
+            target,
+            longest=engine.longest_prompt,
+            names=[line.name for line in lines],
+        )
+        num_done, file = 0, None
         if self.output is not None:
-            writer = OutputFile(
+            file = OutputFile(
                 path=self.output,
                 format=self.format,
                 model_name=target.name,
-                fingerprint=_fingerprint(engine, self.dtype, self.max_tokens, self.ignore_eos),
+                settings=_settings_digest(engine, params, self.format),
             )
-            if num_done:
-                writer.check_prefix(encoded, num_done)
-        started = time.perf_counter()
-        completions = []
-        with DecodingProgress(console, len(requests) - num_done) as progress:
-            batch_started = started
-            for batch in _batches(engine, requests[num_done:], progress):
-                now = time.perf_counter()
-                share_s, batch_started = (now - batch_started) / len(batch), now
-                if writer is not None:
-                    first = num_done + len(completions)
-                    writer.append(lines[first : first + len(batch)], batch, first, share_s)
-                completions.extend(batch)
-        elapsed_s = time.perf_counter() - started
-        if writer is None:
-            self._show(console, completions)
-        return self._document(engine, completions, num_done, elapsed_s)
+            num_done = file.continue_with(encoded)
+        load_s = time.perf_counter() - started_s
 
-    def _read_lines(self) -> list[PromptLine]:
-        if (self.prompt is None) == (self.prompts is None):
-            raise SettingError(
-                "Give either --prompt TEXT or --prompts FILE"
-                + (", not both." if self.prompt is not None else ".")
-            )
-        if self.limit is not None and self.limit < 1:
-            raise SettingError(f"--limit {self.limit} was given; it must be at least 1.")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise SettingError(
-                f"--max-prompt-tokens {self.max_prompt_tokens} was given; it must be at least 1."
-            )
-        if self.prompt is not None:
-            return [PromptLine(prompt=self.prompt, fields={}, number=1)]
-        return read_prompts(self.prompts)[: self.limit]
+        completions: list[Completion] = []
+        compile_s = decode_s = 0.0
+        if num_done < len(requests):
+            compile_s = warm_up(engine)
+        with DecodingProgress(len(requests) - num_done) as progress:
+            try:
+                for batch, batch_s in _batches(engine, requests[num_done:], progress):
+                    if file is not None:
+                        first = num_done + len(completions)
+                        share_s = batch_s / len(batch)
+                        file.append(lines[first : first + len(batch)], batch, first, share_s)
+                    completions.extend(batch)
+                    decode_s += batch_s
+            except KeyboardInterrupt:
+                if file is not None:
+                    print(
+                        f"{num_done + len(completions)} finished lines are in {self.output}; "
+                        "--resume continues there",
+                        file=sys.stderr,
+                    )
+                raise
+        total = Acceptance.total([completion.acceptance for completion in completions])
+        rate = total.num_emitted_tokens / decode_s if completions else None
+        if file is None:
+            show_completions(console, completions)
+        console.print(
+            summary(total, len(completions), num_done, rate=rate, output=self.output),
+            markup=False,
+            highlight=False,
+        )
+        return make_document(
+            "generate",
+            self,
+            engine=engine.describe(),
+            exactness=engine.describe()["exactness"],
+            inputs=inputs,
+            num_prompts=len(lines),
+            num_resumed=num_done,
+            num_completions=len(completions),
+            acceptance=total.to_json(),
+            tokens_per_s=rate,
+            load_s=load_s,
+            compile_s=compile_s,
+            decode_s=decode_s,
+            elapsed_s=time.perf_counter() - started_s,
+            completions=[c.to_json() for c in completions] if file is None else None,
+        )
 
-    def _template_kwargs(self) -> dict[str, Any] | None:
+    def _read_lines(self) -> tuple[list[PromptLine], dict[str, str]]:
+        """The prompts, and the SHA-256 of what they were read from."""
+        if self.prompt is not None and self.prompts is not None:
+            raise SettingError("Both --prompt and --prompts were given; give one of them.")
+        if self.prompts is not None:
+            return read_prompts(self.prompts)[: self.limit], {
+                str(self.prompts): sha256_of(self.prompts)
+            }
+        if self.prompt is None:
+            raise SettingError("No prompt was given; give --prompt TEXT or --prompts FILE.")
+        if self.prompt == "":
+            raise PromptError("The prompt is empty; give at least one token.")
+        digest = hashlib.sha256(self.prompt.encode(errors="surrogateescape")).hexdigest()
+        return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
+
+    def _check_numbers(self) -> None:
+        for name in ("batch_size", "capacity", "window", "limit", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                option = name.replace("_", "-")
+                raise SettingError(f"--{option} {value} was given; it must be at least 1.")
+
+    def _chat_settings(
+        self, lines: Sequence[PromptLine]
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Chat template and its variables."""
+        is_used = self.chat or any(line.is_chat for line in lines)
+        for option, value in (
+            ("--chat-template", self.chat_template),
+            ("--chat-template-kwargs", self.chat_template_kwargs),
+        ):
+            if value is not None and not is_used:
+                raise SettingError(
+                    f"{option} was given, but no prompt is a chat; add --chat, which makes text "
+                    "the user's message."
+                )
         if self.chat_template_kwargs is None:
-            return None
+            return chat_template(self.chat_template), None
         try:
             kwargs = json.loads(self.chat_template_kwargs)
         except json.JSONDecodeError:
@@ -151,143 +228,187 @@ class GenerateCommand:
                 f"--chat-template-kwargs {self.chat_template_kwargs!r} was given; it must be a JSON "
                 "object."
             )
-        return kwargs
+        return chat_template(self.chat_template), kwargs
 
-    def _num_done(self) -> int:
-        """Finished lines of the output file; checks, before anything is loaded, that it can grow."""
-        if self.resume and self.output is None:
-            raise SettingError("--resume was given without --output; name the file to continue.")
+    def _check_output(self, lines: Sequence[PromptLine]) -> None:
+        """Raises unless the output can be written in the format asked for."""
         if self.output is None:
-            return 0
-        if self.output.exists() and not self.resume:
+            for option, is_given in (
+                ("--resume", self.resume),
+                ("--format spec-bench", self.format != "jsonl"),
+            ):
+                if is_given:
+                    raise SettingError(f"{option} was given without --output; name the file.")
+            return
+        if self.format == "spec-bench":
+            for line in lines:
+                if "question_id" not in line.fields or "category" not in line.fields:
+                    raise PromptError(
+                        f"{line.name} has no question_id or no category, which the spec-bench "
+                        "format needs; use Spec-Bench's question file, or --format jsonl."
+                    )
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.output, "ab") as file:
+                num_bytes = file.tell()
+        except OSError as error:
+            raise _cannot_write(self.output, error, "name another file") from error
+        if num_bytes and not self.resume:
             raise SettingError(
                 f"The output {self.output} exists; add --resume to continue it, or name another file."
             )
-        try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.output, "a+b") as file:
-                file.seek(0)
-                text = file.read()
-                # A killed run may leave half a line: it is done again.
-                whole = text.rfind(b"\n") + 1
-                file.truncate(whole)
-        except OSError as error:
-            raise SettingError(
-                f"The output {self.output} cannot be written ({error.strerror}); name another file."
-            ) from error
-        return text[:whole].count(b"\n")
 
-    def _show(self, console: Console, completions: Sequence[Completion]) -> None:
-        for completion in completions:
+
+def warm_up(engine: Engine) -> float:
+    """Compiles an engine's programs, and returns the seconds that took."""
+    started_s = time.perf_counter()
+    shape = engine.shape
+    with working(
+        f"compiling for batch {shape.seats}, window {shape.window}, capacity {shape.capacity}"
+    ):
+        engine.generate([[0, 0]], SamplingParams(max_tokens=1))
+    return time.perf_counter() - started_s
+
+
+def show_completions(console: Console, completions: Sequence[Completion]) -> None:
+    """Prints completions, their tokens coloured by origin."""
+    for completion in completions:
+        if len(completions) > 1:
             console.rule(f"prompt {completion.request_id}", align="left")
-            console.print(completion)
-            reason = completion.stop_reason if completion.stop_reason is not None else ""
-            console.print(
-                f"[dim]{len(completion.token_ids)} tokens, "
-                f"{completion.acceptance.emitted_per_round:.2f} per round, "
-                f"{completion.finish_reason} {reason}[/dim]"
-            )
+        console.print(completion, soft_wrap=True)
+        reason = completion.finish_reason
+        if completion.stop_reason is not None:
+            reason += f" ({completion.stop_reason})"
+        console.print(f"finished: {reason}", style="dim", highlight=False)
 
-    def _document(
-        self, engine: Engine, completions: Sequence[Completion], num_resumed: int, elapsed_s: float
-    ) -> dict[str, Any]:
-        total = Acceptance.total([completion.acceptance for completion in completions])
-        emitted = total.num_emitted_tokens
-        return {
-            "command": "generate",
-            "engine": engine.describe(),
-            "dtype": str(self.dtype or "default"),
-            "max_tokens": self.max_tokens,
-            "inputs": {str(self.prompts): sha256_of(self.prompts)} if self.prompts else {},
-            "output": str(self.output) if self.output else None,
-            "num_resumed": num_resumed,
-            "num_completions": len(completions),
-            "acceptance": total.to_json(),
-            "elapsed_s": elapsed_s,
-            "tokens_per_s": emitted / elapsed_s if elapsed_s else None,
-            "completions": [c.to_json() for c in completions] if self.output is None else None,
-            **provenance(),
-        }
+
+def summary(
+    total: Acceptance,
+    num_completions: int,
+    num_resumed: int,
+    *,
+    rate: float | None,
+    output: pathlib.Path | None,
+) -> str:
+    """What was done, in a sentence."""
+    text = f"{num_completions} completions, {total.num_emitted_tokens} tokens"
+    if rate is not None:
+        text += (
+            f" in {total.num_rounds} rounds, {total.emitted_per_round:.2f} per round, {rate:.0f} "
+            "tokens/s"
+        )
+    if num_resumed:
+        text += f"; {num_resumed} were finished before"
+    return text + (f"; written to {output}" if output is not None else "")
 
 
 def _batches(
-    engine: Engine, requests: Sequence[Any], progress: DecodingProgress
-) -> Iterator[list[Completion]]:
-    """Completions of `requests`, as the batches they were decoded in."""
+    engine: Engine, requests: Sequence[Request], progress: DecodingProgress
+) -> Iterator[tuple[list[Completion], float]]:
+    """Completions of `requests`, as the batches they were decoded in, and each batch's seconds."""
     for first in range(0, len(requests), engine.shape.seats):
+        started_s = time.perf_counter()
         batch = requests[first : first + engine.shape.seats]
-        yield list(engine.run(batch, on_progress=progress.batch_at(first)))
+        completions = list(engine.run(batch, on_progress=progress.batch_at(first)))
+        yield completions, time.perf_counter() - started_s
 
 
-def _fingerprint(engine: Engine, dtype: str | None, max_tokens: int, ignore_eos: bool) -> str:
-    """What an output depends on besides its prompt. The drafter and the draft length are not in it."""
+def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str:
+    """Of what a line depends on besides its prompt. Drafter and draft length change no token."""
     shape = dataclasses.asdict(engine.shape)
-    settings = [engine.target.name, shape, dtype, max_tokens, ignore_eos]
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
+    settings = [engine.target.name, shape, dtypes, dataclasses.asdict(params), format]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cannot_write(path: pathlib.Path, error: OSError, advice: str) -> SettingError:
+    return SettingError(f"The output {path} cannot be written ({error.strerror}); {advice}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputFile:
     """An output file that is always an ordered prefix of the whole.
 
+    Every line begins with a note of its place, its prompt and the settings, by which a run knows the
+    lines of an earlier one, the last of them perhaps cut off by a kill.
+
     Attributes:
       path: the file.
       format: `jsonl` or `spec-bench`.
       model_name: for Spec-Bench's `model_id`.
-      fingerprint: of the settings that the outputs depend on; a resumed run must have the same.
+      settings: digest of the settings that the outputs depend on.
     """
 
     path: pathlib.Path
     format: str
     model_name: str
-    fingerprint: str
+    settings: str
+
+    def continue_with(self, prompts: Sequence[tuple[int, ...]]) -> int:
+        """Number of finished lines; removes a line that was cut off.
+
+        Raises:
+          SettingError: the lines are not of these prompts under these settings; the file is left as
+            it is.
+        """
+        advice = "resume with the same inputs and settings, or name another output."
+        content = self.path.read_bytes()
+        *lines, rest = content.split(b"\n")
+        if len(lines) + bool(rest) > len(prompts):
+            raise SettingError(
+                f"The output {self.path} has {len(lines)} lines for {len(prompts)} prompts; {advice}"
+            )
+        for index, line in enumerate([*lines, rest] if rest else lines):
+            note = {"jaxspec": self._note(index, prompts[index])}
+            start = json.dumps(note)[:-1].encode()
+            if index < len(lines):
+                is_ours = line.startswith(start) and _is_json(line)
+            else:
+                is_ours = line.startswith(start) or start.startswith(line)
+            if not is_ours:
+                raise SettingError(
+                    f"Line {index + 1} of {self.path} was not written by this run's model, settings "
+                    f"and prompts; {advice}"
+                )
+        if rest:
+            with open(self.path, "r+b") as file:
+                file.truncate(len(content) - len(rest))
+        return len(lines)
 
     def append(
         self, lines: Sequence[PromptLine], batch: Sequence[Completion], first: int, share_s: float
     ) -> None:
-        """Adds a batch, and returns when it is on the disk."""
+        """Adds a batch, and returns when it is on the disk.
+
+        Args:
+          lines: the batch's prompts.
+          batch: their completions.
+          first: number of lines before them.
+          share_s: seconds the batch took, divided by its rows.
+        """
+        make = spec_bench_line if self.format == "spec-bench" else jsonl_line
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                for index, (line, completion) in enumerate(zip(lines, batch, strict=True)):
-                    make = spec_bench_line if self.format == "spec-bench" else jsonl_line
+                for index, (line, completion) in enumerate(zip(lines, batch, strict=True), first):
                     fields = make(line, completion, model_name=self.model_name, share_s=share_s)
-                    check = {
-                        "index": first + index,
-                        "prompt_sha256": _digest(completion.prompt_token_ids),
-                        "settings": self.fingerprint,
-                    }
-                    file.write(json.dumps({**fields, "jaxspec": check}, ensure_ascii=False) + "\n")
+                    note = {"jaxspec": self._note(index, completion.prompt_token_ids)}
+                    file.write(json.dumps(note | fields) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise SettingError(
-                f"The output {self.path} cannot be written ({error.strerror}); make room and run "
-                "again with --resume, the finished lines are kept."
-            ) from error
+            advice = "make room and run again with --resume, the finished lines are kept"
+            raise _cannot_write(self.path, error, advice) from error
 
-    def check_prefix(self, prompts: Sequence[tuple[int, ...]], num_done: int) -> None:
-        """Raises unless the file's lines are these prompts' under these settings."""
-        advice = "resume with the same inputs and settings, or name another output."
-        if num_done > len(prompts):
-            raise SettingError(
-                f"The output {self.path} has {num_done} lines for {len(prompts)} prompts; {advice}"
-            )
-        with open(self.path, encoding="utf-8") as file:
-            for index, (text, prompt) in enumerate(zip(file, prompts, strict=False)):
-                expected = {
-                    "index": index,
-                    "prompt_sha256": _digest(prompt),
-                    "settings": self.fingerprint,
-                }
-                try:
-                    found = json.loads(text)["jaxspec"]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    found = None
-                if found != expected:
-                    raise SettingError(
-                        f"Line {index + 1} of {self.path} was not written by this run's model, "
-                        f"settings and prompts; {advice}"
-                    )
+    def _note(self, index: int, prompt: Sequence[int]) -> dict[str, Any]:
+        return {"index": index, "prompt": _digest(prompt), "settings": self.settings}
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(token_ids: Sequence[int]) -> str:
@@ -298,7 +419,8 @@ def jsonl_line(
     line: PromptLine, completion: Completion, *, model_name: str, share_s: float
 ) -> dict[str, Any]:
     """The input's own fields and the completion."""
-    return {**line.fields, **completion.to_json()}
+    own = {name: value for name, value in line.fields.items() if name != "jaxspec"}
+    return {**own, **completion.to_json()}
 
 
 def spec_bench_line(
@@ -308,14 +430,9 @@ def spec_bench_line(
 
     `wall_time` is the batch's time divided by its rows, prefill included.
     """
-    if "question_id" not in line.fields:
-        raise PromptError(
-            f"Line {line.number} of the prompt file has no question_id, which the spec-bench format "
-            "needs; use Spec-Bench's question file, or --format jsonl."
-        )
     return {
         "question_id": line.fields["question_id"],
-        "category": line.fields.get("category"),
+        "category": line.fields["category"],
         "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, str(line.fields["question_id"])).hex,
         "model_id": model_name,
         "choices": [
@@ -341,5 +458,3 @@ def round_lengths(origins: Sequence[Origin]) -> list[int]:
             lengths.append(current)
             current = 0
     return lengths + [current] if current else lengths
-
-

@@ -1,0 +1,141 @@
+"""The draft model's cache: kept between rounds, caught up, and never wrong about what it has seen."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import cache as kv
+from jaxspec.decoding import rows_of
+from jaxspec.engine import Engine
+from jaxspec.errors import ModelError
+from jaxspec.models.base import TextTokenizer
+from jaxspec.prefill import prefill_chunk
+from jaxspec.requests import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def models():
+    return toy.model(), toy.model(seed=9, width=24, num_layers=1)
+
+
+def seen_kv(state, draft):
+    """The draft's KV of every seen token, next to a fresh prefill of the same tokens."""
+    drafter = state.drafter
+    fresh = draft.init_cache(state.tokens.shape[0], state.cache.capacity)
+    for row in range(state.tokens.shape[0]):
+        fresh = prefill_chunk(
+            draft,
+            draft.params,
+            fresh,
+            state.tokens,
+            row=jnp.int32(row),
+            start=jnp.int32(0),
+            stop=drafter.num_seen[row],
+            chunk=128,
+        )
+    slots = jnp.broadcast_to(jnp.arange(128, dtype=jnp.int32), (state.tokens.shape[0], 128))
+    is_seen = np.arange(128) < np.asarray(drafter.num_seen)[:, None]
+    for cache in (drafter.cache, fresh):
+        k, v = kv.read_slots(cache.layers[0], cache.table, slots, jnp.float32)
+        yield np.where(is_seen[..., None, None], np.stack([k, v]), 0)
+
+
+def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models):
+    target, draft = models
+    engine = Engine(
+        target, jaxspec.DraftModel(draft), draft_length=4, seats=3, capacity=128, rounds_per_sync=1
+    )
+    requests = jaxspec.requests.make_requests(
+        toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), target, longest=100
+    )
+    for row, request in enumerate(requests):
+        engine._seat(row, request, 4)
+    for _ in range(12):
+        engine._state = engine._run(engine._params, engine._state, np.int32(1))
+        lag = engine._loop.drafter.lag(engine._state.drafter, rows_of(engine._state))
+        assert set(np.asarray(lag).tolist()) <= {0, 1}  # one after full acceptance
+        kept, fresh = seen_kv(engine._state, draft)
+        np.testing.assert_allclose(kept, fresh, atol=1e-4)
+
+
+def test_the_check_above_catches_a_stale_slot(models):
+    target, draft = models
+    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, seats=3, capacity=128)
+    engine.generate(toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40))
+    drafter = engine._state.drafter
+    stale = engine._state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
+    kept, fresh = seen_kv(stale, draft)
+    assert np.abs(kept - fresh).max() > 1e-2
+
+
+def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models):
+    target, _ = models
+    drafter = jaxspec.DraftModel(target)  # always right, once it has read the context
+    engine = Engine(
+        target, drafter, draft_length=4, seats=1, capacity=256, prefill_chunk=16, rounds_per_sync=3
+    )
+    prompt = toy.prompts((50,))[0]
+    truth = Engine(target, seats=1, capacity=256).generate([prompt], SamplingParams(max_tokens=60))
+    requests = jaxspec.requests.make_requests(
+        [prompt], SamplingParams(max_tokens=60), target, longest=100
+    )
+    engine._seat(0, requests[0], 0)  # switched off: decodes plainly
+    for _ in range(10):
+        engine._state = engine._run(engine._params, engine._state, np.int32(2))
+    state = engine._state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
+    rows = rows_of(state)
+    assert int(drafter.lag(state.drafter, rows)[0]) == 20
+    draft, _ = drafter.propose(engine.shape, drafter.params, state.drafter, rows)
+    assert int(draft.num_valid[0]) == 0
+
+    catch_up = jax.jit(
+        lambda params, inner, rows, row: drafter.catch_up(engine.shape, params, inner, rows, row)
+    )
+    inner, num_chunks = state.drafter, 0
+    while int(drafter.lag(inner, rows)[0]) > 0:
+        inner = catch_up(drafter.params, inner, rows, jnp.int32(0))
+        num_chunks += 1
+    assert num_chunks == 2  # 20 tokens in chunks of 16
+    engine._state = engine._run(engine._params, state.replace(drafter=inner), np.int32(100))
+    state = engine._state
+    assert tuple(np.asarray(state.tokens[0, 50:110])) == truth[0].token_ids
+    counts = state.counts
+    assert int(counts.num_accepted_tokens[0]) == int(counts.num_draft_tokens[0]) > 0
+
+
+def test_vocabularies_padded_differently_are_handled(models):
+    target, _ = models
+    prompts = toy.prompts((5, 40))
+    plain = Engine(target, seats=2, capacity=128).generate(prompts, SamplingParams(max_tokens=30))
+    for vocab_size in (toy.VOCAB - 9, toy.VOCAB + 9):
+        draft = toy.model(seed=3, vocab_size=vocab_size, width=24)
+        engine = Engine(target, jaxspec.DraftModel(draft), seats=2, capacity=128)
+        drafted = engine.generate(prompts, SamplingParams(max_tokens=30))
+        assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+
+
+class Words:
+    """A tokenizer as far as `DraftModel.check` looks."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def get_vocab(self):
+        return {word: index for index, word in enumerate(self.words)}
+
+
+def with_words(model, *words):
+    return dataclasses.replace(model, tokenizer=TextTokenizer(Words(*words), ()))
+
+
+def test_different_tokenizers_are_refused_and_shorter_ones_are_not(models):
+    target, draft = models
+    target = with_words(target, "a", "b", "c")
+    Engine(target, jaxspec.DraftModel(with_words(draft, "a", "b")), seats=1, capacity=128)
+    with pytest.raises(ModelError, match=r"different tokenizers.*1 ids differ; id 1 is 'x'"):
+        Engine(target, jaxspec.DraftModel(with_words(draft, "a", "x", "c")), seats=1, capacity=128)
