@@ -1,4 +1,4 @@
-"""The command line. Commands are in `jaxspec.commands`; a mistake of the user ends in one sentence."""
+"""The command line: `jaxspec.commands`, and a user's mistake as one sentence."""
 
 from __future__ import annotations
 

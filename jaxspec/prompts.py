@@ -58,8 +58,8 @@ def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
     """Prompts of a file, one a line.
 
     A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench: the first turn is
-    used), `prompt`, `prompt_token_ids` or `messages`. In a file named `.jsonl` or `.json` every line
-    is JSON, elsewhere those that begin with a brace. Blank lines are skipped.
+    used), `prompt`, `prompt_token_ids` or `messages`. In a file named `.jsonl` or `.json` every
+    line is JSON, elsewhere those that begin with a brace. Blank lines are skipped.
 
     Raises:
       PromptError: the file cannot be read or holds no prompt, or a line (it is named) is malformed.

@@ -271,22 +271,25 @@ def prompt_token_ids(
     """Token ids of one prompt; `name` is what errors call it. Raises as `make_requests`."""
     is_text = isinstance(prompt, str)
     is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if (is_text or is_chat) and model.tokenizer is None:
+    tokenizer = model.tokenizer
+    ids: Sequence[Any]
+    if not is_text and not is_chat:
+        ids = prompt
+    elif tokenizer is None:
         raise PromptError(
             f"{name} is text, but the model {model.name} has no tokenizer; give token ids."
         )
-    if is_text:
-        ids = model.tokenizer.encode(prompt) if prompt else []
-    elif is_chat:
+    elif isinstance(prompt, str):
+        ids = tokenizer.encode(prompt) if prompt else []
+    else:
+        messages: Any = prompt
         try:
-            ids = model.tokenizer.encode_chat(
-                prompt, template=chat_template, template_kwargs=chat_template_kwargs
+            ids = tokenizer.encode_chat(
+                messages, template=chat_template, template_kwargs=chat_template_kwargs
             )
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
-    else:
-        ids = list(prompt)
-    if not ids:
+    if len(ids) == 0:
         raise PromptError(f"{name} is empty; give at least one token.")
     if not all(isinstance(token, (int, np.integer)) for token in ids):
         raise PromptError(

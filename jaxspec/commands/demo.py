@@ -28,7 +28,7 @@ from jaxspec.environment import devices, devices_sentence, sha256_of
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import SAMPLE_PROMPTS, sample_prompts
-from jaxspec.requests import Acceptance, Completion, SamplingParams
+from jaxspec.requests import Acceptance, Completion, Prompt, SamplingParams, prompt_token_ids
 from jaxspec.types import Origin
 
 NUM_DOMAINS = 4
@@ -186,19 +186,19 @@ class DemoCommand:
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
     """Token ids of 16 of the sample prompts, as many of each domain, domains in turn."""
-    by_domain: dict[str, list[str]] = {}
+    by_domain: dict[str, list[Prompt]] = {}
     for line in sample_prompts():
         by_domain.setdefault(line.fields["domain"], []).append(line.prompt)
     each = NUM_PROMPTS // NUM_DOMAINS
     chosen = [texts[:: len(texts) // each][:each] for texts in by_domain.values()]
     texts = itertools.chain.from_iterable(zip(*chosen, strict=True))
-    return [tuple(target.tokenizer.encode(text)) for text in texts]
+    return [prompt_token_ids(text, target, name="The sample prompt") for text in texts]
 
 
 def show_completions(
     console: Console, target: LanguageModel, completions: Sequence[Completion]
 ) -> None:
-    """Prints completions with their tokens marked by origin: by colours, or by signs without them."""
+    """Prints completions with their tokens marked by origin: by colours, or else by signs."""
     has_colours = console.color_system is not None
     legend = (
         "[green]accepted from the draft[/], [bold red]the target's correction[/], "
@@ -208,8 +208,10 @@ def show_completions(
         "accepted draft"
     )
     console.print(f"\nTokens: {legend}\n", highlight=False)
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
     for completion in completions:
-        prompt = target.tokenizer.decode(completion.prompt_token_ids)
+        prompt = tokenizer.decode(completion.prompt_token_ids)
         cut = "..." if len(prompt) > PROMPT_SHOWN else ""
         console.print(Text(cut + prompt[-PROMPT_SHOWN:], style="dim"), end="")
         console.print(completion if has_colours else Text(marked_text(completion)))
@@ -217,7 +219,7 @@ def show_completions(
 
 
 def marked_text(completion: Completion) -> str:
-    """The output with its tokens marked by signs; accepted tokens in brackets, a draft's together."""
+    """The output with its tokens marked by signs, neighbouring accepted tokens together."""
     shown = ""
     pairs = zip(completion.pieces, completion.origins, strict=True)
     for origin, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
@@ -230,10 +232,10 @@ def marked_text(completion: Completion) -> str:
 def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
     """The comparison, one run a line; 80 columns hold it."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("batch", "drafter", "tokens/s", "speed-up", "rounds", "emitted\nper round"):
+    for name in ("batch", "drafter", "tokens/s", "speed-up", "rounds", "emitted\n/round"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
-    table.add_column("accepted at\nposition 1, 2, ...")
-    table.add_column("equal to\nplain")
+    table.add_column("accepted at\n1, 2, ... (%)")
+    table.add_column("equals\nplain")
     for index, run in enumerate(runs):
         table.add_row(
             str(run["batch_size"]),
@@ -242,7 +244,7 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
             f"{run['speedup_vs_plain']:.2f}x",
             str(run["rounds"]),
             f"{run['emitted_per_round']:.2f}",
-            " ".join(f"{100 * value:.0f}%" for value in run["per_position_acceptance"]),
+            " ".join(f"{100 * value:.0f}" for value in run["per_position_acceptance"]),
             ("yes" if run["equal_to_plain"] else "NO") if run["drafter"] != "none" else "",
             end_section=index + 1 < len(runs)
             and runs[index + 1]["batch_size"] != run["batch_size"],

@@ -22,7 +22,7 @@ MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 def choose_drafter(
     drafter: str | None, draft: str | None, *, dtype: str | None
 ) -> MakeDrafter | None:
-    """What makes the drafter that `--drafter` or `--draft` names for a target; None decodes plainly.
+    """What makes the drafter that `--drafter` or `--draft` names; None decodes plainly.
 
     Names are checked now, models are loaded when the drafter is made.
 
@@ -55,8 +55,8 @@ def choose_drafter(
     if kind == "draft_model":
         if not rest:
             raise SettingError(
-                "--drafter draft_model was given without a model; write draft_model:MODEL or --draft "
-                "MODEL."
+                "--drafter draft_model was given without a model; write draft_model:MODEL, or "
+                "--draft MODEL."
             )
         return _draft_model(rest, dtype)
     return _of_factory(drafter)
@@ -70,8 +70,8 @@ def _of_factory(name: str) -> MakeDrafter:
     module_name, _, factory_name = name.partition(":")
     if not module_name or not factory_name:
         raise SettingError(
-            f"There is no drafter {name!r}; choose none, ngram, draft_model:MODEL, or name your own "
-            "as package.module:factory."
+            f"There is no drafter {name!r}; choose none, ngram, draft_model:MODEL, or name your "
+            "own as package.module:factory."
         )
     # As with `python -m`: an installed script does not find modules of the current directory.
     if os.getcwd() not in sys.path:
@@ -86,7 +86,8 @@ def _of_factory(name: str) -> MakeDrafter:
         ) from error
     if needed > 1:
         raise ModelError(
-            f"The drafter {name} needs {needed} arguments; name a function of none, or of the target."
+            f"The drafter {name} needs {needed} arguments; name a function of the "
+            "target, or of nothing."
         )
 
     def make(target: Model) -> Drafter:

@@ -30,14 +30,15 @@ from jaxspec.types import Origin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateCommand:
-    """Complete prompts, speculatively if a drafter is named. Outputs come in the order of inputs."""
+    """Complete prompts, speculatively if a drafter is named; outputs in the order of inputs."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     draft: str | None = None
     """A draft model, named like the target."""
     drafter: str | None = None
-    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`."""
+    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own
+    `package.module:factory`."""
     prompt: str | None = None
     """One prompt, as text."""
     prompts: pathlib.Path | None = None
@@ -68,7 +69,7 @@ class GenerateCommand:
     chat_template_kwargs: str | None = None
     """JSON object of further template variables, e.g. '{"enable_thinking": false}'."""
     output: pathlib.Path | None = None
-    """JSON lines file to write instead of showing the completions; grows in order, batch by batch."""
+    """JSON lines file to write instead of showing the completions; grows in order, by batches."""
     resume: bool = False
     """Continue an interrupted output file; the result equals an uninterrupted run's."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
@@ -89,8 +90,9 @@ class GenerateCommand:
             check_draft_length(self.draft_length, window)
         elif self.window not in (None, 1):
             raise SettingError(
-                f"--window {self.window} was given without a drafter; add --draft MODEL or --drafter "
-                "ngram, or leave the window out: plain decoding scores one token per step."
+                f"--window {self.window} was given without a drafter; add --draft MODEL or "
+                "--drafter ngram, or leave the window out: plain decoding scores one token at a "
+                "time."
             )
         template, template_kwargs = self._chat_settings(lines)
         self._check_output(lines)
@@ -225,8 +227,8 @@ class GenerateCommand:
             kwargs = None
         if not isinstance(kwargs, dict):
             raise SettingError(
-                f"--chat-template-kwargs {self.chat_template_kwargs!r} was given; it must be a JSON "
-                "object."
+                f"--chat-template-kwargs {self.chat_template_kwargs!r} was given; it must be a "
+                "JSON object."
             )
         return chat_template(self.chat_template), kwargs
 
@@ -255,7 +257,8 @@ class GenerateCommand:
             raise _cannot_write(self.output, error, "name another file") from error
         if num_bytes and not self.resume:
             raise SettingError(
-                f"The output {self.output} exists; add --resume to continue it, or name another file."
+                f"The output {self.output} exists; add --resume to continue it, or name another "
+                "file."
             )
 
 
@@ -329,8 +332,8 @@ def _cannot_write(path: pathlib.Path, error: OSError, advice: str) -> SettingErr
 class OutputFile:
     """An output file that is always an ordered prefix of the whole.
 
-    Every line begins with a note of its place, its prompt and the settings, by which a run knows the
-    lines of an earlier one, the last of them perhaps cut off by a kill.
+    Every line begins with a note of its place, its prompt and the settings, by which a run knows
+    the lines of an earlier one, the last of them perhaps cut off by a kill.
 
     Attributes:
       path: the file.
@@ -356,7 +359,8 @@ class OutputFile:
         *lines, rest = content.split(b"\n")
         if len(lines) + bool(rest) > len(prompts):
             raise SettingError(
-                f"The output {self.path} has {len(lines)} lines for {len(prompts)} prompts; {advice}"
+                f"The output {self.path} has {len(lines)} lines for {len(prompts)} prompts; "
+                f"{advice}"
             )
         for index, line in enumerate([*lines, rest] if rest else lines):
             note = {"jaxspec": self._note(index, prompts[index])}
@@ -367,8 +371,8 @@ class OutputFile:
                 is_ours = line.startswith(start) or start.startswith(line)
             if not is_ours:
                 raise SettingError(
-                    f"Line {index + 1} of {self.path} was not written by this run's model, settings "
-                    f"and prompts; {advice}"
+                    f"Line {index + 1} of {self.path} was not written by this run's model, "
+                    f"settings and prompts; {advice}"
                 )
         if rest:
             with open(self.path, "r+b") as file:
@@ -457,4 +461,4 @@ def round_lengths(origins: Sequence[Origin]) -> list[int]:
         if origin != Origin.ACCEPTED:
             lengths.append(current)
             current = 0
-    return lengths + [current] if current else lengths
+    return [*lengths, current] if current else lengths

@@ -64,23 +64,48 @@ def _is_shape(node) -> bool:
     return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
 
 
-def init_params(config: ModelConfig, key: jax.Array, dtype, *, stddev: float = 0.02) -> Params:
-    """Random parameters: norms 1, biases 0, matrices normal with `stddev` (GPT-2's residual scaling
-    of the two products that enter the residual stream). Traceable, so it can run sharded."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=_is_shape)
+def init_params(
+    config: ModelConfig, key: jax.Array, dtype, *, stddev: float = 0.02, sharding: Any = None
+) -> Params:
+    """Random parameters: norms 1, biases 0, matrices normal with `stddev` (with GPT-2's residual
+    scaling of the two products that enter the residual stream).
 
-    def init(index, path, shape):
-        name = path[-1].key
+    The draws of one layer are compiled once for all layers, and land where they belong.
+
+    Args:
+      sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the parameters.
+    """
+    shapes = param_shapes(config)
+    outer = {name: shape for name, shape in shapes.items() if name != "layers"}
+
+    of_layer = of_outer = sharding
+    if isinstance(sharding, Mapping):
+        of_layer, of_outer = sharding["layers"][0], {name: sharding[name] for name in outer}
+
+    @functools.partial(jax.jit, out_shardings=of_layer)
+    def make_layer(key):
+        return _init_leaves(config, shapes["layers"][0], key, dtype, stddev)
+
+    @functools.partial(jax.jit, out_shardings=of_outer)
+    def make_outer(key):
+        return _init_leaves(config, outer, key, dtype, stddev)
+
+    keys = [jax.random.fold_in(key, index) for index in range(config.num_layers + 1)]
+    return {**make_outer(keys[-1]), "layers": tuple(make_layer(key) for key in keys[:-1])}
+
+
+def _init_leaves(config: ModelConfig, shapes, key: jax.Array, dtype, stddev: float) -> Params:
+    def init(index: int, name: str) -> jax.Array:
+        shape = shapes[name]
         if name.endswith("norm"):
             return jnp.ones(shape, dtype)
         if name.endswith("bias"):
             return jnp.zeros(shape, dtype)
         scale = stddev / math.sqrt(2 * config.num_layers) if name in ("output", "down") else stddev
         noise = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
-        return (noise * scale).astype(dtype)
+        return (noise * jnp.float32(scale)).astype(dtype)
 
-    leaves = [init(index, path, shape) for index, (path, shape) in enumerate(paths)]
-    return jax.tree.unflatten(treedef, leaves)
+    return {name: init(index, name) for index, name in enumerate(shapes)}
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

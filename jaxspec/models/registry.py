@@ -7,8 +7,6 @@ inferred from its context length).
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -127,7 +125,5 @@ def random_model(
         name, config = f"random:{preset}", PRESETS[preset]
     else:
         raise ModelError(f"There is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
-    build = jax.jit(
-        functools.partial(decoder.init_params, config, dtype=dtype), out_shardings=sharding
-    )
-    return LanguageModel(name=name, config=config, params=build(jax.random.key(seed)))
+    params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
+    return LanguageModel(name=name, config=config, params=params)

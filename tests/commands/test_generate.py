@@ -1,0 +1,364 @@
+"""`jaxspec generate`: inputs, outputs, resuming, and everything it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+from jaxspec.cli import main
+from jaxspec.commands import generate
+from jaxspec.types import Origin
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+PROMPTS = [
+    {"prompt": "Once upon a time", "domain": "tales"},
+    {"prompt_token_ids": [5, 80, 7], "question_id": 12},
+    {"messages": [{"role": "user", "content": "Why?"}]},
+    {"turns": ["first turn", "second turn"], "question_id": 81, "category": "math"},
+    {"prompt": "def f(x):\n    return"},
+]
+
+
+def settings(models):
+    """Options that all runs here share."""
+    return (
+        "--target", models.target, "--draft", models.draft, "--max-tokens", 9,
+        "--batch-size", 2, "--capacity", 100, "--draft-length", 3,
+    )  # fmt: skip
+
+
+def read_lines(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def token_ids(path: pathlib.Path) -> list[list[int]]:
+    return [line["token_ids"] for line in read_lines(path)]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, PROMPTS)) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(models, prompts, tmp_path_factory) -> pathlib.Path:
+    """Output of a run that nothing interrupted."""
+    path = tmp_path_factory.mktemp("whole") / "out.jsonl"
+    args = ("generate", *settings(models), "--prompts", prompts, "--output", path)
+    assert main([str(arg) for arg in args]) == 0
+    return path
+
+
+def test_lines_follow_the_prompts(whole):
+    lines = read_lines(whole)
+    text = tiny.tokenizer()
+    assert [line["request_id"] for line in lines] == ["0", "1", "2", "3", "4"]
+    assert lines[0]["domain"] == "tales"
+    assert lines[1]["question_id"] == 12
+    assert lines[1]["prompt_token_ids"] == [5, 80, 7]
+    expected = {0: "Once upon a time", 2: "[user] Why?\n[assistant]", 3: "first turn"}
+    for index, prompt in expected.items():
+        ids = lines[index]["prompt_token_ids"]
+        assert ids == text.encode(prompt)
+        assert ids.count(tiny.BOS) == 1
+    for line in lines:
+        ended = line["finish_reason"] == "stop"
+        assert len(line["token_ids"]) == 9 or ended
+        assert line["text"] == text.decode(line["token_ids"])
+    assert len({tuple(line["token_ids"]) for line in lines}) == len(lines)
+
+
+def test_prompt_with_json(cli, models):
+    prompt = "a [bold]b"
+    result = cli("generate", *settings(models), "--prompt", prompt, "--ignore-eos", "--json")
+    assert result.status == 0, result.err
+    document = result.document
+    assert document["command"] == "generate"
+    assert document["engine"]["seats"] == 1  # not the batch size: there is one prompt
+    assert document["engine"]["window"] == 4
+    assert document["exactness"] == "bitwise"
+    assert document["config"]["draft_length"] == 3
+    assert document["inputs"] == {"--prompt": hashlib.sha256(prompt.encode()).hexdigest()}
+    assert document["num_completions"] == document["num_prompts"] == 1
+    [completion] = document["completions"]
+    assert len(completion["token_ids"]) == 9 == document["acceptance"]["num_emitted_tokens"]
+    for name in ("load_s", "compile_s", "decode_s", "elapsed_s", "tokens_per_s"):
+        assert document[name] > 0
+    assert {"versions", "devices", "commit"} <= document.keys()
+    assert "finished: length" in result.out
+
+
+def test_interrupted_run_keeps_its_lines_and_resumes(
+    cli, models, prompts, whole, tmp_path, monkeypatch
+):
+    path = tmp_path / "out.jsonl"
+    batches = generate._batches
+
+    def interrupt_second(*args):
+        found = batches(*args)
+        yield next(found)
+        raise KeyboardInterrupt
+
+    args = ("generate", *settings(models), "--prompts", prompts, "--output", path, "--json")
+    with monkeypatch.context() as patched:
+        patched.setattr(generate, "_batches", interrupt_second)
+        result = cli(*args)
+    assert result.status == 130
+    assert "2 finished lines" in result.err
+    assert token_ids(path) == token_ids(whole)[:2]
+
+    # Killed in the middle of a line, on top of it.
+    third = whole.read_bytes().split(b"\n")[2]
+    with open(path, "ab") as file:
+        file.write(third[: len(third) // 2])
+    result = cli(*args, "--resume")
+    assert result.status == 0, result.err
+    assert result.document["num_resumed"] == 2
+    assert result.document["num_completions"] == 3
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_resume_of_a_finished_file_decodes_nothing(cli, models, prompts, whole, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(whole.read_bytes())
+    result = cli(
+        "generate", *settings(models), "--prompts", prompts, "--output", path, "--resume", "--json"
+    )
+    assert result.document["num_resumed"] == 5
+    assert result.document["num_completions"] == 0
+    assert result.document["tokens_per_s"] is None
+    assert path.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--max-tokens", 8), "Line 1 of"),
+        (("--window", 5), "Line 1 of"),
+        (("--batch-size", 3), "Line 1 of"),
+        (("--ignore-eos",), "Line 1 of"),
+        (("--max-prompt-tokens", 4), "Line 1 of"),
+        (("--limit", 3), "has 5 lines for 3 prompts"),
+    ],
+)
+def test_resume_with_other_settings_is_refused(
+    refused, models, prompts, whole, tmp_path, changes, message
+):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(whole.read_bytes()[:-9])
+    before = path.read_bytes()
+    if changes[0] == "--limit":
+        path.write_bytes(before := whole.read_bytes())
+    options = (*settings(models), "--prompts", prompts, "--output", path, "--resume")
+    # A later option replaces an earlier one of the same name.
+    assert message in refused("generate", *options, *changes)
+    assert path.read_bytes() == before
+
+
+def test_resume_leaves_a_foreign_file_alone(refused, models, prompts, tmp_path):
+    path = tmp_path / "notes"
+    args = ("generate", *settings(models), "--prompts", prompts, "--output", path, "--resume")
+    for content in ("my notes", "my notes\nand more", '{"prompt": "mine"}\n', '{"prompt"'):
+        path.write_text(content)
+        assert "was not written by this run" in refused(*args)
+        assert path.read_text() == content
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_to_the_same_tokens(cli, models, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"prompt number {i}\n" for i in range(60)))
+    options = [
+        "generate", "--target", models.target, "--drafter", "ngram", "--max-tokens", 150,
+        "--capacity", 200, "--batch-size", 1, "--prompts", prompts,
+    ]  # fmt: skip
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    assert cli(*options, "--output", whole).status == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxspec", *map(str, options), "--output", str(killed)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    result = cli(*options, "--output", killed, "--resume", "--json")
+    assert result.status == 0, result.err
+    assert 3 <= result.document["num_resumed"] < 60
+    assert token_ids(killed) == token_ids(whole)
+
+
+def test_spec_bench_format(cli, models, tmp_path):
+    prompts, path = tmp_path / "question.jsonl", tmp_path / "deep" / "answer.jsonl"
+    questions = [
+        {"question_id": 81 + i, "category": category, "turns": [f"Question {i}", "More?"]}
+        for i, category in enumerate(("writing", "qa", "rag"))
+    ]
+    prompts.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    result = cli(
+        "generate", "--target", models.target, "--drafter", "ngram:1-3", "--prompts", prompts,
+        "--output", path, "--format", "spec-bench", "--max-tokens", 12, "--ignore-eos", "--chat",
+        "--chat-template", "vicuna", "--capacity", 400, "--batch-size", 2,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    lines = read_lines(path)
+    assert [line["question_id"] for line in lines] == [81, 82, 83]
+    assert [line["category"] for line in lines] == ["writing", "qa", "rag"]
+    for line in lines:
+        [choice] = line["choices"]
+        assert choice["index"] == 0
+        assert choice["new_tokens"] == [12]
+        assert sum(choice["accept_lengths"]) == 12
+        assert len(choice["accept_lengths"]) == choice["decoding_steps"][0]
+        assert choice["wall_time"][0] > 0
+        assert len(choice["turns"]) == 1
+        assert isinstance(line["model_id"], str)
+
+
+A, C, B, P = Origin.ACCEPTED, Origin.CORRECTED, Origin.BONUS, Origin.PLAIN
+
+
+@pytest.mark.parametrize(
+    ("origins", "lengths"),
+    [
+        ([], []),
+        ([P, P, P], [1, 1, 1]),
+        ([A, A, B, C, A, C], [3, 1, 2]),
+        ([A, A, B, A], [3, 1]),  # the last round was cut by the limit or a stop token
+        ([A, A], [2]),
+        ([P, A, B, P], [1, 2, 1]),
+    ],
+)
+def test_round_lengths(origins, lengths):
+    assert generate.round_lengths(origins) == lengths
+
+
+def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path, monkeypatch):
+    (tmp_path / "my_drafters.py").write_text(
+        "from jaxspec import NGram\n"
+        "def plain(): return NGram(1, 2)\n"
+        "def of_target(target):\n"
+        "    assert target.vocab_size\n"
+        "    return NGram(1, 3)\n"
+        "def nothing(): return 3\n"
+        "def two(a, b): return None\n"
+    )
+    (tmp_path / "broken_drafters.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())]
+    )
+    base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 3)
+    for name, expected in (("my_drafters:of_target", "ngram:1-3"), ("jaxspec:NGram", "ngram:2-4")):
+        result = cli(*base, "--drafter", name, "--json")
+        assert result.status == 0, result.err
+        assert result.document["engine"]["drafter"] == expected
+    for name, message in (
+        ("my_drafters:nothing", "lacks parts of the Drafter protocol"),
+        ("my_drafters:two", "needs 2 arguments"),
+        ("my_drafters:absent", "AttributeError"),
+        ("no_such_module:factory", "No module named"),
+        ("broken_drafters:factory", "ZeroDivisionError"),
+        ("no_such_drafter", "There is no drafter 'no_such_drafter'"),
+        (":factory", "There is no drafter"),
+        ("ngram:4", "write ngram, or ngram:MIN-MAX"),
+        ("ngram:4-2", "1 <= min <= max"),
+        ("draft_model", "was given without a model"),
+    ):
+        assert message in refused(*base, "--drafter", name)
+
+
+ONE = ("--prompt", "Once")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "No prompt was given"),
+        ((*ONE, "--prompts", "some.txt"), "Both --prompt and --prompts"),
+        (("--prompt", ""), "The prompt is empty"),
+        (("--prompts", "absent.txt"), "absent.txt cannot be read (No such file"),
+        (("--prompts", "."), "cannot be read (Is a directory)"),
+        ((*ONE, "--draft-length", "0", "--drafter", "ngram"), "draft length of 0"),
+        ((*ONE, "--draft-length", "5", "--window", "5", "--drafter", "ngram"), "window of 5"),
+        ((*ONE, "--window", "5"), "--window 5 was given without a drafter"),
+        ((*ONE, "--window", "0"), "--window 0 was given; it must be at least 1"),
+        ((*ONE, "--batch-size", "0"), "--batch-size 0"),
+        ((*ONE, "--capacity", "0"), "--capacity 0"),
+        ((*ONE, "--max-tokens", "0"), "max_tokens 0"),
+        ((*ONE, "--limit", "0"), "--limit 0"),
+        ((*ONE, "--max-prompt-tokens", "0"), "--max-prompt-tokens 0"),
+        ((*ONE, "--draft", "x", "--drafter", "ngram"), "name one drafter"),
+        ((*ONE, "--resume"), "--resume was given without --output"),
+        ((*ONE, "--format", "spec-bench"), "was given without --output"),
+        ((*ONE, "--format", "spec-bench", "--output", "o"), "no question_id or no category"),
+        ((*ONE, "--output", "/proc/none/out"), "/proc/none/out cannot be written"),
+        ((*ONE, "--output", "."), "cannot be written (Is a directory)"),
+        (
+            (*ONE, "--chat", "--chat-template", "absent.jinja"),
+            "neither 'vicuna' nor a readable file",
+        ),
+        ((*ONE, "--chat-template", "vicuna"), "add --chat"),
+        ((*ONE, "--chat-template-kwargs", "{}"), "add --chat"),
+        ((*ONE, "--chat", "--chat-template-kwargs", "[1]"), "must be a JSON object"),
+        ((*ONE, "--chat", "--chat-template-kwargs", "{"), "must be a JSON object"),
+    ],
+)
+def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path, args, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    assert message in refused("generate", "--target", "demo-target", *args)
+
+
+def test_existing_output_is_refused_and_kept(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    path = tmp_path / "out.jsonl"
+    path.write_text("mine\n")
+    args = ("generate", "--target", "demo-target", *ONE, "--output", path)
+    assert "exists; add --resume" in refused(*args)
+    assert path.read_text() == "mine\n"
+
+
+def test_refused_with_the_models_at_hand(refused, models, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("short\n\n" + "long " * 40 + "\n")
+    base = ("generate", "--target", models.target)
+    long = refused(*base, "--prompts", prompts, "--capacity", 128, "--drafter", "ngram")
+    assert "Line 3 of the prompt file has 201 tokens" in long
+    assert "leaves room for 124" in long
+    different = refused(*base, *ONE, "--draft", models.other_tokenizer)
+    assert "different tokenizers" in different
+    wide = refused(*base, *ONE, "--drafter", "ngram", "--window", 500, "--capacity", 128)
+    assert "window of 500 does not fit a capacity of 128" in wide
+    template = refused("generate", "--target", models.no_template, *ONE, "--chat")
+    assert "has no chat template; name one with --chat-template" in template
+    text = refused("generate", "--target", models.no_tokenizer, *ONE)
+    assert "The prompt is text, but the model" in text
+    prompts.write_text('{"prompt_token_ids": [1]}\n{"prompt_token_ids": [1, 258]}\n')
+    outside = refused("generate", "--target", models.no_tokenizer, "--prompts", prompts)
+    assert "Line 2 of the prompt file holds the token id 258" in outside
+    assert "There is no preset" in refused("generate", "--target", "random:nonsense", *ONE)
+    unknown = refused("generate", "--target", "no such model", *ONE)
+    assert "There is no model at 'no such model'" in unknown
+
+
+def test_options_that_cannot_be_parsed_exit_with_2(cli):
+    assert cli("generate", "--target", "demo-target", "--max-tokens", "many").status == 2
+    assert cli("no-such-command").status == 2

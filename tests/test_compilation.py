@@ -1,0 +1,103 @@
+"""What is compiled, how often, and what it keeps in memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec.engine import Engine
+from jaxspec.requests import SamplingParams
+
+SMALL = {"num_kv_heads": 1, "num_query_heads": 2, "head_size": 8}  # one KV head: the hard layout
+
+
+def engines(dtype, capacity):
+    target = toy.model(dtype=dtype)
+    draft = toy.model(seed=1, dtype=dtype, width=24, num_layers=1, **SMALL)
+    yield Engine(target, seats=4, capacity=capacity)
+    yield Engine(target, jaxspec.DraftModel(draft), seats=4, capacity=capacity)
+    yield Engine(target, jaxspec.NGram(), seats=4, capacity=capacity)
+
+
+def compiled(engine):
+    state = jax.eval_shape(engine._loop.init)
+    return engine._run.lower(engine._params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+
+def test_nothing_is_compiled_after_the_first_batch():
+    for engine in engines(jnp.float32, 256):
+        engine.generate(toy.prompts((3, 140)), SamplingParams(max_tokens=5))
+        programs = (engine._admit, engine._prefill, engine._run, engine._init)
+        before = [program._cache_size() for program in programs]
+        assert before == [1, 1, 1, 1]
+        engine.generate(toy.prompts((1, 100, 7, 30, 60)), SamplingParams(max_tokens=30))
+        engine.generate(toy.prompts((9,)), SamplingParams(max_tokens=2, stop_token_ids=(1,)))
+        if engine.drafter is not None:
+            engine.generate(toy.prompts((9,)), speculate=False)
+            engine.generate(toy.prompts((9,)), draft_length=2)
+        assert [program._cache_size() for program in programs] == before
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(dtype):
+    figures = []
+    for capacity in (256, 4096):
+        for engine in engines(dtype, capacity):
+            memory = compiled(engine).memory_analysis()
+            state = jax.eval_shape(engine._loop.init)
+            num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+            assert memory.alias_size_in_bytes >= num_bytes
+            figures.append(memory.temp_size_in_bytes)
+    small, large = figures[:3], figures[3:]
+    for before, after, engine in zip(small, large, ("plain", "draft model", "ngram"), strict=True):
+        # Token buffers (one int32 row per seat, and what n-gram lookup compares) grow; no cache does:
+        # it grew by megabytes.
+        allowed = 4 * 4096 * 4 * (12 if engine == "ngram" else 1)
+        assert after - before <= allowed, (engine, before, after)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_instruction_copies_or_converts_a_whole_cache(dtype):
+    stored = "u16" if dtype == jnp.bfloat16 else "f32"
+    for engine in engines(dtype, 2048):
+        text = compiled(engine).as_text()
+        caches = [
+            f"{layer.k.shape[0]},{layer.k.shape[1]},{layer.k.shape[2]}"
+            for layer in jax.tree.leaves(
+                jax.eval_shape(engine._loop.init).cache.layers,
+                is_leaf=lambda node: hasattr(node, "num_heads"),
+            )
+        ]
+        for shape in set(caches):
+            pages, block, size = shape.split(",")
+            flat = f"{int(pages) * int(block)},{size}"
+            pattern = rf"= (?:f32|bf16|u16)\[(?:{shape}|{flat})\]\S* (copy|convert|transpose|gather)\("
+            found = re.findall(pattern, text)
+            assert not found, (engine.describe()["drafter"], stored, found)
+
+
+def test_the_check_above_catches_a_copy():
+    cache = toy.model().init_cache(4, 2048)
+    shape = cache.layers[0].k.shape
+
+    def doubles(k):
+        return jax.lax.while_loop(lambda k: k[0, 0, 0] < 9, lambda k: k.at[0].add(k[::-1][0]), k)
+
+    copying = jax.jit(lambda k: doubles(k).swapaxes(0, 1) + 1)
+    text = copying.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
+    size = ",".join(map(str, shape))
+    assert re.search(rf"= f32\[{size}\]\S* (copy|transpose)\(", text)
+
+
+def test_the_params_of_both_models_are_arguments_not_constants():
+    for engine in engines(jnp.float32, 256):
+        text = compiled(engine).as_text()
+        biggest = max(
+            (int(np.prod([int(n) for n in dims.split(",") if n] or [1])))
+            for dims in re.findall(r"= f32\[([\d,]*)\]\S* constant\(", text)
+        )
+        assert biggest < 1000
