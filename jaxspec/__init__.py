@@ -1,15 +1,70 @@
 """Batched speculative decoding for JAX whose output is provably the target model's own."""
 
+import importlib.metadata as _metadata
+import warnings as _warnings
+
+from jaxspec import types
 from jaxspec.checkpoint import load_model, save_model
 from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.oracle import Oracle
-from jaxspec.engine import Engine
-from jaxspec.errors import JaxspecError
+from jaxspec.engine import Engine, Progress
+from jaxspec.errors import (
+    CheckpointError,
+    JaxspecError,
+    ModelError,
+    PromptError,
+    SettingError,
+)
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS, random_model
-from jaxspec.requests import Acceptance, Completion, SamplingParams
+from jaxspec.requests import Acceptance, Completion, Request, SamplingParams
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "Acceptance",
+    "CheckpointError",
+    "Completion",
+    "DraftModel",
+    "Drafter",
+    "Engine",
+    "JaxspecError",
+    "LanguageModel",
+    "Model",
+    "ModelConfig",
+    "ModelError",
+    "NGram",
+    "Oracle",
+    "Progress",
+    "PromptError",
+    "Request",
+    "RopeConfig",
+    "SamplingParams",
+    "SettingError",
+    "StatelessDrafter",
+    "load_model",
+    "random_model",
+    "save_model",
+    "types",
+]
+
+
+def _warn_of_namesake() -> None:
+    """The distribution `jaxspec` on PyPI is another project that installs the same package."""
+    try:
+        version = _metadata.version("jaxspec")
+    except _metadata.PackageNotFoundError:
+        return
+    _warnings.warn(
+        f"The distribution 'jaxspec' {version} (X-ray spectral fitting) is installed beside "
+        "'jaxspec-decoding' (this package, speculative decoding), and both install a package named "
+        "'jaxspec': uninstall the one you do not need, then reinstall the other.",
+        stacklevel=3,
+    )
+
+
+_warn_of_namesake()
