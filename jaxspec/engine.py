@@ -74,10 +74,15 @@ class Engine:
     Example:
       >>> import jaxspec
       >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
-      >>> engine = jaxspec.Engine(target, drafter=jaxspec.DraftModel(draft), draft_length=4)
-      >>> [completion] = engine.generate(["Once upon a time"], jaxspec.SamplingParams(max_tokens=8))
-      >>> len(completion.token_ids), completion.finish_reason
-      (8, 'length')
+      >>> engine = jaxspec.Engine(
+      ...     target, drafter=jaxspec.DraftModel(draft), draft_length=4, seats=8, capacity=1024
+      ... )
+      >>> completions = engine.generate(
+      ...     ["Once upon a time", "def main():"],
+      ...     jaxspec.SamplingParams(max_tokens=64, ignore_eos=True),
+      ... )
+      >>> len(completions[0].token_ids), completions[0].finish_reason
+      (64, 'length')
     """
 
     def __init__(

@@ -21,7 +21,7 @@ LAYERS = [
     ("plain",),
     ("requests",),
     ("engine", "prompts", "environment"),
-    ("training",),
+    ("training", "bench"),
     ("commands",),
     ("cli",),
     ("__main__", "__init__"),

@@ -14,8 +14,10 @@ import time
 import pytest
 import tiny
 
+from jaxspec import NGram
 from jaxspec.cli import main
 from jaxspec.commands import generate
+from jaxspec.commands.drafters import choose_drafter
 from jaxspec.types import Origin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -266,10 +268,19 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())]
     )
     base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 3)
-    for name, expected in (("my_drafters:of_target", "ngram:1-3"), ("jaxspec:NGram", "ngram:2-4")):
-        result = cli(*base, "--drafter", name, "--json")
-        assert result.status == 0, result.err
-        assert result.document["engine"]["drafter"] == expected
+    result = cli(*base, "--drafter", "my_drafters:of_target", "--json")
+    assert result.status == 0, result.err
+    assert result.document["engine"]["drafter"] == "ngram:1-3"
+    target = tiny.model()
+    for name, expected in (
+        ("my_drafters:plain", NGram(1, 2)),
+        ("jaxspec:NGram", NGram()),
+        ("ngram:2-3", NGram(2, 3)),
+    ):
+        make = choose_drafter(name, None, dtype=None)
+        assert make is not None
+        assert make(target) == expected
+    assert choose_drafter("none", None, dtype=None) is None
     for name, message in (
         ("my_drafters:nothing", "lacks parts of the Drafter protocol"),
         ("my_drafters:two", "needs 2 arguments"),

@@ -5,12 +5,11 @@ window-1 loop. One table of drafters goes through all of it, and a test holds th
 the package exports. Sabotaged rounds show that the checks can fail.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ties
 import toy
 
 import jaxspec
@@ -164,32 +163,11 @@ def test_differences_from_the_window_1_loop_are_ties(setting):
     target, prompts, witness = setting
     engine = engine_for(target, drafters(target, toy.sequences(witness))["Oracle"])
     for ours, theirs in zip(engine.generate(prompts, PARAMS), witness, strict=True):
-        at = first_difference(ours.token_ids, theirs.token_ids)
+        at = ties.first_difference(ours.token_ids, theirs.token_ids)
         if at is None:
             continue
-        margin, noise = margin_at(target, list(ours.prompt_token_ids + ours.token_ids[:at]))
+        margin, noise = ties.margin_at(target, list(ours.prompt_token_ids + ours.token_ids[:at]))
         assert margin <= 2 * noise, f"prompt {ours.request_id} differs at {at} by {margin}"
-
-
-def first_difference(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-
-
-def margin_at(target, tokens):
-    """Gap of the two highest scores after `tokens` in fp32, and the rounding noise of the dtype."""
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), target.params)
-    wide = dataclasses.replace(target, params=params)
-    scores = [score_last(model, tokens) for model in (wide, target)]
-    top = np.sort(scores[0])[-2:]
-    return float(top[1] - top[0]), float(np.abs(scores[0] - scores[1]).max()) + 1e-5
-
-
-def score_last(model, tokens):
-    cache = model.init_cache(1, 512)
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    window = decoding.Window(start=jnp.zeros((1,), jnp.int32), positions=positions, slots=positions)
-    hidden, _ = model.forward(model.params, jnp.asarray([tokens], jnp.int32), window, cache)
-    return np.asarray(model.logits(model.params, hidden[:, -1]), np.float32)[0]
 
 
 # Sabotage: each of these is a bug that published batch implementations had. The check must see it.

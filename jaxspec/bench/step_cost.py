@@ -1,0 +1,102 @@
+"""Cost of a round against capacity, at the same number of live slots.
+
+    python -m jaxspec.bench.step_cost --capacities 1024 4096 16384 --live-slots 256
+
+Attention reads live blocks only, so the cost should not depend on what is allocated. Rounds of all
+capacities take turns, so that a slow moment of the machine falls on each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import tyro
+
+from jaxspec.checkpoint import load_model
+from jaxspec.drafters.ngram import NGram
+from jaxspec.engine import Engine
+from jaxspec.environment import provenance
+from jaxspec.requests import SamplingParams, make_requests
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Time rounds of plain decoding in a speculative program (every draft invalid)."""
+
+    model: str = "demo-target"
+    """Any model that `load_model` takes."""
+    capacities: tuple[int, ...] = (1024, 4096, 16384)
+    """Slots per row; the first is the baseline."""
+    live_slots: int = 256
+    """Committed tokens per row when timing starts."""
+    batch_size: int = 8
+    """Rows."""
+    window: int = 5
+    """Tokens scored per round."""
+    rounds: int = 64
+    """Rounds of one timed run."""
+    repeats: int = 9
+    """Timed runs per capacity."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of parameters, compute and cache."""
+
+    def run(self) -> dict[str, Any]:
+        """Milliseconds per round (median of the repeats) and temporaries, by capacity."""
+        model = load_model(self.model, dtype=self.dtype)
+        engines = [
+            Engine(
+                model, NGram(), window=self.window, seats=self.batch_size, capacity=capacity
+            )
+            for capacity in self.capacities
+        ]
+        seconds = np.zeros((self.repeats + 1, len(engines)))
+        for repeat in range(self.repeats + 1):  # the first run compiles
+            for index, engine in enumerate(engines):
+                seconds[repeat, index] = self._time(engine)
+        ms = np.median(seconds[1:], axis=0) / self.rounds * 1e3
+        pairs = np.median(seconds[1:] / seconds[1:, :1], axis=0)
+        return {
+            "command": "bench step_cost",
+            "config": dataclasses.asdict(self),
+            "results": [
+                {
+                    "capacity": capacity,
+                    "ms_per_round": float(ms[index]),
+                    "ratio_to_first": float(pairs[index]),
+                    "temporary_bytes": self._temporaries(engines[index]),
+                }
+                for index, capacity in enumerate(self.capacities)
+            ],
+            **provenance(),
+        }
+
+    def _time(self, engine: Engine) -> float:
+        prompts = np.random.default_rng(0).integers(
+            0, engine.target.vocab_size, (self.batch_size, self.live_slots)
+        )
+        params = SamplingParams(max_tokens=self.rounds + 1, ignore_eos=True)
+        requests = make_requests(
+            prompts.tolist(), params, engine.target, longest=engine.longest_prompt
+        )
+        for row, request in enumerate(requests):
+            engine._seat(row, request, 0)
+        state = jax.block_until_ready(engine._state)
+        started = time.perf_counter()
+        engine._state = engine._run(engine._params, state, np.int32(self.rounds))
+        jax.block_until_ready(engine._state)
+        return time.perf_counter() - started
+
+    @staticmethod
+    def _temporaries(engine: Engine) -> int:
+        state = jax.eval_shape(engine._loop.init)
+        compiled = engine._run.lower(engine._params, state, np.int32(1)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+
+if __name__ == "__main__":
+    print(json.dumps(tyro.cli(StepCost).run()))

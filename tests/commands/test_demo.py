@@ -1,0 +1,174 @@
+"""`jaxspec demo`: its figures, and how it shows them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import tiny
+from rich.console import Console
+
+from jaxspec.checkpoint import load_model
+from jaxspec.commands import demo
+from jaxspec.requests import Acceptance, Completion
+from jaxspec.types import Origin
+
+RUN_KEYS = {
+    "drafter",
+    "batch_size",
+    "tokens_per_s",
+    "speedup_vs_plain",
+    "rounds",
+    "emitted_per_round",
+    "per_position_acceptance",
+    "equal_to_plain",
+    "engine",
+    "compile_s",
+    "run_s",
+}
+
+
+def check(document, *, max_tokens, batch_sizes, draft):
+    assert document["command"] == "demo"
+    assert document["all_equal_to_plain"] is True
+    assert len(document["inputs"]["prompts.jsonl"]) == 64
+    assert {"config", "exactness", "versions", "devices", "commit", "elapsed_s"} <= document.keys()
+    runs = document["runs"]
+    names = ["none", f"draft_model:{draft}", "ngram:2-4"]
+    assert [(run["batch_size"], run["drafter"]) for run in runs] == [
+        (size, name) for size in batch_sizes for name in names
+    ]
+    for run in runs:
+        assert run.keys() >= RUN_KEYS
+        assert run["equal_to_plain"] is True
+        assert run["num_tokens"] == max_tokens * run["num_prompts"]
+        assert run["emitted_per_round"] == run["num_tokens"] / run["rounds"]
+        assert len(run["run_s"]) == 1
+        if run["drafter"] == "none":
+            assert run["speedup_vs_plain"] == 1
+            assert run["rounds"] == run["num_tokens"]
+            assert run["per_position_acceptance"] == []
+        else:  # one window in common
+            assert run["engine"]["window"] == document["config"]["draft_length"] + 1
+            rates = run["per_position_acceptance"]
+            assert rates == sorted(rates, reverse=True)
+
+
+@pytest.fixture
+def tiny_pair(models, monkeypatch):
+    pair = {"demo-target": models.target, "demo-draft": models.draft}
+
+    def load(name, *, dtype):
+        return load_model(pair[name], dtype=dtype)
+
+    monkeypatch.setattr(demo, "load_model", load)
+    return pair
+
+
+def test_demo_on_a_tiny_pair(cli, tiny_pair):
+    args = ("--max-tokens", 6, "--repeats", 1, "--draft-length", 2, "--batch-sizes", 1, 2)
+    result = cli("demo", *args, "--json")
+    assert result.status == 0, result.err
+    draft = str(tiny_pair["demo-draft"])
+    check(result.document, max_tokens=6, batch_sizes=(1, 2), draft=draft)
+    assert [run["num_prompts"] for run in result.document["runs"]] == [4] * 6
+    assert "Every output equals plain decoding" in result.out
+    assert "speculation pays at small batches" in " ".join(result.out.split())
+    assert "~the target's correction" in result.out
+    table = [line for line in result.out.split("\n") if "draft model " in line]
+    assert len(table) == 2
+    assert all(len(line) <= 80 for line in result.out.split("\n")[:-2])
+
+
+@pytest.mark.slow
+def test_demo(cli):
+    result = cli("demo", "--max-tokens", 8, "--repeats", 1, "--json")
+    assert result.status == 0, result.err
+    check(result.document, max_tokens=8, batch_sizes=(1, 8), draft="demo-draft")
+
+
+def test_an_output_that_differs_is_reported(cli, tiny_pair, monkeypatch):
+    """Sabotage: the comparison must be able to fail."""
+    tokens = demo._tokens
+    calls = iter(range(1000))
+    monkeypatch.setattr(demo, "_tokens", lambda c: (tokens(c), next(calls)))
+    monkeypatch.setattr(demo, "_num_same", lambda a, b: 0)
+    args = ("--max-tokens", 2, "--repeats", 1, "--draft-length", 1, "--batch-sizes", 1)
+    result = cli("demo", *args, "--json")
+    assert result.document["all_equal_to_plain"] is False
+    assert "this is a bug" in result.out
+    assert "Every output equals" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--repeats", "0"), "--repeats 0"),
+        (("--batch-sizes", "0"), "--batch-sizes 0"),
+        (("--batch-sizes", "1", "17"), "from 1 to 16"),
+        (("--max-tokens", "0"), "max_tokens 0"),
+        (("--draft-length", "0"), "draft length of 0"),
+    ],
+)
+def test_refused_before_the_pair_is_loaded(refused, monkeypatch, args, message):
+    monkeypatch.setattr(demo, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    assert message in refused("demo", *args)
+
+
+def test_prompts_are_ragged_and_from_every_domain():
+    target = tiny.model(text=tiny.tokenizer())
+    prompts = demo.choose_prompts(target)
+    domains = {}
+    for line in demo.sample_prompts():
+        domains.setdefault(line.fields["domain"], []).append(
+            tuple(target.tokenizer.encode(line.prompt))
+        )
+    assert len(domains) == 4
+    assert len(set(prompts)) == 16
+    for start in range(0, 16, 4):
+        together = prompts[start : start + 4]
+        assert all(sum(p in texts for p in together) == 1 for texts in domains.values())
+    assert max(map(len, prompts)) > 3 * min(map(len, prompts))
+
+
+def completion(pieces, origins):
+    return Completion(
+        request_id="0",
+        prompt_token_ids=tuple(tiny.tokenizer().encode("[bold]x[/bold] \\[y]")),
+        token_ids=tuple(range(len(pieces))),
+        text="".join(pieces),
+        finish_reason="length",
+        stop_reason=None,
+        acceptance=Acceptance(),
+        origins=tuple(origins),
+        pieces=tuple(pieces),
+    )
+
+
+SHOWN = completion(
+    ["a", "[red]", "c", "\n", "e", "f"],
+    [
+        Origin.ACCEPTED,
+        Origin.ACCEPTED,
+        Origin.BONUS,
+        Origin.CORRECTED,
+        Origin.PLAIN,
+        Origin.ACCEPTED,
+    ],
+)
+
+
+def test_marks_without_colours():
+    assert demo.marked_text(SHOWN) == "[a[red]]+c~\ne[f]"
+
+
+@pytest.mark.parametrize("colour", [None, "truecolor"])
+def test_square_brackets_are_shown_as_they_are(colour):
+    console = Console(
+        file=io.StringIO(), color_system=colour, force_terminal=bool(colour), width=80
+    )
+    demo.show_completions(console, tiny.model(text=tiny.tokenizer()), [SHOWN])
+    shown = console.file.getvalue()
+    assert "[bold]x[/bold] \\[y]" in shown
+    assert "[red]" in shown
+    assert ("\x1b[32m" in shown) == bool(colour)

@@ -1,0 +1,138 @@
+"""`jaxspec env`, `cache`, `convert` and `train`, and what all commands have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+from jaxspec import checkpoint
+from jaxspec.commands import train
+from jaxspec.commands.documents import make_document
+from jaxspec.commands.generate import GenerateCommand
+from jaxspec.errors import SettingError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_help_names_every_command(cli):
+    result = cli("--help")
+    assert result.status == 0
+    for name in ("demo", "generate", "convert", "cache", "train", "env"):
+        assert f"• {name}" in result.out
+        shown = cli(name, "--help")
+        assert shown.status == 0
+        assert "--json" in shown.out
+        assert "{None}" not in shown.out
+
+
+def test_env(cli):
+    result = cli("env", "--json")
+    assert result.status == 0
+    assert result.document["versions"]["jax"] in result.out
+    assert result.document["devices"]["num_devices"] >= 1
+    assert "jaxspec is using" in result.out
+    assert cli("env").out.rstrip().endswith(".")  # no JSON unless asked for
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_cache(cli, refused, cache):
+    empty = cli("cache", "list")
+    assert empty.status == 0
+    assert "is empty" in empty.out
+    for name in ("one-1", "two-2"):
+        tiny.save(cache, name, text=tiny.tokenizer())
+    listed = cli("cache", "list", "--json")
+    assert [model["name"] for model in listed.document["models"]] == ["one-1", "two-2"]
+    assert "one-1" in listed.out
+    assert listed.document["directory"] == str(cache)
+    removed = cli("cache", "remove", "one-1", "--json")
+    assert removed.document["removed"] == ["one-1"]
+    assert [model["name"] for model in removed.document["models"]] == ["two-2"]
+    assert [model.name for model in checkpoint.cached_models()] == ["two-2"]
+    assert "has 0 models named 'three'" in refused("cache", "remove", "three")
+    assert "was given no name" in refused("cache", "remove")
+    assert "takes no names" in refused("cache", "list", "two-2")
+    assert [model.name for model in checkpoint.cached_models()] == ["two-2"]
+
+
+def test_convert_of_nothing_is_refused(refused, tmp_path):
+    assert "none-such" in refused("convert", tmp_path / "none-such", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_train(cli, refused, monkeypatch, tmp_path):
+    result = {
+        "steps": 12,
+        "tokens": 123456,
+        "held_out_loss": {"code": 1.23456789, "math": 2.0},
+        "model": "run/model",
+    }
+    given = []
+    monkeypatch.setattr(train, "train_lm", lambda config: given.append(config) or result)
+    args = ("train", "lm", "--out", tmp_path, "--corpora", tmp_path, "--tokens", 123456)
+    shown = cli(*args, "--json")
+    assert shown.status == 0, shown.err
+    assert given[0].tokens == 123456
+    assert "held out loss, code" in shown.out
+    assert "1.235" in shown.out
+    assert "123,456" in shown.out
+    assert shown.document["held_out_loss"]["math"] == 2.0
+    assert shown.document["config"]["tokens"] == 123456
+    monkeypatch.undo()
+    assert "must be a positive number" in refused(*args[:-1], 0)
+
+
+def test_documents_are_what_json_reads_back(tmp_path):
+    options = GenerateCommand(target="demo-target", output=tmp_path)
+    document = make_document("x", options, sizes=(1, 2), at={1: tmp_path})
+    assert json.loads(json.dumps(document)) == document
+    assert document["sizes"] == [1, 2]
+    assert document["at"] == {"1": str(tmp_path)}
+
+
+def test_a_message_of_several_lines_becomes_one(refused, monkeypatch):
+    def fail(*_):
+        raise SettingError("one\n  two\nthree.")
+
+    monkeypatch.setattr("jaxspec.cli.run_command", fail)
+    assert refused("env") == "error: one two three."
+
+
+def test_an_interrupt_is_no_traceback(cli, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxspec.cli.run_command", interrupt)
+    result = cli("env")
+    assert result.status == 130
+    assert result.err == "interrupted\n"
+
+
+@pytest.mark.parametrize("args", [["env"], ["--help"], ["env", "--json"]])
+def test_a_reader_that_goes_away_is_no_traceback(args):
+    read, write = os.pipe()
+    os.close(read)  # nobody will ever read
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "jaxspec", *args],
+            cwd=ROOT,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert process.stderr == ""
+    assert process.returncode != 0
