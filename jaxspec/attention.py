@@ -1,8 +1,9 @@
 """Attention of a window over a row's live KV blocks, with an online softmax.
 
 Only blocks that hold slots some query can see are read, so a step costs what is live, not what is
-allocated; wholly masked blocks change no bit of a row's result, so neighbours of other lengths do not
-matter either. Backends share the signature of `block_attention` and are injected into the decoder.
+allocated; wholly masked blocks change no bit of a row's result, so neighbours of other lengths do
+not matter either. Backends share the signature of `block_attention` and are injected into the
+decoder.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def block_attention(
         k, v = read(block_index, slots)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = slots < row_end[:, None]
-        live = is_live[:, :, None, None] if window.paths is None else is_live[:, None, :, None, None]
+        live = (
+            is_live[:, :, None, None] if window.paths is None else is_live[:, None, :, None, None]
+        )
         v = jnp.where(live, v, jnp.zeros((), dtype))
         visible = slots <= positions[:, :, None]
         if sliding_window is not None:

@@ -1,16 +1,18 @@
 """Paged KV cache: allocate, write, read a block, move an accepted path.
 
-KV lives in pages, per layer `[P, block, K * H]`, and a table `[rows, S / block]` of page numbers says
-which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is not the
-cache's business: the decode state holds one integer per row, and slots beyond it are garbage. So
-rolling back lowers an integer, reusing a seat is free, and nothing is ever copied or zeroed:
+KV lives in pages, per layer `[P, block, K * H]`, and a table `[rows, S / block]` of page numbers
+says which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is
+not the cache's business: the decode state holds one integer per row, and slots beyond it are
+garbage. So rolling back lowers an integer, reusing a seat is free, and nothing is ever copied or
+zeroed:
 
     row 0, 3 committed, window of 3:   a b c . . .   ->  write at slots 2, 3, 4 (c and two drafts)
     row 1, 5 committed, window of 3:   a b c d e .   ->  write at slots 4, 5, 6
 
-Only this module knows how KV is stored. Heads and their components are one axis, because XLA gives an
-axis of one KV head another layout in the loop than outside it, and copies the whole cache for it. bf16 is stored as uint16 and bitcast after a
-block is read: XLA:CPU otherwise converts the whole cache to fp32 in every round.
+Only this module knows how KV is stored. Heads and their components are one axis, because XLA gives
+an axis of one KV head another layout in the loop than outside it, and copies the whole cache for
+it. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU otherwise converts the whole
+cache to fp32 in every round.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from jax import lax
 BLOCK = 128  # slots of a page; attention reads KV block by block
 
 
-@struct.dataclass(frozen=True)
-class LayerCache:
+class LayerCache(struct.PyTreeNode):
     """KV of one layer, opaque outside this module: k and v `[P, block, K * H]` in storage dtype."""
 
     k: jax.Array
@@ -37,8 +38,7 @@ class LayerCache:
         return self.k.shape[1]
 
 
-@struct.dataclass(frozen=True)
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Per-layer pages and the table that assigns them to rows.
 
     Attributes:
@@ -141,7 +141,9 @@ def read_block(
 def read_slots(
     layer: LayerCache, table: jax.Array, slots: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, ..., K, H]` at `slots` `[B, ...]`; slots outside `[0, S)` read some valid slot."""
+    """k and v `[B, ..., K, H]` at `slots` `[B, ...]`; slots outside `[0, S)` read some valid
+    slot.
+    """
     num_pages, block, size = layer.k.shape
     inside = jnp.clip(slots, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
     index = _flat_index(table, inside, num_pages * block, block)

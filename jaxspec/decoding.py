@@ -2,16 +2,16 @@
 
     propose -> score -> verify -> commit
 
-One `lax.while_loop` runs rounds until every row has ended; nothing leaves the device in between. Rows
-accept different numbers of tokens, so each stands at an offset of its own, `num_committed`: two rows,
-window of four (`r` the newest committed token, `d` drafts), before a round and after it:
+One `lax.while_loop` runs rounds until every row has ended; nothing leaves the device in between.
+Rows accept different numbers of tokens, so each stands at an offset of its own, `num_committed`:
+two rows, window of four (`r` the newest committed token, `d` drafts), before a round and after it:
 
     row 0   a b r|d d d .        accepts 2    a b r d d n|. .
     row 1   a b c d e r|d d d    accepts 0    a b c d e r n|. .
 
-Plain decoding is the same program with `draft_limit` 0: every node invalid. The scores of the newest
-committed token do not depend on what follows it in the window, so speculative output equals plain
-output bit for bit.
+Plain decoding is the same program with `draft_limit` 0: every node invalid. The scores of the
+newest committed token do not depend on what follows it in the window, so speculative output equals
+plain output bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from jaxspec.cache import commit_path
@@ -133,9 +134,7 @@ class SpeculativeLoop:
         return state.replace(drafter=drafter_state)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
+class Seat(struct.PyTreeNode, kw_only=True):
     """A request as it enters the batch.
 
     Attributes:
@@ -147,12 +146,12 @@ class Seat:
       stop_tokens: `[num_stop]` int32, padded with -1.
     """
 
-    tokens: jax.Array
-    length: jax.Array
-    limit: jax.Array
-    limit_finish: jax.Array
-    draft_limit: jax.Array
-    stop_tokens: jax.Array
+    tokens: jax.typing.ArrayLike
+    length: jax.typing.ArrayLike
+    limit: jax.typing.ArrayLike
+    limit_finish: jax.typing.ArrayLike
+    draft_limit: jax.typing.ArrayLike
+    stop_tokens: jax.typing.ArrayLike
 
 
 def empty_state(
@@ -188,10 +187,14 @@ def empty_state(
 
 
 def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
-    """State with a request in seat `row`. KV of the seat's predecessor stays where it is: garbage."""
+    """State with a request in seat `row`. KV of the seat's predecessor stays where it is:
+    garbage.
+    """
     return state.replace(
         num_committed=state.num_committed.at[row].set(seat.length),
-        finish=state.finish.at[row].set(jnp.where(seat.length < seat.limit, 0, seat.limit_finish)),
+        finish=state.finish.at[row].set(
+            jnp.where(jnp.less(seat.length, seat.limit), 0, seat.limit_finish)
+        ),
         limit=state.limit.at[row].set(seat.limit),
         limit_finish=state.limit_finish.at[row].set(seat.limit_finish),
         draft_limit=state.draft_limit.at[row].set(seat.draft_limit),
@@ -204,8 +207,8 @@ def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
 
 
 def rows_of(state: DecodeState) -> Rows:
-    """What drafters see. A round emits one token beyond its draft, so the last token a row may still
-    emit is never drafted."""
+    """What drafters see. A round emits one token beyond its draft, so the last token a row may
+    still emit is never drafted."""
     room = state.limit - state.num_committed - 1
     wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room), 0)
     return Rows(tokens=state.tokens, num_committed=state.num_committed, draft_limit=wanted)
@@ -217,8 +220,8 @@ def newest_token(state: DecodeState) -> jax.Array:
 
 
 def window_tokens(state: DecodeState, draft: Draft) -> jax.Array:
-    """`[B, T]` int32: the newest token, then the nodes. Invalid nodes repeat the newest token, which
-    any model can embed; they are scored, and nothing reads the scores."""
+    """`[B, T]` int32: the newest token, then the nodes. Invalid nodes repeat the newest token,
+    which any model can embed; they are scored, and nothing reads the scores."""
     root = newest_token(state)
     is_valid = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32) < draft.num_valid[:, None]
     return jnp.concatenate([root, jnp.where(is_valid, draft.tokens, root)], axis=1)
@@ -228,9 +231,9 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     """Where the newest token and the draft's nodes stand.
 
     Entry i is stored at slot `start + i` and stands at position `start + depth`. All T entries of a
-    running row are written, valid or not, so no live block holds a slot of unknown content. Rows that
-    have ended write nothing, and stand where the foremost running row does, so that they neither
-    lengthen nor widen the range of blocks that attention reads.
+    running row are written, valid or not, so no live block holds a slot of unknown content. Rows
+    that have ended write nothing, and stand where the foremost running row does, so that they
+    neither lengthen nor widen the range of blocks that attention reads.
     """
     num_rows, num_nodes = draft.tokens.shape
     is_running = state.is_running
@@ -257,7 +260,8 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
 def commit(
     state: DecodeState, draft: Draft, verdict: Verdict, *, is_finite: jax.Array
 ) -> DecodeState:
-    """State with the accepted tokens and the target's next one, cut at a stop token or at the limit.
+    """State with the accepted tokens and the target's next one, cut at a stop token or at the
+    limit.
 
     Args:
       is_finite: `[B]` bool, whether the target's scores were numbers; a row where they are not ends
@@ -281,9 +285,9 @@ def commit(
     at_limit = jnp.where(num_committed >= state.limit, state.limit_finish, Finish.RUNNING)
     finish = jnp.where(first_stop < num_emitted, Finish.STOP_TOKEN, at_limit)
     finish = jnp.where(is_finite, finish, Finish.NON_FINITE)
-    stopped_by = jnp.take_along_axis(
-        emitted, jnp.minimum(first_stop, num_nodes)[:, None], axis=1
-    )[:, 0]
+    stopped_by = jnp.take_along_axis(emitted, jnp.minimum(first_stop, num_nodes)[:, None], axis=1)[
+        :, 0
+    ]
 
     drafted_all = jnp.where(verdict.num_accepted < draft.num_valid, Origin.CORRECTED, Origin.BONUS)
     last_origin = jnp.where(draft.num_valid > 0, drafted_all, Origin.PLAIN)[:, None]

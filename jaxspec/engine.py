@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import cache as kv
@@ -133,9 +132,7 @@ class Engine:
                 "capacity or narrow the window."
             )
         if drafter is None:
-            self._loop = PlainLoop(
-                target=target, shape=self.shape, num_stop_tokens=MAX_STOP_TOKENS
-            )
+            self._loop = PlainLoop(target=target, shape=self.shape, num_stop_tokens=MAX_STOP_TOKENS)
         else:
             self._loop = SpeculativeLoop(
                 target=target,
@@ -219,56 +216,78 @@ class Engine:
             draft_length = 0
         else:
             check_draft_length(draft_length, self.shape.window)
-        num_finished = num_emitted = num_rounds = 0
+        for request in requests:
+            self._stop_tokens(request)
+        done: list[Completion] = []
         for first in range(0, len(requests), self.shape.seats):
             batch = requests[first : first + self.shape.seats]
-            for row in range(self.shape.seats):
-                self._seat(row, batch[row] if row < len(batch) else None, draft_length)
-            is_running = True
-            while is_running:
-                self._state = self._run(self._params, self._state, np.int32(self.rounds_per_sync))
-                seen = jax.device_get(
-                    {
-                        "finish": self._state.finish,
-                        "num_committed": self._state.num_committed,
-                        "num_rounds": self._state.counts.num_rounds,
-                    }
-                )
-                is_running = bool(np.any(seen["finish"] == Finish.RUNNING))
-                if on_progress is not None:
-                    lengths = [len(request.prompt_token_ids) for request in batch]
-                    emitted = seen["num_committed"][: len(batch)] - np.asarray(lengths)
-                    ended = np.sum(seen["finish"][: len(batch)] != Finish.RUNNING)
-                    on_progress(
-                        Progress(
-                            num_requests=len(requests),
-                            num_finished=num_finished + int(ended),
-                            num_emitted_tokens=num_emitted + int(np.sum(emitted)),
-                            num_rounds=num_rounds + int(np.max(seen["num_rounds"])),
-                        )
+            try:
+                for row in range(self.shape.seats):
+                    self._seat(row, batch[row] if row < len(batch) else None, draft_length)
+                is_running = True
+                while is_running:
+                    self._state = self._run(
+                        self._params, self.state, np.int32(self.rounds_per_sync)
                     )
-            completions = self._harvest(batch)
-            num_finished += len(batch)
-            num_emitted += sum(len(completion.token_ids) for completion in completions)
-            num_rounds += max(completion.acceptance.num_rounds for completion in completions)
+                    finish = np.asarray(self.state.finish)
+                    is_running = bool(np.any(finish == Finish.RUNNING))
+                    if on_progress is not None:
+                        on_progress(self._progress(len(requests), done, batch))
+                completions = self._harvest(batch)
+            except BaseException:
+                self._state = None  # it may have been donated to a call that did not return
+                raise
+            done.extend(completions)
             yield from completions
+
+    @property
+    def state(self) -> DecodeState:
+        """The decode state on the device; every seat is empty before the first call."""
+        state = self._init() if self._state is None else self._state
+        self._state = state
+        return state
+
+    def _progress(
+        self, num_requests: int, done: Sequence[Completion], batch: Sequence[Request]
+    ) -> Progress:
+        """Where a call stands: finished batches, and the running one."""
+        rows = slice(len(batch))
+        finish, num_committed, num_rounds = jax.device_get(
+            (self.state.finish, self.state.num_committed, self.state.counts.num_rounds)
+        )
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in batch)
+        rounds_done = [
+            max(completion.acceptance.num_rounds for completion in done[i : i + self.shape.seats])
+            for i in range(0, len(done), self.shape.seats)
+        ]
+        return Progress(
+            num_requests=num_requests,
+            num_finished=len(done) + int(np.sum(finish[rows] != Finish.RUNNING)),
+            num_emitted_tokens=sum(len(completion.token_ids) for completion in done)
+            + int(np.sum(num_committed[rows]))
+            - num_prompt_tokens,
+            num_rounds=sum(rounds_done) + int(np.max(num_rounds[rows])),
+        )
+
+    def _stop_tokens(self, request: Request) -> tuple[int, ...]:
+        """Every token that ends the request's output; refuses more than the loop has room for."""
+        stops = request.params.stop_tokens(self.target)
+        if len(stops) > MAX_STOP_TOKENS:
+            raise SettingError(
+                f"Request {request.request_id} has {len(stops)} stop tokens (with the model's "
+                f"EOS tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
+            )
+        return stops
 
     def _seat(self, row: int, request: Request | None, draft_length: int) -> None:
         """Puts a request into a seat and reads its prompt, or empties the seat."""
-        if self._state is None:
-            self._state = self._init()
         prompt = request.prompt_token_ids if request else (0,)
         tokens = np.zeros((self.shape.capacity,), np.int32)
         tokens[: len(prompt)] = prompt
         stop_tokens = np.full((MAX_STOP_TOKENS,), -1, np.int32)
         limit, limit_finish = 0, Finish.EMPTY_SEAT
         if request:
-            stops = request.params.stop_tokens(self.target)
-            if len(stops) > MAX_STOP_TOKENS:
-                raise SettingError(
-                    f"Request {request.request_id} has {len(stops)} stop tokens (with the model's "
-                    f"EOS tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
-                )
+            stops = self._stop_tokens(request)
             stop_tokens[: len(stops)] = stops
             wanted = len(prompt) + request.params.max_tokens
             largest = self.longest_prompt + 1
@@ -282,17 +301,13 @@ class Engine:
             draft_limit=np.int32(draft_length),
             stop_tokens=stop_tokens,
         )
-        self._state = self._admit(self._params, self._state, np.int32(row), seat)
+        self._state = self._admit(self._params, self.state, np.int32(row), seat)
         for start in range(0, len(prompt) - 1, self.shape.prefill_chunk):
-            self._state = self._prefill(
-                self._params, self._state, np.int32(row), np.int32(start)
-            )
+            self._state = self._prefill(self._params, self.state, np.int32(row), np.int32(start))
 
     def _harvest(self, batch: Sequence[Request]) -> list[Completion]:
         """Completions of a batch that has ended."""
-        state = jax.device_get(
-            self._state.replace(cache=(), drafter=())
-        )
+        state = jax.device_get(self.state.replace(cache=(), drafter=()))
         completions = []
         for row, request in enumerate(batch):
             first, last = len(request.prompt_token_ids), int(state.num_committed[row])

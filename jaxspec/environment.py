@@ -67,7 +67,10 @@ def commit() -> str | None:
         return None
     try:
         head = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.strip()
         changed = subprocess.run(
             ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],

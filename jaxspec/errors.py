@@ -1,7 +1,8 @@
 """Errors that a user can cause.
 
 Every message is one sentence that says what was given, what was expected, and what to do. They are
-raised before anything is traced; inside a compiled loop outcomes are codes instead (`types.Finish`).
+raised before anything is traced; inside a compiled loop outcomes are codes instead
+(`types.Finish`).
 """
 
 

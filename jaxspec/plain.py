@@ -1,8 +1,8 @@
 """Plain decoding, one token per step: the baseline of every speed-up, and an independent witness.
 
 It shares the model, prefill and the state record with `decoding`, but no code of the round: nothing
-here knows of drafts, windows or verdicts. Its bits differ from a wider window's (another matrix shape
-sums in another order), so its output equals theirs except at ties within rounding.
+here knows of drafts, windows or verdicts. Its bits differ from a wider window's (another matrix
+shape sums in another order), so its output equals theirs except at ties within rounding.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ class PlainLoop:
                     jnp.int8(Origin.PLAIN), mode="drop", unique_indices=True
                 ),
                 stop_token=jnp.where(stops, token, state.stop_token),
-                counts=state.counts.replace(num_rounds=state.counts.num_rounds + emits.astype(jnp.int32)),
+                counts=state.counts.replace(
+                    num_rounds=state.counts.num_rounds + emits.astype(jnp.int32)
+                ),
             )
             return index + 1, state
 

@@ -143,7 +143,10 @@ class Acceptance:
 
     def to_json(self) -> dict:
         """Counts, and the figures derived from them."""
-        return dataclasses.asdict(self) | {
+        counts = dataclasses.asdict(self)
+        per_position = ("num_drafts_per_pos", "num_accepted_tokens_per_pos")
+        return counts | {
+            **{name: list(counts[name]) for name in per_position},
             "emitted_per_round": self.emitted_per_round,
             "per_position_acceptance": list(self.per_position),
         }

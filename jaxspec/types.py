@@ -44,15 +44,14 @@ class Finish(enum.IntEnum):
     EMPTY_SEAT = 5
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class Window:
+class Window(struct.PyTreeNode, kw_only=True):
     """The T tokens that one model call processes for each row, and where they stand.
 
     Index 0 is the newest committed token (its KV is not in the cache yet), the others are draft
-    nodes or prompt tokens. A query at position i sees the slots below `i + 1`: slot i of a row holds
-    position i, so a chain needs no other mask. For a tree, `paths` says which window entry stands at
-    each virtual slot `start + depth` for each query: that is the canonical order which makes a node
-    see exactly the KV, in exactly the order, that plain decoding would show it.
+    nodes or prompt tokens. A query at position i sees the slots below `i + 1`: slot i of a row
+    holds position i, so a chain needs no other mask. For a tree, `paths` says which window entry
+    stands at each virtual slot `start + depth` for each query: that is the canonical order which
+    makes a node see exactly the KV, in exactly the order, that plain decoding would show it.
 
     Attributes:
       start: `[B]` int32, slots below it hold committed context.
@@ -70,14 +69,13 @@ class Window:
     paths: jax.Array | None = None
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class Draft:
+class Draft(struct.PyTreeNode, kw_only=True):
     """A tree of proposed tokens per row; a chain is the tree `parents[b, n] == n - 1`.
 
     Attributes:
       tokens: `[B, N]` int32.
-      parents: `[B, N]` int32, index of each node's parent, parents before children; -1 is the newest
-        committed token.
+      parents: `[B, N]` int32, index of each node's parent, parents before children; -1 is the
+        newest committed token.
       num_valid: `[B]` int32, the first `num_valid[b]` nodes are proposals, the rest padding.
       q: `[B, N, V]` fp32, the law each token was drawn from, or None if the draft is deterministic.
     """
@@ -88,8 +86,7 @@ class Draft:
     q: jax.Array | None = None
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(struct.PyTreeNode, kw_only=True):
     """What the target made of a draft.
 
     Attributes:
@@ -103,8 +100,7 @@ class Verdict:
     next_token: jax.Array
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class AcceptanceCounts:
+class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     """Running totals per row, all int32. `accepted_at` is cumulative acceptance by position.
 
     Attributes:
@@ -124,12 +120,11 @@ class AcceptanceCounts:
     accepted_at: jax.Array
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class DecodeState:
+class DecodeState(struct.PyTreeNode, kw_only=True):
     """Everything a decode loop carries from round to round.
 
-    `num_committed` is the one truth about a row: tokens below it are final, the target's KV is valid
-    for one less, and all that lies beyond is garbage which nothing reads as a value.
+    `num_committed` is the one truth about a row: tokens below it are final, the target's KV is
+    valid for one less, and all that lies beyond is garbage which nothing reads as a value.
     """
 
     # evolving

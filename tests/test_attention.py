@@ -132,13 +132,17 @@ def test_a_tree_node_sees_its_ancestors_as_if_they_were_committed():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_near_full(dtype):
-    queries, layer, table, window, k, v = setup([50, 260], 3)
+    queries, _, _, window, k, v = setup([50, 260], 3)
     half = kv.init_cache(
         num_layers=1, num_rows=2, capacity=512, num_kv_heads=HEADS, head_size=SIZE, dtype=dtype
     )
     every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (2, 512))
     layer = kv.write(
-        half.layers[0], half.table, jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype), every
+        half.layers[0],
+        half.table,
+        jnp.asarray(k).astype(dtype),
+        jnp.asarray(v).astype(dtype),
+        every,
     )
     got = run(queries.astype(dtype), layer, half.table, window, dtype=dtype)
     assert got.dtype == dtype

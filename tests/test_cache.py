@@ -82,9 +82,7 @@ def test_an_accepted_path_moves_into_consecutive_slots():
     slots = jnp.asarray([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]], jnp.int32)
     layer = kv.write(cache.layers[0], cache.table, *values(slots), slots)
     path = jnp.asarray([[1, 3, -1, -1], [0, 1, 2, -1]], jnp.int32)
-    moved = kv.commit_path(
-        cache.replace(layers=(layer,)), jnp.asarray([10, 20], jnp.int32), path
-    )
+    moved = kv.commit_path(cache.replace(layers=(layer,)), jnp.asarray([10, 20], jnp.int32), path)
     stored = read_all(moved)
     assert stored[0, 10:13].tolist() == [11, 13, 15]  # root, node 1 (slot 12), node 3 (slot 14)
     assert stored[1, 20:25].tolist() == [121, 122, 123, 124, 125]  # a chain does not move

@@ -54,8 +54,8 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(dtype):
             figures.append(memory.temp_size_in_bytes)
     small, large = figures[:3], figures[3:]
     for before, after, engine in zip(small, large, ("plain", "draft model", "ngram"), strict=True):
-        # Token buffers (one int32 row per seat, and what n-gram lookup compares) grow; no cache does:
-        # it grew by megabytes.
+        # Token buffers (one int32 row per seat, and what n-gram lookup compares) grow; no cache
+        # does: it grew by megabytes.
         allowed = 4 * 4096 * 4 * (12 if engine == "ngram" else 1)
         assert after - before <= allowed, (engine, before, after)
 
@@ -75,7 +75,9 @@ def test_no_instruction_copies_or_converts_a_whole_cache(dtype):
         for shape in set(caches):
             pages, block, size = shape.split(",")
             flat = f"{int(pages) * int(block)},{size}"
-            pattern = rf"= (?:f32|bf16|u16)\[(?:{shape}|{flat})\]\S* (copy|convert|transpose|gather)\("
+            pattern = (
+                rf"= (?:f32|bf16|u16)\[(?:{shape}|{flat})\]\S* (copy|convert|transpose|gather)\("
+            )
             found = re.findall(pattern, text)
             assert not found, (engine.describe()["drafter"], stored, found)
 

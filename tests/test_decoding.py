@@ -116,9 +116,7 @@ def test_no_acceptance_emits_one_token_per_round(engines, target):
 def test_rounds_equal_what_the_oracles_coin_implies(engines, target, draft_length, acceptance):
     prompts, truth, _, _ = engines
     oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=acceptance, seed=5)
-    engine = Engine(
-        target, oracle, draft_length=draft_length, window=WINDOW, seats=2, capacity=256
-    )
+    engine = Engine(target, oracle, draft_length=draft_length, window=WINDOW, seats=2, capacity=256)
     completions = engine.generate(prompts, SamplingParams(max_tokens=60))
     for index, completion in enumerate(completions):
         # The same coin, tossed by hand: right tokens until the first wrong one, plus one.
@@ -130,7 +128,7 @@ def test_rounds_equal_what_the_oracles_coin_implies(engines, target, draft_lengt
                 float(jax.random.uniform(jax.random.fold_in(key, length + i))) < acceptance
                 for i in range(drafted)
             ]
-            length += (right + [False]).index(False) + 1
+            length += ([*right, False]).index(False) + 1
             rounds += 1
         assert completion.acceptance.num_rounds == rounds
         assert completion.token_ids == truth[index].token_ids
@@ -164,9 +162,9 @@ def test_a_seat_is_reused_after_a_longer_predecessor_whose_kv_was_nan(target, en
     oracle.generate(toy.prompts((200, 190), seed=4), SamplingParams(max_tokens=20))
     state = oracle._state
     poisoned = jax.tree.map(
-        lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype)
-        if leaf.dtype == jnp.float32
-        else leaf,
+        lambda leaf: (
+            jnp.full(leaf.shape, jnp.nan, leaf.dtype) if leaf.dtype == jnp.float32 else leaf
+        ),
         state.cache,
     )
     oracle._state = state.replace(cache=poisoned)

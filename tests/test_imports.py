@@ -69,7 +69,9 @@ def test_imports_run_downward(room, path):
 
 
 def test_the_check_sees_an_arrow_upward():
-    bad = ast.parse("from jaxspec import engine\nfrom jaxspec.models import decoder\nimport convert")
+    bad = ast.parse(
+        "from jaxspec import engine\nfrom jaxspec.models import decoder\nimport convert"
+    )
     assert list(violations("cache", bad)) == [
         "cache imports engine",
         "cache imports models",

@@ -30,7 +30,9 @@ def margin_at(target, tokens) -> tuple[float, float]:
 
 
 def score_last(model, tokens, *, num_last: int) -> np.ndarray:
-    """Scores `[V]` after `tokens`; the last `num_last` of them are read in a window of their own."""
+    """Scores `[V]` after `tokens`; the last `num_last` of them are read in a window of their
+    own.
+    """
     num_last = min(num_last, len(tokens))
     cache = model.init_cache(1, len(tokens))
     first = len(tokens) - num_last

@@ -49,9 +49,7 @@ class StepCost:
         """Milliseconds per round (median of the repeats) and temporaries, by capacity."""
         model = load_model(self.model, dtype=self.dtype)
         engines = [
-            Engine(
-                model, NGram(), window=self.window, seats=self.batch_size, capacity=capacity
-            )
+            Engine(model, NGram(), window=self.window, seats=self.batch_size, capacity=capacity)
             for capacity in self.capacities
         ]
         seconds = np.zeros((self.repeats + 1, len(engines)))
@@ -92,10 +90,11 @@ class StepCost:
         return time.perf_counter() - started
 
     @staticmethod
-    def _temporaries(engine: Engine) -> int:
+    def _temporaries(engine: Engine) -> int | None:
         state = jax.eval_shape(engine._loop.init)
         compiled = engine._run.lower(engine._params, state, np.int32(1)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        return memory.temp_size_in_bytes if memory is not None else None
 
 
 if __name__ == "__main__":

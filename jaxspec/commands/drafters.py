@@ -62,6 +62,14 @@ def choose_drafter(
     return _of_factory(drafter)
 
 
+def make_drafter(
+    drafter: str | None, draft: str | None, *, target: Model, dtype: str | None
+) -> Drafter | None:
+    """The drafter for `target` that `choose_drafter` names."""
+    make = choose_drafter(drafter, draft, dtype=dtype)
+    return None if make is None else make(target)
+
+
 def _draft_model(name: str, dtype: str | None) -> MakeDrafter:
     return lambda target: DraftModel(load_model(name, dtype=dtype))
 

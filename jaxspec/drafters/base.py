@@ -1,8 +1,9 @@
 """The drafter protocol: a record of pure functions around a state of its own.
 
-A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens, and after the
-verdict it is told what became of its draft. All functions run inside the compiled loop, so they are
-traced once; `params` is handed in, never closed over, and every shape is fixed by `EngineShape`.
+A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens, and after
+the verdict it is told what became of its draft. All functions run inside the compiled loop, so they
+are traced once; `params` is handed in, never closed over, and every shape is fixed by
+`EngineShape`.
 
 To write one: a class with the attributes and methods below (a frozen dataclass will do), passed to
 `Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
@@ -44,8 +45,7 @@ class EngineShape:
         return self.window - 1
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class Rows:
+class Rows(struct.PyTreeNode, kw_only=True):
     """What a drafter may know of the batch.
 
     Attributes:
@@ -59,8 +59,7 @@ class Rows:
     draft_limit: jax.Array
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(struct.PyTreeNode, kw_only=True):
     """What a round did, handed to `Drafter.commit`.
 
     Attributes:
@@ -87,10 +86,21 @@ class Drafter(Protocol):
       is_synthetic: whether it knows the answer (an oracle); reports must say so.
     """
 
-    name: str
-    params: PyTree
-    is_chain: bool
-    is_synthetic: bool
+    @property
+    def name(self) -> str:  # noqa: D102
+        ...
+
+    @property
+    def params(self) -> PyTree:  # noqa: D102
+        ...
+
+    @property
+    def is_chain(self) -> bool:  # noqa: D102
+        ...
+
+    @property
+    def is_synthetic(self) -> bool:  # noqa: D102
+        ...
 
     def check(self, target: Model) -> None:
         """Raises `ModelError` if this drafter cannot draft for `target`."""

@@ -26,8 +26,7 @@ from jaxspec.sampling import greedy_tokens
 from jaxspec.types import Draft, PyTree, Window, chain_parents
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class DraftModelState:
+class DraftModelState(struct.PyTreeNode, kw_only=True):
     """The draft model's cache and how far it is valid.
 
     Attributes:
@@ -122,12 +121,15 @@ class DraftModel:
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         is_drafting = num_valid > 0
         num_steps = jnp.max(num_valid)
-        # A row that drafts nothing writes nothing, and stands where it cannot lengthen the attention.
+        # A row that drafts nothing writes nothing, and stands where it cannot lengthen the
+        # attention.
         newest = rows.num_committed - 1
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
         def step(tokens, first_position, cache):
-            """Token after the last of `tokens` `[B, t]`, which stand at `first_position` onwards."""
+            """Token after the last of `tokens` `[B, t]`, which stand at `first_position`
+            onwards.
+            """
             positions = first_position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
             window = Window(
                 start=jnp.maximum(first_position, 0),

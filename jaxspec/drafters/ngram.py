@@ -41,8 +41,8 @@ class NGram(StatelessDrafter):
         """A chain per row; none where nothing matches."""
         tokens, length = rows.tokens, rows.num_committed[:, None]
         slot = jnp.arange(shape.capacity, dtype=jnp.int32)[None]
-        # matched[b, j]: tokens that agree going backwards from slot j - 1 and from the row's end, so
-        # that slot j holds a continuation. Slots wrap around, hence the test against `size`.
+        # matched[b, j]: tokens that agree going backwards from slot j - 1 and from the row's end,
+        # so that slot j holds a continuation. Slots wrap around, hence the test against `size`.
         still = (slot >= 1) & (slot < length)
         matched = jnp.zeros(tokens.shape, jnp.int32)
         for size in range(1, self.prompt_lookup_max + 1):
@@ -56,9 +56,7 @@ class NGram(StatelessDrafter):
         drafted = jnp.take_along_axis(
             tokens, jnp.minimum(source[:, None] + node, shape.capacity - 1), axis=1
         )
-        available = jnp.where(
-            size >= self.prompt_lookup_min, rows.num_committed - source, 0
-        )
+        available = jnp.where(size >= self.prompt_lookup_min, rows.num_committed - source, 0)
         limit = jnp.minimum(rows.draft_limit, shape.num_nodes)
         draft = Draft(
             tokens=drafted,

@@ -1,7 +1,7 @@
 """An oracle: proposes each row's recorded true continuation, right with a chosen probability.
 
-For tests, and for measuring speed at a chosen acceptance without trained weights. It is synthetic and
-every report says so.
+For tests, and for measuring speed at a chosen acceptance without trained weights. It is synthetic
+and every report says so.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Oracle:
       acceptance: probability that a proposed token is the true one, drawn once per sequence and
         position; a wrong token is the true one's successor in the vocabulary.
       seed: of those draws.
-      cost_of: a drafter that is run in every round and whose drafts are thrown away, so that a round
-        costs what a real one does.
+      cost_of: a drafter that is run in every round and whose drafts are thrown away, so that a
+        round costs what a real one does.
     """
 
     sequences: Sequence[Sequence[int]]

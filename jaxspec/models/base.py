@@ -1,8 +1,9 @@
 """What the decode loop needs of a model, and the package's own model record.
 
-`Model` is a Protocol: anything that is a function of parameters, tokens, a window and our cache plugs
-in (an NNX or Linen module, a hand-written decoder). A cache with one scalar cursor for the whole batch
-cannot be used: rows of a speculative batch stand at different offsets after the first round.
+`Model` is a Protocol: anything that is a function of parameters, tokens, a window and our cache
+plugs in (an NNX or Linen module, a hand-written decoder). A cache with one scalar cursor for the
+whole batch cannot be used: rows of a speculative batch stand at different offsets after the first
+round.
 """
 
 from __future__ import annotations
@@ -33,11 +34,25 @@ class Model(Protocol):
       tokenizer: a `TextTokenizer`, or None if prompts come as token ids only.
     """
 
-    name: str
-    params: PyTree
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tokenizer: TextTokenizer | None
+    @property
+    def name(self) -> str:  # noqa: D102
+        ...
+
+    @property
+    def params(self) -> PyTree:  # noqa: D102
+        ...
+
+    @property
+    def vocab_size(self) -> int:  # noqa: D102
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:  # noqa: D102
+        ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:  # noqa: D102
+        ...
 
     def init_cache(self, num_rows: int, capacity: int) -> kv.KVCache:
         """A cache of `num_rows` rows of `capacity` slots."""
@@ -46,7 +61,8 @@ class Model(Protocol):
     def forward(
         self, params: PyTree, tokens: jax.Array, window: Window, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        """Hidden states `[B, T, E]` of `tokens` `[B, T]`; writes the window's KV before it reads."""
+        """Hidden states `[B, T, E]` of `tokens` `[B, T]`; writes the window's KV before it
+        reads."""
         ...
 
     def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
@@ -58,8 +74,8 @@ class TextTokenizer:
     """A Hugging Face tokenizer with its special prefix written down.
 
     Versions of `transformers` disagree on when BOS (or GLM's `[gMASK]<sop>`) is prepended, so a
-    converted checkpoint stores the prefix as ids and text is encoded without special tokens. A prompt
-    that already starts with the prefix does not get it twice.
+    converted checkpoint stores the prefix as ids and text is encoded without special tokens. A
+    prompt that already starts with the prefix does not get it twice.
     """
 
     def __init__(self, tokenizer: Any, prefix_token_ids: tuple[int, ...]):
@@ -127,8 +143,9 @@ class TextTokenizer:
             shown = shown if is_open else text
             if not is_open and end - start >= 8:
                 # Decode on from a few tokens back: some tokenizers drop a leading space.
-                start, shown = end - 1, self.hf.decode(
-                    ids[end - 1 : end], clean_up_tokenization_spaces=False
+                start, shown = (
+                    end - 1,
+                    self.hf.decode(ids[end - 1 : end], clean_up_tokenization_spaces=False),
                 )
         return pieces
 
@@ -147,7 +164,8 @@ class LanguageModel:
       params: parameters in the compute dtype, which is also the KV cache's.
       eos_token_ids: from the checkpoint's generation config.
       tokenizer: None for random presets.
-      generation_config: the checkpoint's generation defaults, as read; nothing applies them silently.
+      generation_config: the checkpoint's generation defaults, as read; nothing applies them
+        silently.
     """
 
     name: str

@@ -129,8 +129,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.num_query_heads % self.num_kv_heads:
             raise ModelError(
-                f"The model has {self.num_query_heads} query heads and {self.num_kv_heads} KV heads; "
-                "the second must divide the first, so check its configuration."
+                f"The model has {self.num_query_heads} query heads and {self.num_kv_heads} KV "
+                "heads; the second must divide the first, so check its configuration."
             )
         if self.rope.rotary_size % 2 or self.rope.rotary_size > self.head_size:
             raise ModelError(

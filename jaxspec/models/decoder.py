@@ -1,8 +1,9 @@
 """The one decoder, in parts: embed, a range of layers, head.
 
-Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; the head
-`[E, V]` may be absent where it is tied to the embedding. Layers are unrolled and their parameters and
-caches kept apart: scanning over stacked ones copies the cache and slices every weight in each round.
+Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; the
+head `[E, V]` may be absent where it is tied to the embedding. Layers are unrolled and their
+parameters and caches kept apart: scanning over stacked ones copies the cache and slices every
+weight in each round.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def init_params(
     The draws of one layer are compiled once for all layers, and land where they belong.
 
     Args:
-      sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the parameters.
+      sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
+        parameters.
     """
     shapes = param_shapes(config)
     outer = {name: shape for name, shape in shapes.items() if name != "layers"}
@@ -109,7 +111,9 @@ def _init_leaves(config: ModelConfig, shapes, key: jax.Array, dtype, stddev: flo
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Hidden states `[B, T, E]` of `tokens` `[B, T]`; ids outside the vocabulary are clipped into it."""
+    """Hidden states `[B, T, E]` of `tokens` `[B, T]`; ids outside the vocabulary are clipped into
+    it.
+    """
     return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
 
 
@@ -172,7 +176,9 @@ def forward(
     *,
     attention: Attention = block_attention,
 ) -> tuple[jax.Array, kv.KVCache]:
-    """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache that holds them."""
+    """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache that holds
+    them.
+    """
     hidden = embed(params, tokens)
     return run_layers(config, params, hidden, window, cache, attention=attention)
 
@@ -182,7 +188,8 @@ def training_logits(
 ) -> jax.Array:
     """Logits `[B, T, V]` fp32 of packed sequences: causal within segments `[B, T]`, nothing cached.
 
-    Rotary angles depend on differences of positions only, so a segment need not start at position 0.
+    Rotary angles depend on differences of positions only, so a segment need not start at position
+    0.
     """
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     angles = layers.rotary_angles(config.rope, index)

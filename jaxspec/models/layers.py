@@ -1,6 +1,7 @@
 """Building blocks of the decoder: arrays in, arrays out.
 
-Norms, rotary angles and logits are fp32 whatever the parameters' dtype, as in Hugging Face's models.
+Norms, rotary angles and logits are fp32 whatever the parameters' dtype, as in Hugging Face's
+models.
 """
 
 from __future__ import annotations

@@ -176,8 +176,7 @@ def end_of_text_id(tokenizer: tokenizers.Tokenizer) -> int:
     return token_id
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(struct.PyTreeNode, kw_only=True):
     """A packed batch, all `[B, T]`.
 
     Attributes:

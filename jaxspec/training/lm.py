@@ -157,8 +157,7 @@ class TrainConfig:
         )
 
 
-@struct.dataclass(frozen=True, kw_only=True)
-class TrainState:
+class TrainState(struct.PyTreeNode, kw_only=True):
     """What a training step carries: parameters and the optimizer's moments, fp32."""
 
     params: PyTree

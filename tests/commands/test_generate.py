@@ -17,7 +17,7 @@ import tiny
 from jaxspec import NGram
 from jaxspec.cli import main
 from jaxspec.commands import generate
-from jaxspec.commands.drafters import choose_drafter
+from jaxspec.commands.drafters import make_drafter
 from jaxspec.types import Origin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -277,10 +277,8 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         ("jaxspec:NGram", NGram()),
         ("ngram:2-3", NGram(2, 3)),
     ):
-        make = choose_drafter(name, None, dtype=None)
-        assert make is not None
-        assert make(target) == expected
-    assert choose_drafter("none", None, dtype=None) is None
+        assert make_drafter(name, None, target=target, dtype=None) == expected
+    assert make_drafter("none", None, target=target, dtype=None) is None
     for name, message in (
         ("my_drafters:nothing", "lacks parts of the Drafter protocol"),
         ("my_drafters:two", "needs 2 arguments"),

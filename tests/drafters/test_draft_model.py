@@ -1,4 +1,5 @@
-"""The draft model's cache: kept between rounds, caught up, and never wrong about what it has seen."""
+"""The draft model's cache: kept between rounds, caught up, and never wrong about what it has
+seen."""
 
 import dataclasses
 

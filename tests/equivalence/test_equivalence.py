@@ -81,11 +81,18 @@ def live_kv(engine, target):
     """KV of the committed tokens of every seat, as bits."""
     state: DecodeState = engine._state
     slots = jnp.broadcast_to(
-        jnp.arange(state.cache.capacity, dtype=jnp.int32), (engine.shape.seats, state.cache.capacity)
+        jnp.arange(state.cache.capacity, dtype=jnp.int32),
+        (engine.shape.seats, state.cache.capacity),
     )
     is_live = np.arange(state.cache.capacity) < np.asarray(state.num_committed)[:, None] - 1
-    read = [kv.read_slots(layer, state.cache.table, slots, target.dtype) for layer in state.cache.layers]
-    return [np.where(is_live[..., None, None], np.asarray(x, np.float32), 0) for kv_ in read for x in kv_]
+    read = [
+        kv.read_slots(layer, state.cache.table, slots, target.dtype) for layer in state.cache.layers
+    ]
+    return [
+        np.where(is_live[..., None, None], np.asarray(x, np.float32), 0)
+        for kv_ in read
+        for x in kv_
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,7 +139,7 @@ def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
 
 
 def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
-    target, prompts, witness = setting
+    target, prompts, _ = setting
     engine = engine_for(target, toy.WrongDrafter())
     engine.generate(prompts[:4], PARAMS)
     state = engine._state.replace(finish=jnp.zeros((4,), jnp.int32))
@@ -177,7 +184,9 @@ def sabotaged_commit_one_short(state, draft, verdict, *, is_finite, real=decodin
     """Keeps the KV of one rejected draft: rolls back one token too few."""
     after = real(state, draft, verdict, is_finite=is_finite)
     rejected = verdict.num_accepted < draft.num_valid
-    return after.replace(num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32))
+    return after.replace(
+        num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32)
+    )
 
 
 def sabotaged_follow(chosen, draft, *, real=decoding.follow):

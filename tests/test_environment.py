@@ -1,0 +1,49 @@
+"""Where a figure was measured."""
+
+import hashlib
+import json
+
+import jax
+import pytest
+
+from jaxspec import environment
+
+
+@pytest.mark.parametrize(
+    ("platform", "number", "sentence"),
+    [
+        ("gpu", 4, "using 1 of 4 GPUs"),
+        ("gpu", 1, "using the only GPU device"),
+        ("tpu", 8, "using 1 of 8 TPUs"),
+        ("cpu", 1, "using the only CPU device"),
+        ("metal", 2, "using 1 of 2 metals"),
+    ],
+)
+def test_devices_sentence(platform, number, sentence):
+    found = {"platform": platform, "num_devices": number, "num_used": 1}
+    assert environment.devices_sentence(found) == sentence
+
+
+def test_provenance_is_json():
+    found = environment.provenance()
+    assert json.loads(json.dumps(found)) == found
+    assert found["devices"]["num_devices"] == len(jax.local_devices())
+    assert found["versions"]["jax"] == jax.__version__
+
+
+def test_a_missing_package_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(environment, "PACKAGES", ("no-such-package-at-all",))
+    assert environment.versions()["no-such-package-at-all"] == "not installed"
+
+
+def test_commit_of_a_checkout_and_elsewhere(monkeypatch, tmp_path):
+    (tmp_path / "jaxspec").mkdir()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "jaxspec" / "environment.py"))
+    assert environment.commit() is None
+    (tmp_path / ".git").mkdir()  # not a repository that git can read
+    assert environment.commit() is None
+
+
+def test_sha256_of(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    assert environment.sha256_of(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
