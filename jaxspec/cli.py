@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import jax
 import tyro
 from rich.console import Console
 
@@ -40,6 +41,16 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except JaxspecError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).split("\n")[0]
+        print(
+            f"error: The memory does not suffice ({reason}); lower the batch size or the capacity, "
+            "or choose a smaller model or dtype.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from jaxspec import cache as kv
 from jaxspec.decoding import Seat, SpeculativeLoop
 from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.environment import devices, devices_sentence
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.plain import PlainLoop
@@ -26,6 +28,8 @@ from jaxspec.requests import (
     make_requests,
 )
 from jaxspec.types import DecodeState, Finish
+
+_log = logging.getLogger(__name__)
 
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 
@@ -145,8 +149,15 @@ class Engine:
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
         self._run = donating(self._loop.run)
-        self._init = jax.jit(self._loop.init)
+        # Parameters on a device of their own choice put every state after the first one there too;
+        # so the first is put there as well, or `admit` and `prefill` would be compiled twice.
+        arrays = [leaf for leaf in jax.tree.leaves(self._params) if isinstance(leaf, jax.Array)]
+        homes = {device for array in arrays for device in array.devices()}
+        placed = jax.sharding.SingleDeviceSharding(*homes) if len(homes) == 1 else None
+        self._init = jax.jit(self._loop.init, out_shardings=placed)
         self._state: DecodeState | None = None
+        if jax.local_device_count() > 1:
+            _log.warning("this engine is %s", devices_sentence(devices()))
 
     @property
     def longest_prompt(self) -> int:

@@ -27,6 +27,7 @@ from jaxspec.engine import Engine, check_draft_length
 from jaxspec.environment import devices, devices_sentence, sha256_of
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
+from jaxspec.models.decoder import num_params
 from jaxspec.prompts import SAMPLE_PROMPTS, sample_prompts
 from jaxspec.requests import Acceptance, Completion, Prompt, SamplingParams, prompt_token_ids
 from jaxspec.types import Origin
@@ -290,7 +291,7 @@ def _label(engine: Engine) -> str:
 
 
 def _millions(model: LanguageModel) -> str:
-    return f"{sum(leaf.size for leaf in jax.tree.leaves(model.params)) / 1e6:.2f} M"
+    return f"{num_params(model.config) / 1e6:.2f} M"
 
 
 def _tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:

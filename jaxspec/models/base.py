@@ -134,19 +134,23 @@ class TextTokenizer:
 
         A character whose bytes are split over tokens appears with the token that completes it.
         """
-        pieces, start, shown = [], 0, ""
         ids = list(token_ids)
+
+        def text_between(start: int, end: int) -> str:
+            return self.hf.decode(ids[start:end], clean_up_tokenization_spaces=False)
+
+        pieces, start, shown, last_whole = [], 0, "", 0
         for end in range(1, len(ids) + 1):
-            text = self.hf.decode(ids[start:end], clean_up_tokenization_spaces=False)
-            is_open = text.endswith("\ufffd") and end - start < 8
-            pieces.append("" if is_open else text[len(shown) :])
-            shown = shown if is_open else text
-            if not is_open and end - start >= 8:
-                # Decode on from a few tokens back: some tokenizers drop a leading space.
-                start, shown = (
-                    end - 1,
-                    self.hf.decode(ids[end - 1 : end], clean_up_tokenization_spaces=False),
-                )
+            text = text_between(start, end)
+            # An unfinished character decodes to replacement characters at the end: wait for it.
+            known = text if end == len(ids) else text.rstrip("\ufffd")
+            pieces.append(known[len(shown) :])
+            shown = known
+            if known == text:
+                if end - start >= 8:
+                    # Decode on from a token back: some tokenizers drop a leading space.
+                    start, shown = last_whole, text_between(last_whole, end)
+                last_whole = end
         return pieces
 
     def fingerprint(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 import tiny
 
@@ -107,6 +108,30 @@ def test_a_message_of_several_lines_becomes_one(refused, monkeypatch):
 
     monkeypatch.setattr("jaxspec.cli.run_command", fail)
     assert refused("env") == "error: one two three."
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 373. GiB"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand a long table"),
+    ],
+)
+def test_memory_that_does_not_suffice(refused, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("jaxspec.cli.run_command", fail)
+    assert "lower the batch size or the capacity" in refused("env")
+
+
+def test_errors_of_the_program_itself_keep_their_traceback(cli, monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
+
+    monkeypatch.setattr("jaxspec.cli.run_command", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        cli("env")
 
 
 def test_an_interrupt_is_no_traceback(cli, monkeypatch):
