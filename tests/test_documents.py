@@ -70,5 +70,5 @@ def test_the_drafter_names_of_the_readme_are_understood():
             rope=jaxspec.RopeConfig(theta=1e4, rotary_size=8),
         )
     )
-    assert make_drafter("ngram", None, target=target, dtype=None).name == "ngram:2-4"
+    assert make_drafter("ngram", None, target=target, dtype=None).name == "ngram:1-4"
     assert make_drafter(None, None, target=target, dtype=None) is None

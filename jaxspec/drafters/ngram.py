@@ -18,11 +18,12 @@ class NGram(StatelessDrafter):
     The longest match wins, then the latest. Matching runs on the device for all rows at once.
 
     Attributes:
-      prompt_lookup_min: shortest match that is used.
+      prompt_lookup_min: shortest match that is used. One is worth it: the window is scored at its
+        full width whatever is drafted, so an unlikely draft costs nothing.
       prompt_lookup_max: longest match that is tried.
     """
 
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
 
     def __post_init__(self):

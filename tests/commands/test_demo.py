@@ -38,7 +38,7 @@ def check(document, *, max_tokens, batch_sizes, draft):
     assert len(document["inputs"]["prompts.jsonl"]) == 64
     assert {"config", "exactness", "versions", "devices", "commit", "elapsed_s"} <= document.keys()
     runs = document["runs"]
-    names = ["none", f"draft_model:{draft}", "ngram:2-4"]
+    names = ["none", f"draft_model:{draft}", "ngram:1-4"]
     assert [(run["batch_size"], run["drafter"]) for run in runs] == [
         (size, name) for size in batch_sizes for name in names
     ]
