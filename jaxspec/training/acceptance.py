@@ -57,8 +57,8 @@ def measure_acceptance(
     for start in range(0, num_rows, size):
         batch = data.pack(windows[start : start + size], end_of_text)
         sums += np.array(_sums(target[0], draft[0], target[1], draft[1], batch), np.float64)
-    sampled, greedy, num_tokens = sums
-    count = max(num_tokens, 1)
+    sampled, greedy, num_tokens = sums.tolist()
+    count = max(num_tokens, 1.0)
     return Acceptance(sampled=sampled / count, greedy=greedy / count, num_tokens=int(num_tokens))
 
 
@@ -69,4 +69,4 @@ def _sums(target_config, draft_config, target_params, draft_params, batch):
     kept = jnp.sum(jnp.minimum(jax.nn.softmax(target), jax.nn.softmax(draft)), axis=-1)
     agrees = jnp.argmax(target, axis=-1) == jnp.argmax(draft, axis=-1)
     weights = batch.weights
-    return jnp.sum(kept * weights), jnp.sum(agrees * weights), jnp.sum(weights)
+    return jnp.sum(kept * weights), jnp.sum(jnp.where(agrees, weights, 0.0)), jnp.sum(weights)

@@ -277,7 +277,8 @@ def train_step(
         return loss, {"loss": loss, "acceptance": acceptance}
 
     gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params)
-    updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer count with floats
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
     metrics["gradient_norm"] = optax.tree.norm(gradients)
     params = optax.apply_updates(state.params, updates)
     return TrainState(params=params, optimizer=moments), metrics

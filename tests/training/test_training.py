@@ -144,7 +144,8 @@ def test_bit_equality_notices_one_other_row(trained):
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_a_tenth():
     schedule = lm.learning_rate_schedule(0.5, 0.1, 100)
-    rates = np.asarray(jax.vmap(schedule)(jnp.arange(101)))
+    with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
+        rates = np.asarray(jax.vmap(schedule)(jnp.arange(101)))
     assert rates[0] == 0
     assert rates.argmax() == 10
     np.testing.assert_allclose(rates[10], 0.5, rtol=1e-6)
@@ -157,7 +158,8 @@ def test_clipping_bounds_what_the_optimizer_sees():
     optimizer = optimizer_of(clip_norm=1.0)
     params = {"w": jnp.ones((2, 2))}
     gradients = {"w": jnp.full((2, 2), 50.0)}
-    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
+        _, state = optimizer.update(gradients, optimizer.init(params), params)
     moment = next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 2))
     np.testing.assert_allclose(np.linalg.norm(moment), 0.1, rtol=1e-5)  # (1 - b1) of norm 1
 
