@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import rich.console
 import rich.progress
 import tokenizers
 from flax import serialization, struct
@@ -629,7 +630,7 @@ def _progress(config: TrainConfig, num_steps: int, first_step: int):
     )
     num_tokens, since_s = 0, time.perf_counter()
     with (
-        rich.progress.Progress(*columns) as progress,
+        rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as progress,
         (config.out / _LOG).open("a", encoding="utf-8") as log,
     ):
         task = progress.add_task("train", total=num_steps, completed=first_step, status="")
