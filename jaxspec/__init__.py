@@ -1,7 +1,11 @@
 """Batched speculative decoding for JAX whose output is provably the target model's own."""
 
 import importlib.metadata as _metadata
+import os as _os
 import warnings as _warnings
+
+# transformers is used for its tokenizers only, and would otherwise advise to install torch.
+_os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from jaxspec import types
 from jaxspec.checkpoint import load_model, save_model
