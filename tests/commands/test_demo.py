@@ -97,6 +97,7 @@ class ScriptedEngine:
     draft_length: int
     seats: int
     capacity: int
+    prefill_chunk: int
     is_wrong = False
 
     @property
@@ -105,7 +106,7 @@ class ScriptedEngine:
             seats=self.seats,
             capacity=self.capacity,
             window=self.draft_length + 1,
-            prefill_chunk=8,
+            prefill_chunk=self.prefill_chunk,
             vocab_size=tiny.VOCAB,
         )
 
