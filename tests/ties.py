@@ -20,7 +20,7 @@ def margin_at(target, tokens) -> tuple[float, float]:
     """Gap of the two highest scores after `tokens` in fp32, and the rounding noise of the dtype.
 
     The noise is the largest change of a score when the same tokens are scored again in the model's
-    own dtype, over two window widths; at fp32 it is the change between these widths.
+    own dtype, over three window widths; at fp32 it is the change between these widths.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), target.params)
     wide = score_last(dataclasses.replace(target, params=params), tokens, num_last=1)
