@@ -25,14 +25,17 @@ from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests import Acceptance, Completion, Request, SamplingParams
+from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
     "Acceptance",
+    "Block",
     "CheckpointError",
     "Completion",
+    "Coupled",
     "DraftModel",
     "Drafter",
     "Engine",
@@ -45,11 +48,14 @@ __all__ = [
     "Oracle",
     "Progress",
     "PromptError",
+    "Rejection",
     "Request",
     "RopeConfig",
     "SamplingParams",
     "SettingError",
     "StatelessDrafter",
+    "Typical",
+    "Verifier",
     "load_model",
     "random_model",
     "save_model",

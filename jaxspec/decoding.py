@@ -11,7 +11,7 @@ two rows, window of four (`r` the newest committed token, `d` drafts), before a 
 
 Plain decoding is the same program with `draft_limit` 0: every node invalid. The scores of the
 newest committed token do not depend on what follows it in the window, so speculative output equals
-plain output bit for bit.
+plain output bit for bit, with the verifiers that draw the target's own tokens (`coupled`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec import sampling
 from jaxspec.cache import commit_path
-from jaxspec.drafters.base import Drafter, EngineShape, Outcome, Rows
+from jaxspec.drafters.base import Drafter, EngineShape, Outcome
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
-from jaxspec.sampling import greedy_tokens
 from jaxspec.types import (
     AcceptanceCounts,
     DecodeState,
     Draft,
     Finish,
+    Logprobs,
     Origin,
+    Prefix,
     PyTree,
+    Rows,
+    RowSampling,
     Verdict,
     Window,
 )
-from jaxspec.verifiers.coupled import follow
+from jaxspec.verifiers.base import Verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,8 +54,10 @@ class SpeculativeLoop:
 
     target: Model
     drafter: Drafter
+    verifier: Verifier
     shape: EngineShape
     num_stop_tokens: int
+    logprobs: LogprobsConfig | None = None
 
     @property
     def params(self) -> PyTree:
@@ -63,6 +69,7 @@ class SpeculativeLoop:
         return empty_state(
             self.shape,
             num_stop_tokens=self.num_stop_tokens,
+            logprobs=self.logprobs,
             cache=self.target.init_cache(self.shape.seats, self.shape.capacity),
             drafter=self.drafter.init(self.shape),
         )
@@ -109,16 +116,17 @@ class SpeculativeLoop:
 
     def round(self, params: PyTree, state: DecodeState) -> DecodeState:
         """One round: propose, score, verify, commit."""
+        rows = rows_of(state)
         draft, drafter_state = self.drafter.propose(
-            self.shape, params["drafter"], state.drafter, rows_of(state)
+            self.shape, params["drafter"], state.drafter, rows
         )
         window = make_window(state, draft, is_chain=self.drafter.is_chain)
         hidden, cache = self.target.forward(
             params["target"], window_tokens(state, draft), window, state.cache
         )
         logits = self.target.logits(params["target"], hidden)
-        chosen, is_finite = greedy_tokens(logits)
-        verdict = follow(chosen, draft)
+        prefix = drafted_prefix(draft, window)
+        verdict = self.verifier.verify(logits, draft, rows, prefix)
         if not self.drafter.is_chain:
             cache = commit_path(cache, window.start, verdict.path)
         outcome = Outcome(
@@ -127,7 +135,9 @@ class SpeculativeLoop:
             hidden=hidden,
             num_committed_before=state.num_committed,
         )
-        state = commit(state, draft, verdict, is_finite=is_finite[:, 0]).replace(cache=cache)
+        if self.logprobs is not None:
+            state = record_logprobs(self.logprobs, state, logits, draft, verdict, rows, prefix)
+        state = commit(state, draft, verdict).replace(cache=cache)
         drafter_state = self.drafter.commit(
             self.shape, params["drafter"], drafter_state, rows_of(state), outcome
         )
@@ -144,6 +154,7 @@ class Seat(struct.PyTreeNode, kw_only=True):
       limit_finish: int32 scalar, the `Finish` to report there.
       draft_limit: int32 scalar, draft length; 0 decodes plainly.
       stop_tokens: `[num_stop]` int32, padded with -1.
+      sampling: this row's values, scalars (the key `[2]`).
     """
 
     tokens: jax.typing.ArrayLike
@@ -152,17 +163,47 @@ class Seat(struct.PyTreeNode, kw_only=True):
     limit_finish: jax.typing.ArrayLike
     draft_limit: jax.typing.ArrayLike
     stop_tokens: jax.typing.ArrayLike
+    sampling: RowSampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogprobsConfig:
+    """Which log-probabilities the loop keeps.
+
+    Attributes:
+      num_top: likeliest alternatives kept per token.
+      is_processed: of the law that is sampled from; otherwise of the model's own logits.
+    """
+
+    num_top: int
+    is_processed: bool
 
 
 def empty_state(
-    shape: EngineShape, *, num_stop_tokens: int, cache: PyTree, drafter: PyTree
+    shape: EngineShape,
+    *,
+    num_stop_tokens: int,
+    cache: PyTree,
+    drafter: PyTree,
+    logprobs: LogprobsConfig | None = None,
 ) -> DecodeState:
     """A state whose seats are all empty."""
     seats, nodes = shape.seats, shape.num_nodes
 
-    def zeros(*size: int) -> jax.Array:
-        return jnp.zeros((seats, *size), jnp.int32)
+    def zeros(*size: int, dtype=jnp.int32) -> jax.Array:
+        return jnp.zeros((seats, *size), dtype)
 
+    def floats(*size: int) -> jax.Array:
+        return zeros(*size, dtype=jnp.float32)
+
+    buffers = None
+    if logprobs is not None:
+        num_top = logprobs.num_top
+        buffers = Logprobs(
+            of_token=floats(shape.capacity),
+            top=floats(shape.capacity, num_top),
+            top_tokens=zeros(shape.capacity, num_top),
+        )
     return DecodeState(
         cache=cache,
         drafter=drafter,
@@ -172,9 +213,22 @@ def empty_state(
         limit_finish=zeros(),
         draft_limit=zeros(),
         stop_tokens=zeros(num_stop_tokens) - 1,
+        sampling=RowSampling(
+            temperature=floats(),
+            top_k=zeros(),
+            top_p=floats() + 1,
+            min_p=floats(),
+            repetition_penalty=floats() + 1,
+            presence_penalty=floats(),
+            frequency_penalty=floats(),
+            key=zeros(2, dtype=jnp.uint32),
+            prompt_length=zeros(),
+            min_length=zeros(),
+        ),
         tokens=zeros(shape.capacity),
-        origin=jnp.zeros((seats, shape.capacity), jnp.int8),
+        origin=zeros(shape.capacity, dtype=jnp.int8),
         stop_token=zeros() - 1,
+        logprobs=buffers,
         counts=AcceptanceCounts(
             num_rounds=zeros(),
             num_drafts=zeros(),
@@ -199,6 +253,9 @@ def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
         limit_finish=state.limit_finish.at[row].set(seat.limit_finish),
         draft_limit=state.draft_limit.at[row].set(seat.draft_limit),
         stop_tokens=state.stop_tokens.at[row].set(seat.stop_tokens),
+        sampling=jax.tree.map(
+            lambda values, value: values.at[row].set(value), state.sampling, seat.sampling
+        ),
         tokens=state.tokens.at[row].set(seat.tokens),
         origin=state.origin.at[row].set(jnp.int8(Origin.PROMPT)),
         stop_token=state.stop_token.at[row].set(-1),
@@ -211,7 +268,13 @@ def rows_of(state: DecodeState) -> Rows:
     still emit is never drafted."""
     room = state.limit - state.num_committed - 1
     wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room), 0)
-    return Rows(tokens=state.tokens, num_committed=state.num_committed, draft_limit=wanted)
+    return Rows(
+        tokens=state.tokens,
+        num_committed=state.num_committed,
+        draft_limit=wanted,
+        stop_tokens=state.stop_tokens,
+        sampling=state.sampling,
+    )
 
 
 def newest_token(state: DecodeState) -> jax.Array:
@@ -257,34 +320,80 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
 
 
-def commit(
-    state: DecodeState, draft: Draft, verdict: Verdict, *, is_finite: jax.Array
-) -> DecodeState:
-    """State with the accepted tokens and the target's next one, cut at a stop token or at the
-    limit.
+def drafted_prefix(draft: Draft, window: Window) -> Prefix:
+    """What stands before the token that each window entry's scores decide: its ancestors and
+    itself. The root is committed already."""
+    num_nodes = draft.tokens.shape[1]
+    entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)
+    if window.paths is None:
+        is_before = (entry[1:] <= entry[:, None])[None]
+    else:
+        depth = window.positions - window.start[:, None]
+        on_path = (window.paths[..., None] == entry[1:]) & (entry <= depth[..., None])[..., None]
+        is_before = jnp.any(on_path, axis=2)
+    return Prefix(tokens=draft.tokens, is_before=is_before, position=window.positions + 1)
 
-    Args:
-      is_finite: `[B]` bool, whether the target's scores were numbers; a row where they are not ends
-        without taking anything from the round.
+
+def emitted_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
+    """`[B, N + 1]` int32: the accepted path, then the target's next token, repeated to the end."""
+    along_path = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path, 0), axis=1)
+    along_path = jnp.pad(along_path, ((0, 0), (0, 1)))
+    index = jnp.arange(along_path.shape[1], dtype=jnp.int32)
+    return jnp.where(index < verdict.num_accepted[:, None], along_path, verdict.next_token[:, None])
+
+
+def record_logprobs(
+    config: LogprobsConfig,
+    state: DecodeState,
+    logits: jax.Array,
+    draft: Draft,
+    verdict: Verdict,
+    rows: Rows,
+    prefix: Prefix,
+) -> DecodeState:
+    """State with the log-probabilities of the tokens that this round may emit.
+
+    Written for all `N + 1` of them, kept or not: what lies beyond `num_committed` is garbage.
     """
+    emitted = emitted_tokens(draft, verdict)
+    # The j-th token was drawn from the scores of the window entry before it on the path.
+    entry = jnp.pad(verdict.path + 1, ((0, 0), (1, 0)))
+    if config.is_processed:
+        logits = sampling.adjust(logits, rows, prefix)
+        logits = sampling.law_logits(logits, rows.sampling)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
+    of_token = jnp.take_along_axis(logprobs, jnp.maximum(emitted, 0)[..., None], axis=2)[..., 0]
+    top, top_tokens = lax.top_k(logprobs, config.num_top)
+    kept = jnp.where(state.is_running, emitted.shape[1], 0)
+    new = Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))
+    buffers = jax.tree.map(
+        lambda buffer, values: put(buffer, state.num_committed, values, kept), state.logprobs, new
+    )
+    return state.replace(logprobs=buffers)
+
+
+def commit(state: DecodeState, draft: Draft, verdict: Verdict) -> DecodeState:
+    """State with the accepted tokens and the target's next one, cut at a stop token or at the
+    limit. Where the target's scores are not finite there is no next token, and the row ends."""
     num_nodes = draft.tokens.shape[1]
     index = jnp.arange(num_nodes + 1, dtype=jnp.int32)
     num_accepted = verdict.num_accepted[:, None]
-    along_path = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path, 0), axis=1)
-    along_path = jnp.pad(along_path, ((0, 0), (0, 1)))
-    emitted = jnp.where(index < num_accepted, along_path, verdict.next_token[:, None])  # [B, N + 1]
+    emitted = emitted_tokens(draft, verdict)
+    is_finite = verdict.next_token >= 0
 
     is_stop = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=2)
-    is_stop &= index <= num_accepted
+    num_chosen = verdict.num_accepted + is_finite.astype(jnp.int32)
+    is_stop &= index < num_chosen[:, None]
     first_stop = jnp.min(jnp.where(is_stop, index, num_nodes + 1), axis=1)
     room = state.limit - state.num_committed
-    num_emitted = jnp.minimum(jnp.minimum(verdict.num_accepted, first_stop) + 1, room)
-    num_emitted = jnp.where(state.is_running & is_finite, num_emitted, 0)
+    num_emitted = jnp.minimum(jnp.minimum(num_chosen, first_stop + 1), room)
+    num_emitted = jnp.where(state.is_running, num_emitted, 0)
     num_committed = state.num_committed + num_emitted
 
     at_limit = jnp.where(num_committed >= state.limit, state.limit_finish, Finish.RUNNING)
-    finish = jnp.where(first_stop < num_emitted, Finish.STOP_TOKEN, at_limit)
-    finish = jnp.where(is_finite, finish, Finish.NON_FINITE)
+    runs_on = jnp.where(is_finite | (num_emitted < num_chosen), at_limit, Finish.NON_FINITE)
+    finish = jnp.where(first_stop < num_emitted, Finish.STOP_TOKEN, runs_on)
     stopped_by = jnp.take_along_axis(emitted, jnp.minimum(first_stop, num_nodes)[:, None], axis=1)[
         :, 0
     ]
@@ -303,7 +412,8 @@ def commit(
 
 
 def put(buffer: jax.Array, start: jax.Array, values: jax.Array, num_kept: jax.Array) -> jax.Array:
-    """`buffer` `[B, S]` with the first `num_kept[b]` of `values` `[B, n]` at `start[b]` onwards."""
+    """`buffer` `[B, S, ...]` with the first `num_kept[b]` of `values` `[B, n, ...]` at `start[b]`
+    onwards."""
     num_slots = buffer.shape[1]
     index = jnp.arange(values.shape[1], dtype=jnp.int32)
     target = jnp.where(index < num_kept[:, None], start[:, None] + index, num_slots + index)

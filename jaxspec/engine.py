@@ -6,15 +6,16 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import cache as kv
-from jaxspec.decoding import Seat, SpeculativeLoop
+from jaxspec.decoding import LogprobsConfig, Seat, SpeculativeLoop
 from jaxspec.drafters.base import Drafter, EngineShape
-from jaxspec.environment import devices, devices_sentence
+from jaxspec.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.plain import PlainLoop
@@ -24,10 +25,14 @@ from jaxspec.requests import (
     Prompt,
     Request,
     SamplingParams,
+    StopMatch,
+    find_stop,
     make_completion,
     make_requests,
 )
-from jaxspec.types import DecodeState, Finish
+from jaxspec.sampling import request_key
+from jaxspec.types import DecodeState, Finish, RowSampling
+from jaxspec.verifiers import Coupled, Verifier
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +60,15 @@ class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
     Requests are taken in order, `seats` at a time; a batch is decoded to its end (static batching).
-    An output depends on the request and on the engine's shape (`capacity`, `window`, `seats`,
-    `prefill_chunk`, dtype), not on its neighbours, its seat, the drafter or the draft length.
+    With the `coupled` verifier an output depends on the request (its seed included) and on the
+    engine's shape (`capacity`, `window`, `seats`, `prefill_chunk`, dtype), not on its neighbours,
+    its seat, the drafter or the draft length. Other verifiers keep what their `promise` says; plain
+    decoding draws as `coupled` does, so sampled tokens differ from theirs.
 
     Args:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
+      verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `window - 1`.
       window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
         bit must share it.
@@ -69,6 +77,10 @@ class Engine:
         of a row needs `window` slots.
       prefill_chunk: prompt tokens read per call.
       rounds_per_sync: rounds between two looks of the host.
+      max_logprobs: log-probabilities kept per token for requests that ask for them, besides the
+        emitted token's; None keeps none and costs nothing.
+      logprobs_mode: of the model's own logits (`raw_logprobs`), or of the law that tokens are drawn
+        from (`processed_logprobs`; of a greedy row at temperature 1).
 
     Raises:
       SettingError: a setting out of range.
@@ -93,15 +105,22 @@ class Engine:
         target: Model,
         drafter: Drafter | None = None,
         *,
+        verifier: Verifier | None = None,
         draft_length: int = 4,
         window: int | None = None,
         seats: int = 8,
         capacity: int = 1024,
         prefill_chunk: int = 128,
         rounds_per_sync: int = 32,
+        max_logprobs: int | None = None,
+        logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
     ):
+        use_compilation_cache()
         self.target = target
         self.drafter = drafter
+        self.verifier = Coupled() if verifier is None else verifier
+        self.max_logprobs = max_logprobs
+        self.logprobs_mode = logprobs_mode
         self.draft_length = draft_length if drafter is not None else 0
         self.rounds_per_sync = rounds_per_sync
         for name, value in (
@@ -112,7 +131,17 @@ class Engine:
         ):
             if value < 1:
                 raise SettingError(f"{name} {value} was given; it must be at least 1.")
+        if max_logprobs is not None and not 0 <= max_logprobs <= target.vocab_size:
+            raise SettingError(
+                f"max_logprobs {max_logprobs} was given; it must be from 0 to {target.vocab_size}, "
+                "the size of the vocabulary."
+            )
         if drafter is None:
+            if not self.verifier.is_coupled:
+                raise SettingError(
+                    f"The verifier {self.verifier.name} was given without a drafter, so there is "
+                    "nothing to verify; leave it out or give a drafter."
+                )
             if window not in (None, 1):
                 raise SettingError(
                     f"A window of {window} was given without a drafter; plain decoding scores one "
@@ -123,32 +152,51 @@ class Engine:
             window = draft_length + 1 if window is None else window
             check_draft_length(draft_length, window)
             drafter.check(target)
+            if not (drafter.is_chain or self.verifier.takes_trees):
+                raise SettingError(
+                    f"The drafter {drafter.name} drafts trees, and the verifier "
+                    f"{self.verifier.name} takes chains only; use the coupled verifier."
+                )
         self.shape = EngineShape(
             seats=seats,
             capacity=kv.round_up_to_block(capacity),
             window=window,
             prefill_chunk=prefill_chunk,
             vocab_size=target.vocab_size,
+            is_noise_shared=self.verifier.is_noise_shared,
+            needs_draft_law=self.verifier.needs_draft_law,
         )
         if self.longest_prompt < 1:
             raise SettingError(
                 f"A window of {window} does not fit a capacity of {self.shape.capacity}; raise the "
                 "capacity or narrow the window."
             )
+        logprobs = None
+        if max_logprobs is not None:
+            is_processed = logprobs_mode == "processed_logprobs"
+            logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
         if drafter is None:
-            self._loop = PlainLoop(target=target, shape=self.shape, num_stop_tokens=MAX_STOP_TOKENS)
+            self._loop = PlainLoop(
+                target=target,
+                shape=self.shape,
+                num_stop_tokens=MAX_STOP_TOKENS,
+                logprobs=logprobs,
+            )
         else:
             self._loop = SpeculativeLoop(
                 target=target,
                 drafter=drafter,
+                verifier=self.verifier,
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
+                logprobs=logprobs,
             )
         self._params = self._loop.params
         donating = functools.partial(jax.jit, donate_argnums=1)
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
         self._run = donating(self._loop.run)
+        self._end_rows = jax.jit(_end_rows, donate_argnums=0)
         # Parameters on a device of their own choice put every state after the first one there too;
         # so the first is put there as well, or `admit` and `prefill` would be compiled twice.
         arrays = [leaf for leaf in jax.tree.leaves(self._params) if isinstance(leaf, jax.Array)]
@@ -164,14 +212,23 @@ class Engine:
         """Prompt tokens that leave room for one round."""
         return min(self.shape.capacity - self.shape.window + 1, self.shape.capacity - 1)
 
+    @property
+    def exactness(self) -> str:
+        """`bitwise` (the target's own tokens), `law` (the target's law) or `lossy`."""
+        if self.verifier.is_coupled:
+            return "bitwise"
+        return "law" if self.verifier.is_lossless else "lossy"
+
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
         return {
             "target": self.target.name,
             "drafter": self.drafter.name if self.drafter else "none",
             "is_synthetic": bool(self.drafter and self.drafter.is_synthetic),
+            "verifier": self.verifier.name,
             "draft_length": self.draft_length,
-            "exactness": "bitwise",
+            "exactness": self.exactness,
+            "promise": self.verifier.promise,
             **dataclasses.asdict(self.shape),
         }
 
@@ -185,7 +242,7 @@ class Engine:
         chat_template: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
-        """Completions of `prompts`, in their order.
+        """Completions of `prompts`, in their order; `n` in a row where a prompt asks for `n`.
 
         Args:
           prompts: each text, token ids or a list of chat messages.
@@ -229,22 +286,25 @@ class Engine:
             check_draft_length(draft_length, self.shape.window)
         for request in requests:
             self._stop_tokens(request)
+            self._check_logprobs(request)
         done: list[Completion] = []
         for first in range(0, len(requests), self.shape.seats):
             batch = requests[first : first + self.shape.seats]
             try:
                 for row in range(self.shape.seats):
                     self._seat(row, batch[row] if row < len(batch) else None, draft_length)
+                stopped: list[StopMatch | None] = [None] * len(batch)
                 is_running = True
                 while is_running:
                     self._state = self._run(
                         self._params, self.state, np.int32(self.rounds_per_sync)
                     )
+                    stopped = self._look_for_stop_strings(batch, stopped)
                     finish = np.asarray(self.state.finish)
                     is_running = bool(np.any(finish == Finish.RUNNING))
                     if on_progress is not None:
                         on_progress(self._progress(len(requests), done, batch))
-                completions = self._harvest(batch)
+                completions = self._harvest(batch, stopped)
             except BaseException:
                 self._state = None  # it may have been donated to a call that did not return
                 raise
@@ -290,6 +350,37 @@ class Engine:
             )
         return stops
 
+    def _check_logprobs(self, request: Request) -> None:
+        wanted, kept = request.params.logprobs, self.max_logprobs
+        if wanted is not None and (kept is None or wanted > kept):
+            raise SettingError(
+                f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
+                f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
+            )
+
+    def _look_for_stop_strings(
+        self, batch: Sequence[Request], stopped: list[StopMatch | None]
+    ) -> list[StopMatch | None]:
+        """Reads the outputs of rows that have stop strings, and ends those that hold one.
+
+        Rows run a few rounds too far, until the host looks; what they emitted there is cut off.
+        """
+        tokenizer = self.target.tokenizer
+        if tokenizer is None or not any(request.params.stop for request in batch):
+            return stopped
+        tokens, num_committed = jax.device_get((self.state.tokens, self.state.num_committed))
+        found = list(stopped)
+        for row, request in enumerate(batch):
+            if request.params.stop and found[row] is None:
+                output = tokens[row, len(request.prompt_token_ids) : num_committed[row]].tolist()
+                found[row] = find_stop(
+                    tokenizer, output, request.params.stop, min_tokens=request.params.min_tokens
+                )
+        is_found = np.zeros((self.shape.seats,), bool)
+        is_found[: len(batch)] = [match is not None for match in found]
+        self._state = self._end_rows(self.state, is_found)
+        return found
+
     def _seat(self, row: int, request: Request | None, draft_length: int) -> None:
         """Puts a request into a seat and reads its prompt, or empties the seat."""
         prompt = request.prompt_token_ids if request else (0,)
@@ -297,6 +388,7 @@ class Engine:
         tokens[: len(prompt)] = prompt
         stop_tokens = np.full((MAX_STOP_TOKENS,), -1, np.int32)
         limit, limit_finish = 0, Finish.EMPTY_SEAT
+        params = request.params if request else SamplingParams()
         if request:
             stops = self._stop_tokens(request)
             stop_tokens[: len(stops)] = stops
@@ -311,12 +403,26 @@ class Engine:
             limit_finish=np.int32(limit_finish),
             draft_limit=np.int32(draft_length),
             stop_tokens=stop_tokens,
+            sampling=RowSampling(
+                temperature=np.float32(params.temperature),
+                top_k=np.int32(max(params.top_k, 0)),
+                top_p=np.float32(params.top_p),
+                min_p=np.float32(params.min_p),
+                repetition_penalty=np.float32(params.repetition_penalty),
+                presence_penalty=np.float32(params.presence_penalty),
+                frequency_penalty=np.float32(params.frequency_penalty),
+                key=request_key(params.seed or 0),
+                prompt_length=np.int32(len(prompt)),
+                min_length=np.int32(len(prompt) + params.min_tokens),
+            ),
         )
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
         for start in range(0, len(prompt) - 1, self.shape.prefill_chunk):
             self._state = self._prefill(self._params, self.state, np.int32(row), np.int32(start))
 
-    def _harvest(self, batch: Sequence[Request]) -> list[Completion]:
+    def _harvest(
+        self, batch: Sequence[Request], stopped: Sequence[StopMatch | None]
+    ) -> list[Completion]:
         """Completions of a batch that has ended."""
         state = jax.device_get(self.state.replace(cache=(), drafter=()))
         completions = []
@@ -331,9 +437,33 @@ class Engine:
                     finish=Finish(int(state.finish[row])),
                     stop_token=int(state.stop_token[row]),
                     acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
+                    stopped=stopped[row],
+                    logprobs=_logprobs(state, row, first, last, request.params.logprobs),
+                    logprobs_mode=self.logprobs_mode,
                 )
             )
         return completions
+
+
+def _logprobs(
+    state: DecodeState, row: int, first: int, last: int, num_top: int | None
+) -> tuple[dict[int, float], ...] | None:
+    """Log-probabilities by token id of the output tokens of a row that was fetched to the host."""
+    kept = state.logprobs
+    if num_top is None or kept is None:
+        return None
+    each = []
+    for slot in range(first, last):
+        top = zip(kept.top_tokens[row, slot, :num_top], kept.top[row, slot, :num_top], strict=True)
+        of_token = {int(state.tokens[row, slot]): float(kept.of_token[row, slot])}
+        each.append({int(token): float(value) for token, value in top} | of_token)
+    return tuple(each)
+
+
+def _end_rows(state: DecodeState, is_found: jax.Array) -> DecodeState:
+    """State in which rows that emitted a stop string have ended."""
+    ends = is_found & state.is_running
+    return state.replace(finish=jnp.where(ends, jnp.int32(Finish.STOP_STRING), state.finish))
 
 
 def check_draft_length(draft_length: int, window: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from jaxspec.checkpoint import cache_directory
+
 PACKAGES = (
     "jaxspec-decoding",
     "jax",
@@ -23,6 +25,24 @@ PACKAGES = (
     "huggingface_hub",
     "numpy",
 )
+
+
+COMPILED_DIRECTORY = ".compiled"  # in the cache directory
+COMPILED_MAX_BYTES = 2 * 2**30
+WORTH_KEEPING_S = 0.3
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, so that a later process loads them.
+
+    Nothing is changed where JAX has been told of a directory already (`JAX_COMPILATION_CACHE_DIR`,
+    `jax_compilation_cache_dir`), or was told to keep none (`JAX_ENABLE_COMPILATION_CACHE=false`).
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_directory() / COMPILED_DIRECTORY))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)
+    jax.config.update("jax_compilation_cache_max_size", COMPILED_MAX_BYTES)
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,9 @@
 """Plain decoding, one token per step: the baseline of every speed-up, and an independent witness.
 
-It shares the model, prefill and the state record with `decoding`, but no code of the round: nothing
-here knows of drafts, windows or verdicts. Its bits differ from a wider window's (another matrix
-shape sums in another order), so its output equals theirs except at ties within rounding.
+It shares the model, prefill, the law of a row's tokens (`sampling`) and the state record with
+`decoding`, but no code of the round: nothing here knows of drafts, windows or verdicts. Its bits
+differ from a wider window's (another matrix shape sums in another order), so its output equals
+theirs except at ties within rounding.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.decoding import Seat, empty_state, take_seat
+from jaxspec import sampling
+from jaxspec.decoding import LogprobsConfig, Seat, empty_state, rows_of, take_seat
 from jaxspec.drafters.base import EngineShape
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
-from jaxspec.types import DecodeState, Finish, Origin, PyTree, Window
+from jaxspec.types import DecodeState, Finish, Logprobs, Origin, Prefix, PyTree, Window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,6 +29,7 @@ class PlainLoop:
     target: Model
     shape: EngineShape
     num_stop_tokens: int
+    logprobs: LogprobsConfig | None = None
 
     @property
     def params(self) -> PyTree:
@@ -37,7 +40,11 @@ class PlainLoop:
         """State with every seat empty."""
         cache = self.target.init_cache(self.shape.seats, self.shape.capacity)
         return empty_state(
-            self.shape, num_stop_tokens=self.num_stop_tokens, cache=cache, drafter=()
+            self.shape,
+            num_stop_tokens=self.num_stop_tokens,
+            logprobs=self.logprobs,
+            cache=cache,
+            drafter=(),
         )
 
     def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
@@ -78,12 +85,16 @@ class PlainLoop:
                 slots=jnp.where(running, here, -1)[:, None],
             )
             hidden, cache = self.target.forward(params, token[:, None], window, state.cache)
-            logits = self.target.logits(params, hidden[:, 0])
-            highest = jnp.max(logits, axis=1, keepdims=True)
-            column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-            token = jnp.min(jnp.where(logits == highest, column, logits.shape[1] - 1), axis=1)
+            logits = self.target.logits(params, hidden)
+            rows = rows_of(state)
+            prefix = Prefix(
+                tokens=jnp.zeros_like(token)[:, None],
+                is_before=jnp.zeros((1, 1, 1), bool),
+                position=(here + 1)[:, None],
+            )
+            token = sampling.choose(logits, rows, prefix)[:, 0]
 
-            finite = jnp.isfinite(highest[:, 0])
+            finite = token >= 0
             emits = running & finite
             length = state.num_committed + emits.astype(jnp.int32)
             stops = emits & jnp.any(token[:, None] == state.stop_tokens, axis=1)
@@ -91,8 +102,28 @@ class PlainLoop:
             finish = jnp.where(stops, Finish.STOP_TOKEN, finish)
             finish = jnp.where(finite, finish, Finish.NON_FINITE)
             slot = jnp.where(emits, here + 1, self.shape.capacity + row)
+            logprobs = state.logprobs
+            if self.logprobs is not None:
+                if self.logprobs.is_processed:
+                    adjusted = sampling.adjust(logits, rows, prefix)
+                    logits = sampling.law_logits(adjusted, rows.sampling)
+                scores = jax.nn.log_softmax(logits[:, 0], axis=-1)
+                top, top_tokens = lax.top_k(scores, self.logprobs.num_top)
+                new = Logprobs(
+                    of_token=scores[row, jnp.maximum(token, 0)],
+                    top=top,
+                    top_tokens=top_tokens.astype(jnp.int32),
+                )
+                logprobs = jax.tree.map(
+                    lambda buffer, value: buffer.at[row, slot].set(
+                        value, mode="drop", unique_indices=True
+                    ),
+                    logprobs,
+                    new,
+                )
             state = state.replace(
                 cache=cache,
+                logprobs=logprobs,
                 num_committed=length,
                 finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
                 tokens=state.tokens.at[row, slot].set(token, mode="drop", unique_indices=True),

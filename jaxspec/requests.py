@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.models.base import Model
+from jaxspec.models.base import LanguageModel, Model, TextTokenizer
 from jaxspec.types import AcceptanceCounts, Finish, Origin
 
 Message: TypeAlias = Mapping[str, str]
@@ -25,31 +27,123 @@ ORIGIN_STYLES = {
 }
 
 
+LOWEST_TEMPERATURE = 1e-3  # below it, and above 0, scaled logits lose their differences or overflow
+LARGEST_SEED = 2**63 - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded, in vLLM's names. Decoding is greedy.
+    """How one request is decoded, in vLLM's names.
+
+    The order of operations is that of `jaxspec.sampling`: penalties, `min_tokens`, temperature,
+    top-k, top-p, min-p.
 
     Attributes:
-      max_tokens: tokens to emit at most.
-      temperature: 0, greedy; other values are refused in this version.
+      max_tokens: tokens to emit at most; `max_new_tokens` is another name for it.
+      min_tokens: tokens before which nothing ends the output.
+      temperature: 0 is greedy; otherwise logits are divided by it.
+      top_k: keep the k likeliest tokens, and what ties with the last; 0 and -1 are off.
+      top_p: keep the likeliest tokens that reach this mass together; 1 is off.
+      min_p: keep tokens at least this fraction as likely as the likeliest; 0 is off.
+      seed: of the request's draws; None draws one, which the completion names.
+      n: completions of the prompt; the i-th has the seed `seed + i`.
+      stop: strings that end the output; text is cut before the string, tokens after the one that
+        completes it.
       stop_token_ids: tokens that end the output besides the model's EOS tokens.
       ignore_eos: do not stop at the model's EOS tokens.
+      logprobs: log-probabilities of this many likeliest tokens, and of the emitted one, at each
+        position; the engine must keep them (`max_logprobs`). None for none.
+      repetition_penalty: above 1 makes tokens of prompt and output less likely; 1 is off.
+      presence_penalty: subtracted from logits of tokens in the output; 0 is off.
+      frequency_penalty: subtracted once per occurrence in the output; 0 is off.
+
+    Raises:
+      SettingError: a value out of its range.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_new_tokens: dataclasses.InitVar[int | None] = None
 
-    def __post_init__(self):
-        if self.max_tokens < 1:
-            raise SettingError(f"max_tokens {self.max_tokens} was given; it must be at least 1.")
-        if self.temperature != 0:
-            raise SettingError(
-                f"temperature {self.temperature} was given, but this version decodes greedily; "
-                "set it to 0."
-            )
+    def __post_init__(self, max_new_tokens: int | None):
+        if max_new_tokens is not None:
+            object.__setattr__(self, "max_tokens", max_new_tokens)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        t, p, largest = self.temperature, self.top_p, LARGEST_SEED
+        is_number = math.isfinite
+        for name, is_right, expected in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+            (
+                "temperature",
+                t == 0 or LOWEST_TEMPERATURE <= t < math.inf,
+                f"0 (greedy) or at least {LOWEST_TEMPERATURE:g}",
+            ),
+            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 (off)"),
+            ("top_p", 0 < p <= 1, "above 0 and at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("seed", self.seed is None or 0 <= self.seed <= largest, "from 0 to 2**63 - 1"),
+            ("n", self.n >= 1, "at least 1"),
+            ("stop", all(isinstance(s, str) and s for s in stop), "texts that are not empty"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < math.inf,
+                "above 0, where 1 is off",
+            ),
+            ("presence_penalty", is_number(self.presence_penalty), "a number"),
+            ("frequency_penalty", is_number(self.frequency_penalty), "a number"),
+        ):
+            if not is_right:
+                value = getattr(self, name)
+                raise SettingError(f"{name} {value!r} was given; it must be {expected}.")
+        if self.n > 1 and t == 0:
+            raise SettingError(
+                f"n {self.n} was given at temperature 0, where all completions are the same; set a "
+                "temperature or n to 1."
+            )
+
+    @classmethod
+    def from_generation_config(cls, model: LanguageModel, **changes: Any) -> SamplingParams:
+        """The defaults that the checkpoint's authors recommend, with `changes`.
+
+        Only what the checkpoint's `generation_config.json` holds is read. (Hugging Face's
+        `generate` fills in `top_k` 50 where the file has none; here that stays off.)
+
+        Raises:
+          SettingError: the file asks for something that this decoder does not do.
+        """
+        config = model.generation_config
+        for name, neutral in _NOT_SUPPORTED.items():
+            if config.get(name, neutral) not in (neutral, None):
+                raise SettingError(
+                    f"The generation config of {model.name} asks for {name} {config[name]}, which "
+                    "is not supported; give SamplingParams of your own."
+                )
+        is_sampled = bool(config.get("do_sample", False))
+        names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        if is_sampled:
+            names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+        read = {
+            ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None
+        }
+        defaults: dict[str, Any] = {"temperature": 1.0} if is_sampled else {}
+        return cls(**(defaults | read | changes))
 
     def stop_tokens(self, model: Model) -> tuple[int, ...]:
         """Every token id that ends the output."""
@@ -57,19 +151,41 @@ class SamplingParams:
         return tuple(dict.fromkeys(eos + self.stop_token_ids))
 
 
+# Settings of a generation config that would change the output, and their neutral values.
+_NOT_SUPPORTED = {
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "penalty_alpha": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "sequence_bias": None,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt on its way into an engine.
 
     Attributes:
-      request_id: position among the prompts of a call, unless the caller chose another.
+      request_id: position among the prompts of a call, unless the caller chose another; with
+        `n` above 1, also the number of the sample: `3-0`, `3-1`.
       prompt_token_ids: at least one.
-      params: how to decode it.
+      params: how to decode it; a sampled request has a seed.
+      index: which of the prompt's `n` completions this is.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    index: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,9 +277,15 @@ class Completion:
       prompt_token_ids: what was decoded from, special prefix included.
       token_ids: the output; the stop token, if one ended it, is its last.
       text: the output without special tokens, or None if the model has no tokenizer.
-      finish_reason: `stop` (a stop token), `length` (max_tokens or capacity) or `abort`.
-      stop_reason: the stop token's id, `capacity`, `non-finite`, or None.
-      acceptance: what became of the drafts.
+      finish_reason: `stop` (a stop token or string), `length` (max_tokens or capacity) or `abort`.
+      stop_reason: the stop token's id, the stop string, `capacity`, `non-finite`, or None.
+      acceptance: what became of the drafts; those that a stop string cut off are counted too.
+      index: which of the prompt's `n` completions this is.
+      seed: of the request's draws; None for a greedy one.
+      logprobs: for each output token, log-probabilities by token id: the emitted token's and the
+        likeliest ones'; None unless asked for.
+      logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the law
+        that was sampled from), as in vLLM.
       origins: `Origin` of each output token.
       pieces: text of each output token, for display; bytes of a split character are shown apart.
     """
@@ -175,20 +297,33 @@ class Completion:
     finish_reason: str
     stop_reason: int | str | None
     acceptance: Acceptance
+    index: int = 0
+    seed: int | None = None
+    logprobs: tuple[dict[int, float], ...] | None = dataclasses.field(repr=False, default=None)
+    logprobs_mode: str | None = None
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
     pieces: tuple[str, ...] = dataclasses.field(repr=False, default=())
 
     def to_json(self) -> dict:
         """Fields as JSON values, with vLLM's names."""
-        return {
+        fields = {
             "request_id": self.request_id,
+            "index": self.index,
             "prompt_token_ids": list(self.prompt_token_ids),
             "token_ids": list(self.token_ids),
             "text": self.text,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
+            "seed": self.seed,
             "acceptance": self.acceptance.to_json(),
         }
+        if self.logprobs is not None:
+            fields["logprobs_mode"] = self.logprobs_mode
+            fields["logprobs"] = [
+                {str(token): value for token, value in of_token.items()}
+                for of_token in self.logprobs
+            ]
+        return fields
 
     def __rich__(self):
         """Output with accepted (green), corrected (red) and bonus (blue) tokens marked."""
@@ -227,7 +362,8 @@ def make_requests(
     chat_template: str | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Request]:
-    """Requests `0, 1, ...` of prompts given as text, token ids or chat messages.
+    """Requests `0, 1, ...` of prompts given as text, token ids or chat messages; with `n` above 1
+    `0-0, 0-1, ...`.
 
     Args:
       params: one for all prompts, or one each.
@@ -238,7 +374,7 @@ def make_requests(
     Raises:
       PromptError: a prompt is empty, too long, out of the vocabulary, or in a form that `model` has
         no tokenizer or template for.
-      SettingError: not one `params` per prompt.
+      SettingError: not one `params` per prompt, or stops that the model cannot emit or read.
     """
     if isinstance(prompts, str):
         raise PromptError(
@@ -259,8 +395,77 @@ def make_requests(
                 f"{name} has {len(ids)} tokens, and the engine's capacity leaves room for "
                 f"{longest}; raise the capacity or shorten the prompt."
             )
-        requests.append(Request(request_id=str(index), prompt_token_ids=ids, params=one))
+        for token in one.stop_token_ids:
+            if not 0 <= token < model.vocab_size:
+                raise SettingError(
+                    f"{name} has the stop token {token}, and the vocabulary of {model.name} ends "
+                    f"at {model.vocab_size - 1}; give ids of this model's tokenizer."
+                )
+        if one.stop and model.tokenizer is None:
+            raise SettingError(
+                f"{name} has stop strings, but the model {model.name} has no tokenizer to read its "
+                "output with; give stop_token_ids instead."
+            )
+        requests.extend(_samples(str(index), ids, one))
     return requests
+
+
+def _samples(request_id: str, ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
+    """The `n` requests of one prompt, each with a seed of its own if it is sampled."""
+    if params.temperature == 0:
+        return [Request(request_id=request_id, prompt_token_ids=ids, params=params)]
+    first = secrets.randbits(62) if params.seed is None else params.seed
+    return [
+        Request(
+            request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+            prompt_token_ids=ids,
+            params=dataclasses.replace(params, seed=min(first + index, LARGEST_SEED), n=1),
+            index=index,
+        )
+        for index in range(params.n)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopMatch:
+    """Where a stop string ended an output.
+
+    Attributes:
+      num_tokens: tokens up to the one that completes the string.
+      text: what stands before it.
+      stop: the string.
+    """
+
+    num_tokens: int
+    text: str
+    stop: str
+
+
+def find_stop(
+    tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str], *, min_tokens: int
+) -> StopMatch | None:
+    """The stop string that is complete first in the text of `token_ids`, if any.
+
+    Strings that are complete within the first `min_tokens` tokens do not count.
+    """
+    text = tokenizer.decode(token_ids)
+    too_early = len(tokenizer.decode(token_ids[:min_tokens])) if min_tokens else 0
+    found = []
+    for string in stop:
+        start = text.find(string, max(0, too_early - len(string) + 1))
+        if start >= 0:
+            found.append((start + len(string), start, string))
+    if not found:
+        return None
+    end, start, string = min(found)
+    least, most = 0, len(token_ids)  # the text of `least` tokens is too short, of `most` enough
+    while most - least > 1:
+        middle = (least + most) // 2
+        if tokenizer.decode(token_ids[:middle]).startswith(text[:end]):
+            most = middle
+        else:
+            least = middle
+    return StopMatch(num_tokens=most, text=text[:start], stop=string)
 
 
 def prompt_token_ids(
@@ -317,19 +522,29 @@ def make_completion(
     finish: Finish,
     stop_token: int,
     acceptance: Acceptance,
+    stopped: StopMatch | None = None,
+    logprobs: tuple[dict[int, float], ...] | None = None,
+    logprobs_mode: str | None = None,
 ) -> Completion:
-    """The completion of a row that has ended."""
-    ended_by_token = finish == Finish.STOP_TOKEN
+    """The completion of a row that has ended, cut at a stop string if it was `stopped`."""
+    if stopped is not None:
+        token_ids = token_ids[: stopped.num_tokens]
+        origins = origins[: stopped.num_tokens]
+        logprobs = logprobs and logprobs[: stopped.num_tokens]
     text, pieces = None, ()
     if model.tokenizer is not None:
+        ended_by_token = finish == Finish.STOP_TOKEN and stopped is None
         text = model.tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
         pieces = tuple(model.tokenizer.pieces(token_ids))
-    finish_reason, stop_reason = {
-        Finish.STOP_TOKEN: ("stop", stop_token),
-        Finish.MAX_TOKENS: ("length", None),
-        Finish.CAPACITY: ("length", "capacity"),
-        Finish.NON_FINITE: ("abort", "non-finite"),
-    }[finish]
+    if stopped is not None:
+        text, finish_reason, stop_reason = stopped.text, "stop", stopped.stop
+    else:
+        finish_reason, stop_reason = {
+            Finish.STOP_TOKEN: ("stop", stop_token),
+            Finish.MAX_TOKENS: ("length", None),
+            Finish.CAPACITY: ("length", "capacity"),
+            Finish.NON_FINITE: ("abort", "non-finite"),
+        }[finish]
     return Completion(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
@@ -338,6 +553,10 @@ def make_completion(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         acceptance=acceptance,
+        index=request.index,
+        seed=request.params.seed if request.params.temperature else None,
+        logprobs=logprobs,
+        logprobs_mode=logprobs_mode if logprobs is not None else None,
         origins=tuple(Origin(int(origin)) for origin in origins),
         pieces=pieces,
     )

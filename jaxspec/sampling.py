@@ -1,12 +1,82 @@
-"""From logits to tokens.
+"""From logits to tokens: the law of each row, and keyed draws from it.
 
-Greedy decoding only, which is sampling at temperature 0.
+One order of operations everywhere, for the target's tokens, for drafts, for bonus tokens and
+residuals (it is Hugging Face's, with vLLM's penalties):
+
+    repetition, presence, frequency penalty -> min_tokens          `adjust`
+    temperature -> top-k -> top-p -> min-p                         `law_logits`
+
+Each operation leaves a row that did not ask for it untouched, to the bit, so a row's law never
+depends on its neighbours. Temperature 0 is the arg max of the adjusted logits.
+
+Draws are keyed, so that they depend on the request alone. Coupled verification draws the token at a
+position with `fold_in(request key, position)`, whatever was drafted. The other verifiers take
+`fold_in(fold_in(request key, length at the start of the round), node)` and one stream per purpose:
+with keys of the position only, a round would reuse noise that has decided an earlier one, and the
+output would be biased (block verification most of all).
 """
 
 from __future__ import annotations
 
+import enum
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.types import Prefix, Rows, RowSampling
+
+_IMPL = "threefry2x32"
+
+
+class Stream(enum.IntEnum):
+    """Purposes that never share noise within a round."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+
+
+def request_key(seed: int) -> np.ndarray:
+    """`[2]` uint32, the key of a request with this seed (0 to 2**64 - 1)."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def position_keys(sampling: RowSampling, position: jax.Array) -> jax.Array:
+    """Keys `[B, T]` of the tokens at `position` `[B, T]`, the same in whatever round they fall."""
+
+    def of_row(key, position):
+        return jax.vmap(lambda place: jax.random.fold_in(key, place))(position)
+
+    return jax.vmap(of_row)(jax.random.wrap_key_data(sampling.key, impl=_IMPL), position)
+
+
+def round_keys(rows: Rows, node: jax.Array, stream: Stream) -> jax.Array:
+    """Keys `[B, n]` of the nodes `[B, n]` of this round, for one purpose."""
+
+    def of_row(key, length, node):
+        key = jax.random.fold_in(key, length)
+        return jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), stream))(node)
+
+    keys = jax.random.wrap_key_data(rows.sampling.key, impl=_IMPL)
+    return jax.vmap(of_row)(keys, rows.num_committed, node)
+
+
+def gumbel(keys: jax.Array, vocab_size: int) -> jax.Array:
+    """Gumbel noise `[..., V]` fp32. Adding it to log-probabilities makes their arg max a sample."""
+
+    def draw(key):
+        # "high": with the default no draw exceeds 16, and tokens below 1e-7 would never be drawn.
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+
+    noise = jax.vmap(draw)(keys.reshape(-1))
+    return noise.reshape(*keys.shape, vocab_size)
+
+
+def uniform(keys: jax.Array) -> jax.Array:
+    """Uniform draws in [0, 1), fp32, of the shape of `keys`."""
+    return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -18,3 +88,212 @@ def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     first = jnp.min(jnp.where(logits == highest, index, logits.shape[-1] - 1), axis=-1)
     return first, jnp.isfinite(highest[..., 0])
+
+
+def chain_prefix(rows: Rows, tokens: jax.Array) -> Prefix:
+    """Before the first of `N + 1` tokens to be drawn stands nothing, before each other one more of
+    `tokens` `[B, N]`."""
+    index = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)
+    return Prefix(
+        tokens=tokens,
+        is_before=(index[:-1] < index[:, None])[None],
+        position=rows.num_committed[:, None] + index,
+    )
+
+
+def is_greedy(rows: Rows) -> jax.Array:
+    """Bool scalar: every row takes the arg max of its unadjusted logits."""
+    return ~(jnp.any(rows.sampling.temperature > 0) | _is_adjusted(rows))
+
+
+def _is_adjusted(rows: Rows) -> jax.Array:
+    s = rows.sampling
+    has_penalty = (s.repetition_penalty != 1) | (s.presence_penalty != 0)
+    has_penalty |= s.frequency_penalty != 0
+    return jnp.any(has_penalty | (rows.num_committed < s.min_length))
+
+
+def adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+    """Logits `[B, T, V]` after penalties and `min_tokens`, exact under drafting: every node's
+    penalties count the drafted tokens before it as if they were committed.
+
+    Sources: repetition penalty, CTRL (1909.05858) over prompt and output as in Hugging Face;
+    presence and frequency penalty over the output, as in vLLM.
+    """
+    return lax.cond(
+        _is_adjusted(rows), lambda: _adjust(logits, rows, prefix), lambda: logits.astype("float32")
+    )
+
+
+def _adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+    s, vocab_size = rows.sampling, logits.shape[-1]
+    slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
+    is_committed = slot < rows.num_committed[:, None]
+    is_output = is_committed & (slot >= s.prompt_length[:, None])
+
+    def count(tokens, counted):
+        return jnp.zeros((vocab_size,), jnp.float32).at[tokens].add(counted.astype(jnp.float32))
+
+    drafted = jax.nn.one_hot(prefix.tokens, vocab_size, dtype=jnp.float32)
+    drafted = jnp.einsum("btn,bnv->btv", _broadcast(prefix.is_before, drafted), drafted)
+    num_output = jax.vmap(count)(rows.tokens, is_output)[:, None] + drafted
+    num_all = jax.vmap(count)(rows.tokens, is_committed)[:, None] + drafted
+
+    penalty = s.repetition_penalty[:, None, None]
+    penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits = jnp.where(num_all > 0, penalised, logits)
+    logits = logits - s.frequency_penalty[:, None, None] * num_output
+    logits = logits - s.presence_penalty[:, None, None] * (num_output > 0).astype(jnp.float32)
+
+    def mark(stop_tokens):
+        is_stop = jnp.zeros((vocab_size,), bool)
+        return is_stop.at[jnp.where(stop_tokens < 0, vocab_size, stop_tokens)].set(True)
+
+    is_early = prefix.position < s.min_length[:, None]
+    is_barred = is_early[..., None] & jax.vmap(mark)(rows.stop_tokens)[:, None]
+    return jnp.where(is_barred, -jnp.inf, logits)
+
+
+def _broadcast(is_before: jax.Array, drafted: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(is_before, (drafted.shape[0], *is_before.shape[1:])).astype(jnp.float32)
+
+
+def law_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Unnormalised log-probabilities `[B, T, V]` fp32 of the law that rows are sampled from: -inf
+    where a filter removed a token. `softmax` of it is the law.
+
+    Rows of temperature 0 get temperature 1 here; what draws from the result decides for them.
+    """
+
+    def of_rows(values) -> jax.Array:
+        return jnp.asarray(values)[:, None, None]
+
+    temperature = of_rows(sampling.temperature)
+    scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
+    top_k, top_p = of_rows(sampling.top_k), of_rows(sampling.top_p)
+    scaled = lax.cond(jnp.any(top_k > 0), lambda: _keep_top_k(scaled, top_k), lambda: scaled)
+    scaled = lax.cond(jnp.any(top_p < 1), lambda: _keep_top_p(scaled, top_p), lambda: scaled)
+    highest = jnp.max(scaled, axis=-1, keepdims=True)
+    # p < min_p * max p, on logarithms; min_p 0 gives -inf and removes nothing.
+    return jnp.where(scaled < highest + jnp.log(of_rows(sampling.min_p)), -jnp.inf, scaled)
+
+
+def _keep_top_k(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
+    """`-inf` below the k-th highest, where `top_k` `[B, 1, 1]` is above 0; ties with it stay."""
+    order = _ordered_bits(scaled)
+    lowest = _lowest_kept(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
+    return jnp.where((top_k > 0) & (order < lowest), -jnp.inf, scaled)
+
+
+def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
+    """`-inf` below the token with which the likeliest reach the mass `top_p` `[B, 1, 1]`, where it
+    is less than 1; ties with that token stay."""
+    order = _ordered_bits(scaled)
+    mass = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    lowest = _lowest_kept(order, mass, top_p * jnp.sum(mass, axis=-1, keepdims=True))
+    return jnp.where((top_p < 1) & (order < lowest), -jnp.inf, scaled)
+
+
+def _ordered_bits(values: jax.Array) -> jax.Array:
+    """uint32 numbers in the order of the fp32 `values`."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    is_negative = bits >> 31 == 1
+    return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """The largest threshold at or above which `weights` sum to at least `goal`, `[B, T, 1]` uint32.
+
+    Found bit by bit: 32 passes over the vocabulary instead of a sort of it. Where all weights
+    together miss the goal by rounding, 0: everything is kept.
+    """
+
+    def with_bit(index, threshold):
+        candidate = threshold | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
+        total = jnp.sum(jnp.where(order >= candidate, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(total >= goal, candidate, threshold)
+
+    return lax.fori_loop(0, 32, with_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
+
+
+def scores(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+    """`[B, T, V]` fp32 whose arg max is the token that a request draws at each position: adjusted
+    logits at temperature 0, else `law_logits` plus the position's noise."""
+    adjusted = adjust(logits, rows, prefix)
+    noise = gumbel(position_keys(rows.sampling, prefix.position), logits.shape[-1])
+    is_sampled = (jnp.asarray(rows.sampling.temperature) > 0)[:, None, None]
+    return jnp.where(is_sampled, law_logits(adjusted, rows.sampling) + noise, adjusted)
+
+
+def choose(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+    """The token `[B, T]` int32 that plain decoding would emit at each position, -1 where the logits
+    `[B, T, V]` are not finite."""
+    greedy, is_finite = greedy_tokens(logits)
+    chosen = lax.cond(
+        is_greedy(rows), lambda: greedy, lambda: greedy_tokens(scores(logits, rows, prefix))[0]
+    )
+    return jnp.where(is_finite, chosen, -1)
+
+
+def law(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+    """Probabilities `[B, T, V]` fp32 that rows are sampled from."""
+    return jax.nn.softmax(law_logits(adjust(logits, rows, prefix), rows.sampling), axis=-1)
+
+
+def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
+    """A token `[B]` int32 drawn in proportion to `weights` `[B, V]` (not all zero), one key a
+    row."""
+    return greedy_tokens(jnp.log(weights) + gumbel(keys, weights.shape[-1]))[0]
+
+
+def draw_draft(
+    logits: jax.Array,
+    rows: Rows,
+    drafted: jax.Array,
+    node: jax.Array,
+    *,
+    vocab_size: int,
+    is_noise_shared: bool,
+    needs_law: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """A chain drafter's token for `node`, `[B]` int32, drawn as the row draws its own tokens.
+
+    Args:
+      logits: `[B, V']` of the drafter; ids that the target lacks are never drawn, and V' may be
+        smaller than the target's V.
+      drafted: `[B, N]` int32, the round's drafts so far.
+      node: int32 scalar, how many of them there are.
+      vocab_size: V of the target.
+      is_noise_shared: as in `EngineShape`.
+      needs_law: whether to return the law that the token was drawn from.
+
+    Returns:
+      the token, and q `[B, V]` fp32 or None. A greedy row's q is not used by any verifier.
+    """
+    logits = logits[:, :vocab_size].astype(jnp.float32)
+    missing = vocab_size - logits.shape[1]
+    logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    greedy, _ = greedy_tokens(logits)
+
+    def draw():
+        prefix = Prefix(
+            tokens=drafted,
+            is_before=(jnp.arange(drafted.shape[1], dtype=jnp.int32) < node)[None, None],
+            position=(rows.num_committed + node)[:, None],
+        )
+        adjusted = adjust(logits[:, None], rows, prefix)
+        drawn_from = law_logits(adjusted, rows.sampling)
+        if is_noise_shared:
+            keys = position_keys(rows.sampling, prefix.position)
+        else:
+            of_node = jnp.broadcast_to(node, (logits.shape[0], 1))
+            keys = round_keys(rows, of_node, Stream.DRAFT)
+        is_sampled = (jnp.asarray(rows.sampling.temperature) > 0)[:, None, None]
+        noisy = drawn_from + gumbel(keys, vocab_size)
+        token = greedy_tokens(jnp.where(is_sampled, noisy, adjusted))[0][:, 0]
+        return token, jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_law else None
+
+    def take_highest():
+        return greedy, jnp.zeros_like(logits) if needs_law else None
+
+    return lax.cond(is_greedy(rows), take_highest, draw)

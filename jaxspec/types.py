@@ -42,6 +42,7 @@ class Finish(enum.IntEnum):
     CAPACITY = 3
     NON_FINITE = 4
     EMPTY_SEAT = 5
+    STOP_STRING = 6
 
 
 class Window(struct.PyTreeNode, kw_only=True):
@@ -92,7 +93,8 @@ class Verdict(struct.PyTreeNode, kw_only=True):
     Attributes:
       num_accepted: `[B]` int32, length of the accepted path.
       path: `[B, N]` int32, node at each depth of the accepted path; -1 beyond `num_accepted`.
-      next_token: `[B]` int32, the target's own token after the accepted path.
+      next_token: `[B]` int32, the target's own token after the accepted path; -1 where its scores
+        there are not finite.
     """
 
     num_accepted: jax.Array
@@ -120,6 +122,80 @@ class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     accepted_at: jax.Array
 
 
+class RowSampling(struct.PyTreeNode, kw_only=True):
+    """How each row's tokens are drawn, as arrays: other values compile nothing.
+
+    Attributes:
+      temperature: `[B]` fp32, 0 is greedy.
+      top_k: `[B]` int32, 0 is off.
+      top_p: `[B]` fp32, 1 is off.
+      min_p: `[B]` fp32, 0 is off.
+      repetition_penalty: `[B]` fp32, 1 is off; over prompt and output.
+      presence_penalty: `[B]` fp32, 0 is off; over the output.
+      frequency_penalty: `[B]` fp32, 0 is off; over the output.
+      key: `[B, 2]` uint32, threefry key of the request.
+      prompt_length: `[B]` int32.
+      min_length: `[B]` int32, `num_committed` below which no stop token is drawn.
+    """
+
+    temperature: jax.typing.ArrayLike
+    top_k: jax.typing.ArrayLike
+    top_p: jax.typing.ArrayLike
+    min_p: jax.typing.ArrayLike
+    repetition_penalty: jax.typing.ArrayLike
+    presence_penalty: jax.typing.ArrayLike
+    frequency_penalty: jax.typing.ArrayLike
+    key: jax.typing.ArrayLike
+    prompt_length: jax.typing.ArrayLike
+    min_length: jax.typing.ArrayLike
+
+
+class Rows(struct.PyTreeNode, kw_only=True):
+    """What drafters and verifiers may know of the batch.
+
+    Attributes:
+      tokens: `[B, S]` int32, committed tokens, garbage beyond `num_committed`.
+      num_committed: `[B]` int32.
+      draft_limit: `[B]` int32, nodes wanted in this round; 0 for rows that are not running.
+      stop_tokens: `[B, num_stop]` int32, -1 pads.
+      sampling: how tokens are drawn.
+    """
+
+    tokens: jax.Array
+    num_committed: jax.Array
+    draft_limit: jax.Array
+    stop_tokens: jax.Array
+    sampling: RowSampling
+
+
+class Prefix(struct.PyTreeNode, kw_only=True):
+    """The uncommitted tokens that precede each of T tokens to be drawn.
+
+    Attributes:
+      tokens: `[B, n]` int32, drafted tokens.
+      is_before: `[B or 1, T, n]` bool, which of them stand before the t-th token to be drawn.
+      position: `[B, T]` int32, where the token to be drawn will stand.
+    """
+
+    tokens: jax.Array
+    is_before: jax.Array
+    position: jax.Array
+
+
+class Logprobs(struct.PyTreeNode, kw_only=True):
+    """Log-probabilities of emitted tokens and of the likeliest alternatives.
+
+    Attributes:
+      of_token: `[B, S]` fp32.
+      top: `[B, S, k]` fp32, descending.
+      top_tokens: `[B, S, k]` int32.
+    """
+
+    of_token: jax.Array
+    top: jax.Array
+    top_tokens: jax.Array
+
+
 class DecodeState(struct.PyTreeNode, kw_only=True):
     """Everything a decode loop carries from round to round.
 
@@ -137,10 +213,13 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     limit_finish: jax.Array  # [B] int32, the Finish to report there
     draft_limit: jax.Array  # [B] int32, draft length asked for; 0 decodes plainly
     stop_tokens: jax.Array  # [B, num_stop] int32, -1 pads
+    # randomness
+    sampling: RowSampling
     # output
     tokens: jax.Array  # [B, S] int32
     origin: jax.Array  # [B, S] int8, Origin
     stop_token: jax.Array  # [B] int32, the stop token that ended the row, or -1
+    logprobs: Logprobs | None  # None where the engine keeps none
     # totals
     counts: AcceptanceCounts
 

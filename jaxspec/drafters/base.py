@@ -18,7 +18,7 @@ import jax
 from flax import struct
 
 from jaxspec.models.base import Model
-from jaxspec.types import Draft, PyTree, Verdict
+from jaxspec.types import Draft, PyTree, Rows, Verdict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,9 @@ class EngineShape:
       window: T, tokens scored per round.
       prefill_chunk: tokens of one prefill call.
       vocab_size: V of the target.
+      is_noise_shared: whether a sampling drafter draws with the noise by which the target will draw
+        the same position's token (coupled verification), instead of noise of its own.
+      needs_draft_law: whether drafts must come with the law they were drawn from, `Draft.q`.
     """
 
     seats: int
@@ -38,25 +41,13 @@ class EngineShape:
     window: int
     prefill_chunk: int
     vocab_size: int
+    is_noise_shared: bool = True
+    needs_draft_law: bool = False
 
     @property
     def num_nodes(self) -> int:
         """N, the nodes a draft has room for."""
         return self.window - 1
-
-
-class Rows(struct.PyTreeNode, kw_only=True):
-    """What a drafter may know of the batch.
-
-    Attributes:
-      tokens: `[B, S]` int32, committed tokens, garbage beyond `num_committed`.
-      num_committed: `[B]` int32.
-      draft_limit: `[B]` int32, nodes wanted in this round; 0 for rows that are not running.
-    """
-
-    tokens: jax.Array
-    num_committed: jax.Array
-    draft_limit: jax.Array
 
 
 class Outcome(struct.PyTreeNode, kw_only=True):

@@ -18,12 +18,12 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache import KVCache
-from jaxspec.drafters.base import EngineShape, Outcome, Rows
+from jaxspec.drafters.base import EngineShape, Outcome
 from jaxspec.errors import ModelError
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
-from jaxspec.sampling import greedy_tokens
-from jaxspec.types import Draft, PyTree, Window, chain_parents
+from jaxspec.sampling import draw_draft
+from jaxspec.types import Draft, PyTree, Rows, Window, chain_parents
 
 
 class DraftModelState(struct.PyTreeNode, kw_only=True):
@@ -42,7 +42,8 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftModel:
-    """Drafts greedily with another model that shares the target's tokenizer.
+    """Drafts with another model that shares the target's tokenizer, each row by its own sampling
+    parameters: greedily where the row is greedy.
 
     Vocabularies that are padded to different sizes are fine: only ids that both have are proposed.
     """
@@ -111,12 +112,11 @@ class DraftModel:
         return state.replace(cache=cache, num_seen=num_seen)
 
     def propose(self, shape, params, state: DraftModelState, rows: Rows):
-        """Greedy drafts; as many steps as the most demanding row asks for, counted at run time.
+        """A chain; as many steps as the most demanding row asks for, counted at run time.
 
         Rows that lag by more than one token get no draft: their context has a hole.
         """
         seats, num_nodes = shape.seats, shape.num_nodes
-        vocab_size = min(self.model.vocab_size, shape.vocab_size)
         can_draft = rows.num_committed - 2 <= state.num_seen
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         is_drafting = num_valid > 0
@@ -126,38 +126,51 @@ class DraftModel:
         newest = rows.num_committed - 1
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
-        def step(tokens, first_position, cache):
-            """Token after the last of `tokens` `[B, t]`, which stand at `first_position`
+        def step(node, read, first_position, drafted, laws, cache):
+            """Drafts `node` from the tokens `read` `[B, t]`, which stand at `first_position`
             onwards.
             """
-            positions = first_position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            positions = first_position[:, None] + jnp.arange(read.shape[1], dtype=jnp.int32)
             window = Window(
                 start=jnp.maximum(first_position, 0),
                 positions=jnp.maximum(positions, 0),
                 slots=jnp.where(is_drafting[:, None], positions, -1),
             )
-            tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
-            hidden, cache = self.model.forward(params, tokens, window, cache)
+            read = jnp.minimum(read, self.model.vocab_size - 1)
+            hidden, cache = self.model.forward(params, read, window, cache)
             logits = self.model.logits(params, hidden[:, -1])
-            return greedy_tokens(logits[:, :vocab_size])[0], cache
+            token, q = draw_draft(
+                logits,
+                rows,
+                drafted,
+                node,
+                vocab_size=shape.vocab_size,
+                is_noise_shared=shape.is_noise_shared,
+                needs_law=shape.needs_draft_law,
+            )
+            drafted = lax.dynamic_update_slice_in_dim(drafted, token[:, None], node, axis=1)
+            if q is not None:
+                laws = lax.dynamic_update_slice_in_dim(laws, q[:, None], node, axis=1)
+            return drafted, laws, cache
 
-        def first_step(_, carry):
-            tokens, cache = carry
+        def first_step(node, carry):
             pair = jnp.maximum(newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32), 0)
             read = jnp.take_along_axis(rows.tokens, pair, axis=1)
-            drafted, cache = step(read, newest - 1, cache)
-            return tokens.at[:, 0].set(drafted), cache
+            return step(node, read, newest - 1, *carry)
 
-        def next_step(index, carry):
-            tokens, cache = carry
-            last = lax.dynamic_slice_in_dim(tokens, index - 1, 1, axis=1)
-            drafted, cache = step(last, newest + index, cache)
-            return lax.dynamic_update_slice_in_dim(tokens, drafted[:, None], index, axis=1), cache
+        def next_step(node, carry):
+            last = lax.dynamic_slice_in_dim(carry[0], node - 1, 1, axis=1)
+            return step(node, last, newest + node, *carry)
 
-        carry = (jnp.zeros((seats, num_nodes), jnp.int32), state.cache)
+        laws = None
+        if shape.needs_draft_law:
+            laws = jnp.zeros((seats, num_nodes, shape.vocab_size), jnp.float32)
+        carry = (jnp.zeros((seats, num_nodes), jnp.int32), laws, state.cache)
         carry = lax.fori_loop(0, jnp.minimum(num_steps, 1), first_step, carry)
-        tokens, cache = lax.fori_loop(1, num_steps, next_step, carry)
-        draft = Draft(tokens=tokens, parents=chain_parents(seats, num_nodes), num_valid=num_valid)
+        tokens, laws, cache = lax.fori_loop(1, num_steps, next_step, carry)
+        draft = Draft(
+            tokens=tokens, parents=chain_parents(seats, num_nodes), num_valid=num_valid, q=laws
+        )
         return draft, state.replace(cache=cache, num_steps=num_steps)
 
     def commit(self, shape, params, state: DraftModelState, rows: Rows, outcome: Outcome):

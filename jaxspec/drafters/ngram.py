@@ -6,9 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import EngineShape, Rows, StatelessDrafter
+from jaxspec.drafters.base import EngineShape, StatelessDrafter
 from jaxspec.errors import SettingError
-from jaxspec.types import Draft, chain_parents
+from jaxspec.types import Draft, Rows, chain_parents
 
 
 @dataclasses.dataclass(frozen=True)

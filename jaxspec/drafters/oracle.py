@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.drafters.base import Drafter, EngineShape, Outcome, Rows
+from jaxspec.drafters.base import Drafter, EngineShape, Outcome
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.types import Draft, PyTree, chain_parents
+from jaxspec.types import Draft, PyTree, Rows, chain_parents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,16 +1,50 @@
-"""Coupled verification: the target chooses a token at every node, and matching drafts are followed.
+"""Coupled verification: the target draws a token at every node, and matching drafts are followed.
 
-The output is what the target would have chosen alone, token for token, whatever was drafted. At
-temperature 0 the choice is the arg max (greedy verification, Leviathan et al., 2211.17192).
+Each draw is keyed by the request and the position, so the output is what the target would have
+drawn alone, token for token, whatever was drafted, chain or tree. At temperature 0 the draw is the
+arg max: greedy verification (Leviathan et al., 2211.17192). A drafter that samples should do so
+with the same noise: then it proposes the token that the target will draw wherever their laws are
+close.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jaxspec.types import Draft, Verdict
+from jaxspec.sampling import choose
+from jaxspec.types import Draft, Prefix, Rows, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupled:
+    """Keeps the drafted tokens that the target draws itself; the default.
+
+    Attributes:
+      is_noise_shared: False lets sampling drafters draw with noise of their own. The output stays
+        the same, but hardly anything is accepted: for the study of acceptance.
+    """
+
+    is_noise_shared: bool = True
+    is_lossless: bool = dataclasses.field(default=True, init=False)
+    is_coupled: bool = dataclasses.field(default=True, init=False)
+    needs_draft_law: bool = dataclasses.field(default=False, init=False)
+    takes_trees: bool = dataclasses.field(default=True, init=False)
+    promise: str = dataclasses.field(
+        default="the target's own tokens, bit for bit, at any temperature", init=False
+    )
+
+    @property
+    def name(self) -> str:
+        """`coupled`, or `coupled:independent`."""
+        return "coupled" if self.is_noise_shared else "coupled:independent"
+
+    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+        """Follows the drafts that the target draws."""
+        return follow(choose(logits, rows, prefix), draft)
 
 
 def follow(chosen: jax.Array, draft: Draft) -> Verdict:
@@ -18,7 +52,7 @@ def follow(chosen: jax.Array, draft: Draft) -> Verdict:
 
     Args:
       chosen: `[B, N + 1]` int32, the target's token after the newest committed one (index 0) and
-        after each node.
+        after each node; -1 is no token, and ends the path.
       draft: any tree; of siblings with the same token the first is followed.
     """
     num_rows, num_nodes = draft.tokens.shape

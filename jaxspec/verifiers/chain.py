@@ -1,0 +1,107 @@
+"""What the chain rules have in common: laws of the nodes, and the verdict of an accepted length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec import sampling
+from jaxspec.types import Draft, Prefix, Rows, Verdict
+from jaxspec.verifiers.coupled import follow
+
+
+class ChainLaws(struct.PyTreeNode, kw_only=True):
+    """Laws along a drafted chain, fp32.
+
+    Attributes:
+      p: `[B, N + 1, V]`, the target's, before each node and after the last.
+      q: `[B, N + 1, V]`, the law each node was drawn from; zero where there is no node, so that the
+        residual of a fully accepted draft is p itself.
+      p_token: `[B, N]`, p of each drafted token.
+      q_token: `[B, N]`, q of each drafted token; 1 where there is no node.
+      is_node: `[B, N]` bool.
+    """
+
+    p: jax.Array
+    q: jax.Array
+    p_token: jax.Array
+    q_token: jax.Array
+    is_node: jax.Array
+
+
+Accept = Callable[[ChainLaws, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def verify_chain(
+    accept: Accept, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix
+) -> Verdict:
+    """The verdict of a chain rule; rows of temperature 0 follow the arg max instead.
+
+    Args:
+      accept: from the laws and one uniform draw per node, `[B, N]`, to the number of accepted nodes
+        `[B]` and the weights `[B, V]` from which the next token is drawn; the target's law is used
+        where they are all zero (possible by rounding only).
+    """
+    num_rows, num_nodes = draft.tokens.shape
+    chex.assert_shape(logits, (num_rows, num_nodes + 1, None))
+    verdict = follow(sampling.choose(logits, greedy_rows(rows), prefix), draft)
+    is_sampled = rows.sampling.temperature > 0
+
+    def sampled() -> Verdict:
+        laws = chain_laws(sampling.law(logits, rows, prefix), draft)
+        node = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), draft.tokens.shape)
+        draws = sampling.uniform(sampling.round_keys(rows, node, sampling.Stream.ACCEPT))
+        num_accepted, weights = accept(laws, draws)
+        of_target = at_node(laws.p, num_accepted)
+        weights = jnp.where(jnp.any(weights > 0, axis=1, keepdims=True), weights, of_target)
+        keys = sampling.round_keys(rows, num_accepted[:, None], sampling.Stream.RESIDUAL)
+        next_token = sampling.draw_weighted(keys[:, 0], weights)
+        is_finite = jnp.isfinite(jnp.max(at_node(logits, num_accepted), axis=1))
+        return Verdict(
+            num_accepted=jnp.where(is_sampled, num_accepted, verdict.num_accepted),
+            path=jnp.where(
+                is_sampled[:, None],
+                jnp.where(node < num_accepted[:, None], node, -1),
+                verdict.path,
+            ),
+            next_token=jnp.where(
+                is_sampled, jnp.where(is_finite, next_token, -1), verdict.next_token
+            ),
+        )
+
+    return lax.cond(jnp.any(is_sampled), sampled, lambda: verdict)
+
+
+def greedy_rows(rows: Rows) -> Rows:
+    """The same rows at temperature 0."""
+    cold = jnp.zeros_like(rows.sampling.temperature)
+    return rows.replace(sampling=rows.sampling.replace(temperature=cold))
+
+
+def chain_laws(p: jax.Array, draft: Draft) -> ChainLaws:
+    """Laws of a draft; one without q is deterministic, and its q a point mass on each token."""
+    num_nodes = draft.tokens.shape[1]
+    is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
+    q = jax.nn.one_hot(draft.tokens, p.shape[2], dtype=jnp.float32) if draft.q is None else draft.q
+    q = jnp.where(is_node[..., None], q, 0)
+    return ChainLaws(
+        p=p,
+        q=jnp.pad(q, ((0, 0), (0, 1), (0, 0))),
+        p_token=_of_tokens(p[:, :num_nodes], draft.tokens),
+        q_token=jnp.where(is_node, _of_tokens(q, draft.tokens), 1),
+        is_node=is_node,
+    )
+
+
+def _of_tokens(probabilities: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(probabilities, tokens[..., None], axis=2)[..., 0]
+
+
+def at_node(values: jax.Array, node: jax.Array) -> jax.Array:
+    """`values` `[B, n, V]` at one `node` `[B]` of each row."""
+    return jnp.take_along_axis(values, node[:, None, None], axis=1)[:, 0]

@@ -1,0 +1,56 @@
+"""Typical acceptance (Medusa, Cai et al., 2401.10774). Lossy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.errors import SettingError
+from jaxspec.types import Draft, Prefix, Rows, Verdict
+from jaxspec.verifiers.chain import ChainLaws, at_node, verify_chain
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical:
+    """Accepts drafted tokens that the target finds likely enough: `p(x) > min(epsilon, delta
+    exp(-H(p)))`. **Lossy:** the output does not follow the target's law (greedy rows do).
+
+    Attributes:
+      epsilon: probability above which any token is accepted.
+      delta: scale of the threshold where the target is uncertain; Medusa takes sqrt(epsilon).
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+    name: str = dataclasses.field(default="typical (lossy)", init=False)
+    promise: str = dataclasses.field(
+        default="lossy: tokens that the target finds typical, not its law", init=False
+    )
+    is_lossless: bool = dataclasses.field(default=False, init=False)
+    is_coupled: bool = dataclasses.field(default=False, init=False)
+    is_noise_shared: bool = dataclasses.field(default=False, init=False)
+    needs_draft_law: bool = dataclasses.field(default=False, init=False)
+    takes_trees: bool = dataclasses.field(default=False, init=False)
+
+    def __post_init__(self):
+        for field, value in (("epsilon", self.epsilon), ("delta", self.delta)):
+            if not 0 < value <= 1:
+                raise SettingError(
+                    f"{field} {value} was given; it must be above 0 and at most 1, as a threshold "
+                    "on probabilities."
+                )
+
+    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+        """Accepts the leading drafts that are typical."""
+        return verify_chain(self._accept, logits, draft, rows, prefix)
+
+    def _accept(self, laws: ChainLaws, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
+        before = laws.p[:, :-1]
+        surprise = jnp.where(before > 0, -jnp.log(jnp.where(before > 0, before, 1)), 0)
+        entropy = jnp.sum(before * surprise, axis=2)
+        threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
+        passes = (laws.p_token > threshold) & laws.is_node
+        num_accepted = jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
+        return num_accepted, at_node(laws.p, num_accepted)
