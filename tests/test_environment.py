@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -47,3 +51,32 @@ def test_commit_of_a_checkout_and_elsewhere(monkeypatch, tmp_path):
 def test_sha256_of(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     assert environment.sha256_of(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
+    code = (
+        "import jax, toy\n"
+        "from jaxspec.engine import Engine\n"
+        "hits = []\n"
+        "jax.monitoring.register_event_listener(\n"
+        "    lambda name, **_: hits.append(name) if name.endswith('/cache_hits') else None\n"
+        ")\n"
+        "Engine(toy.model(), seats=1, capacity=128).generate([[1, 2]])\n"
+        "print(len(hits))\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environ |= {"JAXSPEC_CACHE": str(tmp_path), "PYTHONPATH": str(pathlib.Path(__file__).parent)}
+
+    def run(**more):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ | more)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout), sorted((tmp_path / environment.COMPILED_DIRECTORY).glob("*-cache"))
+
+    assert run(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "chosen")) == (0, [])
+    num_hits, kept = run()
+    assert num_hits == 0
+    assert kept
+    num_hits, kept_later = run()
+    assert num_hits > 0
+    assert set(kept) <= set(kept_later)

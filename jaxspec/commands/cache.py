@@ -1,8 +1,11 @@
-"""`jaxspec cache list|remove`: the converted models in the user's cache directory."""
+"""`jaxspec cache list|remove`: converted models and compiled programs in the user's cache
+directory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -12,17 +15,21 @@ from rich.table import Table
 
 from jaxspec.checkpoint import cache_directory, cached_models, remove_cached_model
 from jaxspec.commands.documents import make_document
+from jaxspec.environment import COMPILED_DIRECTORY
 from jaxspec.errors import SettingError
+
+COMPILED = "compiled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheCommand:
-    """List the models converted into the cache directory, or remove some of them."""
+    """List what is kept in the cache directory (converted models, compiled programs), or remove
+    some of it."""
 
     action: Annotated[Literal["list", "remove"], tyro.conf.Positional]
     """What to do."""
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
-    """Models to remove, as `list` names them."""
+    """What to remove, as `list` names it; `compiled` is all compiled programs."""
     json: bool = False
     """End with one line of JSON on standard output."""
 
@@ -35,7 +42,7 @@ class CacheCommand:
         if self.action == "list" and self.names:
             raise SettingError("jaxspec cache list takes no names; leave them out.")
         for name in self.names:
-            num_bytes = remove_cached_model(name)
+            num_bytes = remove_compiled() if name == COMPILED else remove_cached_model(name)
             console.print(f"removed {escape(name)} ({num_bytes / 2**20:.0f} MiB)")
         models = [dataclasses.asdict(model) for model in cached_models()]
         if self.action == "list":
@@ -45,11 +52,12 @@ class CacheCommand:
             self,
             directory=cache_directory(),
             models=models,
+            compiled_bytes=compiled_bytes(),
             removed=self.names,
         )
 
     def _show(self, console: Console, models: list[dict[str, Any]]) -> None:
-        if not models:
+        if not models and not compiled_bytes():
             console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
             return
         table = Table("name", "MiB", "dtype", "source", caption=escape(str(cache_directory())))
@@ -60,4 +68,20 @@ class CacheCommand:
                 model["dtype"],
                 escape(model["source"]),
             )
+        if compiled_bytes():
+            mebibytes = f"{compiled_bytes() / 2**20:.0f}"
+            table.add_row(COMPILED, mebibytes, "", "programs that XLA compiled")
         console.print(table)
+
+
+def compiled_bytes() -> int:
+    """Size of the compiled programs that are kept."""
+    directory = cache_directory() / COMPILED_DIRECTORY
+    return sum(file.stat().st_size for file in directory.glob("*") if file.is_file())
+
+
+def remove_compiled() -> int:
+    """Removes the compiled programs that are kept; returns their size."""
+    num_bytes = compiled_bytes()
+    shutil.rmtree(cache_directory() / COMPILED_DIRECTORY, ignore_errors=True)
+    return num_bytes

@@ -1,11 +1,11 @@
 """A small language model as the drafter (Leviathan et al., 2211.17192), with its own KV cache.
 
 The cache is kept between rounds: rejected drafts are forgotten by lowering an integer, as in the
-target. A round's first step reads two tokens, because after full acceptance the last draft is still
-unseen: with `d` the drafts of a round of three, and `|` the end of what the drafter has seen,
+target. After full acceptance the last draft is still unseen, and the next round reads it first:
+with `d` the drafts of a round of three, and `|` the end of what the drafter has seen,
 
-    rejected after d1:   ... x d1|y          next first step reads d1 y   (d1 again, to no effect)
-    all accepted:        ... x d1 d2|d3 y    next first step reads d3 y
+    rejected after d1:   ... x d1|y          the next round drafts from y
+    all accepted:        ... x d1 d2|d3 y    the next round reads d3, then drafts from y
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DraftModel:
         return state.replace(num_seen=state.num_seen.at[row].set(0))
 
     def lag(self, state: DraftModelState, rows: Rows) -> jax.Array:
-        """`[B]`, what `catch_up` should read; one token is read by the next round itself."""
+        """`[B]`, what `catch_up` should read; a lag of one is made up by the next round itself."""
         return jnp.maximum(rows.num_committed - 1 - state.num_seen, 0)
 
     def catch_up(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
@@ -126,50 +126,55 @@ class DraftModel:
         newest = rows.num_committed - 1
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
-        def step(node, read, first_position, drafted, laws, cache):
-            """Drafts `node` from the tokens `read` `[B, t]`, which stand at `first_position`
-            onwards.
-            """
-            positions = first_position[:, None] + jnp.arange(read.shape[1], dtype=jnp.int32)
+        def read(token, position, is_kept, cache):
+            """Hidden states `[B, 1, E]` of one token per row; its KV is kept where `is_kept`."""
+            position = jnp.maximum(position, 0)
             window = Window(
-                start=jnp.maximum(first_position, 0),
-                positions=jnp.maximum(positions, 0),
-                slots=jnp.where(is_drafting[:, None], positions, -1),
+                start=position,
+                positions=position[:, None],
+                slots=jnp.where(is_kept, position, -1)[:, None],
             )
-            read = jnp.minimum(read, self.model.vocab_size - 1)
-            hidden, cache = self.model.forward(params, read, window, cache)
-            logits = self.model.logits(params, hidden[:, -1])
+            token = jnp.minimum(token, self.model.vocab_size - 1)[:, None]
+            return self.model.forward(params, token, window, cache)
+
+        lags = is_drafting & (state.num_seen < newest)
+
+        def read_unseen(_, cache):
+            before = jnp.maximum(newest - 1, 0)[:, None]
+            token = jnp.take_along_axis(rows.tokens, before, axis=1)[:, 0]
+            return read(token, newest - 1, lags, cache)[1]
+
+        def step(node, carry):
+            tokens, laws, cache = carry
+            last = lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)[:, 0]
+            hidden, cache = read(last, newest + node, is_drafting, cache)
             token, q = draw_draft(
-                logits,
+                self.model.logits(params, hidden[:, 0]),
                 rows,
-                drafted,
+                tokens[:, 1:],
                 node,
                 vocab_size=shape.vocab_size,
                 is_noise_shared=shape.is_noise_shared,
                 needs_law=shape.needs_draft_law,
             )
-            drafted = lax.dynamic_update_slice_in_dim(drafted, token[:, None], node, axis=1)
+            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], node + 1, axis=1)
             if q is not None:
                 laws = lax.dynamic_update_slice_in_dim(laws, q[:, None], node, axis=1)
-            return drafted, laws, cache
+            return tokens, laws, cache
 
-        def first_step(node, carry):
-            pair = jnp.maximum(newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32), 0)
-            read = jnp.take_along_axis(rows.tokens, pair, axis=1)
-            return step(node, read, newest - 1, *carry)
-
-        def next_step(node, carry):
-            last = lax.dynamic_slice_in_dim(carry[0], node - 1, 1, axis=1)
-            return step(node, last, newest + node, *carry)
-
+        # Loops of no or one trip, unlike conditionals, pass the cache through without copying it.
+        cache = lax.fori_loop(0, jnp.any(lags).astype(jnp.int32), read_unseen, state.cache)
+        root = jnp.take_along_axis(rows.tokens, newest[:, None], axis=1)
+        tokens = jnp.pad(root, ((0, 0), (0, num_nodes)))
         laws = None
         if shape.needs_draft_law:
             laws = jnp.zeros((seats, num_nodes, shape.vocab_size), jnp.float32)
-        carry = (jnp.zeros((seats, num_nodes), jnp.int32), laws, state.cache)
-        carry = lax.fori_loop(0, jnp.minimum(num_steps, 1), first_step, carry)
-        tokens, laws, cache = lax.fori_loop(1, num_steps, next_step, carry)
+        tokens, laws, cache = lax.fori_loop(0, num_steps, step, (tokens, laws, cache))
         draft = Draft(
-            tokens=tokens, parents=chain_parents(seats, num_nodes), num_valid=num_valid, q=laws
+            tokens=tokens[:, 1:],
+            parents=chain_parents(seats, num_nodes),
+            num_valid=num_valid,
+            q=laws,
         )
         return draft, state.replace(cache=cache, num_steps=num_steps)
 

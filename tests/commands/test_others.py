@@ -67,6 +67,17 @@ def test_cache(cli, refused, cache):
     assert [model.name for model in checkpoint.cached_models()] == ["two-2"]
 
 
+def test_compiled_programs_are_listed_and_removed(cli, cache):
+    kept = cache / ".compiled" / "jit_run-0-cache"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(bytes(2**20))
+    listed = cli("cache", "list", "--json")
+    assert "compiled" in listed.out
+    assert listed.document["compiled_bytes"] == 2**20
+    assert "removed compiled (1 MiB)" in cli("cache", "remove", "compiled").out
+    assert not kept.exists()
+
+
 def test_convert_of_nothing_is_refused(refused, tmp_path):
     assert "none-such" in refused("convert", tmp_path / "none-such", tmp_path / "out")
     assert not (tmp_path / "out").exists()
