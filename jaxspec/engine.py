@@ -30,8 +30,7 @@ from jaxspec.requests import (
     make_completion,
     make_requests,
 )
-from jaxspec.sampling import request_key
-from jaxspec.types import DecodeState, Finish, RowSampling
+from jaxspec.types import DecodeState, Finish
 from jaxspec.verifiers import Coupled, Verifier
 
 _log = logging.getLogger(__name__)
@@ -403,18 +402,7 @@ class Engine:
             limit_finish=np.int32(limit_finish),
             draft_limit=np.int32(draft_length),
             stop_tokens=stop_tokens,
-            sampling=RowSampling(
-                temperature=np.float32(params.temperature),
-                top_k=np.int32(max(params.top_k, 0)),
-                top_p=np.float32(params.top_p),
-                min_p=np.float32(params.min_p),
-                repetition_penalty=np.float32(params.repetition_penalty),
-                presence_penalty=np.float32(params.presence_penalty),
-                frequency_penalty=np.float32(params.frequency_penalty),
-                key=request_key(params.seed or 0),
-                prompt_length=np.int32(len(prompt)),
-                min_length=np.int32(len(prompt) + params.min_tokens),
-            ),
+            sampling=params.of_row(prompt_length=len(prompt)),
         )
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
         for start in range(0, len(prompt) - 1, self.shape.prefill_chunk):

@@ -38,7 +38,7 @@ def use_compilation_cache() -> None:
     Nothing is changed where JAX has been told of a directory already (`JAX_COMPILATION_CACHE_DIR`,
     `jax_compilation_cache_dir`), or was told to keep none (`JAX_ENABLE_COMPILATION_CACHE=false`).
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_directory() / COMPILED_DIRECTORY))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
+import itertools
+import numbers
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,7 +14,8 @@ import numpy as np
 
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import LanguageModel, Model, TextTokenizer
-from jaxspec.types import AcceptanceCounts, Finish, Origin
+from jaxspec.sampling import request_key
+from jaxspec.types import AcceptanceCounts, Finish, Origin, RowSampling
 
 Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -28,7 +30,9 @@ ORIGIN_STYLES = {
 
 
 LOWEST_TEMPERATURE = 1e-3  # below it, and above 0, scaled logits lose their differences or overflow
+HIGHEST_TEMPERATURE = 1e6
 LARGEST_SEED = 2**63 - 1
+LARGEST_COUNT = 2**30  # tokens; the device counts in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class SamplingParams:
       frequency_penalty: subtracted once per occurrence in the output; 0 is off.
 
     Raises:
-      SettingError: a value out of its range.
+      SettingError: a value of the wrong type or out of its range.
     """
 
     max_tokens: int = 16
@@ -81,33 +85,43 @@ class SamplingParams:
     def __post_init__(self, max_new_tokens: int | None):
         if max_new_tokens is not None:
             object.__setattr__(self, "max_tokens", max_new_tokens)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            is_left_out = value is None and name in ("seed", "logprobs")
+            if not (is_left_out or isinstance(value, kind)):
+                wanted = "a whole number" if kind is numbers.Integral else "a number"
+                raise SettingError(f"{name} {value!r} was given; it must be {wanted}.")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        t, p, largest = self.temperature, self.top_p, LARGEST_SEED
-        is_number = math.isfinite
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        t, largest_seed = self.temperature, LARGEST_SEED - self.n + 1
         for name, is_right, expected in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", 1 <= self.max_tokens <= LARGEST_COUNT, "from 1 to 2**30"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
             (
                 "temperature",
-                t == 0 or LOWEST_TEMPERATURE <= t < math.inf,
-                f"0 (greedy) or at least {LOWEST_TEMPERATURE:g}",
+                t == 0 or LOWEST_TEMPERATURE <= t <= HIGHEST_TEMPERATURE,
+                f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
             ),
-            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 (off)"),
-            ("top_p", 0 < p <= 1, "above 0 and at most 1 (off)"),
+            ("top_k", -1 <= self.top_k <= LARGEST_COUNT, "at least 1, or 0 or -1 (off)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("seed", self.seed is None or 0 <= self.seed <= largest, "from 0 to 2**63 - 1"),
             ("n", self.n >= 1, "at least 1"),
-            ("stop", all(isinstance(s, str) and s for s in stop), "texts that are not empty"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
             (
-                "repetition_penalty",
-                0 < self.repetition_penalty < math.inf,
-                "above 0, where 1 is off",
+                "seed",
+                self.seed is None or 0 <= self.seed <= largest_seed,
+                "from 0 to 2**63 - n, as each completion has its own",
             ),
-            ("presence_penalty", is_number(self.presence_penalty), "a number"),
-            ("frequency_penalty", is_number(self.frequency_penalty), "a number"),
+            ("stop", all(isinstance(s, str) and s for s in stop), "texts that are not empty"),
+            (
+                "stop_token_ids",
+                all(isinstance(token, numbers.Integral) for token in self.stop_token_ids),
+                "token ids",
+            ),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "from 0.001 to 1000"),
+            ("presence_penalty", abs(self.presence_penalty) <= 1e3, "from -1000 to 1000"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 1e3, "from -1000 to 1000"),
         ):
             if not is_right:
                 value = getattr(self, name)
@@ -136,14 +150,28 @@ class SamplingParams:
                     "is not supported; give SamplingParams of your own."
                 )
         is_sampled = bool(config.get("do_sample", False))
-        names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        if is_sampled:
-            names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+        names = _READ_ALWAYS | (_READ_IF_SAMPLED if is_sampled else {})
         read = {
             ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None
         }
         defaults: dict[str, Any] = {"temperature": 1.0} if is_sampled else {}
         return cls(**(defaults | read | changes))
+
+    def of_row(self, *, prompt_length: int) -> RowSampling:
+        """What the loop knows of these parameters: a `RowSampling` of scalars, for one row."""
+        values: dict[str, Any] = {
+            "temperature": np.float32(self.temperature),
+            "top_k": np.int32(max(self.top_k, 0)),
+            "top_p": np.float32(self.top_p),
+            "min_p": np.float32(self.min_p),
+            "repetition_penalty": np.float32(self.repetition_penalty),
+            "presence_penalty": np.float32(self.presence_penalty),
+            "frequency_penalty": np.float32(self.frequency_penalty),
+            "key": request_key(self.seed or 0),
+            "prompt_length": np.int32(prompt_length),
+            "min_length": np.int32(prompt_length + self.min_tokens),
+        }
+        return RowSampling(**values)
 
     def stop_tokens(self, model: Model) -> tuple[int, ...]:
         """Every token id that ends the output."""
@@ -151,9 +179,43 @@ class SamplingParams:
         return tuple(dict.fromkeys(eos + self.stop_token_ids))
 
 
+_KINDS = {
+    "max_tokens": numbers.Integral,
+    "min_tokens": numbers.Integral,
+    "temperature": numbers.Real,
+    "top_k": numbers.Integral,
+    "top_p": numbers.Real,
+    "min_p": numbers.Real,
+    "n": numbers.Integral,
+    "seed": numbers.Integral,
+    "logprobs": numbers.Integral,
+    "repetition_penalty": numbers.Real,
+    "presence_penalty": numbers.Real,
+    "frequency_penalty": numbers.Real,
+}
+
+# Fields of a generation config by what they are called here; the latter only where it samples.
+_READ_ALWAYS = {
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+_READ_IF_SAMPLED = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+
 # Settings of a generation config that would change the output, and their neutral values.
 _NOT_SUPPORTED = {
     "num_beams": 1,
+    "num_return_sequences": 1,
+    "min_length": 0,
+    "top_h": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "dola_layers": None,
+    "token_healing": False,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
@@ -419,7 +481,7 @@ def _samples(request_id: str, ids: tuple[int, ...], params: SamplingParams) -> l
         Request(
             request_id=request_id if params.n == 1 else f"{request_id}-{index}",
             prompt_token_ids=ids,
-            params=dataclasses.replace(params, seed=min(first + index, LARGEST_SEED), n=1),
+            params=dataclasses.replace(params, seed=first + index, n=1),
             index=index,
         )
         for index in range(params.n)
@@ -449,7 +511,10 @@ def find_stop(
     Strings that are complete within the first `min_tokens` tokens do not count.
     """
     text = tokenizer.decode(token_ids)
-    too_early = len(tokenizer.decode(token_ids[:min_tokens])) if min_tokens else 0
+    # A character whose bytes are not complete decodes to something else: it is not there yet.
+    early = tokenizer.decode(token_ids[:min_tokens]) if min_tokens else ""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, early, strict=False))
+    too_early = len(list(same))
     found = []
     for string in stop:
         start = text.find(string, max(0, too_early - len(string) + 1))

@@ -166,7 +166,7 @@ def law_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
     """
 
     def of_rows(values) -> jax.Array:
-        return jnp.asarray(values)[:, None, None]
+        return values[:, None, None]
 
     temperature = of_rows(sampling.temperature)
     scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
@@ -190,13 +190,16 @@ def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     is less than 1; ties with that token stay."""
     order = _ordered_bits(scaled)
     mass = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    lowest = _lowest_kept(order, mass, top_p * jnp.sum(mass, axis=-1, keepdims=True))
+    goal = top_p * jnp.sum(mass, axis=-1, keepdims=True)
+    # A goal that has vanished in fp32 would be met by no token at all; the likeliest has mass 1.
+    goal = jnp.maximum(goal, jnp.finfo(jnp.float32).tiny)
+    lowest = _lowest_kept(order, mass, goal)
     return jnp.where((top_p < 1) & (order < lowest), -jnp.inf, scaled)
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:
-    """uint32 numbers in the order of the fp32 `values`."""
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    """uint32 numbers in the order of the fp32 `values`; both zeros get the same number."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -221,7 +224,7 @@ def scores(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
     logits at temperature 0, else `law_logits` plus the position's noise."""
     adjusted = adjust(logits, rows, prefix)
     noise = gumbel(position_keys(rows.sampling, prefix.position), logits.shape[-1])
-    is_sampled = (jnp.asarray(rows.sampling.temperature) > 0)[:, None, None]
+    is_sampled = (rows.sampling.temperature > 0)[:, None, None]
     return jnp.where(is_sampled, law_logits(adjusted, rows.sampling) + noise, adjusted)
 
 
@@ -288,7 +291,7 @@ def draw_draft(
         else:
             of_node = jnp.broadcast_to(node, (logits.shape[0], 1))
             keys = round_keys(rows, of_node, Stream.DRAFT)
-        is_sampled = (jnp.asarray(rows.sampling.temperature) > 0)[:, None, None]
+        is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         noisy = drawn_from + gumbel(keys, vocab_size)
         token = greedy_tokens(jnp.where(is_sampled, noisy, adjusted))[0][:, 0]
         return token, jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_law else None

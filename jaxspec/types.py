@@ -138,16 +138,16 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
       min_length: `[B]` int32, `num_committed` below which no stop token is drawn.
     """
 
-    temperature: jax.typing.ArrayLike
-    top_k: jax.typing.ArrayLike
-    top_p: jax.typing.ArrayLike
-    min_p: jax.typing.ArrayLike
-    repetition_penalty: jax.typing.ArrayLike
-    presence_penalty: jax.typing.ArrayLike
-    frequency_penalty: jax.typing.ArrayLike
-    key: jax.typing.ArrayLike
-    prompt_length: jax.typing.ArrayLike
-    min_length: jax.typing.ArrayLike
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    key: jax.Array
+    prompt_length: jax.Array
+    min_length: jax.Array
 
 
 class Rows(struct.PyTreeNode, kw_only=True):

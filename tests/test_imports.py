@@ -21,7 +21,7 @@ LAYERS = [
     ("plain",),
     ("requests", "environment"),
     ("engine", "prompts"),
-    ("training", "bench"),
+    ("training", "bench", "audit", "testing"),
     ("commands",),
     ("cli",),
     ("__main__", "__init__"),

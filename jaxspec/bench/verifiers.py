@@ -135,7 +135,7 @@ class Verifiers:
         }
         prompts = [line.prompt for line in sample_prompts()[: self.batch_size]]
         ms: dict[str, list[float]] = {kind: [] for kind in kinds}
-        num_traces = engine._run._cache_size()
+        num_traces = num_programs(engine)
         for repeat in range(self.repeats + 1):  # the first run compiles
             for kind, fields in kinds.items():
                 params = SamplingParams(
@@ -147,7 +147,7 @@ class Verifiers:
                 rounds = max(completion.acceptance.num_rounds for completion in completions)
                 if repeat:
                     ms[kind].append(seconds / rounds * 1e3)
-        assert engine._run._cache_size() - num_traces == 1, "sampling parameters compiled anew"
+        assert num_programs(engine) - num_traces == 1, "sampling parameters compiled anew"
         greedy = np.array(ms["greedy"])
         return [
             {
@@ -157,6 +157,12 @@ class Verifiers:
             }
             for kind, values in ms.items()
         ]
+
+
+def num_programs(engine: Engine) -> int:
+    """How often the engine's loop has been compiled."""
+    program: Any = engine._run
+    return program._cache_size()
 
 
 def overlaps(

@@ -1,0 +1,412 @@
+"""Why two outputs part, or why an output is not the target's own: a tie, a fault, another draw.
+
+Two correct programs differ only by rounding. Let each score move by at most n between them. Then a
+token x can have been drawn in one of them only if it may have survived the filters (top-k, top-p,
+min-p), and no token that certainly survived them lies more than 2 n above it. The smallest 2 n for
+which that holds is the *margin* of x: 0 for the token that wins by the fp32 scores, the gap to the
+winner for any other token where no filter is in play. For a sampled request scores are perturbed by
+the keyed noise of the position, the same in every program.
+
+The margin is compared with a *bound* on 2 n: twice the largest change that re-scoring this context
+in the output's dtype made to any score, and the rounding of the two scores themselves to that dtype
+(engines that keep logits in bf16 do so).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxspec.audit.scoring import Scorer, Segment
+from jaxspec.requests import SamplingParams
+
+ALPHA = 1e-6  # chance that an output that follows the law is said not to
+
+
+class Finding(enum.StrEnum):
+    """Why an output parts from what was expected.
+
+    TIE: rounding explains it. FAULT: nothing legitimate does. SAMPLING: not the keyed draw, but the
+    output may well be of the target's law: another seed, verifier or engine.
+    """
+
+    TIE = "tie"
+    FAULT = "synchronisation fault"
+    SAMPLING = "sampling"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """One place where an output is not what was expected. Scores are logits after penalties, fp32.
+
+    Attributes:
+      index: of the token in the output.
+      token: the output's token; -1 where the output ends too early.
+      expected: the reference's token (-1 where it ended), or the target's own.
+      gap: score of `expected` less that of `token`, both with the position's noise if sampled; -inf
+        or inf where one of them does not exist.
+      margin: how far scores must move apart for both tokens to be drawn; see the module.
+      noise: largest change of one score when this context is scored again.
+      bound: what rounding explains; at most that is a tie.
+      filter_distance: how far scores must move apart for the filters to decide otherwise on
+        `token`; None where no filter is in play.
+      log_law: log-probability of `token` under the law of a sampled request; None for a greedy one.
+      log_evidence: log of the evidence against the law in the output from here on; see
+        `Segment.log_bets`. None for a greedy request.
+      finding: the verdict.
+    """
+
+    index: int
+    token: int
+    expected: int
+    gap: float
+    margin: float
+    noise: float
+    bound: float
+    filter_distance: float | None
+    log_law: float | None
+    log_evidence: float | None
+    finding: Finding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnOutput:
+    """How far an output is the target's own, each token judged after the tokens before it.
+
+    Attributes:
+      num_tokens: tokens judged.
+      divergences: every token that the target would not have emitted there by its fp32 scores;
+        without a seed, of a sampled output only those that its law excludes.
+      log_evidence: against the law, over the whole of a sampled output; None for a greedy one.
+    """
+
+    num_tokens: int
+    divergences: tuple[Divergence, ...]
+    log_evidence: float | None
+
+    @property
+    def first(self) -> Divergence | None:
+        """The first divergence that rounding does not explain."""
+        return next((d for d in self.divergences if d.finding != Finding.TIE), None)
+
+    @property
+    def is_of_the_law(self) -> bool:
+        """Whether nothing speaks against an output drawn from the target's law."""
+        has_fault = any(d.finding == Finding.FAULT for d in self.divergences)
+        evidence = -math.inf if self.log_evidence is None else self.log_evidence
+        return not has_fault and evidence <= -math.log(ALPHA)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token that differs, the shorter length if one continues the other, or
+    None if they are equal."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def judge(
+    scorer: Scorer,
+    *,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    reference_ids: Sequence[int],
+    params: SamplingParams,
+) -> Divergence | None:
+    """Where an output parts from a reference, and why; None if it does not.
+
+    Args:
+      scorer: of the target, in the dtype of the output.
+      prompt_ids: of both.
+      output_ids: cut behind the stop token.
+      reference_ids: cut behind the stop token, drawn with the same parameters.
+      params: how both were drawn, with the seed of a sampled request.
+    """
+    index = first_difference(output_ids, reference_ids)
+    if index is None:
+        return None
+    token = output_ids[index] if index < len(output_ids) else -1
+    expected = reference_ids[index] if index < len(reference_ids) else -1
+    size = scorer.target.vocab_size
+    if not (0 <= token < size and 0 <= expected < size):
+        return _without_scores(index, token, expected)
+    found, log_evidence = None, 0.0
+    is_sampled = params.temperature > 0
+    scored = [*output_ids[: index + 1]]
+    if is_sampled:  # what follows tells a draw of another seed from a fault
+        scored = _inside(output_ids, size)
+    for segment in scorer.segments(prompt_ids, scored, params):
+        if segment.first <= index < segment.end:
+            found = _examine(scorer, segment, index, expected, params)
+        if segment.end > index:
+            log_evidence += _log_evidence(segment, max(index - segment.first, 0))
+    assert found is not None
+    return _with_finding(found, log_evidence if is_sampled else None)
+
+
+def judge_alone(
+    scorer: Scorer,
+    *,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    params: SamplingParams,
+) -> OwnOutput:
+    """Where an output stops being the target's own, token by token under teacher forcing.
+
+    Every token is judged after the output's own tokens before it, so one fault does not make all
+    that follow it look wrong.
+
+    Args:
+      scorer: of the target, in the dtype that the output was made in.
+      prompt_ids: at least one.
+      output_ids: cut behind the stop token.
+      params: how it was drawn. If it was sampled and the seed is None, only its law is judged.
+    """
+    inside = _inside(output_ids, scorer.target.vocab_size)
+    is_sampled = params.temperature > 0
+    is_keyed = not is_sampled or params.seed is not None
+    found: list[Divergence] = []
+    log_evidence = 0.0
+
+    def unexpected(segment: Segment) -> np.ndarray:
+        """`[n]` bool, tokens that the target would not have emitted by its fp32 scores."""
+        return segment.chosen != segment.tokens if is_keyed else np.isneginf(segment.log_law)
+
+    # Noise is measured only where something has to be explained: it is most of the work.
+    is_clean = len(inside) == len(output_ids)
+    for segment in scorer.segments(prompt_ids, inside, params, measures_noise=False):
+        is_clean &= not np.any(unexpected(segment))
+        log_evidence += float(np.sum(segment.log_bets))
+        if not is_clean:
+            break
+    if is_clean:
+        return OwnOutput(
+            num_tokens=len(output_ids),
+            divergences=(),
+            log_evidence=log_evidence if is_sampled else None,
+        )
+
+    log_evidence = 0.0
+    for segment in scorer.segments(prompt_ids, inside, params):
+        bets = segment.log_bets.copy()
+        for row in np.flatnonzero(unexpected(segment)):
+            divergence = _examine(
+                scorer,
+                segment,
+                segment.first + int(row),
+                int(segment.chosen[row]),
+                params,
+                is_keyed=is_keyed,
+            )
+            divergence = _with_finding(divergence, float(bets[row]) if is_sampled else None)
+            if divergence.finding == Finding.TIE:
+                # A token that rounding may have let through a filter is no evidence.
+                bets[row] = min(bets[row], 0)
+            found.append(divergence)
+        log_evidence += float(np.sum(bets))
+    if len(inside) < len(output_ids):
+        found.append(_without_scores(len(inside), output_ids[len(inside)], -1))
+    return OwnOutput(
+        num_tokens=len(output_ids),
+        divergences=tuple(found),
+        log_evidence=log_evidence if is_sampled else None,
+    )
+
+
+def _inside(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The ids before the first one that the vocabulary lacks."""
+    end = next((i for i, token in enumerate(ids) if not 0 <= token < vocab_size), len(ids))
+    return list(ids[:end])
+
+
+def _without_scores(index: int, token: int, expected: int) -> Divergence:
+    """An output that ends where the reference does not, or an id that no vocabulary has."""
+    return Divergence(
+        index=index,
+        token=token,
+        expected=expected,
+        gap=math.inf,
+        margin=math.inf,
+        noise=0.0,
+        bound=0.0,
+        filter_distance=None,
+        log_law=None,
+        log_evidence=None,
+        finding=Finding.FAULT,
+    )
+
+
+def _examine(
+    scorer: Scorer,
+    segment: Segment,
+    index: int,
+    expected: int,
+    params: SamplingParams,
+    *,
+    is_keyed: bool = True,
+) -> Divergence:
+    """A divergence with its margin and bound; `finding` is a tie or not (then FAULT)."""
+    row = index - segment.first
+    token, noise = int(segment.tokens[row]), float(segment.noise[row])
+    logits, gumbel = segment.scores_at(index)
+    perturbed = logits + params.temperature * gumbel
+    filters = Filters(logits, params)
+    if is_keyed:
+        margin = max(margin_of(token, perturbed, filters), margin_of(expected, perturbed, filters))
+    else:  # no draw is expected, only that the filters let the token through
+        margin = filters.distance(token) if not filters.keeps(token) else 0.0
+    pair = np.array([token, expected])
+    largest = float(np.max(np.abs(logits[pair][np.isfinite(logits[pair])]), initial=0.0))
+    bound = 2 * (noise + scorer.rounding * largest)
+    return Divergence(
+        index=index,
+        token=token,
+        expected=expected,
+        gap=float(perturbed[expected] - perturbed[token]),
+        margin=margin,
+        noise=noise,
+        bound=bound,
+        filter_distance=filters.distance(token) if filters.any else None,
+        log_law=float(segment.log_law[row]) if params.temperature > 0 else None,
+        log_evidence=None,
+        finding=Finding.TIE if margin <= bound else Finding.FAULT,
+    )
+
+
+def _with_finding(divergence: Divergence, log_evidence: float | None) -> Divergence:
+    """The divergence with its final verdict; `log_evidence` is None for a greedy request."""
+    finding = divergence.finding
+    if finding == Finding.FAULT and log_evidence is not None:
+        # A token within rounding of a filter may have been in the law after all.
+        distance = divergence.filter_distance
+        is_excluded = divergence.log_law == -math.inf
+        is_close = distance is not None and distance <= divergence.bound
+        is_plausible = log_evidence <= -math.log(ALPHA)
+        if (is_excluded and is_close) or (not is_excluded and is_plausible):
+            finding = Finding.SAMPLING
+    return dataclasses.replace(divergence, finding=finding, log_evidence=log_evidence)
+
+
+def _log_evidence(segment: Segment, first: int) -> float:
+    return float(np.sum(segment.log_bets[first:]))
+
+
+class Filters:
+    """What top-k, top-p and min-p keep of one position's tokens, and how certainly.
+
+    Args:
+      logits: `[V]` float64, after penalties.
+      params: of the request.
+    """
+
+    def __init__(self, logits: np.ndarray, params: SamplingParams):
+        is_sampled = params.temperature > 0
+        self.temperature = params.temperature if is_sampled else 1.0
+        self.top_k = max(params.top_k, 0) if is_sampled else 0
+        self.top_p = params.top_p if is_sampled else 1.0
+        self.min_p = params.min_p if is_sampled else 0.0
+        self.logits = logits
+        self.highest = float(np.max(logits))
+        self._ascending = np.sort(logits)
+        weights = np.exp((self._ascending - self.highest) / self.temperature)
+        if self.top_k:
+            kth = self._ascending[-min(self.top_k, len(logits))]
+            weights = np.where(self._ascending >= kth, weights, 0)  # top-p sees what top-k left
+        self._mass_from = np.append(np.cumsum(weights[::-1])[::-1], 0.0)
+
+    @property
+    def any(self) -> bool:
+        """Whether a filter is in play."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def kept(self, change: float) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens may be kept, and which certainly are, `[V]` bool, if every score moves by at
+        most `change`."""
+        may = np.ones(self.logits.shape, bool)
+        must = np.ones(self.logits.shape, bool)
+        if not self.any:
+            return may, must
+        num = len(self.logits)
+        # Tokens that stay above each one for certain, and those that might rise above it.
+        certain = np.searchsorted(self._ascending, self.logits + 2 * change, side="right")
+        possible = np.searchsorted(self._ascending, self.logits - 2 * change, side="right")
+        if self.top_k:
+            may &= num - certain < self.top_k
+            # With change 0 equal scores stay together; else they, and it itself, lie above.
+            itself = 1 if change > 0 else 0
+            must &= num - possible - itself < self.top_k
+        if self.top_p < 1:
+            total = self._mass_from[0]
+            factor = math.exp(min(2 * change / self.temperature, 700))
+            above = self._mass_from[certain] / total
+            may &= above / (above + (1 - above) * factor) < self.top_p
+            own = np.exp((self.logits - self.highest) / self.temperature) if change > 0 else 0.0
+            above = np.clip((self._mass_from[possible] - own) / total, 0, 1)
+            must &= above / (above + (1 - above) / factor) < self.top_p
+        if self.min_p > 0:
+            floor = self.highest + self.temperature * math.log(self.min_p)
+            may &= self.logits + 2 * change >= floor
+            must &= (self.logits - 2 * change >= floor) | (self.logits == self.highest)
+        return may, must
+
+    def keeps(self, token: int) -> bool:
+        """Whether the filters keep a token by these scores."""
+        return bool(self.kept(0.0)[0][token])
+
+    def distance(self, token: int) -> float:
+        """How far scores must move apart for the filters to decide otherwise on a token."""
+        if not self.any:
+            return math.inf
+
+        def may_flip(change: float) -> bool:
+            may, must = self.kept(change)
+            return bool(may[token] and not must[token])
+
+        return 2 * _smallest(may_flip, self._reach())
+
+    def _reach(self) -> float:
+        """A change beyond which everything is possible."""
+        finite = self.logits[np.isfinite(self.logits)]
+        return float(np.ptp(finite)) + 100 * self.temperature
+
+
+def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:
+    """How far scores must move apart for `token` to be drawn.
+
+    Args:
+      token: its id.
+      perturbed: `[V]` float64, scores with the noise of the draw, in units of logits.
+      filters: of the same position.
+    """
+    behind = perturbed - perturbed[token]
+    if np.isneginf(perturbed[token]):  # barred by min_tokens: no rounding brings it back
+        return math.inf
+    if not filters.any:
+        return float(np.max(behind))
+
+    def may_be_drawn(change: float) -> bool:
+        may, must = filters.kept(change)
+        return bool(may[token]) and float(np.max(behind[must], initial=0)) <= 2 * change
+
+    return 2 * _smallest(may_be_drawn, float(np.ptp(perturbed[np.isfinite(perturbed)])) + 100)
+
+
+def _smallest(is_enough: Callable[[float], bool], most: float) -> float:
+    """The smallest change that is enough, by bisection; inf if `most` is not."""
+    if is_enough(0.0):
+        return 0.0
+    if not is_enough(most):
+        return math.inf
+    least = 0.0
+    for _ in range(50):
+        middle = (least + most) / 2
+        if is_enough(middle):
+            most = middle
+        else:
+            least = middle
+    return most

@@ -1,0 +1,309 @@
+"""Scores of a given output under a model: teacher forcing, and how far rounding moves the scores.
+
+A sequence is read by one compiled program per width, whatever its length: the prompt in chunks, the
+output in segments of `SEGMENT` tokens. Each segment is scored with fp32 parameters, which is the
+reference, and again in the dtype that the output was made in, with the output read in windows of
+several widths. The largest difference between these is the rounding noise of scoring: measured, on
+this model and this very context, instead of assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec import cache as kv
+from jaxspec import sampling
+from jaxspec.engine import MAX_STOP_TOKENS
+from jaxspec.errors import ModelError, PromptError
+from jaxspec.models.base import Model
+from jaxspec.prefill import prefill_chunk
+from jaxspec.requests import SamplingParams
+from jaxspec.types import PyTree, Rows, Window
+
+SEGMENT = 64  # output tokens scored by one call
+PROMPT_CHUNK = 128  # of the re-scorings; the fp32 scoring reads prompts in chunks of SEGMENT
+WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
+
+# How an output bets against the target's law; see `Segment.log_bets`.
+FLATTER_SHARE = 0.05
+UNIFORM_SHARE = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Scores of consecutive output tokens, each after the output's own tokens before it.
+
+    Attributes:
+      first: index in the output of the segment's first token.
+      tokens: `[n]` int32, the output's tokens.
+      chosen: `[n]` int32, what the target emits there by its fp32 scores: the arg max, or the keyed
+        draw of a sampled request (only meaningful if its seed is known).
+      noise: `[n]` fp32, the largest change of a token's score when it is computed in the output's
+        dtype, over `WIDTHS`, in units of logits.
+      log_law: `[n]` fp32, log-probability of each token under the law it should be drawn from, -inf
+        if a filter removed it.
+      log_bets: `[n]` fp32, log of `q / p`, where q mixes the law p with a flatter one (its square
+        root) and the uniform one over its support. If tokens are drawn from p, the product of
+        `q / p` from any start is a martingale of mean 1, so it exceeds `1 / alpha` with probability
+        at most `alpha` (Ville's inequality), however long the output.
+      adjusted: `[SEGMENT, V]` fp32 on the device, logits after penalties and `min_tokens`.
+      gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
+    """
+
+    first: int
+    tokens: np.ndarray
+    chosen: np.ndarray
+    noise: np.ndarray
+    log_law: np.ndarray
+    log_bets: np.ndarray
+    adjusted: jax.Array
+    gumbel: jax.Array
+
+    @property
+    def end(self) -> int:
+        """Index in the output behind the segment's last token."""
+        return self.first + len(self.tokens)
+
+    def scores_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Adjusted logits and keyed noise, `[V]` float64 each, by which output token `index` is
+        drawn."""
+        row = index - self.first
+        fetched = jax.device_get((self.adjusted[row], self.gumbel[row]))
+        return fetched[0].astype(np.float64), fetched[1].astype(np.float64)
+
+
+class Scorer:
+    """Scores outputs under a target.
+
+    Args:
+      target: the model whose output is claimed. A copy of its parameters in fp32 is made.
+      capacity: tokens of the longest prompt and output, together.
+      dtype: in which the outputs were computed; default the target's own.
+
+    Raises:
+      ModelError: the target's parameters cannot be cast (it is not a dataclass).
+    """
+
+    def __init__(self, target: Model, *, capacity: int = 1024, dtype: Any = None):
+        own = parameter_dtype(target) if dtype is None else jnp.dtype(dtype)
+        self.target = target
+        self.dtype = own
+        # One segment more than asked for: the last one may be filled up.
+        self.capacity = kv.round_up_to_block(capacity + SEGMENT)
+        self._wide = with_dtype(target, jnp.float32)
+        self._own = with_dtype(target, own)
+        self._read_wide = jax.jit(functools.partial(self._read, self._wide, chunk=SEGMENT))
+        self._read_own = jax.jit(functools.partial(self._read, self._own, chunk=PROMPT_CHUNK))
+        self._score = jax.jit(self._score_segment, donate_argnums=1)
+        self._rescore = {
+            width: jax.jit(functools.partial(self._rescore_segment, width=width), donate_argnums=1)
+            for width in WIDTHS
+        }
+
+    @property
+    def rounding(self) -> float:
+        """Relative error of rounding a number to `dtype`."""
+        return float(jnp.finfo(self.dtype).eps) / 2
+
+    def segments(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        measures_noise: bool = True,
+    ) -> Iterator[Segment]:
+        """Scores of an output, segment by segment.
+
+        Args:
+          prompt_ids: at least one.
+          output_ids: ids of the vocabulary.
+          params: how the output was drawn; without a seed the draws are those of seed 0.
+          measures_noise: False leaves `Segment.noise` zero, and is several times faster.
+
+        Raises:
+          PromptError: prompt and output are longer than `capacity`, or an id is outside of the
+            vocabulary.
+        """
+        self._check(prompt_ids, output_ids)
+        tokens = np.zeros((self.capacity,), np.int32)
+        num_prompt, end = len(prompt_ids), len(prompt_ids) + len(output_ids)
+        tokens[:num_prompt], tokens[num_prompt:end] = prompt_ids, output_ids
+        before = np.int32(num_prompt - 1)  # the prompt's last token is scored, not only read
+        wide = self._read_wide(self._wide.params, tokens, before)
+        own = {}
+        if measures_noise:
+            read = self._read_own(self._own.params, tokens, before)
+            own = {width: jax.tree.map(jnp.copy, read) for width in WIDTHS}
+        row = jax.tree.map(lambda value: value[None], params.of_row(prompt_length=num_prompt))
+        stops = np.full((1, MAX_STOP_TOKENS), -1, np.int32)
+        wanted = params.stop_tokens(self.target)[:MAX_STOP_TOKENS]
+        stops[0, : len(wanted)] = wanted
+        for start in range(num_prompt - 1, end - 1, SEGMENT):
+            stop = min(start + SEGMENT, end - 1)  # scores after the last token decide nothing
+            n = stop - start
+            at = (np.int32(start), np.int32(stop))
+            scored, wide = self._score(self._wide.params, wide, tokens, *at, stops, row)
+            noise = np.zeros((SEGMENT,), np.float32)
+            for width, cache in own.items():
+                change, own[width] = self._rescore[width](
+                    self._own.params, cache, tokens, *at, scored["logits"]
+                )
+                noise = np.maximum(noise, np.asarray(change))
+            # Penalties scale the scores of some tokens, and their noise.
+            noise = noise * max(params.repetition_penalty, 1 / params.repetition_penalty)
+            host = jax.device_get({k: scored[k] for k in ("chosen", "log_law", "log_bets")})
+            yield Segment(
+                first=start + 1 - num_prompt,
+                tokens=tokens[start + 1 : stop + 1],
+                chosen=host["chosen"][:n],
+                noise=noise[:n],
+                log_law=host["log_law"][:n],
+                log_bets=host["log_bets"][:n],
+                adjusted=scored["adjusted"],
+                gumbel=scored["gumbel"],
+            )
+
+    def _check(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
+        room = self.capacity - SEGMENT
+        if not prompt_ids or len(prompt_ids) + len(output_ids) > room:
+            raise PromptError(
+                f"A prompt of {len(prompt_ids)} and an output of {len(output_ids)} tokens were "
+                f"given to score; there must be a prompt, and room is for {room} tokens, so give a "
+                "larger capacity."
+            )
+        size = self.target.vocab_size
+        outside = [t for t in (*prompt_ids, *output_ids) if not 0 <= t < size]
+        if outside:
+            raise PromptError(
+                f"The token id {outside[0]} was given to score, and the vocabulary of "
+                f"{self.target.name} ends at {size - 1}; give ids of this model's tokenizer."
+            )
+
+    def _read(self, model: Model, params: PyTree, tokens: jax.Array, stop, *, chunk: int):
+        """A cache with the KV of tokens 0 to `stop`."""
+
+        def body(index, cache):
+            return prefill_chunk(
+                model,
+                params,
+                cache,
+                tokens[None],
+                row=jnp.int32(0),
+                start=index * chunk,
+                stop=stop,
+                chunk=chunk,
+            )
+
+        num_chunks = (stop + chunk - 1) // chunk
+        cache = model.init_cache(1, self.capacity)
+        return lax.fori_loop(jnp.int32(0), num_chunks, body, cache)
+
+    def _score_segment(self, params, cache, tokens, start, stop, stops, row):
+        logits, cache = window_logits(self._wide, params, cache, tokens, start, stop, SEGMENT)
+        rows = Rows(
+            tokens=tokens[None],
+            num_committed=(start + 1)[None],
+            draft_limit=jnp.zeros((1,), jnp.int32),
+            stop_tokens=stops,
+            sampling=row,
+        )
+        # The segment's tokens are to penalties what a draft is: later ones see earlier ones.
+        following = lax.dynamic_slice(tokens, (start + 1,), (SEGMENT,))
+        prefix = sampling.chain_prefix(rows, following[None, :-1])
+        adjusted = sampling.adjust(logits[None], rows, prefix)
+        keys = sampling.position_keys(rows.sampling, prefix.position)
+        law = jax.nn.log_softmax(sampling.law_logits(adjusted, rows.sampling)[0], axis=-1)
+
+        def of_tokens(values):
+            return jnp.take_along_axis(values, following[:, None], axis=1)[:, 0]
+
+        support = jnp.sum(jnp.isfinite(law), axis=-1).astype(jnp.float32)
+        log_law = of_tokens(law)
+        flatter = of_tokens(jax.nn.log_softmax(law / 2, axis=-1)) - log_law
+        uniform = -jnp.log(support) - log_law
+        honest = math.log(1 - FLATTER_SHARE - UNIFORM_SHARE)
+        bets = jnp.logaddexp(flatter + math.log(FLATTER_SHARE), uniform + math.log(UNIFORM_SHARE))
+        scored = {
+            "logits": logits,
+            "adjusted": adjusted[0],
+            "gumbel": sampling.gumbel(keys, logits.shape[-1])[0],
+            "chosen": sampling.choose(logits[None], rows, prefix)[0],
+            "log_law": log_law,
+            "log_bets": jnp.where(jnp.isfinite(log_law), jnp.logaddexp(bets, honest), jnp.inf),
+        }
+        return scored, cache
+
+    def _rescore_segment(self, params, cache, tokens, start, stop, reference, *, width: int):
+        def body(index, carry):
+            change, cache = carry
+            place = index * width
+            logits, cache = window_logits(
+                self._own, params, cache, tokens, start + place, stop, width
+            )
+            here = lax.dynamic_slice_in_dim(reference, place, width)
+            largest = jnp.max(jnp.abs(logits - here), axis=-1)
+            return lax.dynamic_update_slice_in_dim(change, largest, place, axis=0), cache
+
+        num_windows = (stop - start + width - 1) // width
+        carry = (jnp.zeros((SEGMENT,), jnp.float32), cache)
+        return lax.fori_loop(jnp.int32(0), num_windows, body, carry)
+
+
+def window_logits(
+    model: Model, params: PyTree, cache: Any, tokens: jax.Array, start, stop, width: int
+) -> tuple[jax.Array, Any]:
+    """Logits `[width, V]` after each of the tokens from `start`, and the cache with their KV.
+
+    Tokens from `stop` on are padding: they repeat the last one and are stored nowhere.
+    """
+    index = start + jnp.arange(width, dtype=jnp.int32)
+    positions = jnp.clip(index, 0, stop - 1)
+    window = Window(
+        start=start[None],
+        positions=positions[None],
+        slots=jnp.where(index < stop, index, -1)[None],
+    )
+    hidden, cache = model.forward(params, tokens[positions][None], window, cache)
+    return model.logits(params, hidden)[0], cache
+
+
+def parameter_dtype(model: Model) -> jnp.dtype:
+    """The dtype of most of a model's floating parameters."""
+    sizes: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(model.params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + leaf.size
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def with_dtype(model: Model, dtype: Any) -> Model:
+    """The same model with its floating parameters, compute and cache in `dtype`.
+
+    Raises:
+      ModelError: the model is not a dataclass with a field `params`.
+    """
+    dtype = jnp.dtype(dtype)
+    leaves = jax.tree.leaves(model.params)
+    if all(leaf.dtype == dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)):
+        return model
+    record: Any = model
+    if "params" not in getattr(record, "__dataclass_fields__", {}):
+        raise ModelError(
+            f"The model {model.name} cannot be scored in {dtype.name}: it is not a dataclass with "
+            "a field 'params' that could be cast, so make it one."
+        )
+
+    def cast(leaf):
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return dataclasses.replace(record, params=jax.tree.map(cast, model.params))
