@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 
 from convert.command import ConvertCommand
+from jaxspec.commands.audit import AuditCommand
 from jaxspec.commands.cache import CacheCommand
 from jaxspec.commands.demo import DemoCommand
 from jaxspec.commands.environment import EnvCommand
@@ -23,6 +24,7 @@ from jaxspec.errors import JaxspecError
 COMMANDS = {
     "demo": DemoCommand,
     "generate": GenerateCommand,
+    "audit": AuditCommand,
     "convert": ConvertCommand,
     "cache": CacheCommand,
     "train": TrainCommand,

@@ -24,3 +24,7 @@ class ModelError(JaxspecError):
 
 class CheckpointError(JaxspecError):
     """A checkpoint that cannot be read, converted or written."""
+
+
+class ConformanceError(JaxspecError):
+    """A model or drafter of the user's own that breaks a contract of decoding."""

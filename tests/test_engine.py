@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 import toy
 
-from jaxspec import DraftModel, Engine, NGram, SamplingParams
+from jaxspec import (
+    Block,
+    DraftModel,
+    Engine,
+    NGram,
+    Oracle,
+    Rejection,
+    SamplingParams,
+    Typical,
+    sampling,
+)
 from jaxspec.engine import MAX_STOP_TOKENS, Progress
 from jaxspec.errors import ModelError, PromptError, SettingError
+from jaxspec.types import Origin, Window
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))
 PROGRAMS = ("_init", "_admit", "_prefill", "_run")
 
 
+# One of each kind, for `PROMPTS`.
+MIXED = [
+    SamplingParams(max_tokens=30, temperature=0.8, seed=2**40),
+    SamplingParams(max_tokens=30),
+    SamplingParams(max_tokens=30, temperature=1.2, top_p=0.9, top_k=50, seed=7, logprobs=2),
+    SamplingParams(
+        max_tokens=30, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2
+    ),
+    SamplingParams(
+        max_tokens=30, temperature=0.7, min_p=0.02, frequency_penalty=0.4, seed=7, logprobs=0
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def target():
-    return tiny.model(eos_token_ids=())
+    return tiny.model(eos_token_ids=(), text=tiny.tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +60,7 @@ def engine(target):
         capacity=100,
         prefill_chunk=16,
         rounds_per_sync=3,
+        max_logprobs=3,
     )
 
 
@@ -47,6 +78,10 @@ def outputs(engine):
         ({"prefill_chunk": 0}, "prefill_chunk 0 was given"),
         ({"rounds_per_sync": 0}, "rounds_per_sync 0 was given"),
         ({"window": 2}, "without a drafter"),
+        ({"verifier": Rejection()}, "The verifier rejection was given without a drafter"),
+        ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
+        ({"max_logprobs": -1}, "max_logprobs -1 was given; it must be from 0 to 258"),
+        ({"max_logprobs": 259}, "max_logprobs 259"),
         ({"drafter": NGram(), "draft_length": 0}, "A draft length of 0"),
         ({"drafter": NGram(), "draft_length": 4, "window": 4}, "for a window of 4"),
         ({"drafter": NGram(), "window": 129, "capacity": 128}, "does not fit a capacity of 128"),
@@ -70,6 +105,10 @@ def test_describe(engine, target):
     assert found["target"] == target.name
     assert found["drafter"] == "ngram:1-3"
     assert found["exactness"] == "bitwise"
+    assert found["verifier"] == "coupled"
+    assert "bit for bit" in found["promise"]
+    for verifier, exactness in ((Rejection(), "law"), (Block(), "law"), (Typical(), "lossy")):
+        assert Engine(target, NGram(), verifier=verifier).describe()["exactness"] == exactness
     shape = {name: found[name] for name in ("seats", "capacity", "window", "draft_length")}
     assert shape == {"seats": 2, "capacity": 128, "window": 4, "draft_length": 2}
 
@@ -95,6 +134,8 @@ def test_plain_decoding_in_the_same_program(engine, outputs):
 
 def test_nothing_is_compiled_after_the_first_batch(engine, outputs):
     engine.generate(PROMPTS, SamplingParams(max_tokens=3))
+    engine.generate(PROMPTS, MIXED)
+    engine.generate(PROMPTS, SamplingParams(temperature=1.5, min_p=0.1, n=2, max_tokens=3))
     assert {name: getattr(engine, name)._cache_size() for name in PROGRAMS} == dict.fromkeys(
         PROGRAMS, 1
     )
@@ -175,3 +216,211 @@ def test_too_many_stop_tokens(engine):
 
 def test_no_prompts(engine):
     assert engine.generate([]) == []
+
+
+@pytest.fixture(scope="module")
+def mixed(engine):
+    """Completions of `PROMPTS` under `MIXED`."""
+    return engine.generate(PROMPTS, MIXED)
+
+
+@pytest.fixture(scope="module")
+def oracle(target, mixed):
+    """Another engine of the same shape: it knows the sampled continuations and looks after every
+    round."""
+    return Engine(
+        target,
+        Oracle(toy.sequences(mixed), acceptance=0.9),
+        draft_length=3,
+        seats=2,
+        capacity=100,
+        prefill_chunk=16,
+        rounds_per_sync=1,
+        max_logprobs=4,
+        logprobs_mode="processed_logprobs",
+    )
+
+
+def token_ids(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def test_parameters_of_all_kinds_mix_in_a_batch(engine, oracle, outputs, mixed):
+    expected = token_ids(mixed)
+    assert expected[1][:12] == outputs[1]
+    assert len({tokens[:12] for tokens in expected} | set(outputs)) == 9  # only row 1 is the same
+    assert token_ids(engine.generate(PROMPTS, MIXED, speculate=False)) == expected
+    assert token_ids(engine.generate(PROMPTS, MIXED, draft_length=1)) == expected
+    assert token_ids(engine.generate(PROMPTS[::-1], MIXED[::-1])) == expected[::-1]
+    alone = [engine.generate([p], m)[0].token_ids for p, m in zip(PROMPTS, MIXED, strict=True)]
+    assert alone == expected
+    drafted = oracle.generate(PROMPTS, MIXED)
+    assert token_ids(drafted) == expected
+    for completion in drafted:
+        assert completion.acceptance.num_accepted_tokens > 10
+
+
+def test_penalties_and_seeds_matter(engine, mixed):
+    for index, off in (
+        (0, {"seed": 2**40 + 1}),
+        (0, {"seed": 0}),  # differs from 2**40 in the upper half only
+        (2, {"top_p": 1.0, "top_k": 0, "temperature": 2.0}),
+        (3, {"presence_penalty": 0.0, "frequency_penalty": 0.0}),
+        (3, {"repetition_penalty": 1.0}),
+    ):
+        changed = dataclasses.replace(MIXED[index], **off)
+        [found] = engine.generate([PROMPTS[index]], changed)
+        assert found.token_ids != mixed[index].token_ids, (index, off)
+
+
+def test_a_drawn_seed_reproduces_its_output(engine):
+    params = SamplingParams(max_tokens=20, temperature=1.0)
+    first, second = engine.generate([PROMPTS[0]] * 2, params)
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    for completion in (first, second):
+        again = dataclasses.replace(params, seed=completion.seed)
+        assert engine.generate([PROMPTS[0]], again)[0].token_ids == completion.token_ids
+    assert engine.generate([PROMPTS[0]])[0].seed is None
+
+
+def test_several_completions_of_a_prompt(engine):
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=11, n=3)
+    found = engine.generate(PROMPTS[:2], params)
+    assert [c.request_id for c in found] == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
+    assert [(c.index, c.seed) for c in found] == [(0, 11), (1, 12), (2, 13)] * 2
+    assert len({c.token_ids for c in found}) == 6
+    one = dataclasses.replace(params, n=1, seed=13)
+    assert engine.generate([PROMPTS[1]], one)[0].token_ids == found[5].token_ids
+
+
+def test_min_tokens_holds_stop_tokens_back(engine, oracle, outputs):
+    stops = tuple(dict.fromkeys(outputs[0][:5]))
+    for min_tokens in (0, 3, 12):
+        params = SamplingParams(max_tokens=12, stop_token_ids=stops, min_tokens=min_tokens)
+        [found] = engine.generate([PROMPTS[0]], params)
+        assert len(found.token_ids) >= max(min_tokens, 1)
+        assert not set(found.token_ids[:min_tokens]) & set(stops)
+        if len(found.token_ids) < 12:
+            assert found.token_ids[-1] in stops
+        assert token_ids(oracle.generate([PROMPTS[0]], params)) == [found.token_ids]
+    [early] = engine.generate([PROMPTS[0]], SamplingParams(stop_token_ids=stops))
+    assert early.token_ids == outputs[0][:1]
+
+
+def ascii_runs(completion, size):
+    """(number of tokens that complete it, text) of the plain runs of `size` bytes in an output."""
+    tokens, text = completion.token_ids, tiny.tokenizer()
+    for end in range(size + 2, len(tokens)):
+        run = text.decode(tokens[end - size : end])
+        if run.isascii() and run.isprintable() and "\ufffd" not in run and len(run) == size:
+            yield end, run
+
+
+def test_stop_strings_end_the_output_where_plain_decoding_would(engine, oracle, mixed):
+    num_inside = 0
+    for index, completion in enumerate(mixed):
+        prompt, params = PROMPTS[index], dataclasses.replace(MIXED[index], logprobs=None)
+        for size in (1, 2):
+            for _, stop in list(ascii_runs(completion, size))[:3]:
+                with_stop = dataclasses.replace(params, stop=(stop, "never \u2603 this"))
+                found = engine.generate([prompt], with_stop)[0]
+                whole = completion.text
+                assert found.text == whole[: whole.index(stop)]
+                assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+                assert found.token_ids == completion.token_ids[: len(found.token_ids)]
+                # The last token completes the string, and the one before it does not.
+                decode = tiny.tokenizer().decode
+                assert decode(found.token_ids) == found.text + stop
+                assert stop not in decode(found.token_ids[:-1])
+                assert len(found.origins) == len(found.token_ids) == len(found.pieces)
+                for other in (
+                    engine.generate([prompt], with_stop, speculate=False)[0],
+                    oracle.generate([prompt], with_stop, draft_length=1)[0],
+                    oracle.generate([prompt], with_stop)[0],
+                ):
+                    assert other.token_ids == found.token_ids
+                    assert (other.text, other.stop_reason) == (found.text, found.stop_reason)
+                num_inside += other.origins[-1] == Origin.ACCEPTED
+                later = dataclasses.replace(with_stop, min_tokens=len(found.token_ids))
+                [longer] = engine.generate([prompt], later)
+                assert len(longer.token_ids) > len(found.token_ids)
+    assert num_inside > 3  # strings that were complete inside an accepted run
+
+
+def test_a_stop_string_at_the_limit_and_rows_beside_it(engine, mixed):
+    index = 0
+    end, stop = next(ascii_runs(mixed[index], 2))
+    at_limit = dataclasses.replace(MIXED[index], max_tokens=end, stop=(stop,))
+    found = engine.generate(PROMPTS, [at_limit, *MIXED[1:]])
+    assert (found[0].finish_reason, found[0].stop_reason) == ("stop", stop)
+    assert token_ids(found)[1:] == token_ids(mixed)[1:]
+    short = dataclasses.replace(at_limit, max_tokens=end - 1)
+    [cut] = engine.generate([PROMPTS[index]], short)
+    assert (cut.finish_reason, cut.stop_reason) == ("length", None)
+
+
+def teacher_forced(target, completion):
+    """Logits `[len(token_ids), V]` that one pass over the whole sequence gives."""
+    tokens = list(completion.prompt_token_ids + completion.token_ids)
+    place = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    window = Window(start=jnp.zeros((1,), jnp.int32), positions=place, slots=place)
+    cache = target.init_cache(1, 128)
+    hidden, _ = target.forward(target.params, jnp.asarray([tokens], jnp.int32), window, cache)
+    logits = target.logits(target.params, hidden)[0]
+    return np.asarray(logits)[len(completion.prompt_token_ids) - 1 : -1]
+
+
+def processed(logits, params):
+    """Log-probabilities of the law that is sampled from, for rows without penalties."""
+    fields = sampling.RowSampling.__dataclass_fields__
+    values = {name: [getattr(params, name, 0)] for name in fields if name != "key"}
+    parameters = sampling.RowSampling(
+        key=sampling.request_key(0)[None],
+        **{name: jnp.asarray(value, jnp.float32) for name, value in values.items()},
+    )
+    return jax.nn.log_softmax(sampling.law_logits(jnp.asarray(logits)[None], parameters)[0])
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_logprobs_are_those_of_a_single_pass(engine, oracle, target, mixed, index):
+    params = dataclasses.replace(MIXED[index], logprobs=3)
+    for mode, made_by in (("raw_logprobs", engine), ("processed_logprobs", oracle)):
+        [found] = made_by.generate([PROMPTS[index]], params)
+        assert found.logprobs_mode == mode
+        assert len(found.logprobs) == len(found.token_ids) == 30
+        logits = teacher_forced(target, found)
+        expected = np.asarray(
+            jax.nn.log_softmax(jnp.asarray(logits))
+            if mode == "raw_logprobs"
+            else processed(logits, params)
+        )
+        for of_token, token, row in zip(found.logprobs, found.token_ids, expected, strict=True):
+            for other, value in of_token.items():
+                np.testing.assert_allclose(value, row[other], atol=2e-4)
+            assert token in of_token
+            assert len(of_token) in (3, 4)
+            likeliest = sorted(of_token.values(), reverse=True)[:3]
+            np.testing.assert_allclose(likeliest, np.sort(row)[::-1][:3], atol=2e-4)
+        # Plain decoding and drafting give the same bits.
+        assert made_by.generate([PROMPTS[index]], params, speculate=False)[0].logprobs == (
+            found.logprobs
+        )
+        assert made_by.generate([PROMPTS[index]], params, draft_length=1)[0].logprobs == (
+            found.logprobs
+        )
+
+
+def test_number_of_logprobs(engine, mixed):
+    assert mixed[0].logprobs is None
+    assert all(set(of) == {t} for of, t in zip(mixed[4].logprobs, mixed[4].token_ids, strict=True))
+    with pytest.raises(SettingError, match="asks for 4 logprobs, and the engine keeps 3"):
+        engine.generate([[5]], SamplingParams(logprobs=4))
+    without = Engine(engine.target, seats=1)
+    with pytest.raises(SettingError, match=r"the engine keeps none; make it with max_logprobs=1"):
+        without.generate([[5]], SamplingParams(logprobs=1))
+
+
+def test_stop_token_beyond_the_vocabulary(engine):
+    with pytest.raises(SettingError, match="has the stop token 258"):
+        engine.generate([[5]], SamplingParams(stop_token_ids=(258,)))

@@ -18,6 +18,7 @@ from jaxspec.requests import (
     Acceptance,
     Completion,
     SamplingParams,
+    find_stop,
     make_completion,
     make_requests,
     prompt_token_ids,
@@ -28,14 +29,231 @@ MODEL = tiny.model(text=tiny.tokenizer())
 BARE = tiny.model()
 
 
-def test_sampling_params():
-    with pytest.raises(SettingError, match="max_tokens 0"):
-        SamplingParams(max_tokens=0)
-    with pytest.raises(SettingError, match=r"temperature 0.5.*decodes greedily"):
-        SamplingParams(temperature=0.5)
-    params = SamplingParams(stop_token_ids=[7, 1, 7])
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens 0 was given; it must be from 1"),
+        ({"max_tokens": 2**31}, "max_tokens 2147483648"),
+        ({"max_tokens": 2.5}, "max_tokens 2.5 was given; it must be a whole number"),
+        ({"max_new_tokens": 0}, "max_tokens 0"),
+        ({"min_tokens": -1}, "min_tokens -1"),
+        ({"min_tokens": 17}, "min_tokens 17 was given; it must be from 0 to max_tokens"),
+        ({"temperature": -0.5}, "temperature -0.5 was given; it must be 0 (greedy)"),
+        ({"temperature": 1e-4}, "temperature 0.0001"),
+        ({"temperature": NAN}, "temperature nan"),
+        ({"temperature": INF}, "temperature inf"),
+        ({"temperature": 1e39}, "temperature 1e+39"),
+        ({"temperature": "hot"}, "temperature 'hot' was given; it must be a number"),
+        ({"temperature": None}, "temperature None was given; it must be a number"),
+        ({"top_k": -2}, "top_k -2"),
+        ({"top_k": 2**40}, "top_k 1099511627776"),
+        ({"top_k": 0.5}, "top_k 0.5 was given; it must be a whole number"),
+        ({"top_p": 0}, "top_p 0 was given; it must be above 0 and at most 1"),
+        ({"top_p": 1.01}, "top_p 1.01"),
+        ({"top_p": NAN}, "top_p nan"),
+        ({"min_p": -0.1}, "min_p -0.1"),
+        ({"min_p": 1.1}, "min_p 1.1"),
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 2**63}, "seed 9223372036854775808"),
+        ({"seed": 1.0}, "seed 1.0 was given; it must be a whole number"),
+        ({"seed": 2**63 - 1, "n": 2, "temperature": 1.0}, "each completion has its own"),
+        ({"n": 0}, "n 0 was given; it must be at least 1"),
+        ({"n": 2}, "n 2 was given at temperature 0"),
+        ({"stop": ("a", "")}, "stop ('a', '') was given; it must be texts that are not empty"),
+        ({"stop": [3]}, "stop (3,)"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids ('a',) was given; it must be token ids"),
+        ({"logprobs": -1}, "logprobs -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty 0"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty 1e-50"),
+        ({"presence_penalty": NAN}, "presence_penalty nan"),
+        ({"presence_penalty": 1e300}, "presence_penalty 1e+300"),
+        ({"frequency_penalty": -INF}, "frequency_penalty -inf"),
+    ],
+)
+def test_values_out_of_range(options, message):
+    with pytest.raises(SettingError) as raised:
+        SamplingParams(**options)
+    assert message in str(raised.value)
+    assert str(raised.value).count(".\n") == 0
+
+
+def test_values_at_the_edges_are_taken():
+    for options in (
+        {"temperature": 1e-3},
+        {"temperature": 1},
+        {"temperature": np.float32(0.5)},
+        {"top_k": -1},
+        {"top_k": np.int64(5)},
+        {"top_p": 1},
+        {"min_p": 1.0},
+        {"seed": 2**63 - 1},
+        {"seed": 2**63 - 2, "n": 2, "temperature": 1.0},
+        {"min_tokens": 16},
+        {"logprobs": 0},
+    ):
+        SamplingParams(**options)
+
+
+def test_names_and_forms():
+    assert SamplingParams().temperature == 0
+    assert SamplingParams(max_new_tokens=7) == SamplingParams(max_tokens=7)
+    assert SamplingParams(stop="###") == SamplingParams(stop=["###"])
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    params = SamplingParams(stop_token_ids=[7, 1, 7], max_new_tokens=9)
+    assert dataclasses.replace(params, temperature=0.5).max_tokens == 9
     assert params.stop_tokens(MODEL) == (1, 7)  # the model's EOS is 1
     assert dataclasses.replace(params, ignore_eos=True).stop_tokens(MODEL) == (7, 1)
+
+
+def recommending(**generation_config):
+    return dataclasses.replace(MODEL, generation_config=generation_config)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}, {}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"max_new_tokens": 40, "min_new_tokens": 4}, {"max_tokens": 40, "min_tokens": 4}),
+        ({"stop_strings": "END"}, {"stop": ("END",)}),
+        ({"num_beams": 1, "typical_p": None, "max_length": 4096, "min_length": 0}, {}),
+    ],
+)
+def test_defaults_of_a_checkpoint(config, expected):
+    found = SamplingParams.from_generation_config(recommending(**config))
+    assert found == SamplingParams(**expected)
+
+
+def test_changes_win_over_a_checkpoints_defaults():
+    model = recommending(do_sample=True, temperature=0.6, top_k=20, max_new_tokens=40)
+    changed = SamplingParams.from_generation_config(model, temperature=0.9, max_new_tokens=3)
+    assert changed == SamplingParams(temperature=0.9, top_k=20, max_tokens=3)
+    with pytest.raises(SettingError, match="temperature -1"):
+        SamplingParams.from_generation_config(model, temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("typical_p", 0.9),
+        ("no_repeat_ngram_size", 3),
+        ("suppress_tokens", [5]),
+        ("guidance_scale", 1.5),
+        ("min_length", 10),
+        ("num_return_sequences", 3),
+        ("top_h", 0.4),
+    ],
+)
+def test_defaults_that_cannot_be_followed(name, value):
+    model = recommending(do_sample=True, **{name: value})
+    with pytest.raises(SettingError, match=rf"asks for {name}.*not supported"):
+        SamplingParams.from_generation_config(model)
+
+
+def test_a_prompt_with_several_completions():
+    params = SamplingParams(temperature=0.7, n=3, seed=40)
+    found = make_requests([[5], [6]], [params, SamplingParams()], MODEL, longest=3)
+    assert [request.request_id for request in found] == ["0-0", "0-1", "0-2", "1"]
+    assert [request.index for request in found] == [0, 1, 2, 0]
+    assert [request.params.seed for request in found] == [40, 41, 42, None]
+    assert {request.params.n for request in found} == {1}
+    last = SamplingParams(temperature=0.7, n=2, seed=2**63 - 2)
+    seeds = [r.params.seed for r in make_requests([[5]], last, MODEL, longest=3)]
+    assert seeds == [2**63 - 2, 2**63 - 1]
+
+
+def test_a_seed_is_drawn_where_none_was_given():
+    params = SamplingParams(temperature=0.7)
+    seeds = [make_requests([[5]], params, MODEL, longest=3)[0].params.seed for _ in range(8)]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    [a, b] = make_requests([[5], [5]], params, MODEL, longest=3)
+    assert a.params.seed != b.params.seed
+
+
+def test_stops_that_the_model_cannot_emit_or_read():
+    for token in (-1, tiny.VOCAB):
+        with pytest.raises(SettingError, match=f"Prompt 0 has the stop token {token}"):
+            make_requests([[5]], SamplingParams(stop_token_ids=(token,)), MODEL, longest=3)
+    with pytest.raises(SettingError, match="has no tokenizer to read its output"):
+        make_requests([[5]], SamplingParams(stop=("x",)), BARE, longest=3)
+
+
+# Stop strings: every token of this tokenizer is a byte.
+
+
+def stop_in(text: str, *stop: str, min_tokens: int = 0):
+    found = find_stop(MODEL.tokenizer, bytes_of(text), stop, min_tokens=min_tokens)
+    return None if found is None else (found.num_tokens, found.text, found.stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two", ("xyz",), None),
+        ("one two", ("e t",), (5, "on", "e t")),
+        ("one two", ("one two",), (7, "", "one two")),
+        ("aaa", ("a",), (1, "", "a")),
+        ("abcd", ("abcd", "bc"), (3, "a", "bc")),  # complete first
+        ("abcd", ("c", "bc"), (3, "a", "bc")),  # both at once: the text is cut before either
+        ("abcabc", ("ca", "b"), (2, "a", "b")),
+        ("é🙂 é", ("🙂",), (6, "é", "🙂")),  # two bytes and four
+        ("é🙂 é", (" é",), (9, "é🙂", " é")),
+        ("日本", ("本",), (6, "日", "本")),
+    ],
+)
+def test_stop_strings(text, stop, expected):
+    assert stop_in(text, *stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, (1, "", "a")), (1, (3, "ab", "a")), (2, (3, "ab", "a"))]
+)
+def test_stop_strings_within_min_tokens_do_not_count(min_tokens, expected):
+    assert stop_in("abab", "a", min_tokens=min_tokens) == expected
+    assert stop_in("abab", "a", min_tokens=3) is None
+
+
+def test_a_character_split_by_min_tokens_is_complete_after_them():
+    assert stop_in("🙂x", "🙂", min_tokens=3) == (4, "", "🙂")
+    assert stop_in("🙂x", "🙂", min_tokens=4) is None
+    assert stop_in("é🙂", "é🙂", min_tokens=5) == (6, "", "é🙂")
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    text=st.text("ab🙂", max_size=12),
+    stop=st.lists(st.text("ab🙂", min_size=1, max_size=3), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 9),
+    looks=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_stop_strings_against_a_search_token_by_token(text, stop, min_tokens, looks):
+    """And at whatever moments the host looks."""
+    ids = bytes_of(text)
+    expected = None
+    for num_tokens in range(min_tokens + 1, len(ids) + 1):
+        now = MODEL.tokenizer.decode(ids[:num_tokens])
+        ending = [string for string in stop if now.endswith(string)]
+        if ending:
+            longest = max(ending, key=len)
+            expected = (num_tokens, now[: len(now) - len(longest)], longest)
+            break
+    for end in sorted(min(look, len(ids)) for look in [*looks, len(ids)]):
+        found = find_stop(MODEL.tokenizer, ids[:end], stop, min_tokens=min_tokens)
+        if found is not None:
+            break
+    got = None if found is None else (found.num_tokens, found.text, found.stop)
+    assert got == expected
 
 
 counts = st.integers(0, 20)
@@ -87,8 +305,17 @@ def test_acceptance_rates():
     assert Acceptance().emitted_per_round == 0
 
 
-def complete(token_ids, origins=None, *, finish=Finish.MAX_TOKENS, model=MODEL, stop_token=-1):
-    [request] = make_requests([[5]], SamplingParams(), model, longest=9)
+def complete(
+    token_ids,
+    origins=None,
+    *,
+    finish=Finish.MAX_TOKENS,
+    model=MODEL,
+    stop_token=-1,
+    params=None,
+    **options,
+):
+    [request] = make_requests([[5]], params or SamplingParams(), model, longest=9)
     return make_completion(
         request,
         model,
@@ -97,6 +324,7 @@ def complete(token_ids, origins=None, *, finish=Finish.MAX_TOKENS, model=MODEL, 
         finish=finish,
         stop_token=stop_token,
         acceptance=Acceptance(num_rounds=2, num_emitted_tokens=len(token_ids)),
+        **options,
     )
 
 
@@ -126,6 +354,45 @@ def test_a_stop_token_of_ordinary_text_is_not_in_the_text():
     made = complete(bytes_of("ab!"), finish=Finish.STOP_TOKEN, stop_token=stop)
     assert made.text == "ab"
     assert made.token_ids[-1] == stop
+
+
+def test_a_stop_string_cuts_text_tokens_origins_and_logprobs():
+    ids = bytes_of("one two")
+    stopped = find_stop(MODEL.tokenizer, ids, ("e t",), min_tokens=0)
+    made = complete(
+        ids,
+        finish=Finish.STOP_STRING,
+        stopped=stopped,
+        logprobs=tuple({token: -1.0} for token in ids),
+        logprobs_mode="raw_logprobs",
+    )
+    assert (made.text, made.finish_reason, made.stop_reason) == ("on", "stop", "e t")
+    assert made.token_ids == tuple(ids[:5])
+    assert len(made.origins) == len(made.logprobs) == len(made.pieces) == 5
+    assert "".join(made.pieces) == "one t"
+    # The string was complete when another reason ended the row.
+    for finish in (Finish.MAX_TOKENS, Finish.CAPACITY, Finish.NON_FINITE):
+        again = complete(ids, finish=finish, stopped=stopped)
+        assert (again.text, again.stop_reason) == ("on", "e t")
+
+
+def test_seed_and_logprobs_are_told():
+    params = SamplingParams(temperature=0.5, seed=2**60)
+    made = complete(
+        [5, 6],
+        params=params,
+        logprobs=({5: -0.5, 7: -1.5}, {6: -0.25}),
+        logprobs_mode="processed_logprobs",
+    )
+    document = json.loads(json.dumps(made.to_json()))
+    assert document["seed"] == 2**60
+    assert document["index"] == 0
+    assert document["logprobs_mode"] == "processed_logprobs"
+    assert document["logprobs"] == [{"5": -0.5, "7": -1.5}, {"6": -0.25}]
+    greedy = complete([5], params=SamplingParams(seed=3), logprobs_mode="raw_logprobs")
+    assert greedy.seed is None
+    assert greedy.logprobs_mode is None
+    assert "logprobs" not in greedy.to_json()
 
 
 def test_split_characters_appear_whole():

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
+import tyro
 from rich.console import Console
 
 from jaxspec.checkpoint import load_model
@@ -23,9 +24,13 @@ from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.engine import Engine, check_draft_length
 from jaxspec.environment import sha256_of
 from jaxspec.errors import PromptError, SettingError
+from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
 from jaxspec.requests import Acceptance, Completion, Request, SamplingParams, make_requests
 from jaxspec.types import Origin
+from jaxspec.verifiers import Block, Coupled, Rejection, Typical
+
+VERIFIERS = {"coupled": Coupled, "rejection": Rejection, "block": Block, "typical": Typical}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,37 @@ class GenerateCommand:
     """Slots per prompt, for the prompt and its completion."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    temperature: float | None = None
+    """Divides the logits; 0 is greedy. Default 0."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0, the default, keeps all."""
+    top_p: float | None = None
+    """Keep the likeliest tokens that reach this mass together. Default 1: all."""
+    min_p: float | None = None
+    """Keep tokens at least this fraction as likely as the likeliest. Default 0: all."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens of prompt and output less likely. Default 1: off."""
+    presence_penalty: float | None = None
+    """Subtracted from the logits of tokens in the output. Default 0."""
+    frequency_penalty: float | None = None
+    """Subtracted once per occurrence in the output. Default 0."""
+    generation_config: bool = False
+    """Take the checkpoint's recommended values for the sampling options that are not given."""
+    seed: int = 0
+    """Of the draws. Completion j of the i-th prompt (both from 0) uses seed + i * n + j, so that no
+    two share noise, and the same command gives the same tokens again."""
+    n: int = 1
+    """Completions per prompt."""
+    min_tokens: int | None = None
+    """Tokens before which nothing ends a completion. Default 0."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A string that ends a completion and is cut off; repeat the option for several."""
+    logprobs: int | None = None
+    """Log-probabilities of this many likeliest tokens, and of the emitted one, at each position, of
+    the model's own logits."""
+    verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
+    """What decides how much of a draft is kept. coupled: the tokens of plain decoding with the same
+    seeds; rejection and block: the target's law; typical: lossy."""
     limit: int | None = None
     """Use the first so many prompts of the file."""
     max_prompt_tokens: int | None = None
@@ -83,7 +119,7 @@ class GenerateCommand:
         started_s = time.perf_counter()
         lines, inputs = self._read_lines()
         self._check_numbers()
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
+        self._check_sampling()
         make_drafter = choose_drafter(self.drafter, self.draft, dtype=self.dtype)
         if make_drafter is not None:
             window = self.draft_length + 1 if self.window is None else self.window
@@ -93,6 +129,11 @@ class GenerateCommand:
                 f"--window {self.window} was given without a drafter; add --draft MODEL or "
                 "--drafter ngram, or leave the window out: plain decoding scores one token at a "
                 "time."
+            )
+        elif self.verifier != "coupled":
+            raise SettingError(
+                f"--verifier {self.verifier} was given without a drafter, so there is nothing to "
+                "verify; add --draft MODEL or --drafter ngram, or leave the verifier out."
             )
         template, template_kwargs = self._chat_settings(lines)
         self._check_output(lines)
@@ -112,18 +153,24 @@ class GenerateCommand:
         engine = Engine(
             target,
             drafter,
+            verifier=VERIFIERS[self.verifier](),
             draft_length=self.draft_length,
             window=self.window,
-            seats=min(self.batch_size, len(lines)),
+            seats=min(self.batch_size, len(lines) * self.n),
             capacity=self.capacity,
+            max_logprobs=self.logprobs,
         )
+        params = self._params(target)
+        num_prompts = len(lines)
         requests = make_requests(
             encoded,
-            params,
+            [_for_prompt(params, index) for index in range(num_prompts)],
             target,
             longest=engine.longest_prompt,
             names=[line.name for line in lines],
         )
+        # From here on one line, prompt and request per completion.
+        lines = [line for line in lines for _ in range(params.n)]
         num_done, file = 0, None
         if self.output is not None:
             file = OutputFile(
@@ -132,7 +179,7 @@ class GenerateCommand:
                 model_name=target.name,
                 settings=_settings_digest(engine, params, self.format),
             )
-            num_done = file.continue_with(encoded)
+            num_done = file.continue_with([request.prompt_token_ids for request in requests])
         load_s = time.perf_counter() - started_s
 
         completions: list[Completion] = []
@@ -169,9 +216,10 @@ class GenerateCommand:
             "generate",
             self,
             engine=engine.describe(),
-            exactness=engine.describe()["exactness"],
+            sampling=dataclasses.asdict(params),
+            **{name: engine.describe()[name] for name in ("verifier", "promise", "exactness")},
             inputs=inputs,
-            num_prompts=len(lines),
+            num_prompts=num_prompts,
             num_resumed=num_done,
             num_completions=len(completions),
             acceptance=total.to_json(),
@@ -204,6 +252,31 @@ class GenerateCommand:
             if value is not None and value < 1:
                 option = name.replace("_", "-")
                 raise SettingError(f"--{option} {value} was given; it must be at least 1.")
+
+    def _sampling_options(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that were given."""
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        options = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def _check_sampling(self) -> None:
+        """Raises unless the sampling options are in range, as far as that shows without a model."""
+        options = self._sampling_options()
+        if self.generation_config:
+            options["n"] = min(self.n, 1)  # whether it samples at all is not known yet
+        SamplingParams(**options)
+        if self.n > 1 and self.format == "spec-bench":
+            raise SettingError(
+                f"--n {self.n} was given with --format spec-bench, which holds one answer per "
+                "question; leave --n out, or use --format jsonl."
+            )
+
+    def _params(self, target: LanguageModel) -> SamplingParams:
+        """Of the first prompt; see `_for_prompt`."""
+        options = self._sampling_options()
+        if self.generation_config:
+            return SamplingParams.from_generation_config(target, **options)
+        return SamplingParams(**options)
 
     def _chat_settings(
         self, lines: Sequence[PromptLine]
@@ -262,6 +335,13 @@ class GenerateCommand:
             )
 
 
+def _for_prompt(params: SamplingParams, index: int) -> SamplingParams:
+    """Sampling parameters of the prompt at `index`: with seeds of its own."""
+    if params.seed is None:
+        raise ValueError("a run that can be resumed has a seed")
+    return dataclasses.replace(params, seed=params.seed + index * params.n)
+
+
 def warm_up(engine: Engine) -> float:
     """Compiles an engine's programs, and returns the seconds that took."""
     started_s = time.perf_counter()
@@ -277,7 +357,9 @@ def show_completions(console: Console, completions: Sequence[Completion]) -> Non
     """Prints completions, their tokens coloured by origin."""
     for completion in completions:
         if len(completions) > 1:
-            console.rule(f"prompt {completion.request_id}", align="left")
+            prompt, *sample = completion.request_id.split("-")
+            name = f"prompt {prompt}" + "".join(f", completion {index}" for index in sample)
+            console.rule(name, align="left")
         console.print(completion, soft_wrap=True)
         reason = completion.finish_reason
         if completion.stop_reason is not None:
@@ -317,10 +399,20 @@ def _batches(
 
 
 def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str:
-    """Of what a line depends on besides its prompt. Drafter and draft length change no token."""
+    """Of what a line depends on besides its prompt.
+
+    Drafter and draft length change no token of a greedy run or under coupled verification; under
+    the other verifiers they do. The seed matters only where tokens are drawn.
+    """
+    is_sampled = params.temperature > 0
     shape = dataclasses.asdict(engine.shape)
+    del shape["is_noise_shared"], shape["needs_draft_law"]  # they follow from the verifier
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
-    settings = [engine.target.name, shape, dtypes, dataclasses.asdict(params), format]
+    sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
+    settings = [engine.target.name, shape, dtypes, sampling, format]
+    if is_sampled and not engine.verifier.is_coupled:
+        described = engine.describe()
+        settings += [described[name] for name in ("verifier", "drafter", "draft_length")]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -348,7 +440,8 @@ class OutputFile:
     settings: str
 
     def continue_with(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        """Number of finished lines; removes a line that was cut off.
+        """Number of finished lines, one per prompt (a prompt with several completions comes as
+        often); removes a line that was cut off.
 
         Raises:
           SettingError: the lines are not of these prompts under these settings; the file is left as
@@ -359,8 +452,8 @@ class OutputFile:
         *lines, rest = content.split(b"\n")
         if len(lines) + bool(rest) > len(prompts):
             raise SettingError(
-                f"The output {self.path} has {len(lines)} lines for {len(prompts)} prompts; "
-                f"{advice}"
+                f"The output {self.path} has {len(lines) + bool(rest)} lines, and this run makes "
+                f"{len(prompts)}; {advice}"
             )
         for index, line in enumerate([*lines, rest] if rest else lines):
             note = {"jaxspec": self._note(index, prompts[index])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import time
 import pytest
 import tiny
 
-from jaxspec import NGram
+from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands.drafters import make_drafter
@@ -152,7 +153,12 @@ def test_resume_of_a_finished_file_decodes_nothing(cli, models, prompts, whole, 
         (("--batch-size", 3), "Line 1 of"),
         (("--ignore-eos",), "Line 1 of"),
         (("--max-prompt-tokens", 4), "Line 1 of"),
-        (("--limit", 3), "has 5 lines for 3 prompts"),
+        (("--temperature", 0.5), "Line 1 of"),
+        (("--stop", "x"), "Line 1 of"),
+        (("--min-tokens", 2), "Line 1 of"),
+        (("--repetition-penalty", 1.1), "Line 1 of"),
+        (("--logprobs", 1), "Line 1 of"),
+        (("--limit", 3), "has 5 lines, and this run makes 3"),
     ],
 )
 def test_resume_with_other_settings_is_refused(
@@ -176,6 +182,163 @@ def test_resume_leaves_a_foreign_file_alone(refused, models, prompts, tmp_path):
         path.write_text(content)
         assert "was not written by this run" in refused(*args)
         assert path.read_text() == content
+
+
+SAMPLED = ("--temperature", 0.8, "--top-p", 0.95, "--seed", 5, "--n", 2, "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def sampled(models, prompts, tmp_path_factory) -> pathlib.Path:
+    """Output of a sampled run that nothing interrupted."""
+    path = tmp_path_factory.mktemp("sampled") / "out.jsonl"
+    args = ("generate", *settings(models), *SAMPLED, "--prompts", prompts, "--output", path)
+    assert main([str(arg) for arg in args]) == 0
+    return path
+
+
+def test_every_prompt_gives_n_lines_with_seeds_of_their_own(sampled, whole):
+    lines, greedy = read_lines(sampled), read_lines(whole)
+    assert [line["request_id"] for line in lines] == [f"{i}-{j}" for i in range(5) for j in (0, 1)]
+    assert [line["index"] for line in lines] == [0, 1] * 5
+    assert [line["seed"] for line in lines] == [5 + place for place in range(10)]
+    assert [line["jaxspec"]["index"] for line in lines] == list(range(10))
+    assert [line["seed"] for line in greedy] == [None] * 5
+    for place, line in enumerate(lines):
+        assert line["prompt_token_ids"] == greedy[place // 2]["prompt_token_ids"]
+        assert len(line["token_ids"]) == 9
+    assert lines[3]["question_id"] == 12
+    assert len({tuple(line["token_ids"]) for line in lines}) == 10
+
+
+def test_a_sampled_run_resumes_after_a_cut_line(cli, models, prompts, sampled, tmp_path):
+    path = tmp_path / "out.jsonl"
+    content = sampled.read_bytes()
+    ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
+    path.write_bytes(content[: ends[2] + 30])  # three lines, in the middle of a prompt, and a bit
+    options = (*SAMPLED, "--prompts", prompts, "--output", path, "--resume", "--json")
+    result = cli("generate", *settings(models), *options)
+    assert result.status == 0, result.err
+    assert result.document["num_resumed"] == 3
+    assert result.document["num_prompts"] == 5
+    assert result.document["num_completions"] == 7
+    assert path.read_bytes() == content
+
+
+def test_a_sampled_run_resumes_under_another_drafter(cli, models, prompts, sampled, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"".join(sampled.read_bytes().splitlines(keepends=True)[:4]))
+    options = (
+        "--target", models.target, "--drafter", "ngram", "--draft-length", 2, "--window", 4,
+        "--max-tokens", 9, "--batch-size", 2, "--capacity", 100, *SAMPLED,
+        "--prompts", prompts, "--output", path, "--resume",
+    )  # fmt: skip
+    result = cli("generate", *options)
+    assert result.status == 0, result.err
+    assert token_ids(path) == token_ids(sampled)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("--seed", 6),
+        ("--temperature", 0.7),
+        ("--top-p", 0.9),
+        ("--top-k", 5),
+        ("--min-p", 0.1),
+        ("--n", 1),
+        ("--presence-penalty", 0.1),
+        ("--verifier", "block"),
+    ],
+)
+def test_resume_with_other_sampling_is_refused(
+    refused, models, prompts, sampled, tmp_path, changes
+):
+    path = tmp_path / "out.jsonl"
+    content = b"".join(sampled.read_bytes().splitlines(keepends=True)[:4])
+    path.write_bytes(content)
+    options = (*settings(models), *SAMPLED, "--prompts", prompts, "--output", path, "--resume")
+    assert "Line 1 of" in refused("generate", *options, *changes)
+    assert path.read_bytes() == content
+
+
+def digest(verifier=None, drafter=None, draft_length=3, **params):
+    engine = Engine(
+        tiny.model(), drafter or NGram(), verifier=verifier, draft_length=draft_length, window=6
+    )
+    return generate._settings_digest(engine, SamplingParams(**params), "jsonl")
+
+
+def test_what_a_line_depends_on():
+    sampled, others = {"temperature": 0.5, "seed": 1}, {"drafter": NGram(2, 3), "draft_length": 5}
+    coupled = digest(**sampled)
+    # Under coupled verification no drafter, draft length or noise of the drafter's changes a token.
+    assert digest(**sampled, **others) == coupled
+    assert digest(Coupled(is_noise_shared=False), **sampled) == coupled
+    for verifier in (Rejection(), Block(), Typical()):
+        found = digest(verifier, **sampled)
+        assert found != coupled
+        assert digest(verifier, **sampled) == found
+        for name, value in others.items():
+            assert digest(verifier, **sampled, **{name: value}) != found
+        # Greedy lines are the target's own under every verifier, and have no seed.
+        assert digest(verifier) == digest(**others) == digest(seed=3)
+    assert digest(temperature=0.5, seed=2) != coupled != digest()
+
+
+def test_sampling_in_the_document(cli, models):
+    result = cli(
+        "generate", *settings(models), "--prompt", "Once", "--temperature", 1, "--logprobs", 2,
+        "--verifier", "rejection", "--stop", "never this", "--stop", "nor this", "--json",
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    document = result.document
+    assert document["verifier"] == "rejection"
+    assert document["exactness"] == "law"
+    assert document["promise"] == document["engine"]["promise"]
+    assert "the target's law" in document["promise"]
+    assert document["sampling"]["temperature"] == 1
+    assert document["sampling"]["stop"] == ["never this", "nor this"]
+    assert document["sampling"]["seed"] == 0
+    [completion] = document["completions"]
+    assert completion["seed"] == 0
+    assert completion["logprobs_mode"] == "raw_logprobs"
+    for token, of_token in zip(completion["token_ids"], completion["logprobs"], strict=True):
+        assert str(token) in of_token
+        assert len(of_token) in (2, 3)
+
+
+def test_a_stop_string_on_the_command_line(cli, models):
+    args = ("generate", *settings(models), "--ignore-eos", "--prompt", "Once", "--json")
+    [whole] = cli(*args).document["completions"]
+    stop = next(character for character in whole["text"] if character != "\ufffd")
+    result = cli(*args, "--stop", stop)
+    assert result.status == 0, result.err
+    [stopped] = result.document["completions"]
+    assert stopped["text"] == whole["text"][: whole["text"].index(stop)]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
+
+
+def test_defaults_of_the_checkpoint(cli, refused, models, monkeypatch):
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 3}
+    load = generate.load_model
+
+    def load_recommending(*args, **options):
+        return dataclasses.replace(load(*args, **options), generation_config=dict(recommended))
+
+    monkeypatch.setattr(generate, "load_model", load_recommending)
+    args = ("generate", *settings(models), "--prompt", "Once", "--ignore-eos", "--json")
+    plain = cli(*args).document
+    assert plain["sampling"]["temperature"] == 0  # nothing is read silently
+    read = cli(*args, "--generation-config", "--n", 2, "--top-k", 0).document
+    assert read["sampling"]["temperature"] == 0.6
+    assert read["sampling"]["top_k"] == 0
+    assert read["num_completions"] == 2
+    assert [len(c["token_ids"]) for c in read["completions"]] == [9, 9]  # --max-tokens
+    recommended["num_beams"] = 4
+    assert "asks for num_beams 4" in refused(*args[:-1], "--generation-config")
+    recommended.clear()
+    message = refused(*args[:-1], "--generation-config", "--n", 2)
+    assert "n 2 was given at temperature 0" in message
 
 
 @pytest.mark.slow
@@ -312,6 +475,24 @@ ONE = ("--prompt", "Once")
         ((*ONE, "--batch-size", "0"), "--batch-size 0"),
         ((*ONE, "--capacity", "0"), "--capacity 0"),
         ((*ONE, "--max-tokens", "0"), "max_tokens 0"),
+        ((*ONE, "--temperature", "-1"), "temperature -1.0 was given"),
+        ((*ONE, "--top-p", "0"), "top_p 0.0 was given"),
+        ((*ONE, "--top-p", "1.5", "--generation-config"), "top_p 1.5 was given"),
+        ((*ONE, "--top-k", "-3"), "top_k -3"),
+        ((*ONE, "--min-p", "2"), "min_p 2.0"),
+        ((*ONE, "--seed", "-1"), "seed -1"),
+        ((*ONE, "--n", "0"), "n 0 was given"),
+        ((*ONE, "--n", "0", "--generation-config"), "n 0 was given"),
+        ((*ONE, "--n", "2"), "n 2 was given at temperature 0"),
+        ((*ONE, "--min-tokens", "65"), "min_tokens 65"),
+        ((*ONE, "--stop", ""), "stop ('',)"),
+        ((*ONE, "--repetition-penalty", "0"), "repetition_penalty 0.0"),
+        ((*ONE, "--logprobs", "-1"), "logprobs -1"),
+        ((*ONE, "--verifier", "block"), "--verifier block was given without a drafter"),
+        (
+            (*ONE, "--n", "2", "--temperature", "1", "--format", "spec-bench", "--output", "o"),
+            "one answer per question",
+        ),
         ((*ONE, "--limit", "0"), "--limit 0"),
         ((*ONE, "--max-prompt-tokens", "0"), "--max-prompt-tokens 0"),
         ((*ONE, "--draft", "x", "--drafter", "ngram"), "name one drafter"),

@@ -6,11 +6,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafters.base import EngineShape, Rows
+from jaxspec.drafters.base import EngineShape
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
+from jaxspec.sampling import request_key
+from jaxspec.types import Rows, RowSampling
 
 SHAPE = EngineShape(seats=1, capacity=32, window=5, prefill_chunk=8, vocab_size=9)
+GREEDY = RowSampling(
+    temperature=jnp.zeros(1),
+    top_k=jnp.zeros(1, jnp.int32),
+    top_p=jnp.ones(1),
+    min_p=jnp.zeros(1),
+    repetition_penalty=jnp.ones(1),
+    presence_penalty=jnp.zeros(1),
+    frequency_penalty=jnp.zeros(1),
+    key=request_key(0)[None],
+    prompt_length=jnp.zeros(1, jnp.int32),
+    min_length=jnp.zeros(1, jnp.int32),
+)
 
 
 def propose(tokens, limit, low, high):
@@ -20,6 +34,8 @@ def propose(tokens, limit, low, high):
         tokens=jnp.asarray(buffer, jnp.int32),
         num_committed=jnp.asarray([len(tokens)], jnp.int32),
         draft_limit=jnp.asarray([limit], jnp.int32),
+        stop_tokens=jnp.full((1, 2), -1, jnp.int32),
+        sampling=GREEDY,
     )
     draft, _ = NGram(low, high).propose(SHAPE, (), (), rows)
     return draft.tokens[0, : int(draft.num_valid[0])].tolist()

@@ -19,6 +19,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import Engine
 from jaxspec.requests import SamplingParams
 from jaxspec.types import DecodeState
+from jaxspec.verifiers import coupled
 
 LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)
 PARAMS = SamplingParams(max_tokens=24)
@@ -169,27 +170,22 @@ def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
 def test_differences_from_the_window_1_loop_are_ties(setting):
     target, prompts, witness = setting
     engine = engine_for(target, drafters(target, toy.sequences(witness))["Oracle"])
-    for ours, theirs in zip(engine.generate(prompts, PARAMS), witness, strict=True):
-        at = ties.first_difference(ours.token_ids, theirs.token_ids)
-        if at is None:
-            continue
-        margin, noise = ties.margin_at(target, list(ours.prompt_token_ids + ours.token_ids[:at]))
-        assert margin <= 2 * noise, f"prompt {ours.request_id} differs at {at} by {margin}"
+    ties.divergences(target, engine.generate(prompts, PARAMS), witness, PARAMS)
 
 
 # Sabotage: each of these is a bug that published batch implementations had. The check must see it.
 
 
-def sabotaged_commit_one_short(state, draft, verdict, *, is_finite, real=decoding.commit):
+def sabotaged_commit_one_short(state, draft, verdict, *, real=decoding.commit):
     """Keeps the KV of one rejected draft: rolls back one token too few."""
-    after = real(state, draft, verdict, is_finite=is_finite)
+    after = real(state, draft, verdict)
     rejected = verdict.num_accepted < draft.num_valid
     return after.replace(
         num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32)
     )
 
 
-def sabotaged_follow(chosen, draft, *, real=decoding.follow):
+def sabotaged_follow(chosen, draft, *, real=coupled.follow):
     """Accepts the first drafted token whatever the target says."""
     verdict = real(chosen, draft)
     has_draft = draft.num_valid > 0
@@ -208,18 +204,18 @@ def sabotaged_window(state, draft, *, is_chain, real=decoding.make_window):
 
 
 @pytest.mark.parametrize(
-    ("name", "sabotage"),
+    ("module", "name", "sabotage"),
     [
-        ("commit", sabotaged_commit_one_short),
-        ("follow", sabotaged_follow),
-        ("make_window", sabotaged_window),
+        (decoding, "commit", sabotaged_commit_one_short),
+        (coupled, "follow", sabotaged_follow),
+        (decoding, "make_window", sabotaged_window),
     ],
 )
-def test_sabotage_is_caught(monkeypatch, name, sabotage):
+def test_sabotage_is_caught(monkeypatch, module, name, sabotage):
     target = toy.model()
     prompts = toy.prompts(LENGTHS[:4])
     witness = Engine(target, seats=4, capacity=256).generate(prompts, PARAMS)
     oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.5)
-    monkeypatch.setattr(decoding, name, sabotage)
+    monkeypatch.setattr(module, name, sabotage)
     broken = engine_for(target, oracle).generate(prompts, PARAMS)
     assert token_ids(broken) != token_ids(witness)

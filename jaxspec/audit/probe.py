@@ -1,0 +1,177 @@
+"""The start-up probe: do bits depend on a row's seat, its neighbours, or its place in the window?
+
+Equality to the bit rests on one fact about the machine: a matrix product gives a row the same bits
+wherever it stands and whatever the other rows hold. That is so on XLA:CPU, and usually on GPUs, but
+nothing guarantees it, so it is tried out with the engine's own compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import cache as kv
+from jaxspec.engine import Engine
+from jaxspec.models.base import Model
+from jaxspec.requests import SamplingParams, make_requests
+from jaxspec.types import DecodeState, PyTree, Window
+
+NUM_TOKENS = 6  # decoded per probed request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeReport:
+    """What the probe saw. Each field is True (equal bits), False, or None (not applicable).
+
+    Attributes:
+      seats: requests in other seats gave the same tokens and KV; None with one seat.
+      neighbours: a request beside others gave the same; None with one seat.
+      window_positions: a token scored at every other place of the window got the same scores; None
+        with a window of one.
+      num_compared: arrays compared.
+    """
+
+    seats: bool | None
+    neighbours: bool | None
+    window_positions: bool | None
+    num_compared: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether no comparison failed."""
+        return False not in (self.seats, self.neighbours, self.window_positions)
+
+    @property
+    def sentence(self) -> str:
+        """The finding, in words."""
+        tried = {
+            "seats": self.seats,
+            "neighbours": self.neighbours,
+            "window positions": self.window_positions,
+        }
+        broken = [name for name, holds in tried.items() if holds is False]
+        held = [name for name, holds in tried.items() if holds]
+        if broken:
+            return (
+                f"Bits depend on {_listed(broken)} on this machine, so outputs are promised to be "
+                "equal up to ties within rounding, not to the bit."
+            )
+        if not held:
+            return "One seat and a window of one leave nothing to compare."
+        return f"Bits do not depend on {_listed(held)} on this machine: outputs are bit-exact."
+
+    def to_json(self) -> dict:
+        """Fields as JSON values."""
+        return dataclasses.asdict(self) | {"holds": self.holds, "sentence": self.sentence}
+
+
+def probe(engine: Engine) -> ProbeReport:
+    """Permutes seats, neighbours and window positions through an engine, and compares bits.
+
+    Seats and neighbours go through the engine's own compiled round, which must be idle: its seats
+    are overwritten. The window is tried on the target's forward pass in the engine's shape, because
+    what a round puts at each place of the window is up to the drafter.
+    """
+    shape = engine.shape
+    length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, shape.vocab_size, (2 * shape.seats, length)).tolist()
+    seats = neighbours = None
+    num_compared = 0
+    if shape.seats > 1:
+        together = _decode(engine, prompts[: shape.seats])
+        reversed_ = _decode(engine, prompts[: shape.seats][::-1])[::-1]
+        others = [prompts[0], *prompts[shape.seats + 1 :]]
+        seats = all(map(_equal, together, reversed_))
+        neighbours = _equal(together[0], _decode(engine, others)[0])
+        neighbours &= _equal(together[0], _decode(engine, [prompts[0]])[0])
+        num_compared += (shape.seats + 2) * len(together[0])
+    window_positions = None
+    if shape.window > 1:
+        window_positions = _window_positions_agree(engine, rng)
+        num_compared += shape.window - 1
+    return ProbeReport(
+        seats=seats,
+        neighbours=neighbours,
+        window_positions=window_positions,
+        num_compared=num_compared,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+    """Per request: tokens, then the KV of each layer's committed slots, as bits."""
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
+    done = list(engine.run(requests))
+    kept = [live_kv(engine.state, row) for row in range(len(prompts))]
+    return [[np.asarray(one.token_ids), *bits] for one, bits in zip(done, kept, strict=True)]
+
+
+@jax.jit
+def _row_kv(cache: kv.KVCache, row: jax.Array) -> list[jax.Array]:
+    slots = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
+    table = jax.lax.dynamic_slice_in_dim(cache.table, row, 1)
+    return [
+        values[0]
+        for layer in cache.layers
+        for values in kv.read_slots(layer, table, slots, cache.dtype)
+    ]
+
+
+def live_kv(state: DecodeState, row: int) -> list[np.ndarray]:
+    """k and v of each layer for the committed slots of a seat, as unsigned integers."""
+    num_live = int(state.num_committed[row]) - 1
+    return [
+        np.ascontiguousarray(np.asarray(values)[:num_live]).view(f"u{values.dtype.itemsize}")
+        for values in _row_kv(state.cache, np.int32(row))
+    ]
+
+
+def _equal(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
+    """Whether tokens get the same scores wherever in the window they stand.
+
+    The same sequence is read in one window after the other; windows that begin earlier or later
+    put each of its tokens at every place.
+    """
+    shape = engine.shape
+    seats, window = shape.seats, shape.window
+    num_tokens = min(2 * window - 1, engine.longest_prompt)
+    tokens = rng.integers(0, shape.vocab_size, (seats, num_tokens)).astype(np.int32)
+    params = engine.target.params
+    cache = engine.target.init_cache(seats, num_tokens)
+    # Every token in turn is the first of its window, as in plain decoding.
+    firsts = num_tokens - window + 1
+    at_first = []
+    # Compiled here, for once: a function kept for later would keep the parameters alive.
+    score = jax.jit(functools.partial(_score_window, engine.target, window))
+    for start in range(firsts):
+        logits, cache = score(params, cache, tokens[:, start : start + window], np.int32(start))
+        at_first.append(np.asarray(logits[:, 0]))
+        if start == 0:
+            together = np.asarray(logits)
+    return all(np.array_equal(together[:, i], at_first[i]) for i in range(min(window, firsts)))
+
+
+def _score_window(
+    target: Model, window: int, params: PyTree, cache: kv.KVCache, tokens: jax.Array, start
+) -> tuple[jax.Array, kv.KVCache]:
+    """Logits `[B, T, V]` of tokens `[B, T]` that stand at `start` in every row."""
+    places = start + jnp.arange(window, dtype=jnp.int32)
+    places = jnp.broadcast_to(places, tokens.shape)
+    starts = jnp.broadcast_to(start, tokens.shape[:1])
+    at = Window(start=starts, positions=places, slots=places)
+    hidden, cache = target.forward(params, tokens, at, cache)
+    return target.logits(params, hidden), cache

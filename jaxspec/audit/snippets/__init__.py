@@ -1,0 +1,10 @@
+"""Scripts of ten lines that write another system's outputs in the format of `audit.outputs`."""
+
+import importlib.resources
+
+NAMES = ("vllm", "sglang", "hf")
+
+
+def snippet(name: str) -> str:
+    """The script for `vllm`, `sglang` or `hf`; MODEL stands for the model's name."""
+    return importlib.resources.files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")

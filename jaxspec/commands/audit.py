@@ -1,0 +1,275 @@
+"""`jaxspec audit`: is this output the target's own, and where not, why not?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any, Literal
+
+import jax
+from rich.console import Console
+
+from jaxspec.audit.controls import controls_json, controls_table, run_controls
+from jaxspec.audit.law import ALPHA
+from jaxspec.audit.levels import audit_engine
+from jaxspec.audit.others import audit_outputs
+from jaxspec.audit.outputs import canonical_dtype, read_outputs
+from jaxspec.audit.report import (
+    Report,
+    make_plots,
+    report_of_engine,
+    report_of_outputs,
+    terminal_tables,
+    write_html,
+)
+from jaxspec.audit.scoring import with_dtype
+from jaxspec.audit.snippets import snippet
+from jaxspec.checkpoint import load_model
+from jaxspec.commands.documents import make_document
+from jaxspec.commands.drafters import choose_drafter
+from jaxspec.commands.generate import VERIFIERS
+from jaxspec.commands.progress import working
+from jaxspec.engine import Engine, check_draft_length
+from jaxspec.environment import sha256_of
+from jaxspec.errors import SettingError
+from jaxspec.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
+from jaxspec.requests import SamplingParams
+from jaxspec.verifiers import Coupled, Verifier
+
+CHOICES: dict[str, Verifier] = {
+    **{name: make() for name, make in VERIFIERS.items()},
+    "coupled:independent": Coupled(is_noise_shared=False),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditCommand:
+    """Audit output token by token: jaxspec's own on a workload, another system's from a file, or
+    the auditor itself."""
+
+    target: str | None = None
+    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    draft: str | None = None
+    """A draft model, named like the target."""
+    drafter: str | None = None
+    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`."""
+    verifier: Literal["coupled", "coupled:independent", "rejection", "block", "typical"] = "coupled"
+    """What decides how much of a draft is kept."""
+    prompts: pathlib.Path | None = None
+    """A file of prompts, as for `generate`; default: the sample prompts of the embedded pair."""
+    limit: int | None = None
+    """Use the first so many prompts."""
+    n_requests: int | None = None
+    """Requests in all; prompts are repeated, with other seeds, until there are so many."""
+    max_prompt_tokens: int | None = None
+    """Cut longer prompts to their first so many tokens."""
+    max_tokens: int = 64
+    """Tokens to emit per request at most."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that reach this mass together; 1 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; 0 is off."""
+    seed: int = 0
+    """Of the first request; the next ones count on."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-text tokens."""
+    draft_length: int = 4
+    """Tokens drafted per round."""
+    window: int | None = None
+    """Tokens scored per round; default: draft length + 1."""
+    batch_size: int = 8
+    """Requests decoded together."""
+    capacity: int = 1024
+    """Slots per request, for its prompt and completion."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    outputs: pathlib.Path | None = None
+    """Audit this file of another system's outputs (see --snippet) instead of a run."""
+    their_dtype: str | None = None
+    """In which those were computed: fp32, bf16 or fp16; default what the file's header says."""
+    alpha: float = ALPHA
+    """Chance that samples of the target's law are said not to be, for the whole file."""
+    html: pathlib.Path | None = None
+    """Write the report with plots as one HTML file."""
+    controls: bool = False
+    """Audit the auditor: run the failures of published systems, each beside its healthy twin."""
+    snippet: Literal["vllm", "sglang", "hf"] | None = None
+    """Print a script that writes outputs of this system for --outputs, and do nothing else."""
+    json: bool = False
+    """End with one line of JSON on standard output."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Audits; returns the JSON document."""
+        if self.snippet is not None:
+            text = snippet(self.snippet)
+            console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
+            return make_document("audit", self, snippet=text)
+        if self.controls:
+            return self._run_controls(console)
+        if self.target is None:
+            raise SettingError("No target was given; name the model to audit against, --target.")
+        if self.html is not None:  # whether plots can be drawn is known before hours of decoding
+            make_plots(_EMPTY)
+        if self.outputs is not None:
+            return self._audit_outputs(console, self.target, self.outputs)
+        return self._audit_run(console, self.target)
+
+    def _run_controls(self, console: Console) -> dict[str, Any]:
+        for option, is_given in (
+            ("--outputs", self.outputs is not None),
+            ("--html", self.html is not None),
+        ):
+            if is_given:
+                raise SettingError(
+                    f"Both --controls and {option} were given; the controls are runs of their own, "
+                    "so leave one of them out."
+                )
+        with working("loading the models") as status:
+            target = load_model(self.target or "demo-target", dtype=self.dtype)
+            draft = self.draft or ("demo-draft" if self.target is None else None)
+            make_drafter = choose_drafter(self.drafter, draft, dtype=self.dtype)
+            if make_drafter is None:
+                raise SettingError(
+                    "No drafter was given for the negative controls; add --draft MODEL, or leave "
+                    "out --target for the embedded pair."
+                )
+            results = run_controls(
+                target,
+                make_drafter(target),
+                on_progress=lambda name: status.update(f"negative control {name}"),
+            )
+        console.print(controls_table(results))
+        num_good = sum(result.caught and result.healthy_passes for result in results)
+        console.print(
+            f"{num_good} of {len(results)} controls are seen for what they are, with their healthy "
+            "twins passing.",
+            style="bold green" if num_good == len(results) else "bold red",
+            highlight=False,
+        )
+        return make_document("audit", self, controls=controls_json(results))
+
+    def _audit_outputs(
+        self, console: Console, target_name: str, path: pathlib.Path
+    ) -> dict[str, Any]:
+        for option, is_given in (
+            ("--draft", self.draft is not None),
+            ("--drafter", self.drafter is not None),
+            ("--prompts", self.prompts is not None),
+            ("--n-requests", self.n_requests is not None),
+        ):
+            if is_given:
+                raise SettingError(
+                    f"Both --outputs and {option} were given; an outputs file is audited as it is, "
+                    "so leave one of them out."
+                )
+        if not 0 < self.alpha < 1:
+            raise SettingError(f"--alpha {self.alpha} was given; it must be between 0 and 1.")
+        dtype = None
+        if self.their_dtype is not None:
+            dtype = canonical_dtype(self.their_dtype, where="--their-dtype")
+        with working(f"loading {target_name}"):
+            # The weights as they were for the other system: rounded to its dtype, then exact.
+            target = load_model(target_name, dtype=self.dtype)
+        file = read_outputs(path, target)
+        target = with_dtype(target, dtype or file.dtype or _dtype_of(target))
+        num = len(file.outputs)
+        with working(f"judging {num} outputs") as status:
+            audit = audit_outputs(
+                target,
+                file,
+                dtype=dtype,
+                alpha=self.alpha,
+                on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
+            )
+        report = report_of_outputs(audit)
+        self._show(console, report)
+        return make_document(
+            "audit",
+            self,
+            inputs={str(path): sha256_of(path)},
+            audit=audit.to_json(),
+            html=self.html,
+        )
+
+    def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
+        if self.their_dtype is not None:
+            raise SettingError(
+                "--their-dtype was given without --outputs; name the file of outputs, or use "
+                "--dtype for a run."
+            )
+        for name in ("limit", "n_requests", "max_prompt_tokens", "batch_size", "capacity"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                option = name.replace("_", "-")
+                raise SettingError(f"--{option} {value} was given; it must be at least 1.")
+        each = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+        make_drafter = choose_drafter(self.drafter, self.draft, dtype=self.dtype)
+        if make_drafter is None:
+            raise SettingError(
+                "No drafter was given, so there is nothing to audit; add --draft MODEL or "
+                "--drafter ngram, or name a file of --outputs."
+            )
+        window = self.draft_length + 1 if self.window is None else self.window
+        check_draft_length(self.draft_length, window)
+        lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
+        lines = lines[: self.limit]
+        with working(f"loading {target_name}"):
+            target = load_model(target_name, dtype=self.dtype)
+        encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
+        num_requests = self.n_requests or len(encoded)
+        prompts = [encoded[i % len(encoded)] for i in range(num_requests)]
+        params = [dataclasses.replace(each, seed=self.seed + i) for i in range(num_requests)]
+        with working("loading the drafter"):
+            drafter = make_drafter(target)
+        engine = Engine(
+            target,
+            drafter,
+            verifier=CHOICES[self.verifier],
+            draft_length=self.draft_length,
+            window=window,
+            seats=min(self.batch_size, num_requests),
+            capacity=self.capacity,
+            max_logprobs=0,
+        )
+        with working("auditing") as status:
+            audit = audit_engine(
+                engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
+            )
+        report = report_of_engine(audit)
+        self._show(console, report)
+        path = SAMPLE_PROMPTS if self.prompts is None else self.prompts
+        inputs = {}
+        with contextlib.suppress(OSError, TypeError):
+            inputs[str(path)] = sha256_of(str(path))
+        return make_document("audit", self, inputs=inputs, audit=audit.to_json(), html=self.html)
+
+    def _show(self, console: Console, report: Report) -> None:
+        console.print(report.title, style="bold", markup=False, highlight=False)
+        console.print(f"Promise: {report.promise}.", markup=False, highlight=False)
+        for table in terminal_tables(report):
+            console.print(table)
+        style = "bold green" if report.holds else "bold red"
+        console.print(report.sentence, style=style, markup=False, highlight=False)
+        if self.html is not None:
+            write_html(report, self.html)
+            console.print(f"report written to {self.html}", markup=False, highlight=False)
+
+
+_EMPTY = Report(title="", promise="", sentence="", holds=True, tables=[], divergences=[], curves=[])
+
+
+def _dtype_of(model: Any) -> Any:
+    return jax.tree.leaves(model.params)[0].dtype

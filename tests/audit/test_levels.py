@@ -1,0 +1,160 @@
+"""The audit of jaxspec's own runs: healthy ones hold, sabotaged ones do not."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+import toy
+
+import jaxspec
+from jaxspec import decoding
+from jaxspec.audit.judge import Finding
+from jaxspec.audit.levels import Level, StudyMetrics, audit_engine, promise_of
+from jaxspec.engine import Engine
+from jaxspec.prompts import sample_prompts
+from jaxspec.requests import SamplingParams
+from jaxspec.verifiers import rejection
+
+PROMPTS = toy.prompts((4, 19, 33, 8, 1, 12))
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=5)
+
+
+def close_draft(target, noise=0.02):
+    """The target with noise on its weights: it agrees with it often, not always."""
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+
+    def disturb(leaf):
+        return leaf + leaf.dtype.type(noise) * jax.random.normal(next(keys), leaf.shape, leaf.dtype)
+
+    params = jax.tree.map(disturb, target.params)
+    return jaxspec.DraftModel(dataclasses.replace(target, name="close", params=params))
+
+
+def engine_of(*, dtype="float32", **options):
+    target = toy.model(dtype=jnp.dtype(dtype), num_layers=1)
+    return Engine(
+        target,
+        close_draft(target),
+        draft_length=3,
+        seats=4,
+        capacity=128,
+        max_logprobs=0,
+        **options,
+    )
+
+
+def test_a_healthy_coupled_run_holds_every_level():
+    stages = []
+    audit = audit_engine(
+        engine_of(dtype="bfloat16"),
+        PROMPTS,
+        [GREEDY, SAMPLED] * 3,
+        on_stage=stages.append,
+    )
+    assert audit.holds
+    assert 0 < audit.acceptance.num_accepted_tokens < audit.acceptance.num_draft_tokens
+    assert {name: level.holds for name, level in audit.levels.items()} == dict.fromkeys(
+        ("E1", "E2", "E3", "E4"), True
+    )
+    for name in ("E1", "E2", "E3"):
+        assert audit.levels[name].exact == 1
+        assert audit.levels[name].num_other_bits == 0
+    assert [audit.levels[name].num_compared for name in ("E1", "E2", "E3")] == [6, 10, 3]
+    assert all(c.are_bits_equal for c in audit.levels["E1"])
+    assert (audit.num_requests, audit.num_sampled, len(audit.law.log_evidence)) == (6, 3, 3)
+    assert audit.promise.startswith("bit-exact")
+    assert audit.probe.holds
+    assert "holds" in audit.sentence
+    assert audit.study is None  # the toy has no tokenizer
+    assert len(stages) > 4
+    document = json.loads(json.dumps(audit.to_json()))
+    assert document["levels"]["E1"]["exact"] == 1
+
+
+def test_a_sabotaged_round_breaks_e1(monkeypatch):
+    real = decoding.commit
+
+    def one_short(state, draft, verdict):
+        after = real(state, draft, verdict)
+        rejected = verdict.num_accepted < draft.num_valid
+        return after.replace(
+            num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32)
+        )
+
+    monkeypatch.setattr(decoding, "commit", one_short)
+    audit = audit_engine(engine_of(), PROMPTS, GREEDY)
+    assert not audit.holds
+    assert audit.levels["E1"].holds is False
+    assert audit.levels["E1"].count(Finding.FAULT) > 0
+    assert audit.levels["E4"].count(Finding.FAULT) > 0
+    assert "broken" in audit.sentence
+    divergence = audit.to_json()["levels"]["E1"]["divergences"][0]
+    assert divergence["finding"] == "synchronisation fault"
+
+
+def test_rejection_promises_the_law_only():
+    audit = audit_engine(engine_of(verifier=rejection.Rejection()), PROMPTS, SAMPLED)
+    assert audit.holds
+    assert audit.promise.startswith("distribution only")
+    assert audit.levels["E1"].holds is None
+    assert "draws other tokens" in audit.levels["E1"].reason
+    assert audit.levels["E2"].holds is True
+    assert audit.law.holds is True
+
+
+def test_a_verifier_that_accepts_everything_breaks_the_law(monkeypatch):
+    def accept_all(laws, draws):
+        del draws
+        num_accepted = jnp.sum(laws.is_node, axis=1, dtype=jnp.int32)
+        return num_accepted, rejection.at_node(laws.p, num_accepted)
+
+    monkeypatch.setattr(rejection, "accept_leading", accept_all)
+    target = toy.model(num_layers=1)
+    stranger = jaxspec.DraftModel(toy.model(seed=9, num_layers=1))
+    engine = Engine(
+        target, stranger, verifier=rejection.Rejection(), draft_length=3, seats=4, capacity=128
+    )
+    audit = audit_engine(engine, PROMPTS, dataclasses.replace(SAMPLED, top_p=1.0))
+    assert audit.law.holds is False
+    assert not audit.holds
+    assert "law" in audit.sentence
+
+
+def test_promises_in_words():
+    said = [
+        promise_of(verifier) for verifier in (jaxspec.Coupled(), jaxspec.Block(), jaxspec.Typical())
+    ]
+    assert [words.split(":")[0] for words in said] == ["bit-exact", "distribution only", "lossy"]
+
+
+def test_an_empty_level_is_neither_held_nor_broken():
+    assert Level(name="E3", reason="no request is sampled").holds is None
+
+
+def test_the_studys_metrics_judge_text():
+    model = tiny.model(text=tiny.tokenizer())
+    equal, other = [5, 6, 7, 8], [5, 6, 9, 8]
+    found = StudyMetrics.of(model, [equal, other], [equal, equal])
+    assert (found.exact, found.partial) == (0.5, 0.75)
+    # Text behind the reference's end is not seen by the partial match.
+    found = StudyMetrics.of(model, [[*equal, 9]], [equal])
+    assert (found.exact, found.partial) == (0.0, 1.0)
+    assert StudyMetrics.of(tiny.model(), [equal], [equal]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_embedded_pair(dtype, temperature):
+    target = jaxspec.load_model("demo-target", dtype=dtype)
+    draft = jaxspec.DraftModel(jaxspec.load_model("demo-draft", dtype=dtype))
+    engine = Engine(target, draft, seats=8, capacity=384, max_logprobs=0)
+    prompts = [line.prompt for line in sample_prompts()]
+    params = SamplingParams(max_tokens=64, temperature=temperature, seed=1)
+    audit = audit_engine(engine, prompts, params)
+    assert audit.holds, audit.sentence
+    assert audit.study is not None

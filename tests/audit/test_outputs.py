@@ -1,0 +1,283 @@
+"""Other systems' outputs: the file, the verdicts under the target, the test of the law."""
+
+import collections
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxspec.audit import law as laws
+from jaxspec.audit.judge import Finding
+from jaxspec.audit.law import LawTest, combined_p_value, pooled, test_law
+from jaxspec.audit.others import audit_outputs
+from jaxspec.audit.outputs import canonical_dtype, read_outputs
+from jaxspec.audit.scoring import Scorer
+from jaxspec.engine import Engine
+from jaxspec.errors import PromptError, SettingError
+from jaxspec.requests import SamplingParams
+
+test_law.__test__ = False  # a function of the package, not a test
+
+HEADER = {"engine": "other", "version": "1.2", "dtype": "float32"}
+PROMPTS = ["Once upon a time", "def f(x):", "The end"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.model(text=tiny.tokenizer())
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    return Engine(target, seats=8, capacity=128)
+
+
+@pytest.fixture(scope="module")
+def greedy(engine):
+    return engine.generate(PROMPTS, SamplingParams(max_tokens=20))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(*lines):
+        path = tmp_path / "outputs.jsonl"
+        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+        return path
+
+    return to_file
+
+
+def line(completion, **fields):
+    return {
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        **fields,
+    }
+
+
+def test_the_targets_own_output_passes_as_ids_with_text_and_as_text(write, target, greedy):
+    audit = audit_outputs(target, read_outputs(write(HEADER, *map(line, greedy)), target))
+    assert audit.holds
+    assert (audit.exact, audit.exact_up_to_ties, audit.prefix_match) == (1, 1, 1)
+    assert audit.engine == "other 1.2"
+    assert "3 of 3 greedy outputs" in audit.sentence
+    with_text = [line(one, text=one.text) for one in greedy]
+    assert audit_outputs(target, read_outputs(write(HEADER, *with_text), target)).holds
+    assert json.loads(json.dumps(audit.to_json()))["holds"] is True
+
+
+def test_text_is_read_by_the_targets_tokenizer(write, target):
+    path = write(HEADER, {"prompt": "Once", "text": " upon"})
+    file = read_outputs(path, target)
+    assert file.is_text
+    tokenizer = target.tokenizer
+    assert list(file.outputs[0].prompt_token_ids) == tokenizer.encode("Once")
+    assert list(file.outputs[0].token_ids) == tokenizer.encode(" upon")[1:]
+    assert audit_outputs(target, file).to_json()["ids_from_text"] is True
+
+
+def test_a_changed_token_is_named_with_its_line(write, target, greedy):
+    lines = [line(one) for one in greedy]
+    lines[1]["token_ids"][6] = (lines[1]["token_ids"][6] + 3) % tiny.VOCAB
+    audit = audit_outputs(target, read_outputs(write(HEADER, *lines), target))
+    assert not audit.holds
+    assert (audit.exact, audit.exact_up_to_ties) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert audit.prefix_match == pytest.approx((1 + 6 / 20 + 1) / 3)
+    first = audit.to_json()["divergences"][0]
+    assert (first["line"], first["index"], first["finding"]) == (3, 6, Finding.FAULT.value)
+    assert first["margin"] > first["bound"]
+
+
+def test_every_token_is_checked_not_only_the_first(write, target, greedy):
+    lines = [line(greedy[0])]
+    for index in (4, 15):
+        lines[0]["token_ids"][index] = (lines[0]["token_ids"][index] + 3) % tiny.VOCAB
+    audit = audit_outputs(target, read_outputs(write(HEADER, *lines), target))
+    assert {4, 15} <= {d.index for d in audit.judged[0].divergences}
+
+
+def test_tokens_behind_the_stop_token_are_cut_and_counted(write, target, greedy):
+    one = line(greedy[0])
+    one["token_ids"] = [*one["token_ids"][:5], tiny.EOS, 7, 7]
+    file = read_outputs(write(HEADER, one), target)
+    assert len(file.outputs[0].token_ids) == 6
+    assert file.outputs[0].num_after_stop == 2
+    one["sampling_params"] = {"ignore_eos": True}
+    assert len(read_outputs(write(HEADER, one), target).outputs[0].token_ids) == 8
+
+
+def test_their_dtype_widens_the_bound_and_nothing_else(write, target, greedy):
+    file = read_outputs(write(HEADER, *map(line, greedy)), target)
+    changed = dataclasses.replace(file.outputs[0], token_ids=(5, *file.outputs[0].token_ids[1:]))
+    file = dataclasses.replace(file, outputs=(changed,))
+    in_fp32 = audit_outputs(target, file).judged[0].divergences[0]
+    in_bf16 = audit_outputs(target, file, dtype="bfloat16").judged[0].divergences[0]
+    assert in_bf16.margin == in_fp32.margin
+    assert in_bf16.bound > 10 * in_fp32.bound
+
+
+def test_jaxspecs_own_seeds_are_checked_draw_by_draw(write, target, engine):
+    params = SamplingParams(max_tokens=12, temperature=1.0)
+    done = engine.generate(PROMPTS, [dataclasses.replace(params, seed=i) for i in (4, 5, 6)])
+    drawn = {"temperature": 1.0}
+    for name, other, holds in (("jaxspec", 0, True), ("jaxspec", 1, False), ("other", 1, True)):
+        lines = [line(one, seed=one.seed + other, sampling_params=drawn) for one in done]
+        path = write({**HEADER, "engine": name}, *lines)
+        audit = audit_outputs(target, read_outputs(path, target))
+        assert (audit.num_unlawful == 0) is holds
+        found = {d.finding for own in audit.judged for d in own.divergences}
+        assert found == (set() if holds else {Finding.SAMPLING})
+
+
+# The law of samples.
+
+NUM_SAMPLES = 200
+
+
+def samples(engine, *, temperature):
+    params = SamplingParams(max_tokens=4, temperature=temperature, top_k=12, n=NUM_SAMPLES, seed=3)
+    return engine.generate(PROMPTS[:1], params)
+
+
+@pytest.mark.parametrize(("drawn_at", "holds"), [(1.0, True), (3.0, False)])
+def test_samples_are_tested_against_the_law(write, target, engine, drawn_at, holds):
+    said = {"temperature": 1.0, "top_k": 12}
+    done = samples(engine, temperature=drawn_at)
+    path = write({**HEADER, "sampling_params": said}, *map(line, done))
+    audit = audit_outputs(target, read_outputs(path, target))
+    assert list(audit.law_tests) == [2]
+    test = audit.law_tests[2]
+    assert test.num_samples == NUM_SAMPLES
+    assert test.num_groups > 1
+    assert (audit.law_p_value >= laws.ALPHA) is holds
+    assert audit.holds is holds
+    assert test.p_value >= test.p_value_unrounded
+    assert "chi-square" in audit.sentence
+
+
+def test_a_token_that_the_filters_exclude_breaks_the_law(target, engine):
+    done = samples(engine, temperature=1.0)
+    params = SamplingParams(temperature=1.0, top_k=2)
+    found = test_law(
+        Scorer(target, capacity=64),
+        prompt_ids=done[0].prompt_token_ids,
+        samples=[one.token_ids for one in done],
+        params=params,
+    )
+    assert found.p_value == 0
+
+
+def test_few_samples_are_not_tested(target, engine):
+    done = samples(engine, temperature=1.0)[: laws.MIN_SAMPLES - 1]
+    found = test_law(
+        Scorer(target, capacity=64),
+        prompt_ids=done[0].prompt_token_ids,
+        samples=[one.token_ids for one in done],
+        params=SamplingParams(temperature=1.0),
+    )
+    assert found is None
+
+
+def test_rare_tokens_are_pooled():
+    law = np.array([0.5, 0.4, 0.06, 0.03, 0.01])
+    observed, expected = pooled(collections.Counter({0: 50, 1: 40, 2: 6, 4: 4}), law, 100)
+    assert expected.tolist() == pytest.approx([50, 40, 10])  # 6 alone, joined by the rare 4
+    assert observed.tolist() == [50, 40, 10]
+    observed, expected = pooled(collections.Counter({0: 20, 4: 5}), law, 25)
+    assert expected.tolist() == pytest.approx([12.5, 12.5])  # the rare ones are too few for a cell
+    assert observed.tolist() == [20, 5]
+
+
+def test_p_values_of_several_prompts():
+    def of(p):
+        return LawTest(
+            num_samples=1,
+            num_groups=1,
+            statistic=1.0,
+            degrees_of_freedom=1,
+            noncentrality=0.0,
+            p_value=p,
+            p_value_unrounded=p,
+        )
+
+    assert combined_p_value([of(0.1), of(0.01)]) == pytest.approx(1 - 0.99**2)
+    assert combined_p_value([of(0.0), of(1.0)]) == 0
+    assert combined_p_value([of(1.0)]) == 1
+    assert np.isnan(combined_p_value([]))
+
+
+# What is refused, each in one sentence.
+
+GOOD = {"prompt_token_ids": [0, 5, 6], "token_ids": [7, 8]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], "is empty; its first line is a header"),
+        ([HEADER], "holds a header and no output"),
+        ([GOOD, GOOD], "has no header"),
+        ([{"version": "1"}, GOOD], "has no header"),
+        ([HEADER, GOOD, "{"], "Line 3 of the outputs file is not JSON"),
+        ([HEADER, "[1, 2]"], "Line 2 of the outputs file is JSON, but not an object"),
+        ([HEADER, {"prompt_token_ids": [5]}], "Line 2 .* has neither token_ids nor text"),
+        ([HEADER, {"token_ids": [5]}], "Line 2 .* has neither prompt_token_ids nor prompt"),
+        ([HEADER, GOOD, {"prompt": "a", "text": "b"}], "is ragged: line 3 has prompt, text"),
+        ([HEADER, {**GOOD, "token_ids": [[7], [8]]}], "not one list of integers"),
+        ([HEADER, {**GOOD, "token_ids": [7, 1.5]}], "not one list of integers"),
+        ([HEADER, {**GOOD, "token_ids": []}], "Line 2 .* has an empty output"),
+        ([HEADER, {**GOOD, "prompt_token_ids": []}], "Line 2 .* has an empty prompt"),
+        ([HEADER, GOOD, {**GOOD, "token_ids": [258]}], "Line 3 .* id 258 .* ends at 257"),
+        ([HEADER, {**GOOD, "prompt_token_ids": [-1]}], "Line 2 .* id -1 in prompt_token_ids"),
+        ([HEADER, {**GOOD, "text": "something else"}], "of another tokenizer"),
+        ([HEADER, {"prompt": "a", "text": 5}], "has a text that is not text"),
+        ([{**HEADER, "sampling_params": 3}, GOOD], "The header has sampling_params"),
+    ],
+)
+def test_malformed_files(write, target, lines, said):
+    with pytest.raises(PromptError, match=said) as raised:
+        read_outputs(write(*lines), target)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"sampling_params": {"beams": 3}}, "Line 2 .* sampling parameter 'beams'"),
+        ({"sampling_params": {"top_p": 2}}, "Line 2 .*top_p 2 was given"),
+        ({"sampling_params": {"temperature": "hot"}}, "Line 2 .*temperature 'hot' was given"),
+        ({"seed": -4, "sampling_params": {"temperature": 1}}, "Line 2 .*seed -4 was given"),
+    ],
+)
+def test_sampling_parameters_that_cannot_be(write, target, fields, said):
+    with pytest.raises(SettingError, match=said):
+        read_outputs(write(HEADER, {**GOOD, **fields}), target)
+
+
+def test_an_outputs_file_of_another_tokenizer(write, greedy):
+    other = tiny.model(text=tiny.tokenizer(is_reversed=True))
+    lines = [line(one, text=one.text) for one in greedy]
+    with pytest.raises(PromptError, match="is of another tokenizer, so name the model"):
+        read_outputs(write(HEADER, *lines), other)
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path, target):
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_outputs(tmp_path / "none.jsonl", target)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PromptError, match="not UTF-8"):
+        read_outputs(tmp_path / "binary", target)
+
+
+def test_text_needs_a_tokenizer(write):
+    with pytest.raises(PromptError, match="has no tokenizer; give token_ids"):
+        read_outputs(write(HEADER, {"prompt": "a", "text": "b"}), tiny.model())
+
+
+def test_dtypes_by_any_usual_name():
+    assert canonical_dtype("bf16", where="x") == canonical_dtype("torch.bfloat16", where="x")
+    for wrong in ("int4", 16):
+        with pytest.raises(SettingError, match="The header names the dtype"):
+            canonical_dtype(wrong, where="The header")

@@ -1,0 +1,129 @@
+"""Reports: tables, plots, and one HTML file that appears whole or not at all."""
+
+import base64
+import os
+import re
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxspec.audit import report as reports
+from jaxspec.audit.judge import Divergence, Finding
+from jaxspec.audit.report import Curve, Grid, Report, make_plots, terminal_tables, write_html
+from jaxspec.errors import SettingError
+
+
+def divergence(index, margin, finding):
+    return Divergence(
+        index=index,
+        token=-1 if finding == Finding.FAULT else 5,
+        expected=6,
+        gap=margin,
+        margin=margin,
+        noise=0.05,
+        bound=0.1,
+        filter_distance=None,
+        log_law=None,
+        log_evidence=None,
+        finding=finding,
+    )
+
+
+REPORT = Report(
+    title="Audit <of> something",
+    promise="bit-exact",
+    sentence="The promise is broken.",
+    holds=False,
+    tables=[Grid(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
+    divergences=[
+        ("line 2", divergence(3, 0.02, Finding.TIE)),
+        ("line 4", divergence(9, float("inf"), Finding.FAULT)),
+        ("line 5", divergence(9, 2.0, Finding.SAMPLING)),
+    ],
+    curves=[Curve(label="all", lengths=(10, 12, 4), first=(3, None, None))],
+)
+
+
+def test_the_prefix_match_curve():
+    shares = REPORT.curves[0].shares()
+    assert len(shares) == 13
+    assert shares[:4].tolist() == [1, 1, 1, 1]  # its first three tokens are equal
+    assert np.allclose(shares[4:], 2 / 3)
+
+
+def test_faults_are_listed_first_and_missing_tokens_are_named():
+    rows = REPORT.divergence_table.rows
+    assert [row[0] for row in rows] == ["line 4", "line 5", "line 2"]
+    assert rows[0][2] == "(end)"
+    assert rows[0][-1] == "synchronisation fault"
+
+
+def test_long_lists_are_cut_and_say_so(monkeypatch):
+    monkeypatch.setattr(reports, "MAX_LISTED", 2)
+    table = REPORT.divergence_table
+    assert len(table.rows) == 2
+    assert table.title == "Divergences, 2 of 3"
+
+
+def test_the_page_is_self_contained(tmp_path):
+    path = tmp_path / "below" / "report.html"
+    write_html(REPORT, path)
+    page = path.read_text()
+    assert "Audit &lt;of&gt; something" in page
+    assert "a &amp; b" in page
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
+    assert len(images) == 3
+    assert all(b"<svg" in base64.b64decode(image) for image in images)
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert os.listdir(path.parent) == ["report.html"]
+
+
+def test_a_report_without_divergences_has_a_curve_only(tmp_path):
+    clean = Report(
+        title="t",
+        promise="p",
+        sentence="s",
+        holds=True,
+        tables=[],
+        divergences=[],
+        curves=[Curve(label="all", lengths=(5,), first=(None,))],
+    )
+    assert [caption for caption, _ in make_plots(clean)] == ["Prefix match"]
+    write_html(clean, tmp_path / "r.html")
+    assert "Divergences" not in (tmp_path / "r.html").read_text()
+
+
+def test_an_interrupted_write_leaves_the_old_report(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def fail(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write_html(REPORT, path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="cannot be written"):
+        write_html(REPORT, tmp_path / "file" / "report.html")
+
+
+def test_tables_fit_a_terminal(capsys):
+    console = Console(width=80, force_terminal=False)
+    for table in terminal_tables(REPORT):
+        console.print(table)
+    shown = capsys.readouterr().out
+    assert "synchronisation" in shown
+    assert all(len(row) <= 80 for row in shown.splitlines())
+
+
+def test_shares_are_never_rounded_up():
+    assert reports._percent(0.9999) == "99.9 %"
+    assert reports._percent(1.0) == "100.0 %"
+    assert reports._percent(float("nan")) == reports.NONE

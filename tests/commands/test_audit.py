@@ -1,0 +1,133 @@
+"""`jaxspec audit`: runs, files, snippets, and everything it refuses."""
+
+import json
+import typing
+
+import pytest
+
+from jaxspec import cli as command_line
+from jaxspec.audit.snippets import snippet
+from jaxspec.commands.audit import CHOICES, AuditCommand
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("audit") / "prompts.txt"
+    path.write_text("Once upon a time\ndef f(x):\nThe end\n")
+    return path
+
+
+def settings(models):
+    return (
+        "--target", models.target, "--max-tokens", 9, "--batch-size", 2, "--capacity", 100,
+        "--draft-length", 3,
+    )  # fmt: skip
+
+
+def test_the_command_is_registered():
+    assert command_line.COMMANDS["audit"] is AuditCommand
+
+
+def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
+    page = tmp_path / "report.html"
+    result = cli(
+        "audit", *settings(models), "--draft", models.draft, "--prompts", prompts,
+        "--n-requests", 5, "--temperature", 0.7, "--top-p", 0.9, "--html", page, "--json",
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    for column in ("E1", "E2", "E3", "E4", "law"):
+        assert column in result.out
+    assert "Promise: bit-exact" in result.out
+    assert "raw string metrics" in result.out
+    audit = result.document["audit"]
+    assert audit["holds"] is True
+    assert (audit["num_requests"], audit["num_sampled"]) == (5, 5)
+    assert {name: level["holds"] for name, level in audit["levels"].items()} == dict.fromkeys(
+        ("E1", "E2", "E3", "E4", "law"), True
+    )
+    assert audit["study_metrics"]["exact"] == 1
+    assert audit["probe"]["holds"] is True
+    assert result.document["inputs"].keys() == {str(prompts)}
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_greedy_run_of_a_lossy_verifier_says_so(cli, models, prompts):
+    result = cli(
+        "audit", *settings(models), "--drafter", "ngram", "--prompts", prompts, "--verifier",
+        "typical", "--json",
+    )  # fmt: skip
+    audit = result.document["audit"]
+    assert audit["promise"].startswith("lossy")
+    assert audit["holds"] is True  # greedy rows are the target's own
+    assert audit["levels"]["E3"]["reason"] == "no request is sampled"
+
+
+def test_a_file_of_outputs(cli, models, tmp_path):
+    made = tmp_path / "made.jsonl"
+    options = ("--target", models.target, "--max-tokens", 9, "--capacity", 100)
+    cli("generate", *options, "--prompt", "The end", "--output", made)
+    line = json.loads(made.read_text())
+    ids = {name: line[name] for name in ("prompt_token_ids", "token_ids")}
+    header = {"engine": "other", "dtype": "fp32"}
+    outputs = tmp_path / "outputs.jsonl"
+    outputs.write_text(f"{json.dumps(header)}\n{json.dumps(ids)}\n")
+    audit = ("audit", "--target", models.target, "--outputs", outputs, "--json")
+    result = cli(*audit)
+    assert result.status == 0, result.err
+    assert result.document["audit"]["greedy"]["exact"] == 1
+    assert result.document["audit"]["dtype"] == "float32"
+
+    ids["token_ids"][4] = (ids["token_ids"][4] + 1) % 200 + 2
+    outputs.write_text(f"{json.dumps(header)}\n{json.dumps(ids)}\n")
+    result = cli(*audit, "--their-dtype", "bf16", "--html", tmp_path / "r.html")
+    found = result.document["audit"]
+    assert found["holds"] is False
+    assert found["dtype"] == "bfloat16"
+    assert (found["divergences"][0]["line"], found["divergences"][0]["index"]) == (2, 4)
+    assert "synchronisation" in result.out
+    assert (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "hf"])
+def test_snippets_are_printed_as_they_are(cli, name):
+    result = cli("audit", "--snippet", name)
+    assert result.out == snippet(name)
+
+
+@pytest.mark.slow
+def test_controls(cli):
+    result = cli("audit", "--controls", "--json")
+    controls = result.document["controls"]
+    assert len(controls) > 10
+    for control in controls:
+        assert {"name", "invariant", "caught", "healthy_passes"} <= control.keys()
+        assert control["caught"], control
+        assert control["healthy_passes"], control
+
+
+def test_every_verifier_can_be_chosen():
+    offered = typing.get_type_hints(AuditCommand)["verifier"]
+    assert set(typing.get_args(offered)) == set(CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "No target was given"),
+        (("--target", "TARGET"), "No drafter was given, so there is nothing to audit"),
+        (("--target", "TARGET", "--outputs", "none.jsonl"), "cannot be read"),
+        (("--target", "TARGET", "--outputs", "x", "--drafter", "ngram"), "Both --outputs and"),
+        (("--target", "TARGET", "--outputs", "x", "--alpha", 2), "--alpha 2"),
+        (("--target", "TARGET", "--outputs", "x", "--their-dtype", "int8"), "names the dtype"),
+        (("--target", "TARGET", "--their-dtype", "bf16"), "without --outputs"),
+        (("--target", "TARGET", "--drafter", "ngram", "--limit", 0), "--limit 0"),
+        (("--target", "TARGET", "--drafter", "ngram", "--temperature", -1), "temperature -1"),
+        (("--target", "TARGET", "--drafter", "ngram", "--top-p", 0), "top_p 0"),
+        (("--target", "TARGET", "--drafter", "ngram", "--draft-length", 9, "--window", 4), "9"),
+        (("--controls", "--outputs", "x"), "Both --controls and --outputs"),
+        (("--controls", "--target", "TARGET"), "for the negative controls"),
+    ],
+)
+def test_what_it_refuses(refused, models, options, said):
+    filled = [models.target if option == "TARGET" else option for option in options]
+    assert said in refused("audit", *filled)

@@ -1,0 +1,43 @@
+"""The KV of an engine's seats: what is committed, to compare it bit by bit; and garbage for it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import cache as kv
+from jaxspec.engine import Engine
+from jaxspec.types import DecodeState
+
+
+def live_kv(engine: Engine, num_rows: int | None = None) -> list[np.ndarray]:
+    """K and V of each layer `[B, S, K, H]` at the slots of committed tokens, zero elsewhere; of the
+    first `num_rows` seats."""
+    state: DecodeState = engine.state
+    capacity = state.cache.capacity
+    slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (engine.shape.seats, capacity))
+    is_live = np.arange(capacity) < np.asarray(state.num_committed)[:, None] - 1
+    read = [
+        kv.read_slots(layer, state.cache.table, slots, engine.target.dtype)
+        for layer in state.cache.layers
+    ]
+    return [
+        np.where(is_live[..., None, None], np.asarray(values, np.float32), 0)[:num_rows]
+        for layer in read
+        for values in layer
+    ]
+
+
+def spoil(engine: Engine) -> None:
+    """Makes all of the target's KV NaN. An earlier run of the same requests leaves the right values
+    where a faulty one forgets to write them; so no check sees that fault unless these are gone."""
+
+    def nan(stored):
+        if jnp.issubdtype(stored.dtype, jnp.floating):
+            return jnp.full_like(stored, jnp.nan)
+        return jnp.full_like(stored, 0x7FC0)  # bf16, stored as its bits
+
+    cache = engine.state.cache
+    layers = tuple(jax.tree.map(nan, layer) for layer in cache.layers)
+    engine._state = engine.state.replace(cache=cache.replace(layers=layers))
