@@ -25,6 +25,7 @@ from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests import Acceptance, Completion, Request, SamplingParams
+from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "Block",
     "CheckpointError",
     "Completion",
+    "Continuous",
     "Coupled",
     "DraftModel",
     "Drafter",
@@ -46,14 +48,17 @@ __all__ = [
     "ModelError",
     "NGram",
     "Oracle",
+    "Pool",
     "Progress",
     "PromptError",
     "Rejection",
     "Request",
     "RopeConfig",
     "SamplingParams",
+    "Scheduler",
     "SettingError",
     "StatelessDrafter",
+    "Static",
     "Typical",
     "Verifier",
     "load_model",

@@ -17,6 +17,8 @@ plain output bit for bit, with the verifiers that draw the target's own tokens (
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +26,11 @@ from flax import struct
 from jax import lax
 
 from jaxspec import sampling
-from jaxspec.cache import commit_path
+from jaxspec.cache import KVCache, commit_path
 from jaxspec.drafters.base import Drafter, EngineShape, Outcome
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
+from jaxspec.schedulers.base import Scheduler
 from jaxspec.types import (
     AcceptanceCounts,
     DecodeState,
@@ -55,6 +58,7 @@ class SpeculativeLoop:
     target: Model
     drafter: Drafter
     verifier: Verifier
+    scheduler: Scheduler
     shape: EngineShape
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
@@ -64,21 +68,31 @@ class SpeculativeLoop:
         """Parameters of both models."""
         return {"target": self.target.params, "drafter": self.drafter.params}
 
+    @property
+    def held(self) -> EngineShape:
+        """The shape of the state: a row for every resident, not only for those in seats."""
+        num_rows = self.scheduler.num_residents(self.shape.seats)
+        return dataclasses.replace(self.shape, seats=num_rows)
+
     def init(self) -> DecodeState:
-        """State with every seat empty."""
+        """State with every row empty."""
+        return self.empty(self.held)
+
+    def empty(self, held: EngineShape) -> DecodeState:
+        """State of `held.seats` empty rows."""
         return empty_state(
-            self.shape,
+            held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
-            cache=self.target.init_cache(self.shape.seats, self.shape.capacity),
-            drafter=self.drafter.init(self.shape),
+            cache=self.target.init_cache(held.seats, held.capacity),
+            drafter=self.drafter.init(held),
         )
 
     def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
-        """State with a request in seat `row`; its prompt has still to be read."""
+        """State with a request in row `row`; its prompt has still to be read."""
         state = take_seat(state, row, seat)
         drafter = self.drafter.admit(
-            self.shape, params["drafter"], state.drafter, rows_of(state), row
+            self.held, params["drafter"], state.drafter, rows_of(state), row
         )
         return state.replace(drafter=drafter)
 
@@ -97,22 +111,23 @@ class SpeculativeLoop:
             chunk=self.shape.prefill_chunk,
         )
         drafter = self.drafter.catch_up(
-            self.shape, params["drafter"], state.drafter, rows_of(state), row
+            self.held, params["drafter"], state.drafter, rows_of(state), row
         )
         return state.replace(cache=cache, drafter=drafter)
 
-    def run(self, params: PyTree, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
-        """State after `num_rounds` rounds, or fewer if every row has ended."""
-
-        def is_unfinished(carry):
-            index, state = carry
-            return (index < num_rounds) & jnp.any(state.is_running)
-
-        def body(carry):
-            index, state = carry
-            return index + 1, self.round(params, state)
-
-        return lax.while_loop(is_unfinished, body, (jnp.int32(0), state))[1]
+    def run(
+        self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
+    ) -> DecodeState:
+        """State after `num_rounds` rounds, or fewer if less than `min_running` rows are left."""
+        return run_rounds(
+            lambda view: self.round(params, view),
+            self.scheduler,
+            self.empty,
+            self.shape,
+            state,
+            num_rounds=num_rounds,
+            min_running=min_running,
+        )
 
     def round(self, params: PyTree, state: DecodeState) -> DecodeState:
         """One round: propose, score, verify, commit."""
@@ -144,6 +159,115 @@ class SpeculativeLoop:
         return state.replace(drafter=drafter_state)
 
 
+def run_rounds(
+    round_: Callable[[DecodeState], DecodeState],
+    scheduler: Scheduler,
+    empty: Callable[[EngineShape], DecodeState],
+    shape: EngineShape,
+    state: DecodeState,
+    *,
+    num_rounds: jax.Array,
+    min_running: jax.Array,
+) -> DecodeState:
+    """State after `num_rounds` rounds, or fewer if less than `min_running` rows are left.
+
+    Where more rows are held than there are seats, the rows in seats are decoded until the scheduler
+    would seat others; only then are they put back and others taken, so a round costs the same.
+
+    Args:
+      round_: from a state of the rows in seats to the state after a round.
+      empty: makes an empty state of so many rows, by which arrays with a row axis are told.
+    """
+
+    def count(state: DecodeState) -> jax.Array:
+        return jnp.sum(state.is_running, dtype=jnp.int32)
+
+    def decode(index, state, goes_on):
+        def body(carry):
+            index, state = carry
+            return index + 1, round_(state).replace(num_rounds=state.num_rounds + 1)
+
+        return lax.while_loop(goes_on, body, (index, state))
+
+    def is_unfinished(carry):
+        index, state = carry
+        return (index < num_rounds) & (count(state) >= min_running)
+
+    num_rows, seats = state.num_committed.shape[0], shape.seats
+    if num_rows == seats:
+        return decode(jnp.int32(0), state, is_unfinished)[1]
+    is_per_row = rows_axis(empty, shape, num_rows)
+
+    def seat_and_decode(carry):
+        first, state = carry
+        rows = scheduler.choose(state, seats)
+        view = take_rows(state, rows, is_per_row)
+        num_waiting = count(state) - count(view)
+
+        def goes_on(carry):
+            index, view = carry
+            num_running = count(view)
+            is_right = (index < num_rounds) & (num_running + num_waiting >= min_running)
+            if scheduler.regroups:
+                return is_right & (index == first)
+            return is_right & ((num_running == seats) | (num_waiting == 0))
+
+        index, view = decode(first, view, goes_on)
+        return index, put_rows(state, rows, view, is_per_row)
+
+    return lax.while_loop(is_unfinished, seat_and_decode, (jnp.int32(0), state))[1]
+
+
+def _is_cache(node: PyTree) -> bool:
+    return isinstance(node, KVCache)
+
+
+def _num_rows(leaf: PyTree) -> int:
+    """Length of what would be the row axis; -1 for a scalar."""
+    leaf = leaf.table if _is_cache(leaf) else leaf
+    return leaf.shape[0] if leaf.shape else -1
+
+
+def rows_axis(
+    empty: Callable[[EngineShape], DecodeState], shape: EngineShape, num_rows: int
+) -> PyTree:
+    """For each array of a state, and for each cache as a whole, whether it has a row axis.
+
+    Found by the difference that one more row makes, so a drafter's state needs no declaration.
+    """
+
+    def sizes(num_rows: int):
+        shapes = jax.eval_shape(lambda: empty(dataclasses.replace(shape, seats=num_rows)))
+        return jax.tree.map(_num_rows, shapes, is_leaf=_is_cache)
+
+    return jax.tree.map(operator.ne, sizes(num_rows), sizes(num_rows + 1))
+
+
+def take_rows(state: DecodeState, rows: jax.Array, is_per_row: PyTree) -> DecodeState:
+    """The state of some `rows` `[n]`, distinct. Their KV stays where it is: of a cache only the
+    table of pages is taken."""
+
+    def take(has_rows: bool, leaf):
+        if _is_cache(leaf):
+            return leaf.replace(table=leaf.table[rows])
+        return leaf[rows] if has_rows else leaf
+
+    return jax.tree.map(take, is_per_row, state)
+
+
+def put_rows(
+    state: DecodeState, rows: jax.Array, view: DecodeState, is_per_row: PyTree
+) -> DecodeState:
+    """The state with the rows that `take_rows` took put back, as rounds have left them."""
+
+    def put_back(has_rows: bool, leaf, new):
+        if _is_cache(leaf):
+            return new.replace(table=leaf.table)
+        return leaf.at[rows].set(new, unique_indices=True) if has_rows else new
+
+    return jax.tree.map(put_back, is_per_row, state, view)
+
+
 class Seat(struct.PyTreeNode, kw_only=True):
     """A request as it enters the batch.
 
@@ -155,6 +279,7 @@ class Seat(struct.PyTreeNode, kw_only=True):
       draft_limit: int32 scalar, draft length; 0 decodes plainly.
       stop_tokens: `[num_stop]` int32, padded with -1.
       sampling: this row's values, scalars (the key `[2]`).
+      arrival: int32 scalar, order among requests.
     """
 
     tokens: jax.typing.ArrayLike
@@ -164,6 +289,7 @@ class Seat(struct.PyTreeNode, kw_only=True):
     draft_limit: jax.typing.ArrayLike
     stop_tokens: jax.typing.ArrayLike
     sampling: RowSampling
+    arrival: jax.typing.ArrayLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,11 +313,11 @@ def empty_state(
     drafter: PyTree,
     logprobs: LogprobsConfig | None = None,
 ) -> DecodeState:
-    """A state whose seats are all empty."""
-    seats, nodes = shape.seats, shape.num_nodes
+    """A state of `shape.seats` rows, all empty."""
+    num_rows, nodes = shape.seats, shape.num_nodes
 
     def zeros(*size: int, dtype=jnp.int32) -> jax.Array:
-        return jnp.zeros((seats, *size), dtype)
+        return jnp.zeros((num_rows, *size), dtype)
 
     def floats(*size: int) -> jax.Array:
         return zeros(*size, dtype=jnp.float32)
@@ -209,6 +335,8 @@ def empty_state(
         drafter=drafter,
         num_committed=zeros() + 1,
         finish=zeros() + Finish.EMPTY_SEAT,
+        arrival=zeros(),
+        num_rounds=jnp.int32(0),
         limit=zeros(),
         limit_finish=zeros(),
         draft_limit=zeros(),
@@ -241,7 +369,7 @@ def empty_state(
 
 
 def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
-    """State with a request in seat `row`. KV of the seat's predecessor stays where it is:
+    """State with a request in row `row`. KV of the row's predecessor stays where it is:
     garbage.
     """
     return state.replace(
@@ -249,6 +377,7 @@ def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
         finish=state.finish.at[row].set(
             jnp.where(jnp.less(seat.length, seat.limit), 0, seat.limit_finish)
         ),
+        arrival=state.arrival.at[row].set(seat.arrival),
         limit=state.limit.at[row].set(seat.limit),
         limit_finish=state.limit_finish.at[row].set(seat.limit_finish),
         draft_limit=state.draft_limit.at[row].set(seat.draft_limit),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -30,6 +31,7 @@ from jaxspec.requests import (
     make_completion,
     make_requests,
 )
+from jaxspec.schedulers import Scheduler, Static
 from jaxspec.types import DecodeState, Finish
 from jaxspec.verifiers import Coupled, Verifier
 
@@ -58,7 +60,10 @@ class Progress:
 class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
-    Requests are taken in order, `seats` at a time; a batch is decoded to its end (static batching).
+    Requests are taken in order. The `static` scheduler decodes batch after batch, each to its end;
+    with `continuous` a row that ends is replaced in the next round by one whose prompt has been
+    read already, in rows held besides those in seats; `pool` is EXSPEC's.
+
     With the `coupled` verifier an output depends on the request (its seed included) and on the
     engine's shape (`capacity`, `window`, `seats`, `prefill_chunk`, dtype), not on its neighbours,
     its seat, the drafter or the draft length. Other verifiers keep what their `promise` says; plain
@@ -67,6 +72,7 @@ class Engine:
     Args:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
+      scheduler: which rows take part in a round; default `Static()`.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `window - 1`.
       window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
@@ -105,6 +111,7 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         verifier: Verifier | None = None,
+        scheduler: Scheduler | None = None,
         draft_length: int = 4,
         window: int | None = None,
         seats: int = 8,
@@ -118,6 +125,7 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.verifier = Coupled() if verifier is None else verifier
+        self.scheduler = Static() if scheduler is None else scheduler
         self.max_logprobs = max_logprobs
         self.logprobs_mode = logprobs_mode
         self.draft_length = draft_length if drafter is not None else 0
@@ -177,6 +185,7 @@ class Engine:
         if drafter is None:
             self._loop = PlainLoop(
                 target=target,
+                scheduler=self.scheduler,
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
@@ -186,10 +195,13 @@ class Engine:
                 target=target,
                 drafter=drafter,
                 verifier=self.verifier,
+                scheduler=self.scheduler,
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
             )
+        self.num_residents = self.scheduler.num_residents(seats)
+        self._is_busy = False
         self._params = self._loop.params
         donating = functools.partial(jax.jit, donate_argnums=1)
         self._admit = donating(self._loop.admit)
@@ -225,6 +237,8 @@ class Engine:
             "drafter": self.drafter.name if self.drafter else "none",
             "is_synthetic": bool(self.drafter and self.drafter.is_synthetic),
             "verifier": self.verifier.name,
+            "scheduler": self.scheduler.name,
+            "num_residents": self.num_residents,
             "draft_length": self.draft_length,
             "exactness": self.exactness,
             "promise": self.verifier.promise,
@@ -277,7 +291,12 @@ class Engine:
         draft_length: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Iterator[Completion]:
-        """Yields the completions of `requests` in order, a batch at a time. See `generate`."""
+        """Yields the completions of `requests` in order, each as soon as it and those before it
+        have ended. See `generate`.
+
+        Raises:
+          SettingError: also if the engine is still decoding for an earlier call.
+        """
         draft_length = self.draft_length if draft_length is None else draft_length
         if self.drafter is None or not speculate:
             draft_length = 0
@@ -286,29 +305,54 @@ class Engine:
         for request in requests:
             self._stop_tokens(request)
             self._check_logprobs(request)
-        done: list[Completion] = []
-        for first in range(0, len(requests), self.shape.seats):
-            batch = requests[first : first + self.shape.seats]
-            try:
-                for row in range(self.shape.seats):
-                    self._seat(row, batch[row] if row < len(batch) else None, draft_length)
-                stopped: list[StopMatch | None] = [None] * len(batch)
-                is_running = True
-                while is_running:
-                    self._state = self._run(
-                        self._params, self.state, np.int32(self.rounds_per_sync)
-                    )
-                    stopped = self._look_for_stop_strings(batch, stopped)
-                    finish = np.asarray(self.state.finish)
-                    is_running = bool(np.any(finish == Finish.RUNNING))
-                    if on_progress is not None:
-                        on_progress(self._progress(len(requests), done, batch))
-                completions = self._harvest(batch, stopped)
-            except BaseException:
-                self._state = None  # it may have been donated to a call that did not return
-                raise
-            done.extend(completions)
-            yield from completions
+        if self._is_busy:
+            raise SettingError(
+                "The engine was asked to decode while an earlier call's completions are still "
+                "being taken; finish or close that one first, or make another engine."
+            )
+        self._is_busy = True
+        try:
+            yield from self._decode(requests, draft_length, on_progress)
+        except BaseException:
+            self._state = None  # rows are left in it, or it was donated to a call that failed
+            raise
+        finally:
+            self._is_busy = False
+
+    def _decode(
+        self,
+        requests: Sequence[Request],
+        draft_length: int,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> Iterator[Completion]:
+        """Admits requests to rows, runs rounds, harvests rows that have ended, until all have."""
+        queue = collections.deque(enumerate(requests))
+        rows: list[Resident | None] = [None] * self.num_residents
+        completions: list[Completion | None] = [None] * len(requests)
+        num_yielded = 0
+        first_round = int(self.state.num_rounds)
+        while num_yielded < len(requests):
+            if self.scheduler.fills_seats or not any(rows):
+                for row in [row for row, resident in enumerate(rows) if resident is None]:
+                    if queue:
+                        index, request = queue.popleft()
+                        rows[row] = Resident(index=index, request=request)
+                        self._admit_request(row, request, index, draft_length)
+            min_running = self.scheduler.min_running(self.shape.seats) if queue else 1
+            self._state = self._run(
+                self._params, self.state, np.int32(self.rounds_per_sync), np.int32(min_running)
+            )
+            self._look_for_stop_strings(rows)
+            for resident, completion in self._harvest(rows):
+                completions[resident.index] = completion
+            if on_progress is not None:
+                on_progress(self._progress(rows, completions, first_round))
+            while num_yielded < len(requests):
+                completion = completions[num_yielded]
+                if completion is None:
+                    break
+                num_yielded += 1
+                yield completion
 
     @property
     def state(self) -> DecodeState:
@@ -318,25 +362,26 @@ class Engine:
         return state
 
     def _progress(
-        self, num_requests: int, done: Sequence[Completion], batch: Sequence[Request]
+        self,
+        rows: Sequence[Resident | None],
+        completions: Sequence[Completion | None],
+        first_round: int,
     ) -> Progress:
-        """Where a call stands: finished batches, and the running one."""
-        rows = slice(len(batch))
-        finish, num_committed, num_rounds = jax.device_get(
-            (self.state.finish, self.state.num_committed, self.state.counts.num_rounds)
+        """Where a call stands."""
+        num_committed, num_rounds = jax.device_get(
+            (self.state.num_committed, self.state.num_rounds)
         )
-        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in batch)
-        rounds_done = [
-            max(completion.acceptance.num_rounds for completion in done[i : i + self.shape.seats])
-            for i in range(0, len(done), self.shape.seats)
-        ]
+        finished = [completion for completion in completions if completion is not None]
+        num_running = sum(
+            int(num_committed[row]) - len(resident.request.prompt_token_ids)
+            for row, resident in enumerate(rows)
+            if resident is not None
+        )
         return Progress(
-            num_requests=num_requests,
-            num_finished=len(done) + int(np.sum(finish[rows] != Finish.RUNNING)),
-            num_emitted_tokens=sum(len(completion.token_ids) for completion in done)
-            + int(np.sum(num_committed[rows]))
-            - num_prompt_tokens,
-            num_rounds=sum(rounds_done) + int(np.max(num_rounds[rows])),
+            num_requests=len(completions),
+            num_finished=len(finished),
+            num_emitted_tokens=sum(len(done.token_ids) for done in finished) + num_running,
+            num_rounds=int(num_rounds) - first_round,
         )
 
     def _stop_tokens(self, request: Request) -> tuple[int, ...]:
@@ -357,44 +402,42 @@ class Engine:
                 f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
             )
 
-    def _look_for_stop_strings(
-        self, batch: Sequence[Request], stopped: list[StopMatch | None]
-    ) -> list[StopMatch | None]:
+    def _look_for_stop_strings(self, rows: Sequence[Resident | None]) -> None:
         """Reads the outputs of rows that have stop strings, and ends those that hold one.
 
         Rows run a few rounds too far, until the host looks; what they emitted there is cut off.
         """
         tokenizer = self.target.tokenizer
-        if tokenizer is None or not any(request.params.stop for request in batch):
-            return stopped
+        watched = {
+            row: resident
+            for row, resident in enumerate(rows)
+            if resident is not None and resident.request.params.stop
+        }
+        if tokenizer is None or not watched:
+            return
         tokens, num_committed = jax.device_get((self.state.tokens, self.state.num_committed))
-        found = list(stopped)
-        for row, request in enumerate(batch):
-            if request.params.stop and found[row] is None:
-                output = tokens[row, len(request.prompt_token_ids) : num_committed[row]].tolist()
-                found[row] = find_stop(
-                    tokenizer, output, request.params.stop, min_tokens=request.params.min_tokens
-                )
-        is_found = np.zeros((self.shape.seats,), bool)
-        is_found[: len(batch)] = [match is not None for match in found]
+        is_found = np.zeros((self.num_residents,), bool)
+        for row, resident in watched.items():
+            request = resident.request
+            output = tokens[row, len(request.prompt_token_ids) : num_committed[row]].tolist()
+            resident.stopped = find_stop(
+                tokenizer, output, request.params.stop, min_tokens=request.params.min_tokens
+            )
+            is_found[row] = resident.stopped is not None
         self._state = self._end_rows(self.state, is_found)
-        return found
 
-    def _seat(self, row: int, request: Request | None, draft_length: int) -> None:
-        """Puts a request into a seat and reads its prompt, or empties the seat."""
-        prompt = request.prompt_token_ids if request else (0,)
+    def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
+        """Puts a request into a row and reads its prompt."""
+        prompt, params = request.prompt_token_ids, request.params
         tokens = np.zeros((self.shape.capacity,), np.int32)
         tokens[: len(prompt)] = prompt
         stop_tokens = np.full((MAX_STOP_TOKENS,), -1, np.int32)
-        limit, limit_finish = 0, Finish.EMPTY_SEAT
-        params = request.params if request else SamplingParams()
-        if request:
-            stops = self._stop_tokens(request)
-            stop_tokens[: len(stops)] = stops
-            wanted = len(prompt) + request.params.max_tokens
-            largest = self.longest_prompt + 1
-            limit = min(wanted, largest)
-            limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
+        stops = self._stop_tokens(request)
+        stop_tokens[: len(stops)] = stops
+        wanted = len(prompt) + params.max_tokens
+        largest = self.longest_prompt + 1
+        limit = min(wanted, largest)
+        limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
         seat = Seat(
             tokens=tokens,
             length=np.int32(len(prompt)),
@@ -403,34 +446,59 @@ class Engine:
             draft_limit=np.int32(draft_length),
             stop_tokens=stop_tokens,
             sampling=params.of_row(prompt_length=len(prompt)),
+            arrival=np.int32(arrival),
         )
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
         for start in range(0, len(prompt) - 1, self.shape.prefill_chunk):
             self._state = self._prefill(self._params, self.state, np.int32(row), np.int32(start))
 
-    def _harvest(
-        self, batch: Sequence[Request], stopped: Sequence[StopMatch | None]
-    ) -> list[Completion]:
-        """Completions of a batch that has ended."""
+    def _harvest(self, rows: list[Resident | None]) -> list[tuple[Resident, Completion]]:
+        """Empties the rows that have ended; their requests and completions."""
+        finish = np.asarray(self.state.finish)
+        ended = [
+            row
+            for row, resident in enumerate(rows)
+            if resident is not None and finish[row] != Finish.RUNNING
+        ]
+        if not ended:
+            return []
         state = jax.device_get(self.state.replace(cache=(), drafter=()))
-        completions = []
-        for row, request in enumerate(batch):
+        harvested = []
+        for row in ended:
+            resident = rows[row]
+            assert resident is not None
+            request = resident.request
             first, last = len(request.prompt_token_ids), int(state.num_committed[row])
-            completions.append(
-                make_completion(
-                    request,
-                    self.target,
-                    token_ids=state.tokens[row, first:last].tolist(),
-                    origins=state.origin[row, first:last],
-                    finish=Finish(int(state.finish[row])),
-                    stop_token=int(state.stop_token[row]),
-                    acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
-                    stopped=stopped[row],
-                    logprobs=_logprobs(state, row, first, last, request.params.logprobs),
-                    logprobs_mode=self.logprobs_mode,
-                )
+            completion = make_completion(
+                request,
+                self.target,
+                token_ids=state.tokens[row, first:last].tolist(),
+                origins=state.origin[row, first:last],
+                finish=Finish(int(state.finish[row])),
+                stop_token=int(state.stop_token[row]),
+                acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
+                stopped=resident.stopped,
+                logprobs=_logprobs(state, row, first, last, request.params.logprobs),
+                logprobs_mode=self.logprobs_mode,
             )
-        return completions
+            harvested.append((resident, completion))
+            rows[row] = None
+        return harvested
+
+
+@dataclasses.dataclass
+class Resident:
+    """A request whose row is held on the device.
+
+    Attributes:
+      index: of the request in its call.
+      request: what is decoded.
+      stopped: the stop string found in its output, if any.
+    """
+
+    index: int
+    request: Request
+    stopped: StopMatch | None = None
 
 
 def _logprobs(

@@ -1,9 +1,9 @@
 """Plain decoding, one token per step: the baseline of every speed-up, and an independent witness.
 
-It shares the model, prefill, the law of a row's tokens (`sampling`) and the state record with
-`decoding`, but no code of the round: nothing here knows of drafts, windows or verdicts. Its bits
-differ from a wider window's (another matrix shape sums in another order), so its output equals
-theirs except at ties within rounding.
+It shares the model, prefill, the law of a row's tokens (`sampling`), the state record and the
+filling of seats with `decoding`, but no code of the round: nothing here knows of drafts, windows or
+verdicts. Its bits differ from a wider window's (another matrix shape sums in another order), so its
+output equals theirs except at ties within rounding.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec import sampling
-from jaxspec.decoding import LogprobsConfig, Seat, empty_state, rows_of, take_seat
+from jaxspec.decoding import LogprobsConfig, Seat, empty_state, rows_of, run_rounds, take_seat
 from jaxspec.drafters.base import EngineShape
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
+from jaxspec.schedulers.base import Scheduler
 from jaxspec.types import DecodeState, Finish, Logprobs, Origin, Prefix, PyTree, Window
 
 
@@ -27,6 +28,7 @@ class PlainLoop:
     """The window-1 loop, with the interface of `decoding.SpeculativeLoop`."""
 
     target: Model
+    scheduler: Scheduler
     shape: EngineShape
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
@@ -36,11 +38,21 @@ class PlainLoop:
         """The target's parameters."""
         return self.target.params
 
+    @property
+    def held(self) -> EngineShape:
+        """The shape of the state: a row for every resident."""
+        num_rows = self.scheduler.num_residents(self.shape.seats)
+        return dataclasses.replace(self.shape, seats=num_rows)
+
     def init(self) -> DecodeState:
-        """State with every seat empty."""
-        cache = self.target.init_cache(self.shape.seats, self.shape.capacity)
+        """State with every row empty."""
+        return self.empty(self.held)
+
+    def empty(self, held: EngineShape) -> DecodeState:
+        """State of `held.seats` empty rows."""
+        cache = self.target.init_cache(held.seats, held.capacity)
         return empty_state(
-            self.shape,
+            held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
             cache=cache,
@@ -48,7 +60,7 @@ class PlainLoop:
         )
 
     def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
-        """State with a request in seat `row`; its prompt has still to be read."""
+        """State with a request in row `row`; its prompt has still to be read."""
         return take_seat(state, row, seat)
 
     def prefill(
@@ -69,76 +81,80 @@ class PlainLoop:
         )
         return state.replace(cache=cache)
 
-    def run(self, params: PyTree, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
-        """State after `num_rounds` steps, or fewer if every row has ended."""
+    def run(
+        self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
+    ) -> DecodeState:
+        """State after `num_rounds` steps, or fewer if less than `min_running` rows are left."""
+        return run_rounds(
+            lambda view: self.step(params, view),
+            self.scheduler,
+            self.empty,
+            self.shape,
+            state,
+            num_rounds=num_rounds,
+            min_running=min_running,
+        )
+
+    def step(self, params: PyTree, state: DecodeState) -> DecodeState:
+        """One token for every running row."""
         row = jnp.arange(self.shape.seats, dtype=jnp.int32)
+        running = state.finish == Finish.RUNNING
+        here = state.num_committed - 1
+        token = state.tokens[row, here]
+        foremost = jnp.max(jnp.where(running, here, 0))
+        window = Window(
+            start=jnp.where(running, here, foremost),
+            positions=jnp.where(running, here, foremost)[:, None],
+            slots=jnp.where(running, here, -1)[:, None],
+        )
+        hidden, cache = self.target.forward(params, token[:, None], window, state.cache)
+        logits = self.target.logits(params, hidden)
+        rows = rows_of(state)
+        prefix = Prefix(
+            tokens=jnp.zeros_like(token)[:, None],
+            is_before=jnp.zeros((1, 1, 1), bool),
+            position=(here + 1)[:, None],
+        )
+        token = sampling.choose(logits, rows, prefix)[:, 0]
 
-        def step(carry):
-            index, state = carry
-            running = state.finish == Finish.RUNNING
-            here = state.num_committed - 1
-            token = state.tokens[row, here]
-            foremost = jnp.max(jnp.where(running, here, 0))
-            window = Window(
-                start=jnp.where(running, here, foremost),
-                positions=jnp.where(running, here, foremost)[:, None],
-                slots=jnp.where(running, here, -1)[:, None],
+        finite = token >= 0
+        emits = running & finite
+        length = state.num_committed + emits.astype(jnp.int32)
+        stops = emits & jnp.any(token[:, None] == state.stop_tokens, axis=1)
+        finish = jnp.where(length >= state.limit, state.limit_finish, Finish.RUNNING)
+        finish = jnp.where(stops, Finish.STOP_TOKEN, finish)
+        finish = jnp.where(finite, finish, Finish.NON_FINITE)
+        slot = jnp.where(emits, here + 1, self.shape.capacity + row)
+        logprobs = state.logprobs
+        if self.logprobs is not None:
+            if self.logprobs.is_processed:
+                adjusted = sampling.adjust(logits, rows, prefix)
+                logits = sampling.law_logits(adjusted, rows.sampling)
+            scores = jax.nn.log_softmax(logits[:, 0], axis=-1)
+            top, top_tokens = lax.top_k(scores, self.logprobs.num_top)
+            new = Logprobs(
+                of_token=scores[row, jnp.maximum(token, 0)],
+                top=top,
+                top_tokens=top_tokens.astype(jnp.int32),
             )
-            hidden, cache = self.target.forward(params, token[:, None], window, state.cache)
-            logits = self.target.logits(params, hidden)
-            rows = rows_of(state)
-            prefix = Prefix(
-                tokens=jnp.zeros_like(token)[:, None],
-                is_before=jnp.zeros((1, 1, 1), bool),
-                position=(here + 1)[:, None],
-            )
-            token = sampling.choose(logits, rows, prefix)[:, 0]
-
-            finite = token >= 0
-            emits = running & finite
-            length = state.num_committed + emits.astype(jnp.int32)
-            stops = emits & jnp.any(token[:, None] == state.stop_tokens, axis=1)
-            finish = jnp.where(length >= state.limit, state.limit_finish, Finish.RUNNING)
-            finish = jnp.where(stops, Finish.STOP_TOKEN, finish)
-            finish = jnp.where(finite, finish, Finish.NON_FINITE)
-            slot = jnp.where(emits, here + 1, self.shape.capacity + row)
-            logprobs = state.logprobs
-            if self.logprobs is not None:
-                if self.logprobs.is_processed:
-                    adjusted = sampling.adjust(logits, rows, prefix)
-                    logits = sampling.law_logits(adjusted, rows.sampling)
-                scores = jax.nn.log_softmax(logits[:, 0], axis=-1)
-                top, top_tokens = lax.top_k(scores, self.logprobs.num_top)
-                new = Logprobs(
-                    of_token=scores[row, jnp.maximum(token, 0)],
-                    top=top,
-                    top_tokens=top_tokens.astype(jnp.int32),
-                )
-                logprobs = jax.tree.map(
-                    lambda buffer, value: buffer.at[row, slot].set(
-                        value, mode="drop", unique_indices=True
-                    ),
-                    logprobs,
-                    new,
-                )
-            state = state.replace(
-                cache=cache,
-                logprobs=logprobs,
-                num_committed=length,
-                finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
-                tokens=state.tokens.at[row, slot].set(token, mode="drop", unique_indices=True),
-                origin=state.origin.at[row, slot].set(
-                    jnp.int8(Origin.PLAIN), mode="drop", unique_indices=True
+            logprobs = jax.tree.map(
+                lambda buffer, value: buffer.at[row, slot].set(
+                    value, mode="drop", unique_indices=True
                 ),
-                stop_token=jnp.where(stops, token, state.stop_token),
-                counts=state.counts.replace(
-                    num_rounds=state.counts.num_rounds + emits.astype(jnp.int32)
-                ),
+                logprobs,
+                new,
             )
-            return index + 1, state
-
-        def is_unfinished(carry):
-            index, state = carry
-            return (index < num_rounds) & jnp.any(state.finish == Finish.RUNNING)
-
-        return lax.while_loop(is_unfinished, step, (jnp.int32(0), state))[1]
+        return state.replace(
+            cache=cache,
+            logprobs=logprobs,
+            num_committed=length,
+            finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
+            tokens=state.tokens.at[row, slot].set(token, mode="drop", unique_indices=True),
+            origin=state.origin.at[row, slot].set(
+                jnp.int8(Origin.PLAIN), mode="drop", unique_indices=True
+            ),
+            stop_token=jnp.where(stops, token, state.stop_token),
+            counts=state.counts.replace(
+                num_rounds=state.counts.num_rounds + emits.astype(jnp.int32)
+            ),
+        )

@@ -197,7 +197,8 @@ class Logprobs(struct.PyTreeNode, kw_only=True):
 
 
 class DecodeState(struct.PyTreeNode, kw_only=True):
-    """Everything a decode loop carries from round to round.
+    """Everything a decode loop carries from round to round, for every row that is held. A round
+    sees the same record with the rows in seats only (`decoding.take_rows`).
 
     `num_committed` is the one truth about a row: tokens below it are final, the target's KV is
     valid for one less, and all that lies beyond is garbage which nothing reads as a value.
@@ -208,6 +209,9 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     drafter: PyTree
     num_committed: jax.Array  # [B] int32, prompt and output
     finish: jax.Array  # [B] int32, Finish
+    # schedule
+    arrival: jax.Array  # [B] int32, order in which requests came
+    num_rounds: jax.Array  # int32 scalar, rounds run so far
     # requests
     limit: jax.Array  # [B] int32, num_committed at which the row ends
     limit_finish: jax.Array  # [B] int32, the Finish to report there

@@ -25,7 +25,8 @@ def engines(dtype, capacity):
 
 def compiled(engine):
     state = jax.eval_shape(engine._loop.init)
-    return engine._run.lower(engine._params, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return engine._run.lower(engine._params, state, number, number).compile()
 
 
 def test_nothing_is_compiled_after_the_first_batch():

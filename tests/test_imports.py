@@ -16,7 +16,7 @@ LAYERS = [
     ("attention",),
     ("models",),
     ("checkpoint", "prefill"),
-    ("drafters", "verifiers"),
+    ("drafters", "verifiers", "schedulers"),
     ("decoding",),
     ("plain",),
     ("requests", "environment"),

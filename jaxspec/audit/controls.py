@@ -46,6 +46,7 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import SAMPLE_PROMPTS, read_prompts
 from jaxspec.requests import Completion, SamplingParams, prompt_token_ids
+from jaxspec.schedulers import Static
 from jaxspec.types import Draft, Finish, Origin, Rows, RowSampling, chain_parents
 from jaxspec.verifiers import Block, Rejection, Verifier
 
@@ -228,7 +229,9 @@ class Bench:
             self.workload = _workload(self._production, prompts)
         self._num_rows = max(rows)
         self._scorer = Scorer(target, capacity=CAPACITY) if scorer is None else scorer
-        witness = Engine(target, seats=SEATS, capacity=CAPACITY, prefill_chunk=16)
+        witness = Engine(
+            target, scheduler=Static(), seats=SEATS, capacity=CAPACITY, prefill_chunk=16
+        )
         self._witness = self._generate(witness)
         self._generate(self._production)
         self._production_kv = _live_kv(self._production)
@@ -243,6 +246,7 @@ class Bench:
         return Engine(
             self._target,
             self._drafter,
+            scheduler=Static(),  # as in the published systems that had these faults
             draft_length=DRAFT_LENGTH,
             window=WINDOW,
             seats=SEATS,
@@ -599,6 +603,7 @@ class LawScene:
             target=table,
             drafter=TableDrafter(jnp.asarray(self.q, jnp.float32)),
             verifier=self.verifier,
+            scheduler=Static(),
             shape=shape,
             num_stop_tokens=1,
         )
@@ -613,7 +618,7 @@ class LawScene:
             draft_limit=every * self.num_nodes,
             sampling=values,
         )
-        state = jax.jit(loop.run)(loop.params, state, jnp.int32(self.num_tokens))
+        state = jax.jit(loop.run)(loop.params, state, jnp.int32(self.num_tokens), jnp.int32(1))
         return np.asarray(state.tokens[:, 1 : 1 + self.num_tokens])
 
     def _sampling(self, every: jax.Array) -> RowSampling:

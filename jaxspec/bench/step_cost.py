@@ -22,6 +22,7 @@ from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import Engine
 from jaxspec.environment import provenance
 from jaxspec.requests import SamplingParams, make_requests
+from jaxspec.schedulers import Static
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,14 @@ class StepCost:
         """Milliseconds per round (median of the repeats) and temporaries, by capacity."""
         model = load_model(self.model, dtype=self.dtype)
         engines = [
-            Engine(model, NGram(), window=self.window, seats=self.batch_size, capacity=capacity)
+            Engine(
+                model,
+                NGram(),
+                scheduler=Static(),
+                window=self.window,
+                seats=self.batch_size,
+                capacity=capacity,
+            )
             for capacity in self.capacities
         ]
         seconds = np.zeros((self.repeats + 1, len(engines)))
@@ -82,17 +90,17 @@ class StepCost:
             prompts.tolist(), params, engine.target, longest=engine.longest_prompt
         )
         for row, request in enumerate(requests):
-            engine._seat(row, request, 0)
+            engine._admit_request(row, request, row, 0)
         state = jax.block_until_ready(engine._state)
         started = time.perf_counter()
-        engine._state = engine._run(engine._params, state, np.int32(self.rounds))
+        engine._state = engine._run(engine._params, state, np.int32(self.rounds), np.int32(1))
         jax.block_until_ready(engine._state)
         return time.perf_counter() - started
 
     @staticmethod
     def _temporaries(engine: Engine) -> int | None:
         state = jax.eval_shape(engine._loop.init)
-        compiled = engine._run.lower(engine._params, state, np.int32(1)).compile()
+        compiled = engine._run.lower(engine._params, state, np.int32(1), np.int32(1)).compile()
         memory = compiled.memory_analysis()
         return memory.temp_size_in_bytes if memory is not None else None
 

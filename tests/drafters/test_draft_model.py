@@ -55,9 +55,9 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), target, longest=100
     )
     for row, request in enumerate(requests):
-        engine._seat(row, request, 4)
+        engine._admit_request(row, request, row, 4)
     for _ in range(12):
-        engine._state = engine._run(engine._params, engine._state, np.int32(1))
+        engine._state = engine._run(engine._params, engine._state, np.int32(1), np.int32(1))
         lag = engine._loop.drafter.lag(engine._state.drafter, rows_of(engine._state))
         assert set(np.asarray(lag).tolist()) <= {0, 1}  # one after full acceptance
         kept, fresh = seen_kv(engine._state, draft)
@@ -85,9 +85,9 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     requests = jaxspec.requests.make_requests(
         [prompt], SamplingParams(max_tokens=60), target, longest=100
     )
-    engine._seat(0, requests[0], 0)  # switched off: decodes plainly
+    engine._admit_request(0, requests[0], 0, 0)  # switched off: decodes plainly
     for _ in range(10):
-        engine._state = engine._run(engine._params, engine._state, np.int32(2))
+        engine._state = engine._run(engine._params, engine._state, np.int32(2), np.int32(1))
     state = engine._state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
     rows = rows_of(state)
     assert int(drafter.lag(state.drafter, rows)[0]) == 20
@@ -102,7 +102,9 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
         inner = catch_up(drafter.params, inner, rows, jnp.int32(0))
         num_chunks += 1
     assert num_chunks == 2  # 20 tokens in chunks of 16
-    engine._state = engine._run(engine._params, state.replace(drafter=inner), np.int32(100))
+    engine._state = engine._run(
+        engine._params, state.replace(drafter=inner), np.int32(100), np.int32(1)
+    )
     state = engine._state
     assert tuple(np.asarray(state.tokens[0, 50:110])) == truth[0].token_ids
     counts = state.counts

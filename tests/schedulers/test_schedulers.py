@@ -1,0 +1,219 @@
+"""Schedulers: who is decoded when changes no bit of anybody's output, only the number of rounds."""
+
+import heapq
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import decoding
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.requests import SamplingParams
+from jaxspec.schedulers import Continuous, Pool, Static
+from jaxspec.types import Finish
+
+SEATS = 3
+LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12, 9, 31, 64, 3)
+SCHEDULERS = (
+    Static(),
+    Continuous(),
+    Continuous(waiting=0),
+    Continuous(waiting=5),
+    Pool(4),
+    Pool(8),
+)
+
+
+def params(num_requests):
+    """Every request with a limit, a temperature and a seed of its own."""
+    limits = np.random.default_rng(0).integers(5, 40, num_requests).tolist()
+    return [
+        SamplingParams(max_tokens=limit, temperature=0.5 * (index % 3), seed=index)
+        for index, limit in enumerate(limits)
+    ]
+
+
+@pytest.fixture(scope="module")
+def setting():
+    target = toy.model()
+    prompts = toy.prompts(LENGTHS)
+    witness = Engine(target, seats=SEATS, capacity=256, scheduler=Static())
+    completions = witness.generate(prompts, params(len(prompts)))
+    oracle = jaxspec.Oracle(toy.sequences(completions), acceptance=0.7)
+    return target, prompts, completions, oracle
+
+
+def engine_for(target, drafter, scheduler, **more):
+    more = {"seats": SEATS, "capacity": 256, "rounds_per_sync": 8} | more
+    return Engine(target, drafter, scheduler=scheduler, **more)
+
+
+def list_scheduling(rounds, seats):
+    """Rounds until all have ended, if every free seat is taken at once in order of arrival."""
+    ends = [0] * seats
+    for own in rounds:
+        heapq.heappush(ends, heapq.heappop(ends) + own)
+    return max(ends)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=str)
+@pytest.mark.parametrize("drafts", [True, False])
+def test_schedulers_agree_to_the_bit_and_need_the_rounds_they_should(setting, scheduler, drafts):
+    target, prompts, witness, oracle = setting
+    engine = engine_for(target, oracle if drafts else None, scheduler)
+    first = int(engine.state.num_rounds)
+    completions = engine.generate(prompts, params(len(prompts)))
+    assert [c.token_ids for c in completions] == [c.token_ids for c in witness]
+    assert [c.request_id for c in completions] == [str(i) for i in range(len(prompts))]
+    num_rounds = int(engine.state.num_rounds) - first
+    own = [completion.acceptance.num_rounds for completion in completions]
+    batches = [max(own[i : i + SEATS]) for i in range(0, len(own), SEATS)]
+    if scheduler.name == "static":
+        assert num_rounds == sum(batches)
+    elif scheduler.name == "continuous":
+        assert num_rounds == list_scheduling(own, SEATS) < sum(batches)
+    else:
+        assert sum(own) / SEATS <= num_rounds <= sum(batches)
+    assert [step._cache_size() for step in (engine._run, engine._admit, engine._prefill)] == [1] * 3
+
+
+@pytest.mark.parametrize("scheduler", [Continuous(), Pool(5)], ids=str)
+def test_a_draft_model_keeps_its_cache_when_rows_change_seats(setting, scheduler):
+    target, prompts, _, _ = setting
+    engine = engine_for(target, jaxspec.DraftModel(target), scheduler, draft_length=3)
+    completions = engine.generate(prompts, SamplingParams(max_tokens=20))
+    for completion in completions:  # the target drafts for itself: everything is accepted
+        assert completion.acceptance.num_rounds == 5
+    greedy = engine_for(target, None, Static()).generate(prompts, SamplingParams(max_tokens=20))
+    assert [c.token_ids for c in completions] == [c.token_ids for c in greedy]
+
+
+def test_rows_put_back_wrongly_are_caught(setting, monkeypatch):
+    target, prompts, witness, oracle = setting
+    real = decoding.put_rows
+    monkeypatch.setattr(
+        decoding,
+        "put_rows",
+        lambda state, rows, view, is_per_row: real(state, jnp.roll(rows, 1), view, is_per_row),
+    )
+    broken = engine_for(target, oracle, Continuous()).generate(prompts, params(len(prompts)))
+    assert [c.token_ids for c in broken] != [c.token_ids for c in witness]
+
+
+def choose(scheduler, arrival, lengths, *, ended=()):
+    """Rows that a scheduler seats."""
+    finish = np.full(len(arrival), Finish.RUNNING, np.int32)
+    finish[list(ended)] = Finish.MAX_TOKENS
+    state = decoding.DecodeState(
+        **{field: None for field in decoding.DecodeState.__dataclass_fields__}
+        | {
+            "arrival": jnp.asarray(arrival, jnp.int32),
+            "num_committed": jnp.asarray(lengths, jnp.int32),
+            "finish": jnp.asarray(finish),
+        }
+    )
+    return scheduler.choose(state, 2).tolist()
+
+
+def test_continuous_seats_whoever_came_first():
+    assert choose(Continuous(), [3, 0, 2, 1], [9, 9, 9, 9]) == [1, 3]
+    assert choose(Continuous(), [3, 0, 2, 1], [9, 9, 9, 9], ended=[1]) == [3, 2]
+    assert choose(Continuous(), [3, 0, 2, 1], [9, 9, 9, 9], ended=[0, 1, 2])[0] == 3
+
+
+def test_the_pool_prefers_the_first_group_of_equal_length():
+    assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 5, 6]) == [0, 2]  # complete before the other
+    assert choose(Pool(4), [3, 0, 2, 1], [5, 6, 5, 6]) == [1, 3]
+    assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 7, 6]) == [1, 3]
+    assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 7, 8]) == [0, 1]  # no group
+    assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 5, 6], ended=[2]) == [1, 3]
+
+
+def test_refilled_rows_stop_at_their_own_strings_and_keep_their_logprobs():
+    target = jaxspec.load_model("demo-target")
+    prompts = ["Once upon a time", "def main():", "The sum of", "To install", "In the", "import"]
+    asked = [
+        SamplingParams(max_tokens=12 + 3 * i, temperature=0.7, seed=i, stop=["e"], logprobs=1)
+        for i in range(len(prompts))
+    ]
+    runs = [
+        Engine(
+            target,
+            jaxspec.NGram(),
+            seats=2,
+            capacity=128,
+            scheduler=scheduler,
+            rounds_per_sync=rounds_per_sync,
+            max_logprobs=1,
+        ).generate(prompts, asked)
+        for scheduler, rounds_per_sync in ((Static(), 32), (Continuous(), 3))
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert (one.token_ids, one.text, one.stop_reason) == (
+            other.token_ids,
+            other.text,
+            other.stop_reason,
+        )
+        assert one.logprobs == other.logprobs
+    assert any(completion.stop_reason == "e" for completion in runs[0])
+
+
+def test_progress_counts_all_rounds(setting):
+    target, prompts, _, oracle = setting
+    engine = engine_for(target, oracle, Continuous())
+    for _ in range(2):
+        seen = []
+        completions = engine.generate(prompts, params(len(prompts)), on_progress=seen.append)
+        assert seen[-1].num_finished == seen[-1].num_requests == len(prompts)
+        assert seen[-1].num_emitted_tokens == sum(len(c.token_ids) for c in completions)
+        own = [completion.acceptance.num_rounds for completion in completions]
+        assert seen[-1].num_rounds == list_scheduling(own, SEATS)
+        assert all(a.num_rounds <= b.num_rounds for a, b in itertools.pairwise(seen))
+
+
+def test_an_abandoned_run_leaves_the_engine_usable(setting):
+    target, prompts, witness, oracle = setting
+    engine = engine_for(target, oracle, Continuous())
+    requests = jaxspec.requests.make_requests(
+        prompts, params(len(prompts)), target, longest=engine.longest_prompt
+    )
+    running = engine.run(requests)
+    assert next(running).token_ids == witness[0].token_ids
+    with pytest.raises(SettingError, match="an earlier call's completions are still being taken"):
+        engine.generate(prompts[:1])
+    running.close()
+    again = engine.generate(prompts, params(len(prompts)))
+    assert [c.token_ids for c in again] == [c.token_ids for c in witness]
+
+
+def test_seating_copies_no_kv(setting):
+    target, _, _, oracle = setting
+
+    def temporaries(scheduler, capacity):
+        engine = engine_for(target, oracle, scheduler, capacity=capacity)
+        state = jax.eval_shape(engine._loop.init)
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = engine._run.lower(engine._params, state, one, one).compile()
+        cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+        return compiled.memory_analysis().temp_size_in_bytes, cache
+
+    small, _ = temporaries(Continuous(waiting=3), 512)
+    large, cache = temporaries(Continuous(waiting=3), 8192)
+    assert large - small < cache / 20
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda target: Engine(target, seats=4, scheduler=Pool(3)), "A pool of 3 rows was given"),
+        (lambda target: Continuous(waiting=-1), "waiting -1 was given"),
+    ],
+)
+def test_refusals(setting, make, message):
+    with pytest.raises(SettingError, match=message):
+        make(setting[0])
