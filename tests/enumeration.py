@@ -1,0 +1,508 @@
+"""Exact output laws of verifiers over consecutive rounds, noise key by noise key.
+
+The production functions run on every case that two rounds over a small vocabulary can meet, with
+their sources of randomness replaced: which keys they ask noise of is recorded, and so is what they
+decide for every outcome of that noise. Each *distinct* key is one independent random symbol, equal
+keys are the same symbol, and the law of the output is the sum over all symbols. So a wrong
+acceptance, a wrong residual and a key schedule that uses noise twice all show as a bias.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from jaxspec import sampling
+from jaxspec.types import Draft, Rows, RowSampling, chain_parents
+
+PROMPT_LENGTH = 3
+LARGEST_DRAW = 1 - 2**-24  # of fp32 draws in [0, 1)
+NEVER = 1e-7  # probability below the resolution of such draws
+NUM_STEPS = 64  # of a search for a threshold, refined four times
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A target and a drafter as tables.
+
+    Attributes:
+      p: `[D, V, V]`, the target's law after `D` emitted tokens of which `V` was the last.
+      q: the drafter's, alike; None for deterministic drafts.
+      fixed: `[D, V]`, the token that a deterministic drafter proposes there.
+      num_drafted: nodes drafted in the first round and in later ones.
+      num_nodes: N, nodes that a draft has room for.
+    """
+
+    p: np.ndarray
+    q: np.ndarray | None = None
+    fixed: np.ndarray | None = None
+    num_drafted: tuple[int, int]
+    num_nodes: int = 3
+
+    @property
+    def vocab_size(self) -> int:
+        return self.p.shape[-1]
+
+
+def make_rows(num_committed, *, keys=None, temperature=1.0) -> Rows:
+    """Rows of one request (or of one key `[B, 2]` each) at several lengths."""
+    num_rows = len(num_committed)
+
+    def fill(value, dtype):
+        return jnp.full((num_rows,), value, dtype)
+
+    if keys is None:
+        keys = np.tile(sampling.request_key(5), (num_rows, 1))
+    num_committed = jnp.asarray(num_committed, jnp.int32)
+    return Rows(
+        tokens=jnp.zeros((num_rows, 32), jnp.int32),
+        num_committed=num_committed,
+        draft_limit=fill(8, jnp.int32),
+        stop_tokens=jnp.full((num_rows, 1), -1, jnp.int32),
+        sampling=RowSampling(
+            temperature=jnp.broadcast_to(jnp.float32(temperature), (num_rows,)),
+            top_k=fill(0, jnp.int32),
+            top_p=fill(1, jnp.float32),
+            min_p=fill(0, jnp.float32),
+            repetition_penalty=fill(1, jnp.float32),
+            presence_penalty=fill(0, jnp.float32),
+            frequency_penalty=fill(0, jnp.float32),
+            key=jnp.asarray(keys),
+            prompt_length=fill(PROMPT_LENGTH, jnp.int32),
+            min_length=fill(0, jnp.int32),
+        ),
+    )
+
+
+def log(law: np.ndarray) -> np.ndarray:
+    """fp32 logits of a law; -inf where it is zero."""
+    with np.errstate(divide="ignore"):
+        return np.log(law).astype(np.float32)
+
+
+def raw(key_data) -> np.ndarray:
+    """One integer per key."""
+    data = key_data.astype(np.uint64)
+    return data[..., 0] << np.uint64(32) | data[..., 1]
+
+
+class Bench:
+    """A verifier and `draw_draft`, compiled with their randomness replaced by given draws.
+
+    A bench traces what stands in `jaxspec` when it is first used: make a new one for code that has
+    been changed.
+    """
+
+    def __init__(self, verifier):
+        self.verifier = verifier
+        self.seen: dict[str, np.ndarray] = {}
+        self._verify, self._draw = jax.jit(self._traced_verify), jax.jit(self._traced_draw)
+
+    def verify(self, logits, draft, rows, draws) -> tuple[np.ndarray, dict]:
+        """Accepted lengths `[B]` for acceptance draws `[B, N]`; and the keys `accept` and `next`
+        asked for, with the weights that the next token is drawn from."""
+        self.seen = {}
+        num_accepted = np.asarray(self._verify(logits, draft, rows, draws))
+        jax.effects_barrier()
+        return num_accepted, self.seen
+
+    def draw(self, logits, rows, drafted, node) -> tuple[np.ndarray, np.ndarray]:
+        """The key `[B]` that a draft is drawn with, and the law `[B, V]` it reports."""
+        self.seen = {}
+        law = np.asarray(self._draw(logits, rows, drafted, node))
+        jax.effects_barrier()
+        return self.seen["draft"], law
+
+    def _record(self, name, values):
+        def keep(values):
+            self.seen[name] = np.asarray(values)
+
+        io_callback(keep, None, values, ordered=True)
+
+    def _traced_verify(self, logits, draft, rows, draws):
+        def uniform(keys):
+            self._record("accept", jax.random.key_data(keys))
+            return draws
+
+        def draw_weighted(keys, weights):
+            self._record("next", jax.random.key_data(keys))
+            self._record("weights", weights)
+            return jnp.zeros(keys.shape, jnp.int32)
+
+        prefix = sampling.chain_prefix(rows, draft.tokens)
+        with replaced(uniform=uniform, draw_weighted=draw_weighted):
+            return self.verifier.verify(logits, draft, rows, prefix).num_accepted
+
+    def _traced_draw(self, logits, rows, drafted, node):
+        def gumbel(keys, vocab_size):
+            self._record("draft", jax.random.key_data(keys)[:, 0])
+            return jnp.zeros((*keys.shape, vocab_size), jnp.float32)
+
+        with replaced(gumbel=gumbel):
+            return sampling.draw_draft(
+                logits,
+                rows,
+                drafted,
+                node,
+                vocab_size=logits.shape[1],
+                is_noise_shared=self.verifier.is_noise_shared,
+                needs_law=True,
+            )[1]
+
+
+@contextlib.contextmanager
+def replaced(**functions):
+    """`jaxspec.sampling` with some functions replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in functions.items():
+            patch.setattr(sampling, name, function)
+        yield
+
+
+# What one round decides, in every case it can meet.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """Of M cases (start, last token, drafts), with C = 2**N outcomes of the acceptance draws.
+
+    Attributes:
+      index: `{(emitted, last token, drafts): m}`.
+      draft_keys, draft_laws: `[M, N]` and `[M, N, V]`; None for deterministic drafts.
+      accept_keys, thresholds: `[M, N]`; a node passes where its draw is below its threshold.
+      num_accepted: `[M, C]`; bit n of an outcome says that node n's draw passes.
+      next_keys, next_weights: `[M, C]` and `[M, C, V]`, where the next token is drawn.
+    """
+
+    index: dict
+    draft_keys: np.ndarray | None
+    draft_laws: np.ndarray | None
+    accept_keys: np.ndarray
+    thresholds: np.ndarray
+    num_accepted: np.ndarray
+    next_keys: np.ndarray
+    next_weights: np.ndarray
+
+
+class ChainRound:
+    """One round of a chain rule on many cases at once; draws of acceptance are given, not made."""
+
+    def __init__(self, bench: Bench, case: Case, starts):
+        size, num_nodes = case.vocab_size, case.num_nodes
+        emitted, last, drafts = [], [], []
+        for start, token in starts:
+            for drafted in itertools.product(range(size), repeat=num_nodes):
+                if case.fixed is not None and drafted != follow_fixed(case, start, token):
+                    continue
+                emitted.append(start)
+                last.append(token)
+                drafts.append(drafted)
+        self.bench, self.case, self.num_nodes = bench, case, num_nodes
+        self.emitted, self.last = np.array(emitted), np.array(last)
+        self.drafts = np.array(drafts)
+        first, later = case.num_drafted
+        self.num_valid = np.where(self.emitted == 0, first, later)
+        self.context = np.concatenate([self.last[:, None], self.drafts], axis=1)
+        depth = self.emitted[:, None] + np.arange(num_nodes + 1)
+        self.p = case.p[depth, self.context]
+        self.q = None if case.q is None else case.q[depth[:, :-1], self.context[:, :-1]]
+
+    def draft(self):
+        """Keys `[M, N]` and laws `[M, N, V]` of the drafts, as `draw_draft` reports them."""
+        keys, laws = [], []
+        for node in range(self.num_nodes):
+            key, law = self.bench.draw(
+                jnp.asarray(log(self.q[:, node])),
+                make_rows(PROMPT_LENGTH + self.emitted),
+                jnp.asarray(self.drafts, jnp.int32),
+                jnp.int32(node),
+            )
+            keys.append(raw(key))
+            laws.append(law)
+        return np.stack(keys, 1), np.stack(laws, 1)
+
+    def decide(self, laws, draws):
+        """What the rule makes of acceptance draws `[k, M, N]`: keys, numbers and weights, each
+        `[k, M, ...]`. It is always run on as many, so that it is compiled once."""
+        times, asked = NUM_STEPS * self.num_nodes, len(draws)
+
+        def each(values):
+            return jnp.asarray(np.tile(values, (times, *[1] * (np.ndim(values) - 1))))
+
+        tokens = each(self.drafts.astype(np.int32))
+        draft = Draft(
+            tokens=tokens,
+            parents=chain_parents(*tokens.shape),
+            num_valid=each(self.num_valid.astype(np.int32)),
+            q=None if laws is None else each(laws),
+        )
+        rows = make_rows(np.tile(PROMPT_LENGTH + self.emitted, times))
+        draws = np.resize(draws, (times, *draws.shape[1:])).reshape(-1, self.num_nodes)
+        num_accepted, seen = self.bench.verify(
+            each(log(self.p)), draft, rows, jnp.asarray(draws, jnp.float32)
+        )
+        found = {
+            "num_accepted": num_accepted,
+            "accept_keys": raw(seen["accept"]),
+            "next_keys": raw(seen["next"]),
+            "next_weights": seen["weights"].astype(np.float64),
+        }
+        return {
+            name: values.reshape(times, -1, *values.shape[1:])[:asked]
+            for name, values in found.items()
+        }
+
+    def thresholds(self, laws) -> np.ndarray:
+        """Draw `[M, N]` below which each node passes: while earlier nodes pass and later ones fail,
+        a search finds where the accepted length drops below the node."""
+        num_rows, num_nodes = self.drafts.shape
+        low, width = np.zeros((num_nodes, num_rows)), 1.0
+        grid = np.arange(NUM_STEPS) / NUM_STEPS
+        for _ in range(4):
+            draws = np.zeros((NUM_STEPS, num_nodes, num_rows, num_nodes))
+            for node in range(num_nodes):
+                draws[:, node, :, node + 1 :] = LARGEST_DRAW
+                draws[:, node, :, node] = low[node] + width * grid[:, None]
+            found = self.decide(laws, draws.reshape(-1, num_rows, num_nodes))["num_accepted"]
+            found = found.reshape(NUM_STEPS, num_nodes, num_rows)
+            passes = found > np.arange(num_nodes)[:, None]
+            assert np.all(np.diff(passes.astype(int), axis=0) <= 0)  # a smaller draw passes sooner
+            width /= NUM_STEPS
+            low += width * np.maximum(np.sum(passes, axis=0) - 1, 0)
+        exact = (low + width / 2).T
+        return np.where(exact < NEVER, 0, np.where(exact > 1 - NEVER, 1, exact))
+
+    def run(self) -> Decisions:
+        keys, laws = self.draft() if self.q is not None else (None, None)
+        thresholds = self.thresholds(laws)
+        bits = np.arange(2**self.num_nodes)[:, None] >> np.arange(self.num_nodes) & 1
+        inside = np.where(bits[:, None] == 1, thresholds / 2, (1 + thresholds) / 2)
+        # Random draws besides: the cells between thresholds are all there is.
+        random = np.random.default_rng(0).random((2, *thresholds.shape))
+        seen = self.decide(laws, np.minimum(np.concatenate([inside, random]), LARGEST_DRAW))
+        found = seen["num_accepted"][-2:]
+        cell = (random < thresholds) @ (1 << np.arange(self.num_nodes))
+        expected = np.take_along_axis(seen["num_accepted"], cell, axis=0)
+        is_clear = np.all(np.abs(random - thresholds) > 1e-6, axis=2)
+        np.testing.assert_array_equal(found[is_clear], expected[is_clear])
+
+        cases = zip(self.emitted.tolist(), self.last.tolist(), self.drafts.tolist(), strict=True)
+        return Decisions(
+            index={(e, t, tuple(drafted)): m for m, (e, t, drafted) in enumerate(cases)},
+            draft_keys=keys,
+            draft_laws=laws,
+            accept_keys=seen["accept_keys"][0],
+            thresholds=thresholds,
+            num_accepted=seen["num_accepted"][:-2].swapaxes(0, 1),
+            next_keys=seen["next_keys"][:-2].swapaxes(0, 1),
+            next_weights=seen["next_weights"][:-2].swapaxes(0, 1),
+        )
+
+
+def follow_fixed(case: Case, emitted: int, last: int) -> tuple[int, ...]:
+    """What a deterministic drafter proposes."""
+    drafted = []
+    for node in range(case.num_nodes):
+        last = int(case.fixed[emitted + node, last])
+        drafted.append(last)
+    return tuple(drafted)
+
+
+def decide(bench: Bench, case: Case, *, num_rounds: int = 2) -> Decisions:
+    """What production decides in every case that `num_rounds` rounds can meet."""
+    longest = (num_rounds - 1) * (case.num_nodes + 1)
+    starts = [(n, last) for n in range(1, longest + 1) for last in range(case.vocab_size)]
+    return ChainRound(bench, case, [(0, 0), *starts]).run()
+
+
+# The law over rounds.
+
+
+@dataclasses.dataclass
+class Paths:
+    """Ways the rounds can go: emitted tokens, probability, and what is known of noise that is used
+    again: the interval in which each such symbol lies."""
+
+    tokens: np.ndarray  # [M, most]
+    length: np.ndarray  # [M]
+    weight: np.ndarray  # [M]
+    low: np.ndarray  # [M, K]
+    high: np.ndarray  # [M, K]
+
+    def take(self, index) -> Paths:
+        return Paths(**{f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)})
+
+    def split(self, column, cuts) -> tuple[Paths, np.ndarray, np.ndarray]:
+        """Paths by the cell `cuts` `[M, C + 1]` that a symbol falls into; `column` is -1 for a
+        symbol that is used nowhere else. Returns paths, parents, cells."""
+        num_cells = cuts.shape[1] - 1
+        parent = np.repeat(np.arange(len(self.weight)), num_cells)
+        cell = np.tile(np.arange(num_cells), len(self.weight))
+        low, high = cuts[parent, cell], cuts[parent, cell + 1]
+        column = column[parent]
+        is_known = column >= 0
+        known = np.maximum(column, 0)
+        paths = self.take(parent)
+        if paths.low.shape[1]:
+            row = np.arange(len(parent))
+            low = np.where(is_known, np.maximum(low, paths.low[row, known]), low)
+            high = np.where(is_known, np.minimum(high, paths.high[row, known]), high)
+            at = np.flatnonzero(is_known)
+            paths.low[at, known[at]], paths.high[at, known[at]] = low[at], high[at]
+        kept = high - low > 1e-12
+        paths.weight = np.where(is_known, paths.weight, paths.weight * np.maximum(high - low, 0))
+        return paths.take(kept), parent[kept], cell[kept]
+
+
+def output_law(bench: Bench, case: Case, *, num_rounds: int = 2):
+    """Law `[V ** n]` of the first `n = num_rounds (N + 1)` tokens, as `sequence_law` orders them.
+
+    What is still missing after `num_rounds` rounds is completed by the target itself.
+    """
+    num_nodes = case.num_nodes
+    size, most = case.vocab_size, num_rounds * (num_nodes + 1)
+    decisions = decide(bench, case, num_rounds=num_rounds)
+    columns = remembered(decisions)
+
+    def column(keys):
+        return np.vectorize(lambda key: columns.get(int(key), -1), otypes=[int])(keys)
+
+    accept_column, next_column = column(decisions.accept_keys), column(decisions.next_keys)
+    draft_column = None if decisions.draft_keys is None else column(decisions.draft_keys)
+    paths = Paths(
+        tokens=np.zeros((1, most), int),
+        length=np.zeros(1, int),
+        weight=np.ones(1),
+        low=np.zeros((1, len(columns))),
+        high=np.ones((1, len(columns))),
+    )
+    # Case numbers, by start and drafts as digits; unknown drafts do not matter for a node's law.
+    number = np.full((most, size, size**num_nodes), -1)
+    digits = size ** np.arange(num_nodes - 1, -1, -1)
+    for (emitted, last, drafts), m in decisions.index.items():
+        number[emitted, last, np.dot(drafts, digits)] = m
+
+    for _ in range(num_rounds):
+        last = np.where(
+            paths.length > 0,
+            paths.tokens[np.arange(len(paths.weight)), np.maximum(paths.length - 1, 0)],
+            0,
+        )
+        drafts = np.zeros(len(last), int)
+        if draft_column is None:
+            table = number[paths.length, last]
+            drafts = np.argmax(table >= 0, axis=1)
+        else:
+            for node in range(num_nodes):
+                at = number[paths.length, last, drafts]
+                law = decisions.draft_laws[at, node].astype(np.float64)
+                paths, parent, token = paths.split(draft_column[at, node], cuts_of(law))
+                last, drafts = last[parent], drafts[parent] + token * digits[node]
+        at = number[paths.length, last, drafts]
+        outcome = np.zeros(len(at), int)
+        for node in range(num_nodes):
+            threshold = decisions.thresholds[at, node]
+            cuts = np.stack([np.zeros_like(threshold), threshold, np.ones_like(threshold)], 1)
+            paths, parent, cell = paths.split(accept_column[at, node], cuts)
+            at, drafts = at[parent], drafts[parent]
+            outcome = outcome[parent] + ((cell == 0) << node)
+        num_accepted = decisions.num_accepted[at, outcome]
+        weights = decisions.next_weights[at, outcome]
+        paths, parent, token = paths.split(
+            next_column[at, outcome], cuts_of(weights / weights.sum(1, keepdims=True))
+        )
+        num_accepted, drafts = num_accepted[parent], drafts[parent]
+        row = np.arange(len(parent))
+        for node in range(num_nodes):
+            taken = num_accepted > node
+            drafted = drafts // digits[node] % size
+            paths.tokens[row[taken], paths.length[taken] + node] = drafted[taken]
+        paths.tokens[row, paths.length + num_accepted] = token
+        paths.length = paths.length + num_accepted + 1
+
+    weight = paths.weight * np.prod(paths.high - paths.low, axis=1)
+    emitted = [np.zeros(size**n) for n in range(most + 1)]
+    for n in range(1, most + 1):
+        here = paths.length == n
+        code = paths.tokens[here, :n] @ (size ** np.arange(n - 1, -1, -1))
+        np.add.at(emitted[n], code, weight[here])
+    return complete(emitted, case.p)
+
+
+def cuts_of(law: np.ndarray) -> np.ndarray:
+    """Where `[0, 1]` is cut to draw from laws `[M, V]`, `[M, V + 1]`."""
+    total = np.cumsum(law, axis=1)
+    total = total / total[:, -1:]
+    return np.concatenate([np.zeros((len(law), 1)), total], axis=1)
+
+
+def remembered(decisions: Decisions) -> dict[int, int]:
+    """Keys that are asked for in more than one place along a path, numbered.
+
+    A place is a start length, a purpose and a node; at one start, a key may serve one place only.
+    """
+    places: dict[int, set] = {}
+    starts = [start for start, _, _ in decisions.index]
+    groups = [("accept", decisions.accept_keys), ("next", None)]
+    if decisions.draft_keys is not None:
+        groups.append(("draft", decisions.draft_keys))
+    for purpose, keys in groups:
+        for m, start in enumerate(starts):
+            if keys is not None:
+                for node, key in enumerate(keys[m]):
+                    places.setdefault(int(key), set()).add((start, purpose, node))
+            else:
+                accepted = zip(decisions.next_keys[m], decisions.num_accepted[m], strict=True)
+                for key, node in accepted:
+                    places.setdefault(int(key), set()).add((start, purpose, int(node)))
+    used_twice = [key for key, found in places.items() if len(found) > 1]
+    return {key: number for number, key in enumerate(used_twice)}
+
+
+def complete(emitted, p) -> np.ndarray:
+    """Law of the longest sequences, given the mass `emitted[n]` `[V ** n]` that ends after n
+    tokens: the target goes on from there."""
+    size = p.shape[-1]
+    going = emitted[0]
+    for n in range(1, len(emitted)):
+        last = np.arange(len(going)) % size if n > 1 else np.zeros(1, int)
+        going = (going[:, None] * p[n - 1, last]).reshape(-1) + emitted[n]
+    return going
+
+
+def sequence_law(p: np.ndarray, length: int) -> np.ndarray:
+    """The target's own law of `length` tokens."""
+    return complete([np.ones(1)] + [np.zeros(p.shape[-1] ** n) for n in range(1, length + 1)], p)
+
+
+def law_error(bench: Bench, case: Case, *, num_rounds: int = 2) -> float:
+    """Largest difference between the output's law and the target's."""
+    found = output_law(bench, case, num_rounds=num_rounds)
+    length = num_rounds * (case.num_nodes + 1)
+    return float(np.abs(found - sequence_law(case.p, length)).max())
+
+
+def expected_accepted(bench: Bench, case: Case) -> float:
+    """Expected accepted tokens of a first round, from the production decisions."""
+    num_nodes, total = case.num_nodes, 0.0
+    decisions = decide(bench, case)
+    for (emitted, _, drafts), m in decisions.index.items():
+        if emitted > 0:
+            continue
+        weight = 1.0
+        if decisions.draft_laws is not None:
+            laws = decisions.draft_laws[m].astype(np.float64)
+            weight = np.prod([laws[node, token] for node, token in enumerate(drafts)])
+        thresholds = decisions.thresholds[m]
+        for outcome, num_accepted in enumerate(decisions.num_accepted[m]):
+            bits = outcome >> np.arange(num_nodes) & 1
+            chance = np.prod(np.where(bits, thresholds, 1 - thresholds))
+            total += weight * chance * num_accepted
+    return float(total)

@@ -1,0 +1,225 @@
+"""Sampled output of the engine follows the target's law, whatever verifies it.
+
+Eight requests of different sampling parameters at a time, many seeds; the law they are held against
+is computed from the model's logits by Hugging Face's warpers, or by a few lines of numpy where
+torch is not installed.
+"""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import toy
+
+import jaxspec
+from jaxspec import sampling
+from jaxspec.engine import Engine
+from jaxspec.requests import SamplingParams
+from jaxspec.types import Window
+
+ALPHA = 1e-3  # of a whole run over one verifier, shared among its tests (Bonferroni)
+SIZE = 11
+SMALL = {
+    "vocab_size": SIZE,
+    "width": 16,
+    "feed_forward_width": 16,
+    "num_layers": 1,
+    "num_query_heads": 2,
+    "num_kv_heads": 1,
+}
+PROMPT = [3, 7]
+NUM_SEEDS = 300
+FILTERS = (
+    {},
+    {"top_k": 4},
+    {"top_p": 0.8},
+    {"min_p": 0.12},
+    {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
+)
+SETTINGS = [
+    {"temperature": temperature, **filters}
+    for filters, temperature in itertools.product(FILTERS, (0.0, 0.7, 1.0, 1.5))
+]
+VERIFIERS = {
+    "coupled": jaxspec.Coupled(),
+    "rejection": jaxspec.Rejection(),
+    "block": jaxspec.Block(),
+    "block, deterministic drafts": jaxspec.Block(),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toy.model(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return jaxspec.DraftModel(toy.model(seed=1, **SMALL))
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """Logits `[V]` after the prompt, and `[V, V]` after the prompt and each first token."""
+    tokens = jnp.asarray([[*PROMPT, first] for first in range(SIZE)], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), tokens.shape)
+    window = Window(start=jnp.zeros((SIZE,), jnp.int32), positions=positions, slots=positions)
+    hidden, _ = target.forward(target.params, tokens, window, target.init_cache(SIZE, 128))
+    logits = np.asarray(target.logits(target.params, hidden), np.float64)
+    return logits[0, 1], logits[:, 2]
+
+
+def law(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """`[V]` in numpy, in Hugging Face's order: temperature, top-k, top-p, min-p."""
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    scores = logits / temperature
+    if top_k:
+        scores = np.where(scores < np.sort(scores)[-top_k], -np.inf, scores)
+    p = np.exp(scores - scores.max())
+    p /= p.sum()
+    if top_p < 1:
+        order = np.argsort(-p)
+        before = np.cumsum(p[order]) - p[order]  # mass of all likelier tokens
+        assert np.abs(before - top_p).min() > 1e-4, "the case sits on the edge of a filter"
+        p[order[before >= top_p]] = 0
+        p /= p.sum()
+    if min_p:
+        assert np.abs(p - min_p * p.max()).min() > 1e-4, "the case sits on the edge of a filter"
+        p = np.where(p < min_p * p.max(), 0, p)
+    return p / p.sum()
+
+
+def laws(plain, settings):
+    """Of the first token `[V]`, and of the second `[V, V]` given it."""
+    first, second = plain
+    return law(first, **settings), np.stack([law(logits, **settings) for logits in second])
+
+
+def sample(engine, *, settings=SETTINGS, num_seeds=NUM_SEEDS, **options):
+    """First two tokens `[S, R, 2]` of `num_seeds` requests of each setting, the settings dealt out
+    so that each batch of eight mixes them."""
+    requests = [
+        SamplingParams(max_tokens=3, seed=10_000 * index + seed, **values)
+        for seed in range(num_seeds)
+        for index, values in enumerate(settings)
+    ]
+    completions = engine.generate([PROMPT] * len(requests), requests, **options)
+    tokens = np.array([completion.token_ids[:2] for completion in completions])
+    return tokens.reshape(num_seeds, len(settings), 2).swapaxes(0, 1), completions
+
+
+def p_values(tokens, first, second):
+    """Chi-square of the first token, and of the second given each first that is frequent enough;
+    0 where a token came up that has no chance."""
+    found = []
+    groups = [(tokens[:, 0], first)]
+    groups += [(tokens[tokens[:, 0] == token, 1], second[token]) for token in range(SIZE)]
+    for drawn, expected in groups:
+        observed = np.bincount(drawn, minlength=SIZE)
+        if observed[expected == 0].any():
+            found.append(0.0)
+            continue
+        expected = expected * len(drawn)
+        is_rare = expected < 5
+        counts, means = (
+            np.append(values[~is_rare], values[is_rare].sum()) for values in (observed, expected)
+        )
+        if means[-1] < 5 and len(means) > 1:  # too rare even together: count them as the next
+            counts, means = (
+                np.append(values[:-2], values[-2:].sum()) for values in (counts, means)
+            )
+        if len(means) > 1:
+            found.append(scipy.stats.chisquare(counts, means).pvalue)
+    return found
+
+
+def engine_for(target, drafter, verifier):
+    return Engine(
+        target,
+        drafter,
+        verifier=verifier,
+        draft_length=3,
+        seats=8,
+        capacity=128,
+        prefill_chunk=4,
+        rounds_per_sync=4,
+    )
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_first_two_tokens_follow_the_law(target, drafter, plain, name):
+    drafter = toy.WrongDrafter(token=4) if "deterministic" in name else drafter
+    engine = engine_for(target, drafter, VERIFIERS[name])
+    tokens, completions = sample(engine)
+    tested = []
+    for settings, drawn in zip(SETTINGS, tokens, strict=True):
+        first, second = laws(plain, settings)
+        if settings["temperature"] == 0:
+            assert np.all(drawn[:, 0] == np.argmax(first))
+            assert np.all(drawn[:, 1] == np.argmax(second[np.argmax(first)]))
+        else:
+            tested += p_values(drawn, first, second)
+    assert len(tested) > 5 * len(SETTINGS) // 2
+    assert min(tested) > ALPHA / len(tested)
+    total = jaxspec.Acceptance.total([completion.acceptance for completion in completions])
+    assert 0 < total.num_accepted_tokens < total.num_draft_tokens
+
+
+def test_numpy_and_hugging_face_agree_on_the_law(plain):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    for settings in SETTINGS:
+        if settings["temperature"] == 0:
+            continue
+        warpers = [transformers.TemperatureLogitsWarper(settings["temperature"])]
+        if "top_k" in settings:
+            warpers.append(transformers.TopKLogitsWarper(settings["top_k"]))
+        if "top_p" in settings:
+            warpers.append(transformers.TopPLogitsWarper(settings["top_p"]))
+        if "min_p" in settings:
+            warpers.append(transformers.MinPLogitsWarper(settings["min_p"]))
+        for logits in (plain[0], *plain[1]):
+            scores = torch.tensor(logits)[None]
+            for warper in warpers:
+                scores = warper(None, scores)
+            theirs = torch.softmax(scores, -1)[0].numpy()
+            np.testing.assert_allclose(law(logits, **settings), theirs, atol=1e-6)
+
+
+def test_the_settings_filter_something(plain):
+    """Or the test above would say nothing about the filters."""
+    for settings in SETTINGS:
+        if settings["temperature"] > 0 and len(settings) > 1:
+            first, second = laws(plain, settings)
+            removed = np.sum(first == 0) + np.sum(second == 0)
+            assert removed > 0, settings
+
+
+# Sabotage: the check has to see a filter in the wrong order, and noise used twice.
+
+
+@pytest.mark.parametrize("fault", ["temperature after the filters", "one key for all positions"])
+def test_a_broken_law_is_caught(monkeypatch, target, drafter, plain, fault):
+    settings = [s for s in SETTINGS if s["temperature"] == 1.5 and "top_p" in s]
+    if fault == "temperature after the filters":
+        real = sampling.law_logits
+
+        def law_logits(logits, sampling_, *, real=real):
+            temperature = jnp.asarray(sampling_.temperature)
+            cold = jnp.where(temperature > 0, jnp.float32(1), temperature)
+            filtered = real(logits, sampling_.replace(temperature=cold))
+            return filtered / jnp.where(temperature > 0, temperature, 1)[:, None, None]
+
+        monkeypatch.setattr(sampling, "law_logits", law_logits)
+    else:
+        real = sampling.position_keys
+        monkeypatch.setattr(sampling, "position_keys", lambda s, position: real(s, position * 0))
+    engine = engine_for(target, drafter, jaxspec.Coupled())
+    tokens, _ = sample(engine, settings=settings)
+    tested = []
+    for values, drawn in zip(settings, tokens, strict=True):
+        tested += p_values(drawn, *laws(plain, values))
+    assert min(tested) < 1e-9

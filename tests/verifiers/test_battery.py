@@ -1,0 +1,190 @@
+"""Every verifier the package exports through the same checks."""
+
+import enumeration
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.sampling import chain_prefix
+from jaxspec.types import Draft, chain_parents
+from jaxspec.verifiers.base import Verifier
+
+VERIFIERS = {
+    "Coupled": jaxspec.Coupled(),
+    "Coupled, noise not shared": jaxspec.Coupled(is_noise_shared=False),
+    "Rejection": jaxspec.Rejection(),
+    "Block": jaxspec.Block(),
+    "Typical": jaxspec.Typical(),
+}
+B, N, V = 12, 3, 7
+TEMPERATURES = np.array([0, 0.7, 1.0, 1.5] * 3, np.float32)
+
+
+def test_the_table_holds_every_verifier_the_package_exports():
+    exported = {
+        name
+        for name, value in vars(jaxspec).items()
+        if isinstance(value, type) and hasattr(value, "verify") and name != "Verifier"
+    }
+    assert exported == {name.split(",")[0] for name in VERIFIERS}
+
+
+def test_names_differ_and_promises_fit():
+    names = [verifier.name for verifier in VERIFIERS.values()]
+    assert len(set(names)) == len(names)
+    for verifier in VERIFIERS.values():
+        assert isinstance(verifier, Verifier)
+        assert ("lossy" in verifier.promise) == ("lossy" in verifier.name)
+        assert verifier.is_lossless == ("lossy" not in verifier.name)
+        assert verifier.is_lossless or not verifier.is_coupled
+
+
+@pytest.fixture(scope="module", params=VERIFIERS)
+def verify(request):
+    verifier = VERIFIERS[request.param]
+
+    @jax.jit
+    def run(logits, draft, rows):
+        return verifier.verify(logits, draft, rows, chain_prefix(rows, draft.tokens))
+
+    return verifier, run
+
+
+def inputs(*, num_valid=N, seed=0):
+    """Logits, a sampled chain and rows, some of them greedy; drafts are likely tokens."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(B, N + 1, V)).astype(np.float32)
+    q = rng.dirichlet(np.ones(V), (B, N)).astype(np.float32)
+    best = np.argmax(logits[:, :N], axis=-1)
+    tokens = np.where(rng.random((B, N)) < 0.6, best, rng.integers(0, V, (B, N)))
+    keys = rng.integers(0, 2**32, (B, 2), dtype=np.uint32)
+    rows = enumeration.make_rows(rng.integers(3, 9, B), keys=keys, temperature=TEMPERATURES)
+    draft = Draft(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=chain_parents(B, N),
+        num_valid=jnp.broadcast_to(jnp.asarray(num_valid, jnp.int32), (B,)),
+        q=jnp.asarray(q),
+    )
+    return jnp.asarray(logits), draft, rows
+
+
+def arrays(verdict):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(verdict)]
+
+
+@pytest.mark.parametrize("num_valid", [0, 1, N, (np.arange(B) + 3) % (N + 1)])
+def test_verdicts_are_well_formed(verify, num_valid):
+    seen = set()
+    for seed in range(20):
+        logits, draft, rows = inputs(num_valid=num_valid, seed=seed)
+        verdict = verify[1](logits, draft, rows)
+        num_accepted, path = np.asarray(verdict.num_accepted), np.asarray(verdict.path)
+        assert np.all(num_accepted <= np.asarray(draft.num_valid))
+        assert np.all(num_accepted >= 0)
+        node = np.arange(N)
+        np.testing.assert_array_equal(path, np.where(node < num_accepted[:, None], node, -1))
+        assert np.all((np.asarray(verdict.next_token) >= 0) & (np.asarray(verdict.next_token) < V))
+        assert {leaf.dtype for leaf in arrays(verdict)} == {np.dtype(np.int32)}
+        seen |= set(num_accepted.tolist())
+    assert max(seen) == np.max(num_valid)
+
+
+def test_greedy_rows_follow_the_arg_max(verify):
+    logits, draft, rows = inputs()
+    verdict = verify[1](logits, draft, rows)
+    best, tokens = np.argmax(logits, axis=-1), np.asarray(draft.tokens)
+    for row in np.flatnonzero(TEMPERATURES == 0):
+        length = 0
+        while length < N and tokens[row, length] == best[row, length]:
+            length += 1
+        assert verdict.num_accepted[row] == length
+        assert verdict.next_token[row] == best[row, length]
+
+
+def test_a_row_does_not_depend_on_its_neighbours(verify):
+    logits, draft, rows = inputs()
+    expected = arrays(verify[1](logits, draft, rows))
+    order = np.random.default_rng(1).permutation(B)
+    moved = arrays(verify[1](*jax.tree.map(lambda leaf: leaf[order], (logits, draft, rows))))
+    for ours, theirs in zip(moved, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs[order])
+    # Neighbours all greedy, and neighbours that use every filter.
+    others = np.arange(B) != 5
+    for changes in ({"temperature": 0.0}, {"top_k": 2, "top_p": 0.5}, {"min_p": 0.3}):
+        changed = {
+            name: jnp.where(
+                others,
+                jnp.asarray(value, getattr(rows.sampling, name).dtype),
+                getattr(rows.sampling, name),
+            )
+            for name, value in changes.items()
+        }
+        beside = rows.replace(sampling=rows.sampling.replace(**changed))
+        for ours, theirs in zip(arrays(verify[1](logits, draft, beside)), expected, strict=True):
+            np.testing.assert_array_equal(ours[5], theirs[5])
+
+
+def test_what_lies_beyond_the_draft_is_not_read(verify):
+    logits, draft, rows = inputs(num_valid=1)
+    expected = arrays(verify[1](logits, draft, rows))
+    garbage = draft.replace(
+        tokens=draft.tokens.at[:, 1:].set(V - 1), q=draft.q.at[:, 1:].set(jnp.nan)
+    )
+    found = arrays(verify[1](logits.at[:, 2:].set(jnp.nan), garbage, rows))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_scores_that_are_not_numbers_give_no_token(verify):
+    logits, draft, rows = inputs(num_valid=0)
+    verdict = verify[1](logits.at[3:6, 0].set(jnp.nan), draft, rows)
+    is_none = np.asarray(verdict.next_token) == -1
+    np.testing.assert_array_equal(is_none, (np.arange(B) >= 3) & (np.arange(B) < 6))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nothing_is_accepted_on_scores_that_are_not_numbers(verify, value):
+    logits, draft, rows = inputs()
+    verdict = verify[1](logits.at[:, 1, 2].set(value), draft, rows)
+    assert np.all(np.asarray(verdict.num_accepted) <= 1)
+    stopped_there = np.asarray(verdict.num_accepted) == 1
+    assert stopped_there.any()
+    assert np.all(np.asarray(verdict.next_token)[stopped_there] == -1)
+
+
+def test_drafts_without_a_law_are_deterministic(verify):
+    """The same verdict as of a law that is a point mass."""
+    logits, draft, rows = inputs()
+    point = draft.replace(q=jax.nn.one_hot(draft.tokens, V, dtype=jnp.float32))
+    for ours, theirs in zip(
+        arrays(verify[1](logits, draft.replace(q=None), rows)),
+        arrays(verify[1](logits, point, rows)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_equal_laws_accept_everything(verify):
+    """Not with `coupled` or `typical`, which do not look at q."""
+    verifier, run = verify
+    if not verifier.needs_draft_law:
+        pytest.skip("does not look at the draft's law")
+    logits, draft, rows = inputs()
+    rows = rows.replace(sampling=rows.sampling.replace(temperature=jnp.ones((B,), jnp.float32)))
+    same = draft.replace(q=jax.nn.softmax(logits[:, :N]))
+    assert np.all(np.asarray(run(logits, same, rows).num_accepted) == N)
+    # A token that the target cannot draw is never accepted.
+    impossible = logits.at[np.arange(B), 0, np.asarray(draft.tokens)[:, 0]].set(-jnp.inf)
+    verdict = run(impossible, draft, rows)
+    assert np.all(
+        np.asarray(verdict.next_token)[np.asarray(verdict.num_accepted) == 0]
+        != np.asarray(draft.tokens)[np.asarray(verdict.num_accepted) == 0, 0]
+    )
+
+
+@pytest.mark.parametrize("values", [{"epsilon": 0.0}, {"delta": 1.5}, {"epsilon": -1}])
+def test_typical_refuses_thresholds_that_are_no_probabilities(values):
+    with pytest.raises(jaxspec.SettingError, match=f"{next(iter(values))} .* was given"):
+        jaxspec.Typical(**values)

@@ -1,0 +1,355 @@
+"""The output law of every lossless verifier is the target's, by exact enumeration over two rounds.
+
+See `enumeration`. Each way to break a rule or its noise is caught by the same check, and expected
+accepted lengths are those of the theory.
+"""
+
+import itertools
+
+import enumeration
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from enumeration import Bench, Case, expected_accepted, law_error, make_rows, sequence_law
+
+import jaxspec
+from jaxspec import sampling
+from jaxspec.types import Draft, chain_parents
+from jaxspec.verifiers import block, chain, coupled, rejection
+
+ROUNDING = 2e-7  # of fp32 laws and draws; a bias that anybody could notice is thousands of times it
+RULES = {"rejection": jaxspec.Rejection, "block": jaxspec.Block}
+V, N = 3, 3
+DEPTH = 2 * (N + 1)
+
+
+def random_laws(seed, *, size=V, depth=DEPTH, sharpness=0.6):
+    return np.random.default_rng(seed).dirichlet(np.full(size, sharpness), (depth, size))
+
+
+def constant(law, depth=DEPTH):
+    """A law that depends on nothing."""
+    return np.broadcast_to(np.array(law, float), (depth, len(law), len(law)))
+
+
+def one_hot(seed):
+    return np.eye(V)[np.random.default_rng(seed).integers(0, V, (DEPTH, V))]
+
+
+def thinned(laws, seed):
+    """The laws with a zero entry in each."""
+    holes = np.eye(V)[np.random.default_rng(seed).integers(0, V, laws.shape[:2])]
+    laws = np.where(holes == 1, 0, laws)
+    return laws / laws.sum(-1, keepdims=True)
+
+
+def fixed_drafts(seed):
+    return np.random.default_rng(seed).integers(0, V, (DEPTH, V))
+
+
+MEMORYLESS = Case(p=constant([0.7, 0.3, 0.0]), q=constant([0.35, 0.65, 0.0]), num_drafted=(N, N))
+CASES = {
+    "random": Case(p=random_laws(0), q=random_laws(1), num_drafted=(N, N)),
+    "flat and peaked": Case(
+        p=random_laws(2, sharpness=5), q=random_laws(3, sharpness=0.2), num_drafted=(N, N)
+    ),
+    "memoryless": MEMORYLESS,
+    "equal": Case(p=random_laws(4), q=random_laws(4), num_drafted=(N, N)),
+    "disjoint supports": Case(
+        p=constant([0.4, 0.6, 0.0]), q=constant([0.0, 0.0, 1.0]), num_drafted=(N, N)
+    ),
+    "one-hot target": Case(p=one_hot(5), q=random_laws(6), num_drafted=(N, N)),
+    "one-hot drafter": Case(p=random_laws(7), q=one_hot(8), num_drafted=(N, N)),
+    "both one-hot": Case(p=one_hot(9), q=one_hot(10), num_drafted=(N, N)),
+    "zero entries": Case(
+        p=thinned(random_laws(11), 0), q=thinned(random_laws(12), 1), num_drafted=(N, N)
+    ),
+    "shorter drafts": Case(p=random_laws(13), q=random_laws(14), num_drafted=(2, 1)),
+    "nothing drafted later": Case(p=random_laws(15), q=random_laws(16), num_drafted=(1, 0)),
+    "deterministic drafts": Case(p=random_laws(17), fixed=fixed_drafts(0), num_drafted=(N, N)),
+    "deterministic, impossible": Case(
+        p=constant([0.2, 0.8, 0.0]), fixed=np.full((DEPTH, V), 2), num_drafted=(N, N)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def benches():
+    return {name: Bench(rule()) for name, rule in RULES.items()}
+
+
+@pytest.fixture(params=RULES)
+def bench(benches, request):
+    return benches[request.param]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_law_is_the_targets(bench, name):
+    assert law_error(bench, CASES[name]) < ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "num_nodes", "num_rounds"), [(5, 2, 2), (4, 3, 2), (2, 2, 3)])
+@pytest.mark.parametrize("rule", RULES)
+def test_output_law_of_larger_vocabularies_and_more_rounds(rule, size, num_nodes, num_rounds):
+    bench, depth = Bench(RULES[rule]()), num_rounds * (num_nodes + 1)
+    for seed in range(4):
+        case = Case(
+            p=random_laws(seed, size=size, depth=depth),
+            q=random_laws(100 + seed, size=size, depth=depth),
+            num_drafted=(num_nodes, num_nodes),
+            num_nodes=num_nodes,
+        )
+        assert law_error(bench, case, num_rounds=num_rounds) < ROUNDING
+
+
+def test_no_two_draws_of_two_rounds_share_a_key(bench):
+    assert enumeration.remembered(enumeration.decide(bench, CASES["random"])) == {}
+
+
+# Sabotage: the check above has to see each of these.
+
+
+def position_keys_only(rows, node, stream):
+    """A round's noise by position: what one round drew and did not use, the next draws again."""
+    position = rows.num_committed[:, None] + node
+    keys = sampling.position_keys(rows.sampling, position)
+    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, stream)))(keys)
+
+
+def one_stream(rows, node, stream, *, real=sampling.round_keys):
+    """Drafts, acceptance and residual share their noise."""
+    return real(rows, node, sampling.Stream.DRAFT)
+
+
+def test_position_only_keys_bias_block_and_one_round_cannot_see_it(monkeypatch):
+    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    bench = Bench(jaxspec.Block())
+    assert law_error(bench, MEMORYLESS, num_rounds=1) < ROUNDING
+    assert law_error(bench, MEMORYLESS) > 1e-3
+
+
+def test_position_only_keys_happen_to_leave_rejection_alone(monkeypatch):
+    # It never looks at noise beyond the token it emits last, so none is used twice: the check
+    # above tells a bias from a key schedule that merely looks wrong.
+    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    assert law_error(Bench(jaxspec.Rejection()), MEMORYLESS) < ROUNDING
+
+
+def loosened(laws, draws):
+    """`u q <= 1.1 p`."""
+    return rejection.accept_leading(laws, draws / 1.1)
+
+
+def without_residual(laws, draws):
+    """The token after a rejected draft comes from p."""
+    num_accepted, _ = rejection.accept_leading(laws, draws)
+    return num_accepted, chain.at_node(laws.p, num_accepted)
+
+
+def residual_of_the_wrong_node(laws, draws):
+    """The residual one node too early."""
+    num_accepted, weights = block.accept_longest(laws, draws)
+    early = jnp.maximum(num_accepted - 1, 0)
+    residual = jnp.maximum(chain.at_node(laws.p, early) - chain.at_node(laws.q, early), 0)
+    return num_accepted, jnp.where((num_accepted == N)[:, None], weights, residual)
+
+
+def residual_without_reach(laws, draws):
+    """`max(p - q, 0)`, as if block verification were token by token."""
+    num_accepted, weights = block.accept_longest(laws, draws)
+    p, q = (chain.at_node(law, num_accepted) for law in (laws.p, laws.q))
+    return num_accepted, jnp.where((num_accepted == N)[:, None], weights, jnp.maximum(p - q, 0))
+
+
+class Broken:
+    """A chain rule with a fault."""
+
+    is_noise_shared = False
+
+    def __init__(self, accept):
+        self.accept = accept
+
+    def verify(self, logits, draft, rows, prefix):
+        return chain.verify_chain(self.accept, logits, draft, rows, prefix)
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [loosened, without_residual, residual_of_the_wrong_node, residual_without_reach],
+    ids=lambda accept: accept.__name__,
+)
+def test_a_broken_rule_is_caught(accept):
+    assert law_error(Bench(Broken(accept)), CASES["random"]) > 1e-3
+
+
+def test_a_stream_that_serves_two_purposes_is_caught(monkeypatch):
+    monkeypatch.setattr(sampling, "round_keys", one_stream)
+    assert law_error(Bench(jaxspec.Rejection()), CASES["random"]) > 1e-3
+
+
+def test_lossy_acceptance_is_seen_to_be_lossy():
+    assert law_error(Bench(jaxspec.Typical()), CASES["random"]) > 1e-3
+
+
+# Expected accepted tokens.
+
+
+def chain_theory(p, q, num_nodes):
+    """Expected accepted tokens of `rejection`: the sum over depths of the chance that all nodes up
+    to there pass, each with min(1, p / q)."""
+    total = 0.0
+    for length in range(1, num_nodes + 1):
+        for drafted in itertools.product(range(V), repeat=length):
+            last, chance = 0, 1.0
+            for node, token in enumerate(drafted):
+                chance *= min(p[node, last, token], q[node, last, token])
+                last = token
+            total += chance
+    return total
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_expected_accepted_tokens(benches, seed):
+    rng = np.random.default_rng(seed)
+    p, q = (random_laws(rng.integers(1e6), sharpness=rng.choice([0.2, 1, 5])) for _ in range(2))
+    if seed % 3 == 0:
+        q = 0.8 * p + 0.2 * q
+    for num_nodes in (1, 2, 3):
+        case = Case(p=p, q=q, num_drafted=(num_nodes, num_nodes))
+        by_token = expected_accepted(benches["rejection"], case)
+        by_block = expected_accepted(benches["block"], case)
+        assert by_token == pytest.approx(chain_theory(p, q, num_nodes), abs=1e-6)
+        assert by_block >= by_token - 1e-6
+        if num_nodes == 1:
+            assert by_block == pytest.approx(by_token, abs=1e-6)
+
+
+def test_expected_accepted_tokens_where_they_are_known(benches):
+    beta = 0.35 + 0.3
+    assert expected_accepted(benches["rejection"], MEMORYLESS) == pytest.approx(
+        beta + beta**2 + beta**3, abs=1e-6
+    )
+    assert expected_accepted(benches["block"], MEMORYLESS) > beta + beta**2 + beta**3 + 0.01
+    for bench in benches.values():
+        assert expected_accepted(bench, CASES["equal"]) == pytest.approx(N, abs=1e-6)
+        assert expected_accepted(bench, CASES["disjoint supports"]) == 0
+
+
+# Coupled: its tokens are a function of the noise of each position. A finite set of noise vectors,
+# one for each key, is enumerated completely.
+
+
+def coupled_law(p, q, *, num_nodes=2, num_noises=3):
+    """Law of two rounds of coupled decoding where the noise of each key takes one of
+    `num_noises` values with equal chances; the law of the target under such noise; and the share
+    of assignments in which the tokens are those of plain decoding."""
+    size, length = p.shape[-1], 2 * (num_nodes + 1)
+    noises = np.random.default_rng(1).gumbel(size=(num_noises, size)).astype(np.float32)
+    worlds = np.array(list(itertools.product(range(num_noises), repeat=length)))
+    num_worlds = len(worlds)
+    known: dict[int, int] = {}
+
+    def numbers(keys):
+        """Keys `[W, T]` numbered as they first appear: same key, same number."""
+        data = enumeration.raw(np.asarray(jax.random.key_data(keys)))
+        return np.vectorize(lambda key: known.setdefault(int(key), len(known)))(data)
+
+    def gumbel(keys, vocab_size):
+        number = np.minimum(numbers(keys), length - 1)
+        return jnp.asarray(noises[np.take_along_axis(worlds, number, axis=1)])
+
+    verifier = jaxspec.Coupled()
+    tokens, emitted = np.zeros((num_worlds, 2 * length), int), np.zeros(num_worlds, int)
+    world = np.arange(num_worlds)
+    with enumeration.replaced(gumbel=gumbel), jax.disable_jit():
+        for _ in range(2):
+            last = np.where(emitted > 0, tokens[world, np.maximum(emitted - 1, 0)], 0)
+            rows = make_rows(enumeration.PROMPT_LENGTH + emitted)
+            # Numbered in the order of positions, whatever a round asks for first.
+            positions = rows.num_committed[:, None] + jnp.arange(num_nodes + 1, dtype=jnp.int32)
+            numbers(sampling.position_keys(rows.sampling, positions))
+            context, drafts = last, []
+            for node in range(num_nodes):
+                drafted = np.zeros((num_worlds, num_nodes), np.int32)
+                token, _ = sampling.draw_draft(
+                    jnp.asarray(enumeration.log(q[emitted + node, context])),
+                    rows,
+                    jnp.asarray(drafted),
+                    jnp.int32(node),
+                    vocab_size=size,
+                    is_noise_shared=True,
+                    needs_law=False,
+                )
+                context = np.asarray(token)
+                drafts.append(context)
+            drafts = np.stack(drafts, 1)
+            before = np.concatenate([last[:, None], drafts], 1)
+            depth = emitted[:, None] + np.arange(num_nodes + 1)
+            draft = Draft(
+                tokens=jnp.asarray(drafts, jnp.int32),
+                parents=chain_parents(num_worlds, num_nodes),
+                num_valid=jnp.full((num_worlds,), num_nodes, jnp.int32),
+            )
+            prefix = sampling.chain_prefix(rows, draft.tokens)
+            verdict = verifier.verify(
+                jnp.asarray(enumeration.log(p[depth, before])), draft, rows, prefix
+            )
+            num_accepted = np.asarray(verdict.num_accepted)
+            for node in range(num_nodes + 1):
+                tokens[world, emitted + node] = np.where(
+                    node < num_accepted,
+                    drafts[:, min(node, num_nodes - 1)],
+                    np.asarray(verdict.next_token),
+                )
+            emitted = emitted + num_accepted + 1
+
+    # The target under the same noise: its law, and its own tokens in each world.
+    law = np.zeros_like(p)
+    for noise in noises:
+        law += np.eye(size)[np.argmax(enumeration.log(p) + noise, axis=-1)] / num_noises
+    is_same, last = np.ones(num_worlds, bool), np.zeros(num_worlds, int)
+    for position in range(length):
+        plain = np.argmax(enumeration.log(p[position, last]) + noises[worlds[:, position]], axis=-1)
+        is_same &= (position >= emitted) | (tokens[:, position] == plain)
+        last = plain
+    mass = [np.zeros(size**n) for n in range(length + 1)]
+    for n in range(1, length + 1):
+        here = emitted == n
+        code = tokens[here, :n] @ (size ** np.arange(n - 1, -1, -1))
+        np.add.at(mass[n], code, 1 / num_worlds)
+    return enumeration.complete(mass, law), sequence_law(law, length), is_same.mean()
+
+
+COUPLED_CASES = ("random", "flat and peaked", "equal", "disjoint supports", "zero entries")
+
+
+@pytest.mark.parametrize("name", COUPLED_CASES)
+def test_coupled_tokens_are_plain_decodings_for_every_noise(name):
+    case = CASES[name]
+    found, expected, share_same = coupled_law(case.p, case.q)
+    assert share_same == 1
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def half_positions(rows_sampling, position, *, real=sampling.position_keys):
+    """Two positions share their noise."""
+    return real(rows_sampling, position // 2)
+
+
+def first_draft_always(chosen, draft, *, real=coupled.follow):
+    """The first draft is taken whatever the target draws."""
+    first = jnp.arange(chosen.shape[1], dtype=jnp.int32) == 0
+    return real(jnp.where(first, draft.tokens[:, :1], chosen), draft)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "sabotage"),
+    [(sampling, "position_keys", half_positions), (coupled, "follow", first_draft_always)],
+)
+def test_broken_coupling_is_caught(monkeypatch, module, name, sabotage):
+    monkeypatch.setattr(module, name, sabotage)
+    found, expected, share_same = coupled_law(CASES["random"].p, CASES["random"].q)
+    assert np.abs(found - expected).max() > 1e-3
+    assert share_same < 1

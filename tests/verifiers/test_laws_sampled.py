@@ -1,0 +1,187 @@
+"""The verifiers with their own noise, on hundreds of thousands of rows: what exact enumeration
+replaces is tested here, and with it the law of drawn tokens, round after round."""
+
+import functools
+
+import enumeration
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import jaxspec
+from jaxspec import sampling
+from jaxspec.types import Draft, chain_parents
+
+ALPHA = 1e-4  # of each test: about ten tests, so one run in a thousand sees a false alarm
+ROWS, V, N = 200_000, 3, 3
+ROUNDS = 4  # so each row emits at least this many tokens
+DEPTH = ROUNDS * (N + 1)
+RULES = {
+    "coupled": jaxspec.Coupled(),
+    "coupled:independent": jaxspec.Coupled(is_noise_shared=False),
+    "rejection": jaxspec.Rejection(),
+    "block": jaxspec.Block(),
+}
+
+
+def laws(kind):
+    """p and q `[D, V, V]`, by number of emitted tokens and the last of them."""
+    if kind == "memoryless":
+        p, q = np.array([0.7, 0.3, 0.0]), np.array([0.35, 0.65, 0.0])
+        return tuple(np.broadcast_to(law, (DEPTH, V, V)) for law in (p, q))
+    rng = np.random.default_rng(3)
+    return tuple(rng.dirichlet(np.full(V, 0.8), (DEPTH, V)) for _ in range(2))
+
+
+def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
+    """Tokens `[B, R]` and mean accepted tokens of the first round; one request per row."""
+    p, q = (jnp.asarray(enumeration.log(law)) for law in laws(kind))
+    keys = np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
+
+    @jax.jit
+    def one_round(tokens, emitted):
+        state = enumeration.make_rows(jnp.zeros((rows,), jnp.int32), keys=keys)
+        state = state.replace(num_committed=enumeration.PROMPT_LENGTH + emitted)
+        last = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
+        context, drafted, law = last, jnp.zeros((rows, N), jnp.int32), []
+        for node in range(N):
+            context, of_node = sampling.draw_draft(
+                q[emitted + node, context],
+                state,
+                drafted,
+                jnp.int32(node),
+                vocab_size=V,
+                is_noise_shared=verifier.is_noise_shared,
+                needs_law=True,
+            )
+            drafted = drafted.at[:, node].set(context)
+            law.append(of_node)
+        before = jnp.concatenate([last[:, None], drafted], axis=1)
+        depth = emitted[:, None] + jnp.arange(N + 1, dtype=jnp.int32)
+        draft = Draft(
+            tokens=drafted,
+            parents=chain_parents(rows, N),
+            num_valid=jnp.full((rows,), N, jnp.int32),
+            q=jnp.stack(law, axis=1) if verifier.needs_draft_law else None,
+        )
+        prefix = sampling.chain_prefix(state, drafted)
+        verdict = verifier.verify(p[depth, before], draft, state, prefix)
+        accepted = verdict.num_accepted
+        along = jnp.where(
+            jnp.arange(N + 1, dtype=jnp.int32) < accepted[:, None],
+            jnp.pad(drafted, ((0, 0), (0, 1))),
+            verdict.next_token[:, None],
+        )
+        tokens = jax.vmap(
+            lambda row, start, values: jax.lax.dynamic_update_slice(row, values, (start,))
+        )(tokens, emitted, along)
+        return tokens, emitted + accepted + 1, accepted
+
+    tokens = jnp.zeros((rows, DEPTH + N + 1), jnp.int32)
+    emitted = jnp.zeros((rows,), jnp.int32)
+    accepted = []
+    for _ in range(num_rounds):
+        tokens, emitted, now = one_round(tokens, emitted)
+        accepted.append(np.asarray(now))
+    return np.asarray(tokens)[:, :num_rounds], accepted[0]
+
+
+def p_value(tokens, p):
+    """Of the tokens' frequencies under the target's law."""
+    length = tokens.shape[1]
+    expected = enumeration.sequence_law(p, length) * len(tokens)
+    code = tokens @ (V ** np.arange(length - 1, -1, -1))
+    observed = np.bincount(code, minlength=len(expected))
+    if observed[expected == 0].any():
+        return 0.0
+    is_rare = expected < 10
+    pooled = [np.append(counts[~is_rare], counts[is_rare].sum()) for counts in (observed, expected)]
+    is_possible = pooled[1] > 0
+    return scipy.stats.chisquare(pooled[0][is_possible], pooled[1][is_possible]).pvalue
+
+
+@functools.cache
+def run(name, kind):
+    return decode(RULES[name], kind)
+
+
+@pytest.mark.parametrize("kind", ["random", "memoryless"])
+@pytest.mark.parametrize("name", RULES)
+def test_tokens_of_four_rounds_follow_the_target(name, kind):
+    tokens, _ = run(name, kind)
+    assert p_value(tokens, laws(kind)[0]) > ALPHA
+
+
+def test_coupled_tokens_do_not_depend_on_the_drafters_noise():
+    shared, independent = (run(name, "random")[0] for name in ("coupled", "coupled:independent"))
+    np.testing.assert_array_equal(shared, independent)
+
+
+def overlap(p, q, name):
+    """Chance that a drafted token is accepted.
+
+    With shared Gumbel noise, both draw token i where E_i max(p_k / p_i, q_k / q_i) <= E_k for all k
+    and E_k exponential.
+    """
+    if name == "rejection":
+        return np.minimum(p, q).sum()
+    if name == "coupled:independent":
+        return (p * q).sum()
+    both = np.flatnonzero((p > 0) & (q > 0))
+    return sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in both)
+
+
+@pytest.mark.parametrize("name", ["coupled", "coupled:independent", "rejection"])
+def test_first_drafts_are_accepted_as_often_as_theory_says(name):
+    p, q = laws("random")
+    _, accepted = run(name, "random")
+    expected = overlap(p[0, 0], q[0, 0], name)
+    observed = np.mean(accepted >= 1)
+    deviations = (observed - expected) / np.sqrt(expected * (1 - expected) / len(accepted))
+    assert abs(deviations) < scipy.stats.norm.isf(ALPHA / 2)
+
+
+def test_accepted_tokens_of_memoryless_laws():
+    beta = 0.65
+    mean, error = {}, {}
+    for name in ("coupled", "rejection", "block"):
+        _, accepted = run(name, "memoryless")
+        mean[name], error[name] = accepted.mean(), accepted.std() / np.sqrt(len(accepted))
+    limit = scipy.stats.norm.isf(ALPHA / 2)
+    assert abs(mean["rejection"] - (beta + beta**2 + beta**3)) < limit * error["rejection"]
+    assert mean["block"] > mean["rejection"] + limit * error["block"]
+    # Of two tokens, shared noise makes the best of the overlap: coupled accepts as many.
+    assert abs(mean["coupled"] - mean["rejection"]) < limit * 2 * error["rejection"]
+
+
+# Sabotage.
+
+
+def position_keys_only(rows, node, stream):
+    position = rows.num_committed[:, None] + node
+    keys = sampling.position_keys(rows.sampling, position)
+    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, stream)))(keys)
+
+
+def test_position_only_keys_under_block_are_caught(monkeypatch):
+    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    tokens, _ = decode(jaxspec.Block(), "memoryless")
+    assert p_value(tokens, laws("memoryless")[0]) < 1e-12
+
+
+def test_lossy_acceptance_is_seen_to_be_lossy():
+    tokens, _ = decode(jaxspec.Typical(), "random", rows=20_000)
+    assert p_value(tokens, laws("random")[0]) < 1e-12
+
+
+def test_draws_follow_weights_down_to_the_rarest():
+    weights = np.array([0.6, 0.3, 0.0998, 2e-4, 0.0], np.float32)
+    keys = jax.random.split(jax.random.key(0), 1_000_000)
+    drawn = jax.jit(sampling.draw_weighted)(keys, jnp.broadcast_to(weights, (len(keys), 5)))
+    observed = np.bincount(np.asarray(drawn), minlength=5)
+    assert observed[4] == 0
+    expected = weights[:4].astype(np.float64)
+    expected *= len(keys) / expected.sum()
+    assert scipy.stats.chisquare(observed[:4], expected).pvalue > ALPHA
