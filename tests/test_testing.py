@@ -1,0 +1,675 @@
+"""The conformance battery passes what is right, and names the clause that a broken part breaks.
+
+Our own models and drafters go through the same table as anybody's. Every check has at least one
+sabotaged model or drafter that it must catch.
+"""
+
+import dataclasses
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from rich.console import Console
+from test_protocols import ForeignModel, RepeatLast
+
+import jaxspec
+from jaxspec import cache as kv
+from jaxspec import sampling
+from jaxspec.attention import block_attention
+from jaxspec.engine import Engine
+from jaxspec.errors import ConformanceError, ModelError, SettingError
+from jaxspec.models import decoder
+from jaxspec.models.config import RopeConfig
+from jaxspec.requests import SamplingParams
+from jaxspec.testing import (
+    DRAFTER_CHECKS,
+    MODEL_CHECKS,
+    battery_prompts,
+    check_drafter,
+    check_model,
+)
+from jaxspec.types import Draft, chain_parents
+
+SMALL = {"num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1}
+BASE = toy.model(**SMALL)
+GLM = {
+    "family": "glm4",
+    "rope": RopeConfig(theta=1e4, rotary_size=4, is_interleaved=True),
+    "has_qk_norm": False,
+    "has_qkv_bias": True,
+    "has_sandwich_norms": True,
+}
+
+MODELS = {
+    "qwen3": lambda: BASE,
+    "glm4 in bfloat16": lambda: toy.model(dtype=jnp.bfloat16, num_layers=1, **GLM),
+    "sliding window": lambda: toy.model(family="mistral", sliding_windows=(6,), **SMALL),
+    "NNX module": lambda: ForeignModel(0),
+}
+
+
+@pytest.fixture
+def _compile_fast():
+    """Half the compile time, where nothing hangs on how a program was optimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "NNX module" else ())
+        for name in MODELS  # the notebook on models of one's own checks an NNX module too
+    ],
+)
+def test_models_conform(name):
+    report = check_model(MODELS[name]())
+    report.assert_ok()
+    assert [check.name for check in report.checks] == list(MODEL_CHECKS)
+    assert all(check.passed for check in report.checks)
+
+
+# Broken models. Each is the toy model but for one thing.
+
+
+class Wrapped:
+    """A model that does what another one does."""
+
+    name = "wrapped"
+    tokenizer = None
+    vocab_size = BASE.vocab_size
+    eos_token_ids = ()
+    params = BASE.params
+    init_cache = staticmethod(BASE.init_cache)
+    forward = staticmethod(BASE.forward)
+    logits = staticmethod(BASE.logits)
+
+
+def spoilt(**attributes):
+    """A wrapped model with other attributes or methods."""
+    attributes = {
+        name: staticmethod(value) if callable(value) else value
+        for name, value in attributes.items()
+    }
+    return type("Spoilt", (Wrapped,), attributes)()
+
+
+def moved(change):
+    """A model that sees its window changed."""
+
+    def forward(params, tokens, window, cache):
+        return BASE.forward(params, tokens, change(window), cache)
+
+    return spoilt(forward=forward)
+
+
+def looking(change):
+    """A model whose attention, and nothing else, sees the window changed."""
+
+    def forward(params, tokens, window, cache):
+        def attention(queries, layer, table, window, **options):
+            return block_attention(queries, layer, table, change(window), **options)
+
+        return decoder.forward(BASE.config, params, tokens, window, cache, attention=attention)
+
+    return spoilt(forward=forward)
+
+
+def rotating(change):
+    """A model whose rotary embedding, and nothing else, sees the window changed."""
+
+    def forward(params, tokens, window, cache):
+        def attention(queries, layer, table, _, **options):
+            return block_attention(queries, layer, table, window, **options)
+
+        # Slots do not follow from positions, so KV is stored where it should be.
+        return decoder.forward(
+            BASE.config, params, tokens, change(window), cache, attention=attention
+        )
+
+    return spoilt(forward=forward)
+
+
+def with_list(cache):
+    return cache.replace(layers=list(cache.layers))
+
+
+def listing_layers(params, tokens, window, cache):
+    hidden, cache = BASE.forward(params, tokens, window, cache)
+    return hidden, with_list(cache)
+
+
+def listing_layers_in_prefill(params, tokens, window, cache):
+    hidden, after = BASE.forward(params, tokens, window, cache)
+    return hidden, with_list(after) if window.rows is not None else after
+
+
+def reading_first(params, tokens, window, cache):
+    nowhere = window.replace(slots=jnp.full_like(window.slots, -1))
+    hidden, _ = BASE.forward(params, tokens, nowhere, cache)
+    return hidden, BASE.forward(params, tokens, window, cache)[1]
+
+
+def batch_normed(params, tokens, window, cache):
+    hidden, cache = BASE.forward(params, tokens, window, cache)
+    return hidden + 1e-3 * jnp.mean(hidden, axis=0, keepdims=True), cache
+
+
+def last_slot(cache):
+    return jnp.full((cache.table.shape[0], 1), cache.capacity - 1, jnp.int32)
+
+
+def recurrent(params, tokens, window, cache):
+    """Keeps a running sum of all that it has read in a row's last slot."""
+    hidden, cache = BASE.forward(params, tokens, window, cache)
+    slots = last_slot(cache)
+    k, v = kv.read_slots(cache.layers[0], cache.table, slots, cache.dtype)
+    memory = jnp.mean(k, axis=(1, 2, 3))
+    layer = kv.write(cache.layers[0], cache.table, k + jnp.mean(hidden), v, slots)
+    return hidden + memory[:, None, None], cache.replace(layers=(layer, *cache.layers[1:]))
+
+
+def reading_garbage(params, tokens, window, cache):
+    """Masks by multiplication: 0 * NaN is NaN."""
+    hidden, cache = BASE.forward(params, tokens, window, cache)
+    _, v = kv.read_slots(cache.layers[0], cache.table, last_slot(cache), cache.dtype)
+    return hidden + 0 * jnp.mean(v, axis=(1, 2, 3))[:, None, None], cache
+
+
+def sharing_pages(num_rows, capacity):
+    cache = BASE.init_cache(num_rows, capacity)
+    return cache.replace(table=cache.table.at[1].set(cache.table[0]))
+
+
+def all_see_the_last(window):
+    last = jnp.max(window.positions, axis=1, keepdims=True)
+    return window.replace(positions=jnp.broadcast_to(last, window.positions.shape))
+
+
+def own_entry_everywhere(window):
+    length = window.positions.shape[1]
+    entry = jnp.arange(length, dtype=jnp.int32)[:, None]
+    return window.replace(
+        paths=jnp.broadcast_to(entry, (window.positions.shape[0], length, length))
+    )
+
+
+def clamped(window):
+    return window.replace(slots=jnp.clip(window.slots, 0, 255))
+
+
+def of_row_0(window):
+    return window.replace(rows=None if window.rows is None else jnp.zeros_like(window.rows))
+
+
+# These are caught because they raise.
+RAISING = {"values read on the host", "prefill gives another structure", "refuses the target"}
+
+BROKEN_MODELS = {
+    "EOS tokens in a list": ("protocol", spoilt(eos_token_ids=[1])),
+    "EOS beyond the vocabulary": ("protocol", spoilt(eos_token_ids=(toy.VOCAB,))),
+    "a number among the parameters": ("protocol", spoilt(params={**BASE.params, "scale": 0.1})),
+    "no logits": ("protocol", spoilt(logits=None)),
+    "rows share a page": ("cache", spoilt(init_cache=sharing_pages)),
+    "half the slots": ("cache", spoilt(init_cache=lambda rows, s: BASE.init_cache(rows, s // 2))),
+    "no paged cache": ("cache", spoilt(init_cache=lambda rows, s: {"k": jnp.zeros((rows, s))})),
+    "logits in bfloat16": (
+        "shapes",
+        spoilt(logits=lambda params, h: BASE.logits(params, h).astype(jnp.bfloat16)),
+    ),
+    "logits of the last token": (
+        "shapes",
+        spoilt(logits=lambda params, h: BASE.logits(params, h[..., -1:, :])),
+    ),
+    "a list for a tuple": ("static_shapes", spoilt(forward=listing_layers)),
+    "values read on the host": (
+        "static_shapes",
+        moved(lambda window: window.replace(slots=window.slots + int(window.start[0] > 500))),
+    ),
+    "parameters closed over": (
+        "params",
+        spoilt(forward=lambda params, *rest: BASE.forward(BASE.params, *rest)),
+    ),
+    "the head closed over": (
+        "params",
+        spoilt(logits=lambda params, hidden: BASE.logits(BASE.params, hidden)),
+    ),
+    "writes nothing": (
+        "writes",
+        moved(lambda window: window.replace(slots=jnp.full_like(window.slots, -1))),
+    ),
+    "writes at a common cursor": (
+        "writes",
+        moved(lambda w: w.replace(slots=jnp.broadcast_to(w.slots[:1], w.slots.shape))),
+    ),
+    "writes a slot too far": (
+        "writes",
+        moved(lambda w: w.replace(slots=jnp.where(w.slots >= 0, w.slots + 1, -1))),
+    ),
+    "clamps slots": ("outside_slots", moved(clamped)),
+    "prefills row 0": ("rows", moved(of_row_0)),
+    "reads before it writes": ("write_before_read", spoilt(forward=reading_first)),
+    "sees the future": ("window_visibility", looking(all_see_the_last)),
+    "sees itself only": ("window_visibility", looking(own_entry_everywhere)),
+    "one position for all rows": (
+        "ragged_rows",
+        rotating(
+            lambda w: w.replace(positions=jnp.broadcast_to(w.positions[:1], w.positions.shape))
+        ),
+    ),
+    "no positions": (
+        "positions",
+        rotating(lambda window: window.replace(positions=jnp.zeros_like(window.positions))),
+    ),
+    "normed over the batch": ("row_independence", spoilt(forward=batch_normed)),
+    "a recurrent state": ("rollback", spoilt(forward=recurrent)),
+    "reads garbage": ("garbage", spoilt(forward=reading_garbage)),
+    "positions restart in each window": (
+        "chunked_prefill",
+        rotating(lambda w: w.replace(positions=w.positions - w.start[:, None])),
+    ),
+    "knows chains only": ("tree_paths", moved(lambda window: window.replace(paths=None))),
+    "sees the drafts": ("same_program", looking(all_see_the_last)),
+    "prefill gives another structure": (
+        "trace_count",
+        spoilt(forward=listing_layers_in_prefill),
+    ),
+}
+
+
+@pytest.mark.usefixtures("_compile_fast")
+@pytest.mark.parametrize("name", BROKEN_MODELS)
+def test_broken_models_are_caught(name):
+    expected, model = BROKEN_MODELS[name]
+    report = check_model(model, only=[expected])
+    [failure] = report.failures
+    assert failure.detail.startswith("raised") == (name in RAISING)  # none by accident
+    assert failure.name == expected
+    assert failure.clause == MODEL_CHECKS[expected].clause
+    with pytest.raises(ConformanceError, match=rf"breaks {failure.clause} \({expected}: "):
+        report.assert_ok()
+
+
+@pytest.mark.usefixtures("_compile_fast")
+def test_the_wrapping_of_broken_models_breaks_nothing():
+    checks = ["params", "writes", "window_visibility", "chunked_prefill", "positions"]
+    for model in (moved(lambda w: w), looking(lambda w: w), rotating(lambda w: w)):
+        check_model(model, only=checks).assert_ok()
+
+
+# Drafters
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bigram(jaxspec.StatelessDrafter):
+    """Draws each token from a law that depends on the one before it: a drafter that samples, and
+    says from what."""
+
+    name: str = "bigram"
+    spread: float = 2.0
+
+    @property
+    def params(self):
+        rng = np.random.default_rng(3)
+        size = (toy.VOCAB, toy.VOCAB)
+        return jnp.asarray(self.spread * rng.standard_normal(size), jnp.float32)
+
+    def draw(self, shape, params, rows, drafted, last, node):
+        """The next token and the law it comes from."""
+        return sampling.draw_draft(
+            params[last],
+            rows,
+            drafted,
+            node,
+            vocab_size=shape.vocab_size,
+            is_noise_shared=shape.is_noise_shared,
+            needs_law=shape.needs_draft_law,
+        )
+
+    def propose(self, shape, params, state, rows):
+        last = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
+
+        def step(carry, node):
+            drafted, last = carry
+            last, q = self.draw(shape, params, rows, drafted, last, node)
+            return (drafted.at[:, node].set(last), last), q
+
+        drafted = jnp.zeros((shape.seats, shape.num_nodes), jnp.int32)
+        nodes = jnp.arange(shape.num_nodes, dtype=jnp.int32)
+        (drafted, _), laws = jax.lax.scan(step, (drafted, last), nodes)
+        draft = Draft(
+            tokens=drafted,
+            parents=chain_parents(shape.seats, shape.num_nodes),
+            num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
+            q=None if laws is None else laws.swapaxes(0, 1),
+        )
+        return draft, state
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches(jaxspec.StatelessDrafter):
+    """A tree: the newest token's successor, its predecessor, and the former's successor."""
+
+    name: str = "branches"
+    is_chain = False
+
+    def propose(self, shape, params, state, rows):
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
+        step = jnp.asarray([1, -1, 2], jnp.int32)
+        parents = jnp.asarray([-1, -1, 0], jnp.int32)
+        tokens = (newest + step) % shape.vocab_size
+        num_valid = jnp.minimum(rows.draft_limit, 3)
+        draft = Draft(
+            tokens=tokens, parents=jnp.broadcast_to(parents, tokens.shape), num_valid=num_valid
+        )
+        return draft, state
+
+
+DRAFT = toy.model(seed=9, width=24, **SMALL)
+
+
+@functools.cache
+def truth():
+    """The battery's prompts with what the target makes of them."""
+    prompts = battery_prompts(toy.VOCAB)
+    engine = Engine(BASE, seats=3, capacity=256)
+    return toy.sequences(engine.generate(prompts, SamplingParams(max_tokens=40)))
+
+
+DRAFTERS = {
+    "DraftModel": lambda: jaxspec.DraftModel(DRAFT),
+    "NGram": lambda: jaxspec.NGram(1, 3),
+    "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
+    "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
+    "one that samples": lambda: Bigram(),
+    "one of trees": lambda: Branches(),
+}
+
+
+def test_the_table_holds_every_drafter_the_package_exports():
+    exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
+    assert exported - {"Drafter", "StatelessDrafter"} <= set(DRAFTERS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "Oracle with cost" else ())
+        for name in DRAFTERS
+    ],
+)
+def test_drafters_conform(name, request):
+    if name != "DraftModel":  # of the others' bits nothing hangs on the compiler
+        request.getfixturevalue("_compile_fast")
+    drafter = DRAFTERS[name]()
+    report = check_drafter(drafter, BASE)
+    report.assert_ok()
+    assert [check.name for check in report.checks] == list(DRAFTER_CHECKS)
+    left_out = {check.name for check in report.checks if check.passed is None}
+    expected = {"DraftModel": set(), "one that samples": {"catch_up"}}
+    assert left_out == expected.get(name, left_out)
+    if name == "DraftModel":
+        assert "with full and with no acceptance" in report["no_drift"].detail
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spoilt(Bigram):
+    """A drafter with some of its functions replaced."""
+
+    functions: tuple = ()
+
+    def __getattribute__(self, name):
+        functions = dict(object.__getattribute__(self, "functions"))
+        if name in functions:
+            function = functions[name]
+            return functools.partial(function, self) if callable(function) else function
+        return object.__getattribute__(self, name)
+
+
+def replaced(**functions):
+    return Spoilt(functions=tuple(functions.items()))
+
+
+def spoiling(**changes):
+    """A drafter with some fields of its drafts replaced, each by a function of the shape,
+    the draft and the rows."""
+
+    def propose(self, shape, params, state, rows):
+        draft, state = RepeatLast().propose(shape, params, state, rows)
+        changed = {name: change(shape, draft, rows) for name, change in changes.items()}
+        return draft.replace(**changed), state
+
+    return replaced(propose=propose)
+
+
+def draft_model(**functions):
+    return type("SpoiltDraftModel", (jaxspec.DraftModel,), functions)(DRAFT)
+
+
+def drawing(draw):
+    """A bigram drafter that draws in another way."""
+    return replaced(draw=draw)
+
+
+def draw_with(self, shape, params, rows, drafted, last, node, *, changes=None, logits=None):
+    shape = dataclasses.replace(shape, **(changes or {}))
+    return Bigram.draw(self, shape, params, rows, drafted, last, node)
+
+
+def draw_flat_law(self, *arguments):
+    token, q = Bigram.draw(self, *arguments)
+    return token, None if q is None else jnp.full_like(q, 1 / q.shape[-1])
+
+
+def draw_warm_law(self, *arguments):
+    """Ignores the temperature where it states the law."""
+    token, q = Bigram.draw(self, *arguments)
+    _, params, _, _, last, _ = arguments
+    return token, None if q is None else jax.nn.softmax(params[last], axis=-1)
+
+
+def draw_without_law(self, *arguments):
+    return Bigram.draw(self, *arguments)[0], None
+
+
+def draw_unnormalised(self, *arguments):
+    token, q = Bigram.draw(self, *arguments)
+    return token, None if q is None else 2 * q
+
+
+def draw_with_one_key(self, shape, params, rows, drafted, last, node):
+    """The same noise for every node of a round."""
+    return Bigram.draw(self, shape, params, rows, jnp.zeros_like(drafted), last, node * 0)
+
+
+def draw_by_position(self, shape, params, rows, drafted, last, node):
+    return draw_with(
+        self, shape, params, rows, drafted, last, node, changes={"is_noise_shared": True}
+    )
+
+
+def draw_on_its_own(self, shape, params, rows, drafted, last, node):
+    return draw_with(
+        self, shape, params, rows, drafted, last, node, changes={"is_noise_shared": False}
+    )
+
+
+def random_tokens(shape, draft, rows):
+    """Asks the host, which gives other numbers each time."""
+    rng = np.random.default_rng()
+    like = jax.ShapeDtypeStruct(draft.tokens.shape, jnp.int32)
+    return jax.pure_callback(
+        lambda _: rng.integers(0, toy.VOCAB, like.shape).astype(np.int32), like, rows.num_committed
+    )
+
+
+def growing(self, shape, params, state, rows, row):
+    return (*state, jnp.zeros(()))
+
+
+def listing(self, shape):
+    return (jnp.zeros((shape.seats,), jnp.int32),)
+
+
+def keep_rejected(self, shape, params, state, rows, outcome):
+    """As if all drafts had been accepted."""
+    seen = outcome.num_committed_before + state.num_steps
+    return state.replace(num_seen=jnp.maximum(state.num_seen, seen))
+
+
+def count_rounds(self, shape, params, state, rows, outcome):
+    return (state[0] + 1,)
+
+
+def drift_with_rounds(self, shape, params, state, rows):
+    draft, _ = Bigram.propose(self, shape, params, (), rows)
+    tokens = (draft.tokens + state[0][:, None]) % shape.vocab_size
+    return draft.replace(tokens=tokens), state
+
+
+def catch_up_nothing(self, shape, params, state, rows, row):
+    return state
+
+
+def catch_up_short(self, shape, params, state, rows, row):
+    """Notes that it has read what it has not."""
+    after = jaxspec.DraftModel.catch_up(self, shape, params, state, rows, row)
+    return state.replace(num_seen=after.num_seen)
+
+
+def refuse(self, target):
+    raise ModelError("It drafts for no model; use another.")
+
+
+def siblings(shape, draft, rows):
+    return jnp.full_like(draft.parents, -1)
+
+
+BROKEN_DRAFTERS = {
+    "is_chain unknown": ("protocol", replaced(is_chain=None)),
+    "a text among the parameters": ("protocol", replaced(params={"table": "here"})),
+    "refuses the target": ("protocol", replaced(check=refuse)),
+    "its state grows": ("static_shapes", replaced(admit=growing)),
+    "rows on another axis": (
+        "static_shapes",
+        replaced(init=lambda self, shape: (jnp.zeros((2, shape.seats), jnp.int32),)),
+    ),
+    "closes over its table": (
+        "params",
+        replaced(
+            propose=lambda self, shape, params, state, rows: Bigram.propose(
+                self, shape, Bigram().params, state, rows
+            )
+        ),
+    ),
+    "tokens of 16 bits": ("draft_shape", spoiling(tokens=lambda s, d, r: d.tokens.astype("int16"))),
+    "no chain": ("draft_shape", spoiling(parents=siblings)),
+    "children first": (
+        "draft_shape",
+        spoiling(parents=lambda s, d, r: d.parents + 2),
+    ),
+    "drafts nothing": ("draft_shape", spoiling(num_valid=lambda s, d, r: d.num_valid * 0)),
+    "tokens beyond the vocabulary": (
+        "vocabulary",
+        spoiling(tokens=lambda s, d, r: d.tokens + s.vocab_size),
+    ),
+    "ignores the limit": (
+        "draft_limit",
+        spoiling(num_valid=lambda s, d, r: jnp.full_like(d.num_valid, s.num_nodes)),
+    ),
+    "asks the host": ("determinism", spoiling(tokens=random_tokens)),
+    "drafts row 0 for all": (
+        "row_independence",
+        spoiling(tokens=lambda s, d, r: jnp.broadcast_to(d.tokens[:1], d.tokens.shape)),
+    ),
+    "drafts by seat": (
+        "row_independence",
+        spoiling(
+            tokens=lambda s, d, r: (
+                (d.tokens + jnp.arange(s.seats, dtype=jnp.int32)[:, None]) % s.vocab_size
+            )
+        ),
+    ),
+    "keeps rejected drafts": ("no_drift", draft_model(commit=keep_rejected)),
+    "drifts with the rounds": (
+        "no_drift",
+        replaced(init=listing, commit=count_rounds, propose=drift_with_rounds),
+    ),
+    "forgets nothing on admission": (
+        "seat_reuse",
+        draft_model(admit=lambda self, shape, params, state, rows, row: state),
+    ),
+    "never catches up": ("catch_up", draft_model(catch_up=catch_up_nothing)),
+    "only says that it caught up": ("no_drift", draft_model(catch_up=catch_up_short)),
+    "structure changes": (
+        "trace_count",
+        replaced(admit=lambda self, shape, params, state, rows, row: [*state]),
+    ),
+    "a flat law": ("draft_law", drawing(draw_flat_law)),
+    "the law of another temperature": ("draft_law", drawing(draw_warm_law)),
+    "a law of mass 2": ("draft_law", drawing(draw_unnormalised)),
+    "samples without a law": ("draft_law", drawing(draw_without_law)),
+    "one key per round": ("fresh_noise", drawing(draw_with_one_key)),
+    "keys of the position only": ("fresh_noise", drawing(draw_by_position)),
+    "noise of its own": ("shared_noise", drawing(draw_on_its_own)),
+}
+
+
+@pytest.mark.usefixtures("_compile_fast")
+@pytest.mark.parametrize("name", BROKEN_DRAFTERS)
+def test_broken_drafters_are_caught(name):
+    expected, drafter = BROKEN_DRAFTERS[name]
+    report = check_drafter(drafter, BASE, only=[expected])
+    [failure] = report.failures
+    assert failure.detail.startswith("raised") == (name in RAISING)  # none by accident
+    assert failure.name == expected
+    assert failure.clause == DRAFTER_CHECKS[expected].clause
+
+
+@pytest.mark.usefixtures("_compile_fast")
+def test_a_tree_that_calls_itself_a_chain_changes_the_output():
+    """No other mistake of a drafter can; a small vocabulary makes its guesses hit."""
+    target = toy.model(vocab_size=5, **SMALL)
+
+    class Liar(Branches):
+        is_chain = True
+
+    report = check_drafter(Liar(), target, only=["output"])
+    assert [failure.clause for failure in report.failures] == ["C4"]
+    check_drafter(Branches(), target, only=["output"]).assert_ok()
+
+
+def test_every_check_has_something_that_it_catches():
+    assert {check for check, _ in BROKEN_MODELS.values()} == set(MODEL_CHECKS)
+    caught = {check for check, _ in BROKEN_DRAFTERS.values()}
+    assert caught | {"output"} == set(DRAFTER_CHECKS)
+
+
+# The report
+
+
+def test_a_report_shows_itself():
+    report = check_model(spoilt(eos_token_ids=(-1,)))
+    assert not report.ok
+    assert report["protocol"].passed is False
+    assert all(check.passed is None for check in report.checks[1:])
+    console = Console(width=100, file=io.StringIO())
+    console.print(report)
+    text = console.file.getvalue()
+    assert "FAILED" in text
+    assert "eos_token_ids holds -1" in text
+    assert report.to_json()["checks"][0]["clause"] == "C6"
+
+
+def test_what_cannot_be_checked_is_said():
+    with pytest.raises(SettingError, match="no check 'speed'; choose among protocol, "):
+        check_model(BASE, only=["speed"])
+    with pytest.raises(SettingError, match="1 prompts were given"):
+        check_drafter(RepeatLast(), BASE, prompts=[[1]])
+    report = check_model(Wrapped(), only=["protocol"], skip=["protocol"])
+    assert report.checks == ()
