@@ -1,6 +1,16 @@
-"""Settings of the whole suite: strict promotion, and a cache directory of its own."""
+"""Settings of the whole suite: strict promotion, caches of its own, compiled programs shared."""
 
+import atexit
 import os
+import shutil
+import tempfile
+
+# One directory for all workers and the processes they start: many tests compile the same programs.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    directory = tempfile.mkdtemp(prefix="jaxspec-compiled-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 import pytest
