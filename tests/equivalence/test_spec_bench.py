@@ -1,10 +1,10 @@
 """Spec-Bench: 80 questions of its six tasks, speculative against plain, bit for bit.
 
 Prompts are cut to 768 tokens, 64 tokens are generated, batch 8. Every drafter and draft length
-shares one window of 8. Differences from the window-1 loop are printed with their margins (`pytest
--s`). The question file is an input and not part of this repository: name the directory that holds
-it in JAXSPEC_TEST_DATA, or keep it beside the checkout in shared/data; without it the tests are
-skipped.
+shares one window of 8. Differences from the window-1 loop are printed with their margins
+(`pytest -n 0 -s`). The question file is an input and not part of this repository: name the
+directory that holds it in JAXSPEC_TEST_DATA, or keep it beside the checkout in shared/data; without
+it the tests are skipped.
 """
 
 import os
