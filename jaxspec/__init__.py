@@ -16,6 +16,7 @@ from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine import Engine, Progress
 from jaxspec.errors import (
     CheckpointError,
+    ConformanceError,
     JaxspecError,
     ModelError,
     PromptError,
@@ -36,6 +37,7 @@ __all__ = [
     "Block",
     "CheckpointError",
     "Completion",
+    "ConformanceError",
     "Continuous",
     "Coupled",
     "DraftModel",

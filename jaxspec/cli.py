@@ -35,7 +35,7 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0, 1 for a mistake of the user's, 130 if interrupted, 141 if whoever reads the output has gone;
+    0, 1 for a mistake of the user's, 3 for an audit that finds a promise broken, 130 if interrupted, 141 if whoever reads the output has gone;
     options that cannot be parsed exit with 2.
     """
     try:
@@ -77,4 +77,4 @@ def run_command(args: Sequence[str] | None) -> int:
     document = command.run(Console())
     if command.json:
         print(json.dumps(document))
-    return 0
+    return 0 if document.get("holds", True) else 3

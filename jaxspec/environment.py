@@ -64,7 +64,7 @@ def devices() -> dict[str, Any]:
         "kinds": sorted({device.device_kind for device in local}),
         "num_devices": len(local),
         "num_used": 1,
-        "host": platform.platform(),
+        "host": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
     }
 

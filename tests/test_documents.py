@@ -12,11 +12,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_library_example_of_the_readme_runs():
-    [example] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    *statements, last = example.strip().split("\n")
+def test_the_library_examples_of_the_readme_run():
+    first, *others = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    *statements, last = first.strip().split("\n")
     namespace = {}
     exec("\n".join(statements), namespace)
+    for example in others:
+        exec(example, namespace)
     text, token_ids, finish_reason, acceptance = eval(last, namespace)
     assert text
     assert token_ids

@@ -151,7 +151,8 @@ class AuditCommand:
             style="bold green" if num_good == len(results) else "bold red",
             highlight=False,
         )
-        return make_document("audit", self, controls=controls_json(results))
+        is_sound = num_good == len(results)
+        return make_document("audit", self, holds=is_sound, controls=controls_json(results))
 
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path
@@ -191,6 +192,7 @@ class AuditCommand:
         return make_document(
             "audit",
             self,
+            holds=report.holds,
             inputs={str(path): sha256_of(path)},
             audit=audit.to_json(),
             html=self.html,
@@ -254,7 +256,14 @@ class AuditCommand:
         inputs = {}
         with contextlib.suppress(OSError, TypeError):
             inputs[str(path)] = sha256_of(str(path))
-        return make_document("audit", self, inputs=inputs, audit=audit.to_json(), html=self.html)
+        return make_document(
+            "audit",
+            self,
+            holds=report.holds,
+            inputs=inputs,
+            audit=audit.to_json(),
+            html=self.html,
+        )
 
     def _show(self, console: Console, report: Report) -> None:
         console.print(report.title, style="bold", markup=False, highlight=False)

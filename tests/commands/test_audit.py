@@ -81,6 +81,7 @@ def test_a_file_of_outputs(cli, models, tmp_path):
     outputs.write_text(f"{json.dumps(header)}\n{json.dumps(ids)}\n")
     result = cli(*audit, "--their-dtype", "bf16", "--html", tmp_path / "r.html")
     found = result.document["audit"]
+    assert result.status == 3
     assert found["holds"] is False
     assert found["dtype"] == "bfloat16"
     assert (found["divergences"][0]["line"], found["divergences"][0]["index"]) == (2, 4)
@@ -97,6 +98,7 @@ def test_snippets_are_printed_as_they_are(cli, name):
 @pytest.mark.slow
 def test_controls(cli):
     result = cli("audit", "--controls", "--json")
+    assert result.status == 0
     controls = result.document["controls"]
     assert len(controls) > 10
     for control in controls:
