@@ -35,8 +35,9 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0, 1 for a mistake of the user's, 3 for an audit that finds a promise broken, 130 if interrupted, 141 if whoever reads the output has gone;
-    options that cannot be parsed exit with 2.
+    0, 1 for a mistake of the user's, 3 for an audit that finds a promise broken, 130 if
+    interrupted, 141 if whoever reads the output has gone; options that cannot be parsed exit with
+    2.
     """
     try:
         status = run_command(args)
