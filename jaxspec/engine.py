@@ -361,6 +361,10 @@ class Engine:
         self._state = state
         return state
 
+    def reset(self) -> None:
+        """Empties every row; no output depends on it, it only lets go of what was decoded last."""
+        self._state = None
+
     def _progress(
         self,
         rows: Sequence[Resident | None],

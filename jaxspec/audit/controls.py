@@ -356,6 +356,9 @@ class Bench:
     def _is_right_alone(self, fault: Fault, index: int) -> bool:
         """Whether a request's output is right when nothing else is in the batch."""
         w = self.workload
+        for engine in (self._production, self._switched):
+            if engine is not None:
+                engine.reset()  # rows that have ended are company too, for a fault
         with self._faulty(fault) as engine:
             alone = engine.generate([w.prompts[index]], w.params[index])
         completions = list(self._witness)
