@@ -52,7 +52,7 @@ class DemoCommand:
     """Batch sizes to measure."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of parameters, compute and cache."""
-    repeats: int = 5
+    repeats: int = 9
     """Timed runs of each kind; the median counts."""
     json: bool = False
     """End with one line of JSON on standard output."""
