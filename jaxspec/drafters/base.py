@@ -5,6 +5,11 @@ the verdict it is told what became of its draft. All functions run inside the co
 are traced once; `params` is handed in, never closed over, and every shape is fixed by
 `EngineShape`.
 
+An engine may hold more rows than it decodes at a time. `init`, `admit` and `catch_up` are given a
+`shape` whose `seats` are all rows that are held, and `rows` of all of them; `propose` and `commit`
+those in seats, with the state of just these. So whatever a drafter keeps per row has the rows as
+its first axis (or is one of our caches); everything else is shared.
+
 To write one: a class with the attributes and methods below (a frozen dataclass will do), passed to
 `Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
 """
