@@ -28,6 +28,7 @@ from jax import lax
 from jaxspec.types import Prefix, Rows, RowSampling
 
 _IMPL = "threefry2x32"
+BLOCK = 128  # committed tokens counted at a time
 
 
 class Stream(enum.IntEnum):
@@ -127,17 +128,10 @@ def adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
 
 def _adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
     s, vocab_size = rows.sampling, logits.shape[-1]
-    slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
-    is_committed = slot < rows.num_committed[:, None]
-    is_output = is_committed & (slot >= s.prompt_length[:, None])
-
-    def count(tokens, counted):
-        return jnp.zeros((vocab_size,), jnp.float32).at[tokens].add(counted.astype(jnp.float32))
-
     drafted = jax.nn.one_hot(prefix.tokens, vocab_size, dtype=jnp.float32)
     drafted = jnp.einsum("btn,bnv->btv", _broadcast(prefix.is_before, drafted), drafted)
-    num_output = jax.vmap(count)(rows.tokens, is_output)[:, None] + drafted
-    num_all = jax.vmap(count)(rows.tokens, is_committed)[:, None] + drafted
+    in_all, in_output = _count_committed(rows, vocab_size)
+    num_all, num_output = in_all[:, None] + drafted, in_output[:, None] + drafted
 
     penalty = s.repetition_penalty[:, None, None]
     penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
@@ -152,6 +146,30 @@ def _adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
     is_early = prefix.position < s.min_length[:, None]
     is_barred = is_early[..., None] & jax.vmap(mark)(rows.stop_tokens)[:, None]
     return jnp.where(is_barred, -jnp.inf, logits)
+
+
+def _count_committed(rows: Rows, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """Occurrences `[B, V]` fp32 of each token in prompt and output, and in the output alone.
+
+    Counted block by block, as far as tokens are committed: nothing of the size of the capacity is
+    made.
+    """
+    row = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32)[:, None]
+
+    def count_block(index, counts):
+        slot = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        tokens = jnp.take(rows.tokens, slot, axis=1, mode="clip")
+        is_committed = slot < rows.num_committed[:, None]
+        is_output = is_committed & (slot >= rows.sampling.prompt_length[:, None])
+        in_all, in_output = counts
+        return (
+            in_all.at[row, tokens].add(is_committed.astype(jnp.float32)),
+            in_output.at[row, tokens].add(is_output.astype(jnp.float32)),
+        )
+
+    zeros = jnp.zeros((rows.tokens.shape[0], vocab_size), jnp.float32)
+    num_blocks = (jnp.max(rows.num_committed) + BLOCK - 1) // BLOCK
+    return lax.fori_loop(0, num_blocks, count_block, (zeros, zeros))
 
 
 def _broadcast(is_before: jax.Array, drafted: jax.Array) -> jax.Array:
