@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import cache as kv
+from jaxspec import layouts
 from jaxspec.decoding import LogprobsConfig, Seat, SpeculativeLoop
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.errors import SettingError
+from jaxspec.layouts import Layout
 from jaxspec.models.base import Model
 from jaxspec.plain import PlainLoop
 from jaxspec.requests import (
@@ -73,6 +75,9 @@ class Engine:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
       scheduler: which rows take part in a round; default `Static()`.
+      layout: where KV stands in the target's cache. `ragged` never moves any; `aligned` pads rows
+        on the left so that those in seats end at one slot, and moves them after every round, as
+        2510.22876 does. Its output equals the ragged one's except at ties within rounding.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `window - 1`.
       window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
@@ -112,6 +117,7 @@ class Engine:
         *,
         verifier: Verifier | None = None,
         scheduler: Scheduler | None = None,
+        layout: Layout = "ragged",
         draft_length: int = 4,
         window: int | None = None,
         seats: int = 8,
@@ -126,6 +132,8 @@ class Engine:
         self.drafter = drafter
         self.verifier = Coupled() if verifier is None else verifier
         self.scheduler = Static() if scheduler is None else scheduler
+        layouts.check_layout(layout)
+        self.layout = layout
         self.max_logprobs = max_logprobs
         self.logprobs_mode = logprobs_mode
         self.draft_length = draft_length if drafter is not None else 0
@@ -189,6 +197,7 @@ class Engine:
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
+                layout=layout,
             )
         else:
             self._loop = SpeculativeLoop(
@@ -199,6 +208,7 @@ class Engine:
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
+                layout=layout,
             )
         self.num_residents = self.scheduler.num_residents(seats)
         self._is_busy = False
@@ -221,13 +231,16 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return min(self.shape.capacity - self.shape.window + 1, self.shape.capacity - 1)
+        return layouts.longest_prompt(
+            self.layout, capacity=self.shape.capacity, window=self.shape.window
+        )
 
     @property
     def exactness(self) -> str:
-        """`bitwise` (the target's own tokens), `law` (the target's law) or `lossy`."""
+        """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding: the
+        aligned layout), `law` (the target's law) or `lossy`."""
         if self.verifier.is_coupled:
-            return "bitwise"
+            return "bitwise" if self.layout == "ragged" else "ties"
         return "law" if self.verifier.is_lossless else "lossy"
 
     def describe(self) -> dict[str, Any]:
@@ -237,6 +250,7 @@ class Engine:
             "drafter": self.drafter.name if self.drafter else "none",
             "is_synthetic": bool(self.drafter and self.drafter.is_synthetic),
             "verifier": self.verifier.name,
+            "layout": self.layout,
             "scheduler": self.scheduler.name,
             "num_residents": self.num_residents,
             "draft_length": self.draft_length,
@@ -292,7 +306,7 @@ class Engine:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Iterator[Completion]:
         """Yields the completions of `requests` in order, each as soon as it and those before it
-        have ended. See `generate`.
+        have ended; decoded they are in the scheduler's. See `generate`.
 
         Raises:
           SettingError: also if the engine is still decoding for an earlier call.
@@ -326,7 +340,13 @@ class Engine:
         on_progress: Callable[[Progress], None] | None,
     ) -> Iterator[Completion]:
         """Admits requests to rows, runs rounds, harvests rows that have ended, until all have."""
-        queue = collections.deque(enumerate(requests))
+        order = self.scheduler.order(
+            [len(request.prompt_token_ids) for request in requests],
+            [request.params.max_tokens for request in requests],
+        )
+        queue = collections.deque(
+            (arrival, index, requests[index]) for arrival, index in enumerate(order)
+        )
         rows: list[Resident | None] = [None] * self.num_residents
         completions: list[Completion | None] = [None] * len(requests)
         num_yielded = 0
@@ -335,9 +355,9 @@ class Engine:
             if self.scheduler.fills_seats or not any(rows):
                 for row in [row for row, resident in enumerate(rows) if resident is None]:
                     if queue:
-                        index, request = queue.popleft()
+                        arrival, index, request = queue.popleft()
                         rows[row] = Resident(index=index, request=request)
-                        self._admit_request(row, request, index, draft_length)
+                        self._admit_request(row, request, arrival, draft_length)
             min_running = self.scheduler.min_running(self.shape.seats) if queue else 1
             self._state = self._run(
                 self._params, self.state, np.int32(self.rounds_per_sync), np.int32(min_running)

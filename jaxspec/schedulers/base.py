@@ -6,6 +6,7 @@ chosen on the device by a table of row numbers, so that no KV is copied when a r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -50,10 +51,25 @@ class Scheduler(Protocol):
         """While requests are queued, the host admits some when fewer rows than this are running."""
         ...
 
+    def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+        """The indices of a list of requests in the order in which they are admitted; completions
+        come back in the order of the list all the same.
+
+        Args:
+          prompt_lengths: tokens of each request's prompt.
+          max_tokens: tokens that each may emit.
+        """
+        ...
+
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """`[seats]` int32, distinct rows for the next round; rows that have ended may fill a seat
         that nobody wants."""
         ...
+
+
+def input_order(prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+    """First come, first served."""
+    return list(range(len(prompt_lengths)))
 
 
 def by_arrival(state: DecodeState) -> jax.Array:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec.schedulers.base import input_order
 from jaxspec.types import DecodeState
 
 
@@ -25,6 +27,10 @@ class Static:
     def min_running(self, seats: int) -> int:
         """A batch is decoded to its end."""
         return 1
+
+    def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+        """Consecutive batches, in input order."""
+        return input_order(prompt_lengths, max_tokens)
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """All of them."""
