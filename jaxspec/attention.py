@@ -30,7 +30,7 @@ class Attention(Protocol):
         self,
         queries: jax.Array,
         layer: kv.LayerCache,
-        table: jax.Array,
+        table: kv.Table,
         window: Window,
         *,
         dtype: jnp.dtype,
@@ -43,7 +43,7 @@ class Attention(Protocol):
 def block_attention(
     queries: jax.Array,
     layer: kv.LayerCache,
-    table: jax.Array,
+    table: kv.Table,
     window: Window,
     *,
     dtype: jnp.dtype,
@@ -58,7 +58,7 @@ def block_attention(
     Args:
       queries: `[B, T, Q, H]`, rotated.
       layer: KV of this layer.
-      table: `[B, S / block]` page numbers of the window's rows.
+      table: `[B, S / block]` page numbers of the window's rows, and their padding if there is any.
       window: where the queries stand.
       dtype: dtype of the KV that is read.
       sliding_window: a query at position i sees positions above `i - sliding_window` only.
@@ -72,40 +72,50 @@ def block_attention(
     scale = head_size**-0.5
 
     positions = window.positions
+    is_padded = isinstance(table, kv.AlignedTable)
     row_end = jnp.max(positions, axis=1) + 1
-    last_block = (jnp.max(positions) + block) // block
+    # Slots and positions are the same in the ragged layout. In the aligned one a row's first block
+    # may lie to the right of slot 0, and its padding is masked like all that is not its own.
+    last_block = (jnp.max(kv.slots_of(table, positions)) + block) // block
     first_block = jnp.int32(0)
     if sliding_window is not None:
-        first_block = jnp.maximum(jnp.min(positions) - sliding_window + 1, 0) // block
+        first_seen = jnp.maximum(positions - sliding_window + 1, 0)
+        first_block = jnp.min(kv.slots_of(table, first_seen)) // block
 
     if window.paths is None:
         score_equation, value_equation = "btkgh,bskh->bkgts", "bkgts,bskh->bkgth"
     else:  # every query has KV of its own: its ancestors, in the slots they would be committed to
         score_equation, value_equation = "btkgh,btskh->bkgts", "bkgts,btskh->bkgth"
 
-    def read(block_index, slots):
+    def read(block_index, held):
         if window.paths is None:
             return kv.read_block(layer, table, block_index, dtype)
-        depth = slots - window.start[:, None]  # [B, block]
+        depth = held - window.start[:, None]  # [B, block]
         in_window = (depth >= 0) & (depth < window_length)
         clipped = jnp.clip(depth, 0, window_length - 1)[:, None, :]
         entry = jnp.take_along_axis(window.paths, clipped, axis=2)  # [B, T, block]
-        stored = jnp.where(in_window[:, None], window.start[:, None, None] + entry, slots)
+        stored = window.start[:, None, None] + entry
+        stored = jnp.where(in_window[:, None], stored, held[..., None, :])
         return kv.read_slots(layer, table, stored, dtype)
 
     def body(block_index, carry):
         highest, total, output = carry
         slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
-        k, v = read(block_index, slots)
+        held = kv.positions_of(table, slots)  # [block], or [B, block] where rows are padded
+        k, v = read(block_index, held)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
-        is_live = slots < row_end[:, None]
+        is_live = held < row_end[:, None]
+        if is_padded:
+            is_live &= held >= 0
         live = (
             is_live[:, :, None, None] if window.paths is None else is_live[:, None, :, None, None]
         )
         v = jnp.where(live, v, jnp.zeros((), dtype))
-        visible = slots <= positions[:, :, None]
+        visible = held[..., None, :] <= positions[:, :, None]
+        if is_padded:
+            visible &= held[:, None, :] >= 0
         if sliding_window is not None:
-            visible &= slots > positions[:, :, None] - sliding_window
+            visible &= held[..., None, :] > positions[:, :, None] - sliding_window
         scores = scale * jnp.einsum(
             score_equation, grouped, k, preferred_element_type=jnp.float32, precision=precision
         )

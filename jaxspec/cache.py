@@ -1,4 +1,4 @@
-"""Paged KV cache: allocate, write, read a block, move an accepted path.
+"""Paged KV cache: allocate, write, read a block, move an accepted path, realign.
 
 KV lives in pages, per layer `[P, block, K * H]`, and a table `[rows, S / block]` of page numbers
 says which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is
@@ -8,6 +8,17 @@ zeroed:
 
     row 0, 3 committed, window of 3:   a b c . . .   ->  write at slots 2, 3, 4 (c and two drafts)
     row 1, 5 committed, window of 3:   a b c d e .   ->  write at slots 4, 5, 6
+
+That is the `ragged` layout. In the `aligned` one (2510.22876) a row is padded on its left, and all
+rows of a batch end at one slot: position i of a row stands at slot `first_slot + i`.
+
+    row 0, 3 committed, first slot 2:  - - a b c .   ->  write at slots 4, 5, 6
+    row 1, 5 committed, first slot 0:  a b c d e .   ->  write at slots 4, 5, 6
+
+Rows that accept different numbers of tokens then have to be moved, by `realign`. Outside this
+module and `attention` everything speaks of positions, whatever the layout; the functions below take
+a `table` that is either an array of page numbers or an `AlignedTable`, and add `first_slot` where
+there is one.
 
 Only this module knows how KV is stored. Heads and their components are one axis, because XLA gives
 an axis of one KV head another layout in the loop than outside it, and copies the whole cache for
@@ -38,18 +49,47 @@ class LayerCache(struct.PyTreeNode):
         return self.k.shape[1]
 
 
+class AlignedTable(struct.PyTreeNode):
+    """The table of a cache whose rows are padded on the left; indexed by rows as an array is.
+
+    Attributes:
+      pages: `[rows, S / block]` int32 page numbers.
+      first_slot: `[rows]` int32, the slot of each row's position 0: its padding.
+    """
+
+    pages: jax.Array
+    first_slot: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(rows, S / block)`."""
+        return self.pages.shape
+
+    def __getitem__(self, rows) -> AlignedTable:
+        return AlignedTable(pages=self.pages[rows], first_slot=self.first_slot[rows])
+
+
+Table = jax.Array | AlignedTable
+
+
 class KVCache(struct.PyTreeNode):
     """Per-layer pages and the table that assigns them to rows.
 
     Attributes:
       layers: one `LayerCache` per layer (a tuple: stacking them makes XLA copy a whole cache).
-      table: `[rows, S / block]` int32 page numbers.
+      table: `[rows, S / block]` int32 page numbers; an `AlignedTable` of them in that layout.
       dtype: static, the dtype in which KV is read.
     """
 
     layers: tuple[LayerCache, ...]
-    table: jax.Array
+    table: Table
     dtype: jnp.dtype = struct.field(pytree_node=False)
+
+    @property
+    def first_slot(self) -> jax.Array | None:
+        """`[rows]` int32, the slot of each row's position 0; None if that is slot 0 of all rows,
+        as in the `ragged` layout."""
+        return self.table.first_slot if isinstance(self.table, AlignedTable) else None
 
     @property
     def capacity(self) -> int:
@@ -98,6 +138,27 @@ def _from_storage(values: jax.Array, dtype) -> jax.Array:
     return lax.bitcast_convert_type(values, dtype)
 
 
+def _placed(table: Table, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Page numbers, and the slots `[B, ...]` of `positions` `[B, ...]`; -1 stays -1."""
+    if not isinstance(table, AlignedTable):
+        return table, positions
+    first_slot = table.first_slot.reshape(-1, *[1] * (positions.ndim - 1))
+    return table.pages, jnp.where(positions >= 0, positions + first_slot, positions)
+
+
+def positions_of(table: Table, slots: jax.Array) -> jax.Array:
+    """Positions that stand at `slots` `[n]`: the same `[n]` for all rows, or `[B, n]` of an aligned
+    table, negative in the padding."""
+    if not isinstance(table, AlignedTable):
+        return slots
+    return slots - table.first_slot[:, None]
+
+
+def slots_of(table: Table, positions: jax.Array) -> jax.Array:
+    """Slots `[B, ...]` at which `positions` `[B, ...]` stand."""
+    return _placed(table, positions)[1]
+
+
 def _flat_index(table: jax.Array, slots: jax.Array, num_flat: int, block: int) -> jax.Array:
     """Index `[B, T]` of each slot in the flattened pages; slots outside `[0, S)` get distinct
     indices past the end, where a scatter with `mode="drop"` drops them (-1 would wrap around)."""
@@ -108,14 +169,16 @@ def _flat_index(table: jax.Array, slots: jax.Array, num_flat: int, block: int) -
 
 
 def write(
-    layer: LayerCache, table: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
+    layer: LayerCache, table: Table, k: jax.Array, v: jax.Array, slots: jax.Array
 ) -> LayerCache:
     """Stores `k`, `v` `[B, T, K, H]` at `slots` `[B, T]` of the rows in `table` `[B, S / block]`.
 
-    Slots of a row must be distinct; those outside `[0, S)` are not stored.
+    Slots of a row are counted from that of its position 0. They must be distinct; those that are
+    negative or beyond the row's capacity are not stored.
     """
     num_pages, block, size = layer.k.shape
-    index = _flat_index(table, slots, num_pages * block, block).reshape(-1)
+    pages, slots = _placed(table, slots)
+    index = _flat_index(pages, slots, num_pages * block, block).reshape(-1)
 
     def scatter(stored, values):
         flat = stored.reshape(num_pages * block, size)
@@ -126,10 +189,12 @@ def write(
 
 
 def read_block(
-    layer: LayerCache, table: jax.Array, block_index: jax.Array, dtype
+    layer: LayerCache, table: Table, block_index: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, block, K, H]` of the `block_index`-th block of every row in `table`."""
-    page = lax.dynamic_index_in_dim(table, block_index, axis=1, keepdims=False)
+    """k and v `[B, block, K, H]` of the `block_index`-th block of every row in `table`; which
+    positions stand there, `positions_of` says."""
+    pages = table.pages if isinstance(table, AlignedTable) else table
+    page = lax.dynamic_index_in_dim(pages, block_index, axis=1, keepdims=False)
 
     def gather(stored):
         values = _from_storage(stored[page], dtype)
@@ -139,14 +204,15 @@ def read_block(
 
 
 def read_slots(
-    layer: LayerCache, table: jax.Array, slots: jax.Array, dtype
+    layer: LayerCache, table: Table, slots: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, ..., K, H]` at `slots` `[B, ...]`; slots outside `[0, S)` read some valid
-    slot.
+    """k and v `[B, ..., K, H]` at `slots` `[B, ...]`, counted from that of position 0; slots that
+    the row does not have read some valid slot.
     """
     num_pages, block, size = layer.k.shape
-    inside = jnp.clip(slots, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
-    index = _flat_index(table, inside, num_pages * block, block)
+    pages, placed = _placed(table, slots)
+    inside = jnp.clip(placed, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
+    index = _flat_index(pages, inside, num_pages * block, block)
 
     def gather(stored):
         values = stored.reshape(num_pages * block, size)[index]
@@ -165,7 +231,7 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
         start | root a b c d     path [0]     ->  start | root a . . .
 
     Args:
-      start: `[B]` int32, slot of the window's first token.
+      start: `[B]` int32, slot of the window's first token, counted from that of position 0.
       path: `[B, N]` int32 node at each depth, -1 beyond the accepted ones.
     """
     depth = jnp.arange(path.shape[1], dtype=jnp.int32)
@@ -178,3 +244,103 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
         return write(layer, cache.table, k, v, target)
 
     return cache.replace(layers=tuple(move(layer) for layer in cache.layers))
+
+
+def aligned(cache: KVCache) -> KVCache:
+    """The cache in the `aligned` layout, every row's position 0 at slot 0 so far."""
+    if isinstance(cache.table, AlignedTable):
+        return cache
+    first_slot = jnp.zeros((cache.table.shape[0],), jnp.int32)
+    return cache.replace(table=AlignedTable(pages=cache.table, first_slot=first_slot))
+
+
+def without_padding(cache: KVCache, row: jax.Array) -> KVCache:
+    """The cache with position 0 of `row` at slot 0: for a new request, whose KV is still to come.
+
+    So its prompt can be read whatever the others' padding is.
+    """
+    if not isinstance(cache.table, AlignedTable):
+        return cache
+    first_slot = cache.table.first_slot.at[row].set(0)
+    return cache.replace(table=cache.table.replace(first_slot=first_slot))
+
+
+def put_table(table: Table, rows: jax.Array, new: Table) -> Table:
+    """`table` after rounds that ran on `new`, its `rows` `[n]`: pages stay, padding may differ."""
+    if not isinstance(table, AlignedTable) or not isinstance(new, AlignedTable):
+        return table
+    first_slot = table.first_slot.at[rows].set(new.first_slot, unique_indices=True)
+    return table.replace(first_slot=first_slot)
+
+
+def aligned_first_slot(
+    first_slot: jax.Array, num_committed: jax.Array, *, largest: int
+) -> jax.Array:
+    """Where position 0 of each row must stand, `[B]` int32, for all rows to end at one slot.
+
+    `first_slot + num_committed` is made the same for all rows (invariant I1 of 2510.22876, section
+    3.1). Where it is already, nothing changes, whatever the paddings are (corollary B.3); otherwise
+    the longest row loses its padding and the others get what they lack (equation 1).
+
+    Args:
+      first_slot: `[B]` int32.
+      num_committed: `[B]` int32; 0 is a row that holds nothing: it gets 0, and nobody heeds it.
+      largest: the common end beyond which a round's window would not fit; there padding that all
+        rows share is taken away.
+    """
+    is_held = num_committed > 0
+    end = first_slot + num_committed
+    last = jnp.max(jnp.where(is_held, end, 0))
+    is_aligned = jnp.all(~is_held | (end == last)) & (last <= largest)
+    padding = jnp.max(num_committed) - num_committed
+    return jnp.where(is_held, jnp.where(is_aligned, first_slot, padding), 0)
+
+
+def num_moved(before: jax.Array, after: jax.Array, num_committed: jax.Array) -> jax.Array:
+    """`[B]` int32, slots whose KV moves when `first_slot` `[B]` changes: the newest token has none
+    yet."""
+    return jnp.where(before == after, 0, jnp.maximum(num_committed - 1, 0))
+
+
+def realign(cache: KVCache, num_committed: jax.Array, *, largest: int) -> KVCache:
+    """The cache with all rows ending at one slot, `aligned_first_slot`; a pure function.
+
+    Two rows (of 4 and 6 tokens, the newest without KV), before and after:
+
+        first slot 2   - - a b c . .     ->   first slot 2   - - a b c . .
+        first slot 1   - a b c d e .     ->   first slot 0   a b c d e . .
+
+    KV is moved in place, block by block: rows that shift to the left in ascending order, rows that
+    shift to the right in descending order, so that nothing is overwritten before it was read. A
+    ragged cache is returned as it is.
+
+    Args:
+      num_committed: `[B]` int32, of all rows in the table; see `aligned_first_slot`.
+      largest: see `aligned_first_slot`.
+    """
+    before = cache.table
+    if not isinstance(before, AlignedTable):
+        return cache
+    block = cache.layers[0].block
+    with jax.named_scope("realign"):
+        first_slot = aligned_first_slot(before.first_slot, num_committed, largest=largest)
+        num_live = num_moved(before.first_slot, first_slot, num_committed)
+        num_blocks = -(-num_live // block)
+        after = before.replace(first_slot=first_slot)
+        is_descending = first_slot > before.first_slot
+        within = jnp.arange(block, dtype=jnp.int32)
+
+        def body(index, layers):
+            chunk = jnp.where(is_descending, num_blocks - 1 - index, index)
+            source = chunk[:, None] * block + within
+            moves = (index < num_blocks)[:, None] & (source < num_live[:, None])
+            target = jnp.where(moves, source, -1)
+
+            def move(layer):
+                k, v = read_slots(layer, before, source, cache.dtype)
+                return write(layer, after, k, v, target)
+
+            return tuple(move(layer) for layer in layers)
+
+        layers = lax.fori_loop(0, jnp.max(num_blocks), body, cache.layers)
+    return cache.replace(layers=layers, table=after)

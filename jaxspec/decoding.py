@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec import sampling
-from jaxspec.cache import KVCache, commit_path
+from jaxspec import layouts, sampling
+from jaxspec.cache import KVCache, commit_path, put_table
 from jaxspec.drafters.base import Drafter, EngineShape, Outcome
+from jaxspec.layouts import Layout
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
 from jaxspec.schedulers.base import Scheduler
@@ -42,6 +43,7 @@ from jaxspec.types import (
     PyTree,
     Rows,
     RowSampling,
+    ScheduleCounts,
     Verdict,
     Window,
 )
@@ -52,7 +54,8 @@ from jaxspec.verifiers.base import Verifier
 class SpeculativeLoop:
     """The functions of one engine; see `jaxspec.plain.PlainLoop` for its window-1 counterpart.
 
-    `params` is everywhere `{"target": ..., "drafter": ...}`.
+    `params` is everywhere `{"target": ..., "drafter": ...}`. The `layout` is that of the target's
+    cache; a drafter that keeps a cache lays it out as it likes.
     """
 
     target: Model
@@ -62,6 +65,7 @@ class SpeculativeLoop:
     shape: EngineShape
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
+    layout: Layout = "ragged"
 
     @property
     def params(self) -> PyTree:
@@ -84,7 +88,9 @@ class SpeculativeLoop:
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
-            cache=self.target.init_cache(held.seats, held.capacity),
+            cache=layouts.arrange(
+                self.target.init_cache(held.seats, held.capacity), layout=self.layout
+            ),
             drafter=self.drafter.init(held),
         )
 
@@ -175,6 +181,10 @@ def run_rounds(
     Where more rows are held than there are seats, the rows in seats are decoded until the scheduler
     would seat others; only then are they put back and others taken, so a round costs the same.
 
+    Rows of an aligned cache are aligned as they are seated. A scheduler that keeps them in seats
+    has them aligned after every round too, as EQSPEC does; one that regroups has not, and those it
+    seats together again may need nothing (EXSPEC). A ragged cache has nothing to align.
+
     Args:
       round_: from a state of the rows in seats to the state after a round.
       empty: makes an empty state of so many rows, by which arrays with a row axis are told.
@@ -183,11 +193,23 @@ def run_rounds(
     def count(state: DecodeState) -> jax.Array:
         return jnp.sum(state.is_running, dtype=jnp.int32)
 
+    def align(state: DecodeState, took_part: jax.Array) -> DecodeState:
+        state = count_lengths(state, took_part, seats=shape.seats)
+        return layouts.align(state, capacity=shape.capacity, window=shape.window)
+
     def decode(index, state, goes_on):
         def body(carry):
             index, state = carry
-            return index + 1, round_(state).replace(num_rounds=state.num_rounds + 1)
+            took_part = state.is_running
+            if scheduler.regroups:
+                state = align(state, took_part)
+            state = count_round(round_(state), took_part)
+            if not scheduler.regroups:
+                state = align(state, took_part)
+            return index + 1, state
 
+        if not scheduler.regroups:
+            state = layouts.align(state, capacity=shape.capacity, window=shape.window)
         return lax.while_loop(goes_on, body, (index, state))
 
     def is_unfinished(carry):
@@ -244,9 +266,37 @@ def rows_axis(
     return jax.tree.map(operator.ne, sizes(num_rows), sizes(num_rows + 1))
 
 
+def count_round(state: DecodeState, took_part: jax.Array) -> DecodeState:
+    """State after a round in which the rows `took_part` `[B]` were decoded."""
+    schedule = state.schedule
+    return state.replace(
+        schedule=schedule.replace(
+            num_rounds=schedule.num_rounds + 1,
+            num_rows=schedule.num_rows + jnp.sum(took_part, dtype=jnp.int32),
+        )
+    )
+
+
+def count_lengths(state: DecodeState, took_part: jax.Array, *, seats: int) -> DecodeState:
+    """State with the rows `took_part` `[B]` of a round compared by length; see `ScheduleCounts`."""
+    # Rows that took no part get lengths below zero, each its own. Sorted, equals are neighbours.
+    nobody = -1 - jnp.arange(took_part.shape[0], dtype=jnp.int32)
+    length = jnp.sort(jnp.where(took_part, layouts.lengths(state), nobody))
+    is_same = jnp.pad(length[1:] == length[:-1], 1)
+    is_grouped = jnp.all(took_part) & (length[0] == length[-1])
+    num_alike = jnp.sum(is_same[1:] | is_same[:-1], dtype=jnp.int32)
+    schedule = state.schedule
+    return state.replace(
+        schedule=schedule.replace(
+            num_grouped_rounds=schedule.num_grouped_rounds + is_grouped.astype(jnp.int32),
+            num_grouped_rows=schedule.num_grouped_rows + num_alike,
+        )
+    )
+
+
 def take_rows(state: DecodeState, rows: jax.Array, is_per_row: PyTree) -> DecodeState:
     """The state of some `rows` `[n]`, distinct. Their KV stays where it is: of a cache only the
-    table of pages is taken."""
+    table of pages (and of paddings) is taken."""
 
     def take(has_rows: bool, leaf):
         if _is_cache(leaf):
@@ -263,7 +313,7 @@ def put_rows(
 
     def put_back(has_rows: bool, leaf, new):
         if _is_cache(leaf):
-            return new.replace(table=leaf.table)
+            return new.replace(table=put_table(leaf.table, rows, new.table))
         return leaf.at[rows].set(new, unique_indices=True) if has_rows else new
 
     return jax.tree.map(put_back, is_per_row, state, view)
@@ -337,7 +387,14 @@ def empty_state(
         num_committed=zeros() + 1,
         finish=zeros() + Finish.EMPTY_SEAT,
         arrival=zeros(),
-        num_rounds=jnp.int32(0),
+        schedule=ScheduleCounts(
+            num_rounds=jnp.int32(0),
+            num_rows=jnp.int32(0),
+            num_grouped_rounds=jnp.int32(0),
+            num_grouped_rows=jnp.int32(0),
+            num_realignments=jnp.int32(0),
+            num_slots_moved=jnp.int32(0),
+        ),
         limit=zeros(),
         limit_finish=zeros(),
         draft_limit=zeros(),
@@ -374,6 +431,7 @@ def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
     garbage.
     """
     return state.replace(
+        cache=layouts.vacate(state.cache, row),
         num_committed=state.num_committed.at[row].set(seat.length),
         finish=state.finish.at[row].set(_first_finish(seat)),
         arrival=state.arrival.at[row].set(seat.arrival),
@@ -437,13 +495,11 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
 
     Entry i is stored at slot `start + i` and stands at position `start + depth`. All T entries of a
     running row are written, valid or not, so no live block holds a slot of unknown content. Rows
-    that have ended write nothing, and stand where the foremost running row does, so that they
-    neither lengthen nor widen the range of blocks that attention reads.
+    that have ended write nothing.
     """
     num_rows, num_nodes = draft.tokens.shape
     is_running = state.is_running
-    start = state.num_committed - 1
-    start = jnp.where(is_running, start, jnp.max(jnp.where(is_running, start, 0)))
+    start = layouts.window_start(state)
     entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)
     slots = jnp.where(is_running[:, None], start[:, None] + entry, -1)
     if is_chain:

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import cache as kv
+from jaxspec import layouts
 from jaxspec.decoding import LogprobsConfig, Seat, SpeculativeLoop
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.errors import QueueFullError, RequestError, SettingError
+from jaxspec.layouts import Layout
 from jaxspec.memory import measure_memory
 from jaxspec.models.base import Model, TextTokenizer
 from jaxspec.plain import PlainLoop
@@ -103,6 +105,9 @@ class Engine:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
       scheduler: which rows take part in a round; default `Continuous()`.
+      layout: where KV stands in the target's cache. `ragged` never moves any; `aligned` pads rows
+        on the left so that those in seats end at one slot, and moves them after every round, as
+        2510.22876 does. Its output equals the ragged one's except at ties within rounding.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `window - 1`.
       window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
@@ -143,6 +148,7 @@ class Engine:
         *,
         verifier: Verifier | None = None,
         scheduler: Scheduler | None = None,
+        layout: Layout = "ragged",
         draft_length: int = 4,
         window: int | None = None,
         seats: int = 8,
@@ -158,6 +164,8 @@ class Engine:
         self.drafter = drafter
         self.verifier = Coupled() if verifier is None else verifier
         self.scheduler = Continuous() if scheduler is None else scheduler
+        layouts.check_layout(layout)
+        self.layout: Layout = layout
         self.max_logprobs = max_logprobs
         self.logprobs_mode = logprobs_mode
         self.draft_length = draft_length if drafter is not None else 0
@@ -223,6 +231,7 @@ class Engine:
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
+                layout=layout,
             )
         else:
             self._loop = SpeculativeLoop(
@@ -233,6 +242,7 @@ class Engine:
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
+                layout=layout,
             )
         self.num_residents = self.scheduler.num_residents(seats)
         self.memory = measure_memory(self._loop)
@@ -270,13 +280,16 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return min(self.shape.capacity - self.shape.window + 1, self.shape.capacity - 1)
+        return layouts.longest_prompt(
+            self.layout, capacity=self.shape.capacity, window=self.shape.window
+        )
 
     @property
     def exactness(self) -> str:
-        """`bitwise` (the target's own tokens), `law` (the target's law) or `lossy`."""
+        """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding: the
+        aligned layout), `law` (the target's law) or `lossy`."""
         if self.verifier.is_coupled:
-            return "bitwise"
+            return "bitwise" if self.layout == "ragged" else "ties"
         return "law" if self.verifier.is_lossless else "lossy"
 
     def describe(self) -> dict[str, Any]:
@@ -286,6 +299,7 @@ class Engine:
             "drafter": self.drafter.name if self.drafter else "none",
             "is_synthetic": bool(self.drafter and self.drafter.is_synthetic),
             "verifier": self.verifier.name,
+            "layout": self.layout,
             "scheduler": self.scheduler.name,
             "num_residents": self.num_residents,
             "draft_length": self.draft_length,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import sampling
+from jaxspec import layouts, sampling
 from jaxspec.decoding import (
     LogprobsConfig,
     Seat,
@@ -25,6 +25,7 @@ from jaxspec.decoding import (
     take_seat,
 )
 from jaxspec.drafters.base import EngineShape
+from jaxspec.layouts import Layout
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
 from jaxspec.schedulers.base import Scheduler
@@ -40,6 +41,7 @@ class PlainLoop:
     shape: EngineShape
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
+    layout: Layout = "ragged"
 
     @property
     def params(self) -> PyTree:
@@ -63,7 +65,7 @@ class PlainLoop:
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
-            cache=cache,
+            cache=layouts.arrange(cache, layout=self.layout),
             drafter=(),
         )
 
@@ -109,10 +111,10 @@ class PlainLoop:
         running = state.finish == Finish.RUNNING
         here = state.num_committed - 1
         token = state.tokens[row, here]
-        foremost = jnp.max(jnp.where(running, here, 0))
+        start = layouts.window_start(state)
         window = Window(
-            start=jnp.where(running, here, foremost),
-            positions=jnp.where(running, here, foremost)[:, None],
+            start=start,
+            positions=start[:, None],
             slots=jnp.where(running, here, -1)[:, None],
         )
         hidden, cache = self.target.forward(params, token[:, None], window, state.cache)

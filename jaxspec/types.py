@@ -125,6 +125,32 @@ class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     accepted_at: jax.Array
 
 
+class ScheduleCounts(struct.PyTreeNode, kw_only=True):
+    """What rounds have cost so far, int32 scalars (they wrap around, so take differences).
+
+    The length of a row is where its newest token stands: `num_committed`, plus its padding in the
+    `aligned` layout. Lengths are compared when rows would have to be aligned: as they are seated
+    for a round where the scheduler regroups, and at the end of a round where it does not.
+
+    Attributes:
+      num_rounds: rounds run.
+      num_rows: rows decoded, summed over rounds; a round decodes the running rows in seats.
+      num_grouped_rounds: rounds that filled every seat with rows of one length (2510.22876 counts
+        these as grouped calls; with one seat every round is one).
+      num_grouped_rows: rows decoded, summed over rounds, that had the length of at least one other
+        row of their round.
+      num_realignments: how often KV had to be moved to align rows.
+      num_slots_moved: slots whose KV was moved, summed over rows; each in every layer.
+    """
+
+    num_rounds: jax.Array
+    num_rows: jax.Array
+    num_grouped_rounds: jax.Array
+    num_grouped_rows: jax.Array
+    num_realignments: jax.Array
+    num_slots_moved: jax.Array
+
+
 class RowSampling(struct.PyTreeNode, kw_only=True):
     """How each row's tokens are drawn, as arrays: other values compile nothing.
 
@@ -214,7 +240,7 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     finish: jax.Array  # [B] int32, Finish
     # schedule
     arrival: jax.Array  # [B] int32, order in which requests came
-    num_rounds: jax.Array  # int32 scalar, rounds run so far
+    schedule: ScheduleCounts
     # requests
     limit: jax.Array  # [B] int32, num_committed at which the row ends
     limit_finish: jax.Array  # [B] int32, the Finish to report there
@@ -229,6 +255,11 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     logprobs: Logprobs | None  # None where the engine keeps none
     # totals
     counts: AcceptanceCounts
+
+    @property
+    def num_rounds(self) -> jax.Array:
+        """int32 scalar, rounds run so far."""
+        return self.schedule.num_rounds
 
     @property
     def is_running(self) -> jax.Array:

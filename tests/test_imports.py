@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = [
     ("errors", "types"),
     ("sampling", "cache"),
-    ("attention",),
+    ("attention", "layouts"),
     ("models",),
     ("checkpoint", "prefill"),
     ("drafters", "verifiers", "schedulers"),

@@ -119,7 +119,7 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[np.nd
 @jax.jit
 def _row_kv(cache: kv.KVCache, row: jax.Array) -> list[jax.Array]:
     slots = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-    table = jax.lax.dynamic_slice_in_dim(cache.table, row, 1)
+    table = cache.table[row[None]]
     return [
         values[0]
         for layer in cache.layers

@@ -52,13 +52,24 @@ class Scheduler(Protocol):
         ...
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """The order in which the requests of a list, by index, are admitted."""
+        """The indices of a list of requests in the order in which they are admitted; completions
+        come back in the order of the list all the same.
+
+        Args:
+          prompt_lengths: tokens of each request's prompt.
+          max_tokens: tokens that each may emit.
+        """
         ...
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """`[seats]` int32, distinct rows for the next round; rows that have ended may fill a seat
         that nobody wants."""
         ...
+
+
+def input_order(prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+    """First come, first served."""
+    return list(range(len(prompt_lengths)))
 
 
 def by_arrival(state: DecodeState) -> jax.Array:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxspec.errors import SettingError
-from jaxspec.schedulers.base import by_arrival
+from jaxspec.schedulers.base import by_arrival, input_order
 from jaxspec.types import DecodeState
 
 
@@ -20,9 +20,12 @@ class Continuous:
       waiting: rows whose prompts are read in advance, besides those in seats, and held in the KV
         cache; default a quarter of the seats, but at least one. The host is asked for more when the
         last of them has been seated and another row ends.
+      longest_first: admit the requests of an offline list by falling `max_tokens`, so that no long
+        one is left over at the end, when other seats are empty; otherwise in input order.
     """
 
     waiting: int | None = None
+    longest_first: bool = False
     name: str = dataclasses.field(default="continuous", init=False)
     fills_seats: bool = dataclasses.field(default=True, init=False)
     regroups: bool = dataclasses.field(default=False, init=False)
@@ -40,8 +43,9 @@ class Continuous:
         return seats
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """First come, first served."""
-        return list(range(len(prompt_lengths)))
+        """Input order, or by falling `max_tokens`: a round costs the same whatever the prompts."""
+        order = input_order(prompt_lengths, max_tokens)
+        return sorted(order, key=lambda i: -max_tokens[i]) if self.longest_first else order
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """The rows whose requests came first. Rows in seats came before those that wait, so they

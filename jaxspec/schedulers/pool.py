@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import SettingError
-from jaxspec.schedulers.base import by_arrival
+from jaxspec.layouts import lengths
+from jaxspec.schedulers.base import by_arrival, input_order
 from jaxspec.types import DecodeState
 
 
@@ -18,14 +20,30 @@ class Pool:
     """Of a window of resident rows, in order of arrival, the first group of equal length that fills
     all seats is decoded; without one the first rows of the window, whatever their lengths.
 
+    The window is scanned in order of arrival, and the first length that as many rows have as there
+    are seats wins; a smaller group is never decoded alone. Length is what 2510.22876 groups by:
+    padding counts where rows are padded (the `aligned` layout), since rows that are padded to one
+    length need no realignment. Unlike the published code, a row that joins makes no other one's
+    prompt be read again, and completions come back in input order also when sorted.
+
     Attributes:
       window_size: resident rows, at least as many as there are seats; the paper takes 32 and 48.
+      sort_by_length: admit the requests of an offline list by rising prompt length.
+      strategy: `cross_batch` looks for groups; `batch` always takes the first rows of the window.
     """
 
     window_size: int = 32
+    sort_by_length: bool = False
+    strategy: Literal["cross_batch", "batch"] = "cross_batch"
     name: str = dataclasses.field(default="pool", init=False)
     fills_seats: bool = dataclasses.field(default=True, init=False)
     regroups: bool = dataclasses.field(default=True, init=False)
+
+    def __post_init__(self):
+        if self.strategy not in ("cross_batch", "batch"):
+            raise SettingError(
+                f"The strategy {self.strategy!r} was given; it must be cross_batch or batch."
+            )
 
     def num_residents(self, seats: int) -> int:
         """The window."""
@@ -41,13 +59,16 @@ class Pool:
         return self.window_size
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """First come, first served."""
-        return list(range(len(prompt_lengths)))
+        """Input order, or by rising prompt length."""
+        order = input_order(prompt_lengths, max_tokens)
+        return sorted(order, key=lambda i: prompt_lengths[i]) if self.sort_by_length else order
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """Rows of equal length, or else the first that are running."""
         order = by_arrival(state)
-        length, is_running = state.num_committed[order], state.is_running[order]
+        if self.strategy == "batch":
+            return order[:seats]
+        length, is_running = lengths(state)[order], state.is_running[order]
         index = jnp.arange(len(order), dtype=jnp.int32)
         # peers[i, j]: row j came no later than row i and has its length.
         peers = (length[:, None] == length) & is_running[:, None] & is_running

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxspec.schedulers.base import input_order
 from jaxspec.types import DecodeState
 
 
@@ -28,8 +29,8 @@ class Static:
         return 1
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """First come, first served."""
-        return list(range(len(prompt_lengths)))
+        """Consecutive batches, in input order."""
+        return input_order(prompt_lengths, max_tokens)
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """All of them."""

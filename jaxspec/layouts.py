@@ -1,0 +1,103 @@
+"""Layouts: where a row's KV stands among the slots of its batch, as data of the target's cache.
+
+`ragged`: position i of every row stands at slot i, and rows end where they end. Nothing is ever
+moved; the compiled program holds no realignment. `aligned`: rows are padded on the left so that all
+rows in seats end at one slot, and are moved whenever they have accepted different numbers of tokens
+(EQSPEC and EXSPEC, 2510.22876). Same forward, same verifier; only the placement differs. A row's
+sums run over slots in block order, so an aligned row's rounding depends on its neighbours' lengths:
+its output equals the ragged one except at ties within rounding.
+
+Only the target's cache has a layout. A drafter's own cache stays ragged, which is no business of
+the target's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec import cache as kv
+from jaxspec.errors import SettingError
+from jaxspec.types import DecodeState, Finish, PyTree
+
+Layout = Literal["ragged", "aligned"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+def check_layout(layout: str) -> None:
+    """Raises `SettingError` unless there is a layout of this name."""
+    if layout not in LAYOUTS:
+        raise SettingError(
+            f"The layout {layout!r} was given; it must be one of {', '.join(LAYOUTS)}."
+        )
+
+
+def longest_prompt(layout: Layout, *, capacity: int, window: int) -> int:
+    """Prompt tokens that leave room for one round; a row may grow to one token more.
+
+    A round that begins with n committed tokens writes slots n - 1 to n + window - 2. Aligned rows
+    all begin where the longest row in a seat does, even one that has ended there, at its limit: so
+    the limit is one token less than where everybody begins at a place of their own.
+    """
+    if layout == "aligned":
+        return capacity - window
+    return min(capacity - window + 1, capacity - 1)
+
+
+def arrange(cache: PyTree, *, layout: Layout) -> PyTree:
+    """A new cache in this layout."""
+    return kv.aligned(cache) if layout == "aligned" else cache
+
+
+def vacate(cache: PyTree, row: jax.Array) -> PyTree:
+    """The cache before a new request's prompt is read into `row`: without padding."""
+    return kv.without_padding(cache, row) if isinstance(cache, kv.KVCache) else cache
+
+
+def paddings(state: DecodeState) -> jax.Array:
+    """`[B]` int32, the slot of each row's position 0."""
+    first_slot = state.cache.first_slot if isinstance(state.cache, kv.KVCache) else None
+    return jnp.zeros_like(state.num_committed) if first_slot is None else first_slot
+
+
+def lengths(state: DecodeState) -> jax.Array:
+    """`[B]` int32, the slot at which each row ends, padding counted."""
+    return paddings(state) + state.num_committed
+
+
+def window_start(state: DecodeState) -> jax.Array:
+    """`[B]` int32, the position at which each row's window begins: that of its newest token.
+
+    Rows that are not running begin at the slot at which the foremost running row does, so that they
+    neither lengthen nor widen the range of blocks that attention reads.
+    """
+    is_running = state.is_running
+    start = state.num_committed - 1
+    first_slot = state.cache.first_slot if isinstance(state.cache, kv.KVCache) else None
+    if first_slot is None:
+        return jnp.where(is_running, start, jnp.max(jnp.where(is_running, start, 0)))
+    foremost = jnp.max(jnp.where(is_running, first_slot + start, 0))
+    return jnp.where(is_running, start, jnp.maximum(foremost - first_slot, 0))
+
+
+def align(state: DecodeState, *, capacity: int, window: int) -> DecodeState:
+    """The state of the rows in seats with an aligned cache realigned, and the move counted; with a
+    ragged cache it is returned as it is. Rows that have ended are moved too, as published."""
+    before = state.cache.first_slot if isinstance(state.cache, kv.KVCache) else None
+    if before is None:
+        return state
+    num_committed = jnp.where(state.finish == Finish.EMPTY_SEAT, 0, state.num_committed)
+    largest = longest_prompt("aligned", capacity=capacity, window=window) + 1
+    cache = kv.realign(state.cache, num_committed, largest=largest)
+    assert cache.first_slot is not None
+    moved = jnp.sum(kv.num_moved(before, cache.first_slot, num_committed), dtype=jnp.int32)
+    schedule = state.schedule
+    return state.replace(
+        cache=cache,
+        schedule=schedule.replace(
+            num_realignments=schedule.num_realignments + (moved > 0).astype(jnp.int32),
+            num_slots_moved=schedule.num_slots_moved + moved,
+        ),
+    )
