@@ -16,17 +16,19 @@ seat 1 none, and seat 2 has ended (or nobody sits there):
     1       12 -1 -1 -1     1         no
     2       -1 -1 -1 -1     0         yes
 
+Prefill emits no token (it ends before the prompt's last one, which the first round scores), so the
+first ones come from the first `generate` after `insert`.
+
 **Fewer tokens in this step is not the end.** Stacks whose step has a fixed number of tokens per
-slot, each with a `valid` flag, often take the first invalid token for the end of the request
-(JetStream's orchestrator does: `if token in stop_tokens or not valid: complete`). An adapter that
-maps `num_new` to such flags ends requests at the first rejected draft. It has to hold tokens back
-instead: keep a queue per seat, append `tokens[seat, :num_new[seat]]` after each step, and hand on
-as many columns as the shortest queue of a running seat is long, all of them valid; the width may
-vary from call to call, and is at least one, since a running row emits at least one token per round.
-Seats whose row is `done` hand on what is left of their queue, and only then the invalid column that
-ends them. Stacks that need one width for ever take a single column per call and step the engine
-only when some queue has run dry. What is handed on late was still produced early: throughput is
-kept, and the time between tokens is evened out.
+slot, each with a `valid` flag, may take a token that is not valid for the end of the request:
+JetStream's orchestrator does, as it does a stop token. An adapter that turns `num_new` into such
+flags ends requests at the first rejected draft. It has to hold tokens back instead: keep a queue
+per seat, append `tokens[seat, :num_new[seat]]` after each step, and hand on as many columns as the
+shortest queue of a running seat is long, all of them valid. The width varies from call to call, and
+is at least one, as a running row emits at least one token per round. Seats whose row is `done` hand
+on what is left in their queue, and only then the invalid column that ends them; until then their
+seat is not given away. A stack that needs one width for ever takes a single column per call, and
+the engine is stepped only when the queue of some running seat is empty.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import tiny
 import toy
 
 import jaxspec.serving.engine as module
-from jaxspec import Block, DraftModel, Engine, NGram, Oracle, SamplingParams
+from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.errors import PromptError, SettingError
@@ -227,6 +227,36 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
     assert set(sizes[0].values()) == {1}
     if name not in ("none", "ngram"):
         assert sum(request.num_accepted for request in served) > 0
+
+
+def test_another_verifier_in_bfloat16():
+    target = toy.model(dtype=jnp.bfloat16)
+    draft = DraftModel(toy.model(seed=1, dtype=jnp.bfloat16, num_layers=1))
+    shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 2}
+    requests = [(PROMPTS[i], dataclasses.replace(PARAMS[i], max_tokens=15)) for i in (0, 1, 3, 6)]
+    expected = completions_of(Engine(target, draft, verifier=Rejection(), **shape), requests)
+    engine = ServingEngine(target, draft, verifier=Rejection(), **shape)
+    for seed in range(2):
+        assert tokens_of(serve(engine, requests, seed=seed)) == tokens_of(expected)
+
+
+def test_trees(target):
+    shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 6}
+    prompts, params = [PROMPTS[0], PROMPTS[1]], SamplingParams(max_tokens=20)
+    expected = Engine(target, NGram(), **shape).generate(prompts, params)
+    engine = ServingEngine(target, toy.TreeOracle(tuple(toy.sequences(expected))), **shape)
+    state, outputs, num_steps = engine.init_decode_state(), [[], []], 0
+    for seat in (1, 0):  # this oracle knows its rows by their seats
+        state = engine.insert(engine.prefill(prompts[seat], params), state, seat)
+    is_done = False
+    while not is_done:
+        state, result = engine.generate(state)
+        result = jax.device_get(result)
+        for seat, output in enumerate(outputs):
+            output += result.tokens[seat, : result.num_new[seat]].tolist()
+        num_steps, is_done = num_steps + 1, result.done.all()
+    assert [tuple(output) for output in outputs] == tokens_of(expected)
+    assert num_steps == 5  # three nodes of the path are right, and the bonus token: four a round
 
 
 def test_the_drafter_comes_along(engine_of, requests, expected):
