@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import doctest
 import functools
 import itertools
 
@@ -501,3 +502,9 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
     assert not state.cache.layers[0].k.is_deleted()  # refused before anything happened
     other = ServingEngine(target, NGram(), **SHAPE | {"seats": 2})  # only the number of seats
     other.insert(prefilled, other.init_decode_state(), 1)
+
+
+def test_docstring_example():
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
