@@ -194,7 +194,7 @@ def make_drafter(name, draft, expected):
         "none": lambda: None,
         "ngram": lambda: NGram(),
         "draft_model": lambda: draft,
-        "oracle": lambda: Oracle(toy.sequences(expected), acceptance=0.7, cost_of=draft),
+        "oracle": lambda: Oracle(toy.sequences(expected), acceptance=0.7),
         "remembering": lambda: Remembering(),
     }[name]()
 
@@ -230,6 +230,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
         assert sum(request.num_accepted for request in served) > 0
 
 
+@pytest.mark.slow
 def test_another_verifier_in_bfloat16():
     target = toy.model(dtype=jnp.bfloat16)
     draft = DraftModel(toy.model(seed=1, dtype=jnp.bfloat16, num_layers=1))
@@ -241,6 +242,7 @@ def test_another_verifier_in_bfloat16():
         assert tokens_of(serve(engine, requests, seed=seed)) == tokens_of(expected)
 
 
+@pytest.mark.slow
 def test_trees(target):
     shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 6}
     prompts, params = [PROMPTS[0], PROMPTS[1]], SamplingParams(max_tokens=20)
