@@ -13,13 +13,15 @@ from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.oracle import Oracle
-from jaxspec.engine import Engine, Progress
+from jaxspec.engine import Engine, Progress, StreamOutput
 from jaxspec.errors import (
     CheckpointError,
     ConformanceError,
     JaxspecError,
     ModelError,
     PromptError,
+    QueueFullError,
+    RequestError,
     SettingError,
 )
 from jaxspec.models.base import LanguageModel, Model
@@ -53,14 +55,17 @@ __all__ = [
     "Pool",
     "Progress",
     "PromptError",
+    "QueueFullError",
     "Rejection",
     "Request",
+    "RequestError",
     "RopeConfig",
     "SamplingParams",
     "Scheduler",
     "SettingError",
     "StatelessDrafter",
     "Static",
+    "StreamOutput",
     "Typical",
     "Verifier",
     "load_model",

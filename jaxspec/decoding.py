@@ -100,6 +100,7 @@ class SpeculativeLoop:
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
         """State after one chunk of a seat's prompt, read by the target and by the drafter."""
+        stop = jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1)
         cache = prefill_chunk(
             self.target,
             params["target"],
@@ -107,13 +108,13 @@ class SpeculativeLoop:
             state.tokens,
             row=row,
             start=start,
-            stop=jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1),
+            stop=stop,
             chunk=self.shape.prefill_chunk,
         )
         drafter = self.drafter.catch_up(
             self.held, params["drafter"], state.drafter, rows_of(state), row
         )
-        return state.replace(cache=cache, drafter=drafter)
+        return note_read(state.replace(cache=cache, drafter=drafter), row, stop)
 
     def run(
         self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
@@ -374,9 +375,7 @@ def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
     """
     return state.replace(
         num_committed=state.num_committed.at[row].set(seat.length),
-        finish=state.finish.at[row].set(
-            jnp.where(jnp.less(seat.length, seat.limit), 0, seat.limit_finish)
-        ),
+        finish=state.finish.at[row].set(_first_finish(seat)),
         arrival=state.arrival.at[row].set(seat.arrival),
         limit=state.limit.at[row].set(seat.limit),
         limit_finish=state.limit_finish.at[row].set(seat.limit_finish),
@@ -390,6 +389,20 @@ def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
         stop_token=state.stop_token.at[row].set(-1),
         counts=jax.tree.map(lambda count: count.at[row].set(0), state.counts),
     )
+
+
+def _first_finish(seat: Seat) -> jax.Array:
+    """A prompt of one token needs no reading: it is the root of the first round."""
+    begins = jnp.where(jnp.greater(seat.length, 1), Finish.READING, Finish.RUNNING)
+    return jnp.where(jnp.less(seat.length, seat.limit), begins, seat.limit_finish)
+
+
+def note_read(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeState:
+    """State after row `row` was prefilled up to slot `stop`; it runs if that was all."""
+    is_read = stop >= state.num_committed[row] - 1
+    finish = state.finish[row]
+    finish = jnp.where(is_read & (finish == Finish.READING), Finish.RUNNING, finish)
+    return state.replace(finish=state.finish.at[row].set(finish))
 
 
 def rows_of(state: DecodeState) -> Rows:

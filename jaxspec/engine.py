@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,8 +21,9 @@ from jaxspec import cache as kv
 from jaxspec.decoding import LogprobsConfig, Seat, SpeculativeLoop
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
-from jaxspec.errors import SettingError
-from jaxspec.models.base import Model
+from jaxspec.errors import QueueFullError, RequestError, SettingError
+from jaxspec.memory import measure_memory
+from jaxspec.models.base import Model, TextTokenizer
 from jaxspec.plain import PlainLoop
 from jaxspec.requests import (
     Acceptance,
@@ -30,14 +35,17 @@ from jaxspec.requests import (
     find_stop,
     make_completion,
     make_requests,
+    settled_text,
 )
-from jaxspec.schedulers import Scheduler, Static
-from jaxspec.types import DecodeState, Finish
+from jaxspec.schedulers import Continuous, Scheduler
+from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
 
 _log = logging.getLogger(__name__)
 
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
+ROUNDS_PER_CHUNK = 4  # between two chunks of prompts, and between two pieces of a stream
+LIVE = (Finish.RUNNING, Finish.READING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,21 +56,43 @@ class Progress:
       num_requests: of the call.
       num_finished: requests that have ended.
       num_emitted_tokens: of all requests so far.
-      num_rounds: rounds run so far, in all batches.
+      num_rounds: rounds run since the call began.
+      num_draft_tokens: drafted so far.
+      num_accepted_tokens: of these, accepted.
+      elapsed_s: seconds since the call began.
+      time_left_s: seconds, if the rest takes as long per token and no output ends before its
+        `max_tokens`; None while nothing is known.
     """
 
     num_requests: int
     num_finished: int
     num_emitted_tokens: int
     num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    elapsed_s: float
+    time_left_s: float | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens per second."""
+        return self.num_emitted_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted tokens per drafted token; None if nothing was drafted."""
+        drafted = self.num_draft_tokens
+        return self.num_accepted_tokens / drafted if drafted else None
 
 
 class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
-    Requests are taken in order. The `static` scheduler decodes batch after batch, each to its end;
-    with `continuous` a row that ends is replaced in the next round by one whose prompt has been
-    read already, in rows held besides those in seats; `pool` is EXSPEC's.
+    `generate` decodes a list. `submit` and `step`, or `stream` and `astream`, take requests while
+    others are being decoded; these may be called by several threads. Requests are taken in the
+    order in which they came. With the default scheduler `Continuous()` a row that ends is replaced
+    in the next round by one whose prompt has been read already, in rows held besides those in
+    seats; `Static()` decodes batch after batch, each to its end; `Pool()` is EXSPEC's.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
     engine's shape (`capacity`, `window`, `seats`, `prefill_chunk`, dtype), not on its neighbours,
@@ -72,7 +102,7 @@ class Engine:
     Args:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
-      scheduler: which rows take part in a round; default `Static()`.
+      scheduler: which rows take part in a round; default `Continuous()`.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `window - 1`.
       window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
@@ -81,7 +111,8 @@ class Engine:
       capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
         of a row needs `window` slots.
       prefill_chunk: prompt tokens read per call.
-      rounds_per_sync: rounds between two looks of the host.
+      rounds_per_sync: most rounds between two looks of the host.
+      max_queue: requests that may wait for a row; `submit` refuses more.
       max_logprobs: log-probabilities kept per token for requests that ask for them, besides the
         emitted token's; None keeps none and costs nothing.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the law that tokens are drawn
@@ -118,6 +149,7 @@ class Engine:
         capacity: int = 1024,
         prefill_chunk: int = 128,
         rounds_per_sync: int = 32,
+        max_queue: int = 1024,
         max_logprobs: int | None = None,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
     ):
@@ -125,16 +157,18 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self.verifier = Coupled() if verifier is None else verifier
-        self.scheduler = Static() if scheduler is None else scheduler
+        self.scheduler = Continuous() if scheduler is None else scheduler
         self.max_logprobs = max_logprobs
         self.logprobs_mode = logprobs_mode
         self.draft_length = draft_length if drafter is not None else 0
         self.rounds_per_sync = rounds_per_sync
+        self.max_queue = max_queue
         for name, value in (
             ("seats", seats),
             ("capacity", capacity),
             ("prefill_chunk", prefill_chunk),
             ("rounds_per_sync", rounds_per_sync),
+            ("max_queue", max_queue),
         ):
             if value < 1:
                 raise SettingError(f"{name} {value} was given; it must be at least 1.")
@@ -201,20 +235,35 @@ class Engine:
                 logprobs=logprobs,
             )
         self.num_residents = self.scheduler.num_residents(seats)
-        self._is_busy = False
-        self._params = self._loop.params
+        self.memory = measure_memory(self._loop)
+        _log.info(self.memory.sentence)
         donating = functools.partial(jax.jit, donate_argnums=1)
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
         self._run = donating(self._loop.run)
         self._end_rows = jax.jit(_end_rows, donate_argnums=0)
-        # Parameters on a device of their own choice put every state after the first one there too;
-        # so the first is put there as well, or `admit` and `prefill` would be compiled twice.
+        # A program is compiled again where an argument is bound to a device that was not before;
+        # so parameters and state are bound from the start to the device where the parameters are.
+        self._params = self._loop.params
         arrays = [leaf for leaf in jax.tree.leaves(self._params) if isinstance(leaf, jax.Array)]
         homes = {device for array in arrays for device in array.devices()}
-        placed = jax.sharding.SingleDeviceSharding(*homes) if len(homes) == 1 else None
-        self._init = jax.jit(self._loop.init, out_shardings=placed)
+        home = jax.sharding.SingleDeviceSharding(*homes) if len(homes) == 1 else None
+        if home is not None:
+            self._params = jax.device_put(self._params, home)
+        self._init = jax.jit(self._loop.init, out_shardings=home)
         self._state: DecodeState | None = None
+
+        # Who waits, and who has a row. `_lock` guards these and is held for moments; `_device_lock`
+        # guards the state on the device and is held for a step. Whoever takes both takes the latter
+        # first.
+        self._lock, self._device_lock = threading.RLock(), threading.RLock()
+        self._queue: collections.deque[Ticket] = collections.deque()
+        self._rows: list[Ticket | None] = [None] * self.num_residents
+        self._tickets: dict[Hashable, Ticket] = {}
+        self._finished: list[Completion] = []
+        self._numbers, self._arrivals = itertools.count(), itertools.count()
+        self._is_closed = False
+        self._shared_step: asyncio.Future[None] | None = None
         if jax.local_device_count() > 1:
             _log.warning("this engine is %s", devices_sentence(devices()))
 
@@ -243,7 +292,160 @@ class Engine:
             "exactness": self.exactness,
             "promise": self.verifier.promise,
             **dataclasses.asdict(self.shape),
+            **dataclasses.asdict(self.memory),
         }
+
+    # Requests one by one: what a server or a loop of one's own calls.
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+    ) -> str:
+        """Queues a request, to be decoded by `step`; returns its id. May be called by any thread.
+
+        Args:
+          prompt: text, token ids or a list of chat messages.
+          params: default `SamplingParams()`; `n` must be 1.
+          request_id: a name that no unfinished request has; by default one is made.
+          speculate: False decodes plainly in the same program.
+          draft_length: instead of the engine's, up to `window - 1`.
+          chat_template: Jinja template for messages instead of the tokenizer's own.
+
+        Raises:
+          PromptError: the prompt is empty, malformed or too long for the engine's capacity.
+          SettingError: a parameter out of range.
+          QueueFullError: `max_queue` requests are waiting.
+          RequestError: the id is taken, or the engine was shut down.
+        """
+        ticket = self._ticket(
+            prompt, params, request_id, speculate, draft_length, chat_template, is_claimed=False
+        )
+        self._enqueue(ticket)
+        return ticket.request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request; its completion has what was emitted until then, and the finish reason
+        `abort` (`cancelled`). May be called by any thread.
+
+        Raises:
+          RequestError: there is no unfinished request of this name.
+        """
+        with self._lock:
+            ticket = self._tickets.get(request_id)
+            if ticket is None:
+                raise RequestError(
+                    f"The request {request_id!r} was to be cancelled, and no unfinished request of "
+                    "this engine has that name; it has ended already, or was never submitted."
+                )
+            self._cancel_ticket(ticket)
+
+    def step(self) -> list[Completion]:
+        """Admits what waits, reads prompts, runs some rounds; returns the submitted requests that
+        have ended since the last call, in the order in which they ended.
+
+        A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
+        read it is one chunk of a prompt and `ROUNDS_PER_CHUNK` rounds, so that a long prompt holds
+        up no running row for longer than a chunk takes.
+        """
+        with self._device_lock:
+            self._advance()
+        with self._lock:
+            done, self._finished = self._finished, []
+        return done
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or is being decoded, or has ended since the last `step`."""
+        with self._lock:
+            return bool(self._tickets or self._finished)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Yields what a request emits, as it is emitted; the last piece has the completion.
+
+        Takes the arguments of `submit`, and raises what it raises, at once. Other requests are
+        decoded alongside. Closing the iterator cancels the request.
+        """
+        ticket = self._ticket(
+            prompt, params, request_id, speculate, draft_length, chat_template, is_claimed=True
+        )
+        ticket.is_streamed = True
+        self._enqueue(ticket)
+        return self._stream(ticket)
+
+    def _stream(self, ticket: Ticket) -> Iterator[StreamOutput]:
+        try:
+            is_done = False
+            while not is_done:
+                with self._device_lock:
+                    if not ticket.news and ticket.completion is None:
+                        self._advance()
+                for output in self._take_news(ticket):
+                    is_done = output.completion is not None
+                    yield output
+        finally:
+            self._let_go([ticket])
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+    ) -> AsyncIterator[StreamOutput]:
+        """`stream` for asyncio: any number of tasks of one event loop may stream at a time, and
+        share the steps. Waits for a place in the queue where `stream` would refuse.
+        """
+        ticket = self._ticket(
+            prompt, params, request_id, speculate, draft_length, chat_template, is_claimed=True
+        )
+        ticket.is_streamed = True
+        while True:
+            try:
+                self._enqueue(ticket)
+                break
+            except QueueFullError:
+                await self._step_in_thread()
+        try:
+            is_done = False
+            while not is_done:
+                if not ticket.news and ticket.completion is None:
+                    await self._step_in_thread()
+                for output in self._take_news(ticket):
+                    is_done = output.completion is not None
+                    yield output
+        finally:
+            self._let_go([ticket])
+
+    async def _step_in_thread(self) -> None:
+        """A step on another thread; whoever else waits for one shares it."""
+        loop = asyncio.get_running_loop()
+        if self._shared_step is None or self._shared_step.done():
+            self._shared_step = loop.run_in_executor(None, self._locked_advance)
+        await asyncio.shield(self._shared_step)
+
+    def _locked_advance(self) -> None:
+        with self._device_lock:
+            self._advance()
+
+    # Lists of requests.
 
     def generate(
         self,
@@ -257,6 +459,8 @@ class Engine:
     ) -> list[Completion]:
         """Completions of `prompts`, in their order; `n` in a row where a prompt asks for `n`.
 
+        Requests that were submitted are decoded alongside.
+
         Args:
           prompts: each text, token ids or a list of chat messages.
           params: one for all, or one each; default `SamplingParams()`.
@@ -264,11 +468,13 @@ class Engine:
             decoding, to the bit.
           draft_length: instead of the engine's, up to `window - 1`; compiles nothing.
           chat_template: Jinja template for messages instead of the tokenizer's own.
-          on_progress: called on the host every `rounds_per_sync` rounds.
+          on_progress: called on the host whenever it looks, every `rounds_per_sync` rounds at the
+            least.
 
         Raises:
           PromptError: a prompt is empty, too long or malformed; nothing has been decoded then.
           SettingError: a parameter out of range.
+          RequestError: the engine was shut down.
         """
         requests = make_requests(
             prompts,
@@ -292,101 +498,187 @@ class Engine:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Iterator[Completion]:
         """Yields the completions of `requests` in order, each as soon as it and those before it
-        have ended. See `generate`.
+        have ended. See `generate`. Closing the iterator cancels what has not ended.
+        """
+        draft_length = self._draft_length(speculate, draft_length)
+        for request in requests:
+            self._check(request)
+        tickets = [
+            Ticket(request=request, draft_length=draft_length, is_claimed=True)
+            for request in requests
+        ]
+        order = self.scheduler.order(
+            [len(request.prompt_token_ids) for request in requests],
+            [request.params.max_tokens for request in requests],
+        )
+        self._enqueue(*(tickets[index] for index in order), is_limited=False)
+        started_s, first_round = time.perf_counter(), int(self.state.num_rounds)
+        try:
+            num_yielded = 0
+            while num_yielded < len(tickets):
+                with self._device_lock:
+                    if tickets[num_yielded].completion is None:
+                        self._advance()
+                if on_progress is not None:
+                    on_progress(self._progress(tickets, started_s, first_round))
+                while num_yielded < len(tickets):
+                    completion = tickets[num_yielded].completion
+                    if completion is None:
+                        break
+                    num_yielded += 1
+                    yield completion
+        finally:
+            self._let_go(tickets)
+
+    def _progress(self, tickets: Sequence[Ticket], started_s: float, first_round: int) -> Progress:
+        """Where a call stands."""
+        with self._device_lock:
+            num_rounds = int(self.state.num_rounds) - first_round
+        acceptance = Acceptance.total([ticket.acceptance for ticket in tickets])
+        elapsed_s = time.perf_counter() - started_s
+        shares = [
+            1.0
+            if ticket.completion is not None
+            else ticket.acceptance.num_emitted_tokens / ticket.request.params.max_tokens
+            for ticket in tickets
+        ]
+        done = sum(shares)
+        return Progress(
+            num_requests=len(tickets),
+            num_finished=sum(ticket.completion is not None for ticket in tickets),
+            num_emitted_tokens=acceptance.num_emitted_tokens,
+            num_rounds=num_rounds,
+            num_draft_tokens=acceptance.num_draft_tokens,
+            num_accepted_tokens=acceptance.num_accepted_tokens,
+            elapsed_s=elapsed_s,
+            time_left_s=elapsed_s * (len(shares) - done) / done if done else None,
+        )
+
+    # The engine's own life.
+
+    def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
+        """Puts other weights in the place of the target's, the draft model's or both, of the same
+        shapes and dtypes; nothing is traced or compiled again.
+
+        Args:
+          target: like `engine.target.params`.
+          draft: like `engine.drafter.params`.
 
         Raises:
-          SettingError: also if the engine is still decoding for an earlier call.
+          RequestError: requests are being decoded; their KV is the old weights'.
+          SettingError: a pytree of another structure, shape or dtype.
         """
-        draft_length = self.draft_length if draft_length is None else draft_length
-        if self.drafter is None or not speculate:
-            draft_length = 0
-        else:
-            check_draft_length(draft_length, self.shape.window)
-        for request in requests:
-            self._stop_tokens(request)
-            self._check_logprobs(request)
-        if self._is_busy:
-            raise SettingError(
-                "The engine was asked to decode while an earlier call's completions are still "
-                "being taken; finish or close that one first, or make another engine."
-            )
-        self._is_busy = True
-        try:
-            yield from self._decode(requests, draft_length, on_progress)
-        except BaseException:
-            self._state = None  # rows are left in it, or it was donated to a call that failed
-            raise
-        finally:
-            self._is_busy = False
+        with self._device_lock:
+            with self._lock:
+                num_unfinished = len(self._tickets)
+            if num_unfinished:
+                raise RequestError(
+                    f"New weights were given while {num_unfinished} requests are unfinished, whose "
+                    "KV is the old weights'; finish or cancel them first."
+                )
+            if draft is not None and self.drafter is None:
+                raise SettingError(
+                    "Draft weights were given to an engine without a drafter; leave them out."
+                )
+            parts = dict(self._params) if self.drafter is not None else {"target": self._params}
+            for name, given in (("target", target), ("drafter", draft)):
+                if given is not None:
+                    parts[name] = _like(parts[name], given, name)
+            self._params = parts if self.drafter is not None else parts["target"]
+            if target is not None and dataclasses.is_dataclass(self.target):
+                model: Any = self.target
+                self.target = dataclasses.replace(model, params=parts["target"])
 
-    def _decode(
-        self,
-        requests: Sequence[Request],
-        draft_length: int,
-        on_progress: Callable[[Progress], None] | None,
-    ) -> Iterator[Completion]:
-        """Admits requests to rows, runs rounds, harvests rows that have ended, until all have."""
-        queue = collections.deque(enumerate(requests))
-        rows: list[Resident | None] = [None] * self.num_residents
-        completions: list[Completion | None] = [None] * len(requests)
-        num_yielded = 0
-        first_round = int(self.state.num_rounds)
-        while num_yielded < len(requests):
-            if self.scheduler.fills_seats or not any(rows):
-                for row in [row for row, resident in enumerate(rows) if resident is None]:
-                    if queue:
-                        index, request = queue.popleft()
-                        rows[row] = Resident(index=index, request=request)
-                        self._admit_request(row, request, index, draft_length)
-            min_running = self.scheduler.min_running(self.shape.seats) if queue else 1
-            self._state = self._run(
-                self._params, self.state, np.int32(self.rounds_per_sync), np.int32(min_running)
-            )
-            self._look_for_stop_strings(rows)
-            for resident, completion in self._harvest(rows):
-                completions[resident.index] = completion
-            if on_progress is not None:
-                on_progress(self._progress(rows, completions, first_round))
-            while num_yielded < len(requests):
-                completion = completions[num_yielded]
-                if completion is None:
-                    break
-                num_yielded += 1
-                yield completion
+    def shutdown(self) -> None:
+        """Cancels what has not ended, lets go of the device's state, and refuses requests from now
+        on. `with Engine(...) as engine:` ends with it."""
+        with self._device_lock:
+            with self._lock:
+                self._is_closed = True
+                for ticket in list(self._tickets.values()):
+                    self._cancel_ticket(ticket)
+            self._end_cancelled()
+            self._collect()
+            self._state = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
 
     @property
     def state(self) -> DecodeState:
-        """The decode state on the device; every seat is empty before the first call."""
+        """The decode state on the device; every row is empty before the first call."""
         state = self._init() if self._state is None else self._state
         self._state = state
         return state
 
     def reset(self) -> None:
-        """Empties every row; no output depends on it, it only lets go of what was decoded last."""
+        """Empties every row; no output depends on it, it only lets go of what was decoded last.
+
+        Raises:
+          RequestError: requests are being decoded.
+        """
+        if any(self._rows):
+            raise RequestError("The engine was to be emptied while requests are being decoded.")
         self._state = None
 
-    def _progress(
+    # From here on: what a request passes through.
+
+    def _ticket(
         self,
-        rows: Sequence[Resident | None],
-        completions: Sequence[Completion | None],
-        first_round: int,
-    ) -> Progress:
-        """Where a call stands."""
-        num_committed, num_rounds = jax.device_get(
-            (self.state.num_committed, self.state.num_rounds)
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        speculate: bool,
+        draft_length: int | None,
+        chat_template: str | None,
+        *,
+        is_claimed: bool,
+    ) -> Ticket:
+        """A single request, checked."""
+        params = SamplingParams() if params is None else params
+        if params.n != 1:
+            raise SettingError(
+                f"n {params.n} was given for a single request; submit it {params.n} times with "
+                "the seeds seed, seed + 1, ..., or use generate."
+            )
+        if request_id is None:
+            request_id = f"request-{next(self._numbers)}"
+        [request] = make_requests(
+            [prompt],
+            params,
+            self.target,
+            longest=self.longest_prompt,
+            chat_template=chat_template,
+            names=[f"The prompt of {request_id}"],
         )
-        finished = [completion for completion in completions if completion is not None]
-        num_running = sum(
-            int(num_committed[row]) - len(resident.request.prompt_token_ids)
-            for row, resident in enumerate(rows)
-            if resident is not None
+        request = dataclasses.replace(request, request_id=request_id)
+        self._check(request)
+        return Ticket(
+            request=request,
+            draft_length=self._draft_length(speculate, draft_length),
+            is_claimed=is_claimed,
+            is_interactive=True,
         )
-        return Progress(
-            num_requests=len(completions),
-            num_finished=len(finished),
-            num_emitted_tokens=sum(len(done.token_ids) for done in finished) + num_running,
-            num_rounds=int(num_rounds) - first_round,
-        )
+
+    def _draft_length(self, speculate: bool, draft_length: int | None) -> int:
+        draft_length = self.draft_length if draft_length is None else draft_length
+        if self.drafter is None or not speculate:
+            return 0
+        check_draft_length(draft_length, self.shape.window)
+        return draft_length
+
+    def _check(self, request: Request) -> None:
+        """Refuses what the engine was not made for."""
+        self._stop_tokens(request)
+        wanted, kept = request.params.logprobs, self.max_logprobs
+        if wanted is not None and (kept is None or wanted > kept):
+            raise SettingError(
+                f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
+                f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
+            )
 
     def _stop_tokens(self, request: Request) -> tuple[int, ...]:
         """Every token that ends the request's output; refuses more than the loop has room for."""
@@ -398,40 +690,211 @@ class Engine:
             )
         return stops
 
-    def _check_logprobs(self, request: Request) -> None:
-        wanted, kept = request.params.logprobs, self.max_logprobs
-        if wanted is not None and (kept is None or wanted > kept):
-            raise SettingError(
-                f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
-                f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
+    def _enqueue(self, *tickets: Ticket, is_limited: bool = True) -> None:
+        """Lets tickets wait for rows. Those of a list have no names that others could use."""
+        with self._lock:
+            if self._is_closed:
+                raise RequestError(
+                    "A request was given to an engine that was shut down; make another engine."
+                )
+            if is_limited and len(self._queue) >= self.max_queue:
+                raise QueueFullError(
+                    f"A request was given while {len(self._queue)} are waiting, as many as the "
+                    "queue holds (max_queue); try again when some have ended."
+                )
+            for ticket in tickets:
+                ticket.name = ticket.request.request_id if ticket.is_interactive else object()
+                if ticket.name in self._tickets:
+                    raise RequestError(
+                        f"The request id {ticket.name!r} was given twice, and the first of that "
+                        "name has not ended; give another, or none."
+                    )
+                self._tickets[ticket.name] = ticket
+                self._queue.append(ticket)
+
+    def _cancel_ticket(self, ticket: Ticket) -> None:
+        """Ends a ticket: at once if it waits, at the next step if it has a row. Needs `_lock`."""
+        if ticket.row is not None:
+            ticket.is_cancelled = True
+        elif ticket.completion is None:
+            self._queue.remove(ticket)
+            self._finish(ticket, self._aborted(ticket.request, Finish.CANCELLED))
+
+    def _let_go(self, tickets: Sequence[Ticket]) -> None:
+        """Cancels what nobody waits for any more."""
+        with self._lock:
+            for ticket in tickets:
+                if ticket.completion is None:
+                    self._cancel_ticket(ticket)
+
+    def _finish(self, ticket: Ticket, completion: Completion) -> None:
+        """A ticket has its completion, and its name and row are free. Needs `_lock`."""
+        ticket.completion, ticket.acceptance = completion, completion.acceptance
+        if ticket.row is not None:
+            self._rows[ticket.row] = None
+            ticket.row = None
+        self._tickets.pop(ticket.name, None)
+        if not ticket.is_claimed:
+            self._finished.append(completion)
+
+    def _take_news(self, ticket: Ticket) -> list[StreamOutput]:
+        """What a streamed request emitted since the last call."""
+        news, ticket.news = ticket.news, []
+        outputs = []
+        for token_ids, text in news:
+            outputs.append(
+                StreamOutput(request_id=ticket.request.request_id, token_ids=token_ids, text=text)
             )
+        completion = ticket.completion
+        if completion is not None:
+            outputs.append(
+                StreamOutput(
+                    request_id=completion.request_id,
+                    token_ids=completion.token_ids[ticket.num_streamed :],
+                    text=(completion.text or "")[len(ticket.text) :],
+                    completion=completion,
+                )
+            )
+        return outputs
 
-    def _look_for_stop_strings(self, rows: Sequence[Resident | None]) -> None:
-        """Reads the outputs of rows that have stop strings, and ends those that hold one.
+    # A step, in the order it runs. All of this needs `_device_lock`.
 
-        Rows run a few rounds too far, until the host looks; what they emitted there is cut off.
-        """
-        tokenizer = self.target.tokenizer
-        watched = {
-            row: resident
-            for row, resident in enumerate(rows)
-            if resident is not None and resident.request.params.stop
-        }
-        if tokenizer is None or not watched:
+    def _advance(self) -> None:
+        try:
+            self._end_cancelled()
+            self._admit_waiting()
+            self._read_prompts()
+            self._run_rounds()
+            self._collect()
+        except BaseException:
+            self._give_up_if_lost()
+            raise
+
+    def _end_cancelled(self) -> None:
+        ends = [row for row, ticket in self._held.items() if ticket.is_cancelled]
+        if ends:
+            self._end(ends, Finish.CANCELLED)
+
+    def _end(self, rows: Sequence[int], finish: Finish) -> None:
+        is_ended = np.zeros((len(self._rows),), bool)
+        is_ended[list(rows)] = True
+        self._state = self._end_rows(self.state, is_ended, np.int32(finish))
+
+    def _admit_waiting(self) -> None:
+        """Gives free rows to those that wait, first come, first served."""
+        if not self.scheduler.fills_seats and any(self._rows):
             return
-        tokens, num_committed = jax.device_get((self.state.tokens, self.state.num_committed))
-        is_found = np.zeros((self.num_residents,), bool)
-        for row, resident in watched.items():
-            request = resident.request
-            output = tokens[row, len(request.prompt_token_ids) : num_committed[row]].tolist()
-            resident.stopped = find_stop(
-                tokenizer, output, request.params.stop, min_tokens=request.params.min_tokens
-            )
-            is_found[row] = resident.stopped is not None
-        self._state = self._end_rows(self.state, is_found)
+        for row in [row for row, holder in enumerate(self._rows) if holder is None]:
+            with self._lock:
+                if not self._queue:
+                    return
+                ticket = self._queue.popleft()
+                self._rows[row], ticket.row = ticket, row
+            ticket.arrival = next(self._arrivals)
+            self._seat_request(row, ticket.request, ticket.arrival, ticket.draft_length)
 
-    def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
-        """Puts a request into a row and reads its prompt."""
+    def _read_prompts(self) -> None:
+        """Reads the prompts of new rows, the oldest first: all of them, or one chunk where rows are
+        running whose output somebody awaits."""
+        while self._read_chunk():
+            if self._is_interactive and self._running:
+                break
+
+    def _read_chunk(self) -> bool:
+        """Reads a chunk of the oldest prompt that is not read; False if there is none."""
+        unread = {row: ticket for row, ticket in self._held.items() if ticket.num_unread > 0}
+        if not unread:
+            return False
+        row, ticket = min(unread.items(), key=lambda item: item[1].arrival)
+        self._state = self._prefill(
+            self._params, self.state, np.int32(row), np.int32(ticket.num_read)
+        )
+        ticket.num_read += self.shape.prefill_chunk
+        return True
+
+    def _run_rounds(self) -> None:
+        """Decodes until the host has something to do."""
+        num_running = len(self._running)
+        if num_running == 0:
+            return
+        num_rounds, min_running = self.rounds_per_sync, 1
+        if self._is_interactive:
+            min_running = num_running  # whoever ends is reported at once
+            if num_running < len(self._held) or any(t.is_streamed for t in self._held.values()):
+                num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
+        elif self._queue:
+            min_running = self.scheduler.min_running(self.shape.seats)
+        self._state = self._run(
+            self._params, self.state, np.int32(num_rounds), np.int32(min_running)
+        )
+
+    @property
+    def _held(self) -> dict[int, Ticket]:
+        """Requests that have a row, by row."""
+        return {row: ticket for row, ticket in enumerate(self._rows) if ticket is not None}
+
+    @property
+    def _running(self) -> list[Ticket]:
+        """Requests whose prompts have been read."""
+        return [ticket for ticket in self._held.values() if ticket.num_unread <= 0]
+
+    @property
+    def _is_interactive(self) -> bool:
+        """Whether somebody awaits single requests; lists are decoded for the least time in all."""
+        return any(ticket.is_interactive for ticket in self._held.values())
+
+    def _collect(self) -> None:
+        """Looks at the rows: notes what they emitted, and finishes those that have ended."""
+        held = self._held
+        if not held:
+            return
+        is_read = any(ticket.reads_output for ticket in held.values())
+        state = self.state
+        tokens, num_committed, finish, counts = jax.device_get(
+            (state.tokens if is_read else None, state.num_committed, state.finish, state.counts)
+        )
+        stopped, ended = [], []
+        for row, ticket in held.items():
+            first, last = len(ticket.request.prompt_token_ids), int(num_committed[row])
+            ticket.acceptance = Acceptance.of_row(counts, row, num_emitted=last - first)
+            output = tokens[row, first:last].tolist() if ticket.reads_output else []
+            ticket.look_for_stop(self.target.tokenizer, output)
+            if ticket.stopped is not None:
+                stopped.append(row)
+            if ticket.stopped is not None or finish[row] not in LIVE:
+                ended.append(row)
+            elif ticket.is_streamed:
+                ticket.note_news(self.target.tokenizer, output)
+        if stopped:
+            # They ran a few rounds too far; what they emitted there is cut off.
+            self._end(stopped, Finish.STOP_STRING)
+        if ended:
+            self._harvest(ended)
+
+    def _harvest(self, ended: Sequence[int]) -> None:
+        """Makes the completions of rows that have ended, and frees the rows."""
+        state, held = jax.device_get(self.state.replace(cache=(), drafter=())), self._held
+        for row in ended:
+            ticket = held[row]
+            request = ticket.request
+            first, last = len(request.prompt_token_ids), int(state.num_committed[row])
+            completion = make_completion(
+                request,
+                self.target,
+                token_ids=state.tokens[row, first:last].tolist(),
+                origins=state.origin[row, first:last],
+                finish=Finish(int(state.finish[row])),
+                stop_token=int(state.stop_token[row]),
+                acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
+                stopped=ticket.stopped,
+                logprobs=_logprobs(state, row, first, last, request.params.logprobs),
+                logprobs_mode=self.logprobs_mode,
+            )
+            with self._lock:
+                self._finish(ticket, completion)
+
+    def _seat_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
+        """Puts a request into a row; its prompt has still to be read."""
         prompt, params = request.prompt_token_ids, request.params
         tokens = np.zeros((self.shape.capacity,), np.int32)
         tokens[: len(prompt)] = prompt
@@ -453,56 +916,144 @@ class Engine:
             arrival=np.int32(arrival),
         )
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
-        for start in range(0, len(prompt) - 1, self.shape.prefill_chunk):
+
+    def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
+        """Puts a request into a row and reads its prompt, past all queues: for those who run rounds
+        by themselves."""
+        self._seat_request(row, request, arrival, draft_length)
+        for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             self._state = self._prefill(self._params, self.state, np.int32(row), np.int32(start))
 
-    def _harvest(self, rows: list[Resident | None]) -> list[tuple[Resident, Completion]]:
-        """Empties the rows that have ended; their requests and completions."""
-        finish = np.asarray(self.state.finish)
-        ended = [
-            row
-            for row, resident in enumerate(rows)
-            if resident is not None and finish[row] != Finish.RUNNING
-        ]
-        if not ended:
-            return []
-        state = jax.device_get(self.state.replace(cache=(), drafter=()))
-        harvested = []
-        for row in ended:
-            resident = rows[row]
-            assert resident is not None
-            request = resident.request
-            first, last = len(request.prompt_token_ids), int(state.num_committed[row])
-            completion = make_completion(
-                request,
-                self.target,
-                token_ids=state.tokens[row, first:last].tolist(),
-                origins=state.origin[row, first:last],
-                finish=Finish(int(state.finish[row])),
-                stop_token=int(state.stop_token[row]),
-                acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
-                stopped=resident.stopped,
-                logprobs=_logprobs(state, row, first, last, request.params.logprobs),
-                logprobs_mode=self.logprobs_mode,
-            )
-            harvested.append((resident, completion))
-            rows[row] = None
-        return harvested
+    def _give_up_if_lost(self) -> None:
+        """Ends every request that has a row if the state was donated to a call that failed."""
+        if self._state is None or not any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(self._state)
+        ):
+            return
+        self._state = None
+        with self._lock:
+            for ticket in self._held.values():
+                self._finish(ticket, self._aborted(ticket.request, Finish.LOST))
+
+    def _aborted(self, request: Request, finish: Finish) -> Completion:
+        """The completion of a request that emitted nothing."""
+        return make_completion(
+            request,
+            self.target,
+            token_ids=(),
+            origins=(),
+            finish=finish,
+            stop_token=-1,
+            acceptance=Acceptance(),
+        )
 
 
-@dataclasses.dataclass
-class Resident:
-    """A request whose row is held on the device.
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A request on its way through the engine.
 
     Attributes:
-      index: of the request in its call.
       request: what is decoded.
-      stopped: the stop string found in its output, if any.
+      draft_length: drafted tokens per round; 0 decodes plainly.
+      is_claimed: somebody holds the ticket and takes the completion from it; otherwise `step`
+        returns it.
+      is_interactive: came alone and is awaited; otherwise it is one of a list.
+      is_streamed: somebody reads the output as it grows.
+      name: by which it can be cancelled; for one of a list, nobody's.
+      row: it holds on the device, if it does.
+      arrival: order among the admitted.
+      num_read: prompt tokens that prefill has been called for.
+      is_cancelled: to be ended at the next step.
+      stopped: the stop string found in its output.
+      acceptance: at the last look.
+      completion: once it has ended.
+      news: token ids and text that a stream has still to hand out.
+      num_streamed: tokens among the news so far.
+      text: of the news so far.
     """
 
-    index: int
     request: Request
+    draft_length: int
+    is_claimed: bool
+    is_interactive: bool = False
+    is_streamed: bool = False
+    name: Hashable = None
+    row: int | None = None
+    arrival: int = 0
+    num_read: int = 0
+    is_cancelled: bool = False
     stopped: StopMatch | None = None
+    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
+    completion: Completion | None = None
+    news: list[tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=list)
+    num_streamed: int = 0
+    text: str = ""
+
+    @property
+    def num_unread(self) -> int:
+        """Prompt tokens left to prefill; the last one is the root of the first round."""
+        return len(self.request.prompt_token_ids) - 1 - self.num_read
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether the host reads the output while it grows."""
+        return self.is_streamed or bool(self.request.params.stop)
+
+    def look_for_stop(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
+        """Notes the first stop string in the output so far."""
+        params = self.request.params
+        if params.stop and tokenizer is not None:
+            self.stopped = find_stop(tokenizer, output, params.stop, min_tokens=params.min_tokens)
+
+    def note_news(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
+        """Notes what was emitted since the last look, and how much of its text is final."""
+        token_ids = tuple(output[self.num_streamed :])
+        if not token_ids:
+            return
+        text = self.text
+        if tokenizer is not None:
+            settled = settled_text(tokenizer, output, self.request.params.stop)
+            text = settled if settled.startswith(text) else text
+        self.news.append((token_ids, text[len(self.text) :]))
+        self.num_streamed, self.text = len(output), text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamOutput:
+    """A piece of a request's output.
+
+    Attributes:
+      request_id: of the request.
+      token_ids: emitted since the last piece.
+      text: that became final since the last piece; characters whose bytes are not complete, and
+        what may become a stop string, come with a later one. All pieces together are the text of
+        the completion.
+      completion: with the last piece.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    completion: Completion | None = None
+
+
+def _like(old: PyTree, given: PyTree, name: str) -> PyTree:
+    """`given` where `old` is, if it is of the same shapes and dtypes."""
+    if jax.tree.structure(old) != jax.tree.structure(given):
+        raise SettingError(
+            f"The new weights of the {name} have another structure than those of the engine; give "
+            "a pytree like them."
+        )
+    for (path, leaf), new in zip(
+        jax.tree.leaves_with_path(old), jax.tree.leaves(given), strict=True
+    ):
+        if (leaf.shape, leaf.dtype) != (new.shape, new.dtype):
+            raise SettingError(
+                f"The new weights of the {name} have {new.dtype}{list(new.shape)} at "
+                f"{jax.tree_util.keystr(path)}, and the engine was compiled for "
+                f"{leaf.dtype}{list(leaf.shape)}; convert them to that."
+            )
+    return jax.tree.map(lambda leaf, new: jax.device_put(new, leaf.sharding), old, given)
 
 
 def _logprobs(
@@ -520,10 +1071,10 @@ def _logprobs(
     return tuple(each)
 
 
-def _end_rows(state: DecodeState, is_found: jax.Array) -> DecodeState:
-    """State in which rows that emitted a stop string have ended."""
-    ends = is_found & state.is_running
-    return state.replace(finish=jnp.where(ends, jnp.int32(Finish.STOP_STRING), state.finish))
+def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
+    """State in which some rows `[B]` bool, those that have not ended, end with this `Finish`."""
+    is_live = state.is_running | (state.finish == Finish.READING)
+    return state.replace(finish=jnp.where(is_ended & is_live, finish, state.finish))
 
 
 def check_draft_length(draft_length: int, window: int) -> None:

@@ -18,6 +18,14 @@ class SettingError(JaxspecError):
     """A setting outside its range, or two settings that contradict each other."""
 
 
+class RequestError(JaxspecError):
+    """A request that the engine does not know, or cannot take any more."""
+
+
+class QueueFullError(JaxspecError):
+    """A request that came while as many were waiting as the queue holds: try again later."""
+
+
 class ModelError(JaxspecError):
     """A model that cannot be found, or that does not fit the model it is paired with."""
 

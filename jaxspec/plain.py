@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec import sampling
-from jaxspec.decoding import LogprobsConfig, Seat, empty_state, rows_of, run_rounds, take_seat
+from jaxspec.decoding import (
+    LogprobsConfig,
+    Seat,
+    empty_state,
+    note_read,
+    rows_of,
+    run_rounds,
+    take_seat,
+)
 from jaxspec.drafters.base import EngineShape
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
@@ -79,7 +87,7 @@ class PlainLoop:
             stop=stop,
             chunk=chunk,
         )
-        return state.replace(cache=cache)
+        return note_read(state.replace(cache=cache), row, stop)
 
     def run(
         self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array

@@ -533,6 +533,16 @@ def find_stop(
     return StopMatch(num_tokens=most, text=text[:start], stop=string)
 
 
+def settled_text(tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+    """The part of the text of `token_ids` that further tokens leave as it is.
+
+    Held back are characters whose bytes are not complete, and an end that may become a stop string.
+    """
+    text = tokenizer.decode(token_ids).rstrip("\ufffd")
+    begun = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
+    return text[: len(text) - max(begun, default=0)]
+
+
 def prompt_token_ids(
     prompt: Prompt,
     model: Model,
@@ -609,6 +619,8 @@ def make_completion(
             Finish.MAX_TOKENS: ("length", None),
             Finish.CAPACITY: ("length", "capacity"),
             Finish.NON_FINITE: ("abort", "non-finite"),
+            Finish.CANCELLED: ("abort", "cancelled"),
+            Finish.LOST: ("abort", "device failure"),
         }[finish]
     return Completion(
         request_id=request.request_id,

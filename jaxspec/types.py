@@ -43,6 +43,9 @@ class Finish(enum.IntEnum):
     NON_FINITE = 4
     EMPTY_SEAT = 5
     STOP_STRING = 6
+    READING = 7  # its prompt is still being read
+    CANCELLED = 8
+    LOST = 9  # the device lost the batch
 
 
 class Window(struct.PyTreeNode, kw_only=True):

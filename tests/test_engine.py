@@ -170,7 +170,14 @@ def test_progress(engine, outputs):
     assert last.num_finished == 5
     assert last.num_emitted_tokens == sum(len(c.token_ids) for c in found) == 60
     rounds = [completion.acceptance.num_rounds for completion in found]
-    assert last.num_rounds == max(rounds[0:2]) + max(rounds[2:4]) + rounds[4]
+    assert sum(rounds) / 2 <= last.num_rounds < max(rounds[0:2]) + max(rounds[2:4]) + rounds[4]
+    assert (last.num_draft_tokens, last.num_accepted_tokens) == tuple(
+        sum(getattr(c.acceptance, name) for c in found)
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    assert last.time_left_s == 0
+    assert last.tokens_per_s == pytest.approx(60 / last.elapsed_s)
+    assert 0 < last.acceptance < 1
     # A look every three rounds: more than one a batch.
     assert len(seen) > 3
 

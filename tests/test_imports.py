@@ -19,7 +19,7 @@ LAYERS = [
     ("drafters", "verifiers", "schedulers"),
     ("decoding",),
     ("plain",),
-    ("requests", "environment"),
+    ("requests", "environment", "memory"),
     ("loops",),
     ("serving",),
     ("engine", "prompts"),

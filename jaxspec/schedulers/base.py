@@ -6,6 +6,7 @@ chosen on the device by a table of row numbers, so that no KV is copied when a r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -48,6 +49,10 @@ class Scheduler(Protocol):
 
     def min_running(self, seats: int) -> int:
         """While requests are queued, the host admits some when fewer rows than this are running."""
+        ...
+
+    def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+        """The order in which the requests of a list, by index, are admitted."""
         ...
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:

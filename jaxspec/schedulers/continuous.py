@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
@@ -37,6 +38,10 @@ class Continuous:
     def min_running(self, seats: int) -> int:
         """A seat would stay empty."""
         return seats
+
+    def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+        """First come, first served."""
+        return list(range(len(prompt_lengths)))
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """The rows whose requests came first. Rows in seats came before those that wait, so they

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,10 @@ class Pool:
     def min_running(self, seats: int) -> int:
         """The window is kept full."""
         return self.window_size
+
+    def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+        """First come, first served."""
+        return list(range(len(prompt_lengths)))
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """Rows of equal length, or else the first that are running."""

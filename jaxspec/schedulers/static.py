@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,10 @@ class Static:
     def min_running(self, seats: int) -> int:
         """A batch is decoded to its end."""
         return 1
+
+    def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
+        """First come, first served."""
+        return list(range(len(prompt_lengths)))
 
     def choose(self, state: DecodeState, seats: int) -> jax.Array:
         """All of them."""

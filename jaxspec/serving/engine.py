@@ -43,7 +43,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.cache import KVCache, copy_row
-from jaxspec.decoding import Seat, rows_axis
+from jaxspec.decoding import Seat, note_read, rows_axis
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.environment import use_compilation_cache
 from jaxspec.errors import SettingError
@@ -309,6 +309,7 @@ class ServingEngine:
         State that a drafter shares among rows stays the batch's own.
         """
         state = self._loop.admit(params, state, row, seat)
+        state = note_read(state, row, jnp.asarray(seat.length) - 1)
         is_per_row = rows_axis(self._loop.empty, self.shape, self.shape.seats)
 
         def take_over(has_rows: bool, leaf, alone):

@@ -1,0 +1,157 @@
+"""Bytes of an engine's weights and state, and whether they fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import psutil
+
+from jaxspec.cache import BLOCK, KVCache
+from jaxspec.decoding import SpeculativeLoop
+from jaxspec.errors import SettingError
+from jaxspec.plain import PlainLoop
+from jaxspec.types import PyTree
+
+Loop = SpeculativeLoop | PlainLoop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What an engine keeps on the device between rounds; temporaries of a round come on top.
+
+    Attributes:
+      num_rows: rows that are held.
+      capacity: slots of a row.
+      weights_bytes: parameters of target and drafter.
+      kv_bytes: KV caches of target and drafter, for all rows.
+      buffers_bytes: tokens, log-probabilities and all else that is kept per row.
+      free_bytes: of the device before the state is made; None where the device does not say.
+    """
+
+    num_rows: int
+    capacity: int
+    weights_bytes: int
+    kv_bytes: int
+    buffers_bytes: int
+    free_bytes: int | None
+
+    @property
+    def state_bytes(self) -> int:
+        """KV and buffers."""
+        return self.kv_bytes + self.buffers_bytes
+
+    @property
+    def sentence(self) -> str:
+        """E.g. `weights 28.9 MiB, KV 20.0 MiB and buffers 0.1 MiB for 10 rows of 1024 slots`."""
+        free = "" if self.free_bytes is None else f"; {in_units(self.free_bytes)} were free"
+        return (
+            f"weights {in_units(self.weights_bytes)}, KV {in_units(self.kv_bytes)} and buffers "
+            f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.capacity} slots"
+            f"{free}"
+        )
+
+
+def measure_memory(loop: Loop) -> Memory:
+    """What an engine with this loop needs, found from shapes; nothing is allocated.
+
+    Raises:
+      SettingError: the state does not fit into the memory that is free; names the largest numbers
+        of seats and of slots that would.
+    """
+    held = loop.held
+    kv_bytes, buffers_bytes = _state_bytes(loop, held.seats, held.capacity)
+    memory = Memory(
+        num_rows=held.seats,
+        capacity=held.capacity,
+        weights_bytes=num_bytes(loop.params),
+        kv_bytes=kv_bytes,
+        buffers_bytes=buffers_bytes,
+        free_bytes=_free_bytes(_device(loop.params)),
+    )
+    if memory.free_bytes is not None and memory.state_bytes > memory.free_bytes:
+        raise SettingError(_does_not_fit(loop, memory))
+    return memory
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays (or shapes) of a pytree."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _free_bytes(device: Any) -> int | None:
+    """Bytes that can still be allocated on `device`, as far as it says; of a CPU, the host's."""
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def in_units(count: int) -> str:
+    """Bytes for people: `512 B`, `1.5 MiB`, `23.4 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _device(params: PyTree) -> Any:
+    """Where the parameters are; the default device if they have not been placed."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array):
+            return min(leaf.devices(), key=lambda device: device.id)
+    return jax.local_devices()[0]
+
+
+def _state_bytes(loop: Loop, num_rows: int, capacity: int) -> tuple[int, int]:
+    """Bytes of the KV caches, and of all else, in a state of this shape."""
+    shape = dataclasses.replace(loop.shape, seats=num_rows, capacity=capacity)
+    state = jax.eval_shape(lambda: loop.empty(shape))
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+    kv_bytes = num_bytes([node for node in nodes if isinstance(node, KVCache)])
+    return kv_bytes, num_bytes(state) - kv_bytes
+
+
+def _does_not_fit(loop: Loop, memory: Memory) -> str:
+    """The refusal, with the largest seats and the largest capacity that fit."""
+    free = memory.free_bytes
+    assert free is not None
+
+    def fits(seats: int, capacity: int) -> bool:
+        return sum(_state_bytes(loop, loop.scheduler.num_residents(seats), capacity)) <= free
+
+    seats = _largest(lambda n: fits(n, memory.capacity), loop.shape.seats)
+    blocks = _largest(lambda n: fits(loop.shape.seats, n * BLOCK), memory.capacity // BLOCK)
+    advice = []
+    if seats:
+        advice.append(f"{seats} seats of this capacity")
+    if blocks:
+        advice.append(f"a capacity of {blocks * BLOCK} with these seats")
+    return (
+        f"{loop.shape.seats} seats of capacity {memory.capacity} were given, whose KV and buffers "
+        f"need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
+        f"{in_units(memory.weights_bytes)} of weights; "
+        + (
+            f"the most that fits is {' or '.join(advice)}."
+            if advice
+            else "choose a smaller model, or a dtype of fewer bytes."
+        )
+    )
+
+
+def _largest(fits, limit: int) -> int:
+    """The largest n from 0 to `limit` for which `fits(n)`, which holds up to some n; 0 always."""
+    least, most = 0, limit + 1
+    while most - least > 1:
+        middle = (least + most) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle
+    return least

@@ -1,0 +1,387 @@
+"""Requests one by one: submit, step, stream, cancel, other weights, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import toy
+
+from jaxspec import (
+    DraftModel,
+    Engine,
+    NGram,
+    PromptError,
+    QueueFullError,
+    RequestError,
+    SamplingParams,
+    SettingError,
+    Static,
+)
+from jaxspec import engine as engine_module
+
+SEATS = 2
+PROMPTS = toy.prompts((3, 9, 1, 40, 6, 17))
+PARAMS = [
+    SamplingParams(max_tokens=9 + 5 * i, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.model(eos_token_ids=(), text=tiny.tokenizer())
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    return Engine(
+        target,
+        NGram(1, 3),
+        draft_length=3,
+        seats=SEATS,
+        capacity=200,
+        prefill_chunk=16,
+        rounds_per_sync=5,
+        max_queue=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(engine):
+    """Completions of `PROMPTS`, each decoded alone."""
+    return [engine.generate([p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def _empty(engine):
+    yield
+    assert not engine.has_unfinished, "the test left requests behind"
+
+
+def drain(engine):
+    done = []
+    while engine.has_unfinished:
+        done.extend(engine.step())
+    return done
+
+
+def test_submitted_requests_are_those_decoded_alone(engine, alone):
+    names = [engine.submit(p, s) for p, s in zip(PROMPTS[:3], PARAMS, strict=False)]
+    done = engine.step() + engine.step()
+    names += [engine.submit(p, s) for p, s in zip(PROMPTS[3:], PARAMS[3:], strict=True)]
+    done += drain(engine)
+    assert len(names) == len(set(names)) == len(done) == len(PROMPTS)
+    found = {completion.request_id: completion for completion in done}
+    for name, expected in zip(names, alone, strict=True):
+        assert found[name].token_ids == expected.token_ids
+        assert found[name].acceptance.num_emitted_tokens == len(expected.token_ids)
+    assert engine.step() == []
+
+
+def test_nothing_is_compiled_for_requests_that_come_one_by_one(engine, alone):
+    programs = ("_init", "_admit", "_prefill", "_run", "_end_rows")
+    engine.submit(PROMPTS[0], PARAMS[0], request_id="first")
+    engine.step()
+    engine.cancel("first")
+    drain(engine)
+    before = {name: getattr(engine, name)._cache_size() for name in programs}
+    assert set(before.values()) == {1}
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine.submit(prompt, params)
+        engine.step()
+    drain(engine)
+    assert {name: getattr(engine, name)._cache_size() for name in programs} == before
+
+
+def test_the_pieces_of_a_stream_are_its_completion(engine, alone):
+    for prompt, params, expected in zip(PROMPTS, PARAMS, alone, strict=True):
+        *pieces, last = engine.stream(prompt, params)
+        assert all(piece.completion is None and piece.token_ids for piece in pieces)
+        assert last.completion.token_ids == expected.token_ids
+        token_ids = itertools.chain(*(piece.token_ids for piece in [*pieces, last]))
+        assert tuple(token_ids) == expected.token_ids
+        assert "".join(piece.text for piece in [*pieces, last]) == expected.text
+        assert len(pieces) > 0 or len(expected.token_ids) < 12
+
+
+def test_a_stream_holds_back_what_may_become_a_stop_string(engine, target, alone):
+    for completion, prompt, params in zip(alone, PROMPTS, PARAMS, strict=True):
+        text = completion.text
+        for start in range(len(text) - 3):
+            stop = text[start : start + 3]
+            if "\ufffd" in stop:
+                continue
+            with_stop = dataclasses.replace(params, stop=(stop,))
+            [expected] = engine.generate([prompt], with_stop)
+            pieces = list(engine.stream(prompt, with_stop))
+            assert (
+                "".join(piece.text for piece in pieces) == expected.text == text[: text.index(stop)]
+            )
+            assert pieces[-1].completion.stop_reason == stop
+            break
+
+
+def test_streams_of_many_tasks_share_the_steps(engine, alone, monkeypatch):
+    steps = []
+    real = Engine._advance
+    monkeypatch.setattr(Engine, "_advance", lambda self: (steps.append(1), real(self)))
+
+    async def read(prompt, params):
+        return [piece async for piece in engine.astream(prompt, params)]
+
+    async def read_all():
+        # More than rows and queue together: those that find no room wait.
+        return await asyncio.gather(
+            *(read(p, s) for p, s in zip(PROMPTS * 3, PARAMS * 3, strict=True))
+        )
+
+    found = asyncio.run(read_all())
+    assert len(found) > engine.max_queue + engine.num_residents
+    for pieces, expected in zip(found, alone * 3, strict=True):
+        assert pieces[-1].completion.token_ids == expected.token_ids
+        assert "".join(piece.text for piece in pieces) == expected.text
+    assert len(steps) < sum(len(pieces) for pieces in found)
+
+
+def test_threads_submit_cancel_and_stream_at_once(engine, alone):
+    found, errors = {}, []
+
+    def work(index):
+        try:
+            if index % 3 == 2:
+                name = engine.submit(PROMPTS[index], PARAMS[index], request_id=f"thread-{index}")
+                engine.cancel(name)
+            else:
+                found[index] = list(engine.stream(PROMPTS[index], PARAMS[index]))[-1].completion
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cancelled = drain(engine)
+    assert not errors
+    assert {completion.stop_reason for completion in cancelled} == {"cancelled"}
+    assert len(cancelled) == 2
+    for index, completion in found.items():
+        assert completion.token_ids == alone[index].token_ids
+
+
+def test_cancelling(engine, alone):
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    names = [engine.submit(PROMPTS[0], long) for _ in range(engine.num_residents + 1)]
+    other = engine.submit(PROMPTS[5], PARAMS[5])
+    engine.step()
+    engine.cancel(names[0])  # in a seat
+    engine.cancel(names[-1])  # in the queue
+    engine.cancel(names[0])  # twice, before it took effect
+    done = {completion.request_id: completion for completion in drain(engine)}
+    full = done[names[1]]
+    for name in (names[0], names[-1]):
+        assert (done[name].finish_reason, done[name].stop_reason) == ("abort", "cancelled")
+        assert done[name].token_ids == full.token_ids[: len(done[name].token_ids)]
+    assert 0 < len(done[names[0]].token_ids) < 100
+    assert done[names[-1]].token_ids == ()
+    assert done[names[-1]].text == ""
+    assert done[other].token_ids == alone[5].token_ids
+    for name in (names[0], "never"):
+        with pytest.raises(RequestError, match=f"{name}.* no unfinished request"):
+            engine.cancel(name)
+
+
+def test_a_closed_stream_is_cancelled_and_harms_nobody(engine, alone):
+    kept = engine.submit(PROMPTS[5], PARAMS[5])
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=150, ignore_eos=True))
+    assert next(stream).token_ids
+    stream.close()
+    [completion] = drain(engine)
+    assert completion.request_id == kept
+    assert completion.token_ids == alone[5].token_ids
+
+
+def test_a_long_prompt_holds_up_running_rows_for_one_chunk_at_a_time(engine, target, monkeypatch):
+    calls = []
+    for name in ("_prefill", "_run"):
+        real = getattr(engine, name)
+        monkeypatch.setattr(
+            engine,
+            name,
+            lambda *args, real=real, name=name: (calls.append((name, args)), real(*args))[1],
+        )
+    [long] = toy.prompts((150,))
+    running = engine.submit(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
+    engine.step()
+    assert [name for name, _ in calls] == ["_prefill", "_run"]
+    calls.clear()
+    joined = engine.submit(long, SamplingParams(max_tokens=5, ignore_eos=True))
+    done = drain(engine)
+    assert [completion.request_id for completion in done] == [joined, running]
+    names = [name for name, _ in calls]
+    num_chunks = names.count("_prefill")
+    assert num_chunks == -(-149 // 16)
+    first = names.index("_prefill")
+    assert names[first : first + 2 * num_chunks] == ["_prefill", "_run"] * num_chunks
+    assert [int(a[2]) for n, a in calls if n == "_run"][: num_chunks - 1] == [
+        engine_module.ROUNDS_PER_CHUNK
+    ] * (num_chunks - 1)
+    # A list that nobody awaits reads its prompts at once.
+    calls.clear()
+    engine.generate([PROMPTS[1], long], SamplingParams(max_tokens=5, ignore_eos=True))
+    names = [name for name, _ in calls]
+    assert names[: names.index("_run")] == ["_prefill"] * (1 + num_chunks)
+
+
+def test_a_list_and_single_requests_are_decoded_together(engine, alone):
+    name = engine.submit(PROMPTS[3], PARAMS[3])
+    found = engine.generate(PROMPTS, PARAMS)
+    assert [c.token_ids for c in found] == [c.token_ids for c in alone]
+    [completion] = drain(engine)
+    assert completion.request_id == name
+    assert completion.token_ids == alone[3].token_ids
+
+
+def test_what_cannot_be_taken_is_refused_while_others_run_on(engine, alone):
+    name = engine.submit(PROMPTS[1], PARAMS[1], request_id="mine")
+    engine.step()
+    for error, message, call in (
+        (PromptError, "The prompt of x is empty", lambda: engine.submit([], request_id="x")),
+        (PromptError, "has 254 tokens", lambda: engine.submit([5] * 254)),
+        (
+            SettingError,
+            "n 2 was given",
+            lambda: engine.submit([5], SamplingParams(temperature=1, n=2)),
+        ),
+        (SettingError, "draft length of 9", lambda: engine.submit([5], draft_length=9)),
+        (SettingError, "logprobs", lambda: engine.submit([5], SamplingParams(logprobs=1))),
+        (RequestError, "'mine' was given twice", lambda: engine.submit([5], request_id="mine")),
+        (RequestError, "New weights were given while 1", lambda: engine.update_params()),
+        (RequestError, "emptied while requests", engine.reset),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    [completion] = drain(engine)
+    assert completion.request_id == name
+    assert completion.token_ids == alone[1].token_ids
+
+
+def test_a_full_queue_pushes_back(engine):
+    few = SamplingParams(max_tokens=2, ignore_eos=True)
+    names = [engine.submit(PROMPTS[0], few) for _ in range(engine.max_queue)]
+    with pytest.raises(QueueFullError, match="8 are waiting, as many as the queue holds"):
+        engine.submit(PROMPTS[0], few)
+    with pytest.raises(QueueFullError):
+        next(engine.stream(PROMPTS[0], few))
+    done = engine.step()
+    names.append(engine.submit(PROMPTS[0], few))
+    done += drain(engine)
+    assert sorted(completion.request_id for completion in done) == sorted(names)
+
+
+def test_static_batches_take_submitted_requests_too(target, alone, engine):
+    static = Engine(
+        target,
+        NGram(1, 3),
+        draft_length=3,
+        seats=SEATS,
+        capacity=200,
+        prefill_chunk=16,
+        scheduler=Static(),
+    )
+    names = [static.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
+    found = {completion.request_id: completion.token_ids for completion in drain(static)}
+    assert [found[name] for name in names] == [completion.token_ids for completion in alone]
+
+
+def test_a_shut_down_engine_ends_what_it_holds_and_takes_no_more(target):
+    with Engine(target, seats=1, capacity=128, prefill_chunk=16) as engine:
+        names = [engine.submit(PROMPTS[0], SamplingParams(max_tokens=90)) for _ in range(4)]
+        engine.step()
+    done = {completion.request_id: completion for completion in engine.step()}
+    assert sorted(done) == sorted(names)
+    assert {completion.stop_reason for completion in done.values()} == {"cancelled"}
+    assert len(done[names[0]].token_ids) > 0
+    for call in (engine.submit, lambda prompt: engine.generate([prompt]), engine.stream):
+        with pytest.raises(RequestError, match="shut down"):
+            call(PROMPTS[0])
+
+
+def test_a_call_that_loses_the_state_ends_who_had_a_row_and_nobody_else(target, engine, alone):
+    mine = Engine(target, NGram(1, 3), draft_length=3, seats=SEATS, capacity=200, prefill_chunk=16)
+    names = [mine.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
+    real = mine._run
+
+    def fails(params, state, *numbers):
+        jax.block_until_ready(real(params, state, *numbers))
+        raise RuntimeError("the device is gone")
+
+    mine._run = fails
+    with pytest.raises(RuntimeError, match="is gone"):
+        mine.step()
+    mine._run = real
+    done = {completion.request_id: completion for completion in drain(mine)}
+    for index, name in enumerate(names):
+        if index < mine.num_residents:
+            assert done[name].stop_reason == "device failure"
+        else:
+            assert done[name].token_ids == alone[index].token_ids
+
+
+def test_other_weights_need_no_new_trace():
+    old, new = toy.model(seed=0), toy.model(seed=1)
+    drafts = toy.model(seed=2), toy.model(seed=3)
+    shape = {"draft_length": 2, "seats": SEATS, "capacity": 128, "prefill_chunk": 16}
+    params = SamplingParams(max_tokens=20)
+    engine = Engine(old, DraftModel(drafts[0]), **shape)
+    before = engine.generate(PROMPTS, params)
+    engine.update_params(target=new.params, draft=drafts[1].params)
+    after = engine.generate(PROMPTS, params)
+    expected = Engine(new, DraftModel(drafts[1]), **shape).generate(PROMPTS, params)
+    assert [c.token_ids for c in after] == [c.token_ids for c in expected]
+    assert [c.acceptance for c in after] == [c.acceptance for c in expected]
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    assert engine.target.params is not old.params
+    assert {f._cache_size() for f in (engine._run, engine._admit, engine._prefill)} == {1}
+    plain = Engine(old, seats=1, capacity=128)
+    with pytest.raises(SettingError, match="without a drafter"):
+        plain.update_params(draft=drafts[0].params)
+    with pytest.raises(SettingError, match="another structure"):
+        engine.update_params(target={"embedding": np.zeros((2, 2))})
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new.params)
+    with pytest.raises(SettingError, match=r"bfloat16\[.*compiled for float32"):
+        engine.update_params(target=half)
+
+
+def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, monkeypatch):
+    engine = Engine(target, DraftModel(target), seats=3, capacity=256)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state))
+    caches = (engine.state.cache, engine.state.drafter.cache)
+    kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    memory = engine.memory
+    assert (memory.state_bytes, memory.kv_bytes) == (nbytes, kv_bytes)
+    assert memory.weights_bytes == 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    assert engine.describe()["kv_bytes"] == kv_bytes
+    assert "4 rows of 256 slots" in memory.sentence
+
+    with pytest.raises(SettingError, match=r"the most that fits is \d+ seats of this") as raised:
+        Engine(target, seats=2**24, capacity=2**16)
+    seats = int(str(raised.value).split("fits is ")[1].split()[0])
+    assert 1 <= seats < 2**24
+
+    # Exactly what is named fits, one seat or one block more does not.
+    monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: nbytes)
+    Engine(target, DraftModel(target), seats=3, capacity=256)
+    with pytest.raises(SettingError, match=r"fits is 3 seats .* or a capacity of 128 with these"):
+        Engine(target, DraftModel(target), seats=4, capacity=256)
+    monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: 100)
+    with pytest.raises(SettingError, match="choose a smaller model"):
+        Engine(target, seats=1, capacity=128)
