@@ -221,6 +221,33 @@ def read_slots(
     return gather(layer.k), gather(layer.v)
 
 
+def copy_row(
+    cache: KVCache, row: jax.Array, source: KVCache, source_row: jax.Array, num_slots: jax.Array
+) -> KVCache:
+    """`cache` with the first `num_slots` slots of a row of `source`, block by block, as the first
+    of `row`; what is copied beyond them, to the end of a block, is garbage there as here.
+
+    Args:
+      row: int32 scalar, in the table of `cache`.
+      source: of the same layers and dtype; it may have another number of rows.
+      source_row: int32 scalar, in the table of `source`.
+      num_slots: int32 scalar; the copying costs as much as these, not as the capacity.
+    """
+    block = cache.layers[0].block
+    num_blocks = jnp.minimum((num_slots + block - 1) // block, cache.table.shape[1])
+
+    def copy_block(index, layers):
+        to, whence = cache.table[row, index], source.table[source_row, index]
+
+        def copy(stored, values):
+            page = lax.dynamic_index_in_dim(values, whence, keepdims=False)
+            return stored.at[to].set(page)
+
+        return jax.tree.map(copy, layers, source.layers)
+
+    return cache.replace(layers=lax.fori_loop(0, num_blocks, copy_block, cache.layers))
+
+
 def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
     """Moves the KV of an accepted path into consecutive slots.
 

@@ -20,6 +20,8 @@ LAYERS = [
     ("decoding",),
     ("plain",),
     ("requests", "environment", "memory"),
+    ("loops",),
+    ("serving",),
     ("engine", "prompts"),
     ("training", "bench", "audit", "testing"),
     ("commands",),

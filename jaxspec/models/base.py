@@ -9,7 +9,7 @@ round.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -134,28 +134,73 @@ class TextTokenizer:
 
         A character whose bytes are split over tokens appears with the token that completes it.
         """
-        ids = list(token_ids)
-
-        def text_between(start: int, end: int) -> str:
-            return self.hf.decode(ids[start:end], clean_up_tokenization_spaces=False)
-
-        pieces, start, shown, last_whole = [], 0, "", 0
-        for end in range(1, len(ids) + 1):
-            text = text_between(start, end)
-            # An unfinished character decodes to replacement characters at the end: wait for it.
-            known = text if end == len(ids) else text.rstrip("\ufffd")
-            pieces.append(known[len(shown) :])
-            shown = known
-            if known == text:
-                if end - start >= 8:
-                    # Decode on from a token back: some tokenizers drop a leading space.
-                    start, shown = last_whole, text_between(last_whole, end)
-                last_whole = end
+        stream = self.stream(skip_special_tokens=False)
+        pieces = [stream.push([token]) for token in token_ids]
+        if pieces:
+            pieces[-1] += stream.end()
         return pieces
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """What turns a growing output into text, as far as it is final."""
+        return TextStream(self.hf, skip_special_tokens=skip_special_tokens)
 
     def fingerprint(self) -> dict[str, int]:
         """Token to id, to tell whether two models share a tokenizer."""
         return self.hf.get_vocab()
+
+
+class TextStream:
+    """The text of one output while it grows: what `push` and at last `end` return, joined, is the
+    text of all its tokens.
+
+    A character whose bytes are split over tokens is held back until it is complete. So are bytes
+    that are no character at all (shown as U+FFFD), until a character follows or the output ends.
+    Where a tokenizer decodes a run of byte tokens as one, such bytes can turn characters before
+    them into U+FFFD; what has been returned is not taken back then. (`DecodeStream` of `tokenizers`
+    raises there, and has no end.)
+
+    Example:
+      >>> import jaxspec
+      >>> tokenizer = jaxspec.load_model("demo-target").tokenizer
+      >>> stream = tokenizer.stream()
+      >>> [stream.push([token]) for token in tokenizer.encode("née")]
+      ['n', '', 'é', 'e']
+      >>> stream.end()
+      ''
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        self._ids: list[int] = []  # what is decoded anew with every push
+        self._shown = 0  # characters of their text that have been returned
+        self._whole = 0  # tokens after which the text was last final
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that further tokens add, as far as it is final."""
+        self._ids += token_ids
+        text = self._decode(self._ids)
+        # An unfinished character decodes to replacement characters at the end.
+        final = text.rstrip("\ufffd")
+        new = final[self._shown :]
+        self._shown = max(self._shown, len(final))
+        if final == text:
+            # Decode on from an earlier token: some tokenizers drop a space at the very beginning.
+            before = self._decode(self._ids[self._whole :])
+            if before and len(self._ids) >= 8:
+                del self._ids[: self._whole]
+                self._shown = len(before)
+            self._whole = len(self._ids)
+        return new
+
+    def end(self) -> str:
+        """What was held back, after the last token."""
+        return self._decode(self._ids)[self._shown :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,375 @@
+"""Prefill, insert, generate, free: the shape in which JAX serving stacks drive an engine.
+
+`jaxspec.Engine` owns its requests and its clock. A serving stack has both already; what it wants is
+compiled functions and a state that it carries itself:
+
+    prefilled = engine.prefill(prompt, params)          a row of its own, on any thread, ahead
+    state = engine.insert(prefilled, state, seat)       into the batch, while others are running
+    state, result = engine.generate(state)              one round for every seat
+    state = engine.free(state, seat)                    at any time
+
+Here is what a step returns for three seats and a draft length of 3: seat 0 had two drafts accepted,
+seat 1 none, and seat 2 has ended (or nobody sits there):
+
+    seat    tokens          num_new   done
+    0        7  3  9 -1     3         no
+    1       12 -1 -1 -1     1         no
+    2       -1 -1 -1 -1     0         yes
+
+Prefill emits no token (it ends before the prompt's last one, which the first round scores), so the
+first ones come from the first `generate` after `insert`.
+
+**Fewer tokens in this step is not the end.** Stacks whose step has a fixed number of tokens per
+slot, each with a `valid` flag, may take a token that is not valid for the end of the request:
+JetStream's orchestrator does, as it does a stop token. An adapter that turns `num_new` into such
+flags ends requests at the first rejected draft. It has to hold tokens back instead: keep a queue
+per seat, append `tokens[seat, :num_new[seat]]` after each step, and hand on as many columns as the
+shortest queue of a running seat is long, all of them valid. The width varies from call to call, and
+is at least one, as a running row emits at least one token per round. Seats whose row is `done` hand
+on what is left in their queue, and only then the invalid column that ends them; until then their
+seat is not given away. A stack that needs one width for ever takes a single column per call, and
+the engine is stepped only when the queue of some running seat is empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.cache import KVCache, copy_row
+from jaxspec.decoding import Seat, note_read, rows_axis
+from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.environment import use_compilation_cache
+from jaxspec.errors import SettingError
+from jaxspec.loops import check_draft_length, home_of, longest_prompt, make_loop, make_seat
+from jaxspec.models.base import Model
+from jaxspec.requests import Prompt, Request, SamplingParams, make_requests
+from jaxspec.schedulers import Static
+from jaxspec.types import DecodeState, Finish, PyTree
+from jaxspec.verifiers import Coupled, Verifier
+
+ALONE = np.int32(0)  # the row of a state that holds one
+ONE = np.int32(1)
+
+
+class Prefilled(struct.PyTreeNode, kw_only=True):
+    """A prompt that has been read, ready for a seat of any engine of this shape.
+
+    A pytree: it may be moved to other devices, kept, and inserted more than once.
+
+    Attributes:
+      seat: the row's settings and tokens.
+      cache: the target's KV of the prompt, in a cache of one row.
+      drafter: the drafter's state for one row.
+      request: static, what was read; a sampled request's seed is in it.
+      shape: static, the engine's, with one seat.
+    """
+
+    seat: Seat
+    cache: PyTree
+    drafter: PyTree
+    request: Request = struct.field(pytree_node=False)
+    shape: EngineShape = struct.field(pytree_node=False)
+
+
+class StepResult(struct.PyTreeNode, kw_only=True):
+    """What one round did, row by row.
+
+    Attributes:
+      tokens: `[B, N + 1]` int32, the new tokens; -1 after the first `num_new`. A stop token that
+        ends a row is its last.
+      num_new: `[B]` int32, at least 1 for a row that was running and whose scores are finite, 0 for
+        the others.
+      done: `[B]` bool, rows that are not running after the round, empty seats among them.
+      finish: `[B]` int32, `types.Finish`: why.
+      num_drafted: `[B]` int32, tokens drafted in this round.
+      num_accepted: `[B]` int32, how many of them are among the new tokens. The totals of a row
+        since it was inserted are in `DecodeState.counts`; see `requests.Acceptance.of_row`.
+    """
+
+    tokens: jax.Array
+    num_new: jax.Array
+    done: jax.Array
+    finish: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
+
+
+class ServingEngine:
+    """Compiled functions over a `DecodeState` that the caller holds; the engine itself holds none.
+
+    A request's tokens are those of `jaxspec.Engine` with the same settings, bit for bit, whoever
+    sits in the other seats and whenever it was inserted, with the verifiers of which that holds
+    there (`coupled`). Every function is compiled once. `insert`, `generate` and `free` donate the
+    state they are given: go on with the one they return. `prefill` touches no state and may run on
+    another thread while a round runs.
+
+    To read prompts on another device, make a second engine with the model's parameters there: a
+    `Prefilled` of the same shape fits, and is moved when it is inserted.
+
+    Args:
+      target: the model whose output this is.
+      drafter: what proposes tokens; None decodes plainly, one token per step.
+      verifier: what decides how much of a draft is kept; default `Coupled()`.
+      draft_length: tokens proposed per round, 1 to `window - 1`.
+      window: T, tokens scored per round; default `draft_length + 1`.
+      seats: B, rows of the batch.
+      capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
+        of a row needs `window` slots. Each `Prefilled` holds a row of them too.
+      prefill_chunk: prompt tokens read per call.
+
+    Raises:
+      SettingError: a setting out of range.
+      ModelError: the drafter cannot draft for the target.
+
+    Example:
+      >>> import jax, jaxspec
+      >>> from jaxspec.serving import ServingEngine
+      >>> engine = ServingEngine(jaxspec.load_model("demo-target"), jaxspec.NGram(), seats=2)
+      >>> prefilled = engine.prefill("def main():", jaxspec.SamplingParams(max_tokens=24))
+      >>> state = engine.insert(prefilled, engine.init_decode_state(), seat=1)
+      >>> token_ids, is_done = [], False
+      >>> while not is_done:
+      ...     state, result = engine.generate(state)
+      ...     new = jax.device_get(result)
+      ...     token_ids += new.tokens[1, : new.num_new[1]].tolist()
+      ...     is_done = new.done[1]
+      >>> state = engine.free(state, seat=1)
+      >>> len(token_ids)
+      24
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        *,
+        verifier: Verifier | None = None,
+        draft_length: int = 4,
+        window: int | None = None,
+        seats: int = 8,
+        capacity: int = 1024,
+        prefill_chunk: int = 128,
+    ):
+        use_compilation_cache()
+        self.target = target
+        self.drafter = drafter
+        self._loop = make_loop(
+            target,
+            drafter,
+            verifier=Coupled() if verifier is None else verifier,
+            scheduler=Static(),
+            draft_length=draft_length,
+            window=window,
+            seats=seats,
+            capacity=capacity,
+            prefill_chunk=prefill_chunk,
+        )
+        self.shape = self._loop.shape
+        self.draft_length = draft_length if drafter is not None else 0
+        # A prompt is read by the same functions, in a state of one row.
+        self._alone = dataclasses.replace(
+            self._loop, shape=dataclasses.replace(self.shape, seats=1)
+        )
+        self._params = self._loop.params
+        self._home = home_of(self._params)
+        donating = functools.partial(jax.jit, donate_argnums=1)
+        self._init = jax.jit(self._loop.init, out_shardings=self._home)
+        self._init_alone = jax.jit(self._alone.init, out_shardings=self._home)
+        self._admit_alone = donating(self._alone.admit)
+        self._prefill = donating(self._alone.prefill)
+        self._insert = donating(self._insert_row)
+        self._generate = donating(self._step)
+        self._free = jax.jit(_free_row, donate_argnums=0)
+        self._form = _form(jax.eval_shape(self._alone.init))
+
+    @property
+    def longest_prompt(self) -> int:
+        """Prompt tokens that leave room for one round."""
+        return longest_prompt(self.shape)
+
+    def init_decode_state(self) -> DecodeState:
+        """A state in which every seat is empty."""
+        return self._init()
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        draft_length: int | None = None,
+    ) -> Prefilled:
+        """The prompt's KV, for target and drafter, with the row's settings.
+
+        It is read in chunks of one shape, each a program of its own, so rounds of a batch on the
+        same device take turns with them; the call returns before the device has finished.
+
+        Args:
+          prompt: token ids, text or chat messages.
+          params: default `SamplingParams()`. A sampled request without a seed is given one here:
+            `Prefilled.request` names it.
+          draft_length: of this row instead of the engine's, up to `window - 1`; 0 decodes it
+            plainly in the same program, to the same tokens.
+
+        Raises:
+          PromptError: the prompt is empty, too long or malformed.
+          SettingError: a parameter out of range, or one that needs a host which reads text or makes
+            several rows of a prompt: stop strings, `n`, log-probabilities.
+        """
+        params = SamplingParams() if params is None else params
+        _refuse_host_settings(params)
+        request = self._make_request(prompt, params)
+        if draft_length is None or self.drafter is None:
+            draft_length = self.draft_length
+        elif draft_length != 0:
+            check_draft_length(draft_length, self.shape.window)
+        seat = make_seat(request, self.target, self.shape, draft_length=draft_length)
+        state = self._admit_alone(self._params, self._init_alone(), ALONE, seat)
+        for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
+            state = self._prefill(self._params, state, ALONE, np.int32(start))
+        return Prefilled(
+            seat=seat,
+            cache=state.cache,
+            drafter=state.drafter,
+            request=request,
+            shape=self._alone.shape,
+        )
+
+    def insert(self, prefilled: Prefilled, state: DecodeState, seat: int) -> DecodeState:
+        """`state` (donated) with the prompt in `seat`, from the next round on.
+
+        Its KV is copied on the device, as many blocks of it as are live. Whoever sat there has
+        left: nothing of the predecessor is read, nothing has to be cleared.
+
+        Raises:
+          SettingError: there is no such seat, or the prompt was read by an engine of another shape.
+        """
+        self._check_seat(seat)
+        if prefilled.shape != self._alone.shape or _form(prefilled) != self._form:
+            raise SettingError(
+                "A prompt was inserted that an engine with another model, drafter, verifier, "
+                f"window, capacity or prefill chunk has read ({prefilled.shape}, here "
+                f"{self._alone.shape}); read it with an engine of these settings."
+            )
+        row = (prefilled.seat, prefilled.cache, prefilled.drafter)
+        if self._home is not None:
+            row = jax.device_put(row, self._home)  # does nothing to what is there already
+        return self._insert(self._params, state, np.int32(seat), *row)
+
+    def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:
+        """`state` (donated) after one round, and what the round did.
+
+        Nothing is waited for: fetch the result with `jax.device_get`. With no row running the
+        target is not even called.
+        """
+        return self._generate(self._params, state, ONE)
+
+    def free(self, state: DecodeState, seat: int) -> DecodeState:
+        """`state` (donated) with `seat` empty: a row that was running is cancelled.
+
+        Seats whose row has ended may also be inserted into right away.
+
+        Raises:
+          SettingError: there is no such seat.
+        """
+        self._check_seat(seat)
+        return self._free(state, np.int32(seat))
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """The one request that a prompt makes, with a seed if it is sampled."""
+        (request,) = make_requests(
+            [prompt], params, self.target, longest=self.longest_prompt, names=["The prompt"]
+        )
+        return request
+
+    def _check_seat(self, seat: int) -> None:
+        if not 0 <= seat < self.shape.seats:
+            raise SettingError(
+                f"Seat {seat} was given, and the engine has {self.shape.seats}; name one from 0 to "
+                f"{self.shape.seats - 1}."
+            )
+
+    def _insert_row(
+        self,
+        params: PyTree,
+        state: DecodeState,
+        row: jax.Array,
+        seat: Seat,
+        cache: PyTree,
+        drafter: PyTree,
+    ) -> DecodeState:
+        """State with a request in `row`, its prompt read: what `admit` leaves open comes along.
+
+        State that a drafter shares among rows stays the batch's own.
+        """
+        state = self._loop.admit(params, state, row, seat)
+        state = note_read(state, row, jnp.asarray(seat.length) - 1)
+        is_per_row = rows_axis(self._loop.empty, self.shape, self.shape.seats)
+
+        def take_over(has_rows: bool, leaf, alone):
+            if isinstance(leaf, KVCache):
+                return copy_row(leaf, row, alone, jnp.asarray(ALONE), jnp.asarray(seat.length))
+            return leaf.at[row].set(alone[ALONE]) if has_rows else leaf
+
+        cache = jax.tree.map(take_over, is_per_row.cache, state.cache, cache)
+        drafter = jax.tree.map(take_over, is_per_row.drafter, state.drafter, drafter)
+        return state.replace(cache=cache, drafter=drafter)
+
+    def _step(
+        self, params: PyTree, before: DecodeState, one: jax.Array
+    ) -> tuple[DecodeState, StepResult]:
+        """State after one round of the very loop that `jaxspec.Engine` runs, and the difference.
+
+        That it ends after `one` round is a value: the compiler cannot unroll it into other sums.
+        """
+        state = self._loop.run(params, before, one, one)
+        num_new = state.num_committed - before.num_committed
+        index = jnp.arange(self.shape.window, dtype=jnp.int32)
+        slots = before.num_committed[:, None] + index
+        tokens = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
+        counts = jax.tree.map(jnp.subtract, state.counts, before.counts)
+        result = StepResult(
+            tokens=jnp.where(index < num_new[:, None], tokens, -1),
+            num_new=num_new,
+            done=~state.is_running,
+            finish=state.finish,
+            num_drafted=counts.num_draft_tokens,
+            num_accepted=counts.num_accepted_tokens,
+        )
+        return state, result
+
+
+def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:
+    """State in which nobody sits in `row`; what is stored there is garbage now."""
+    return state.replace(finish=state.finish.at[row].set(jnp.int32(Finish.EMPTY_SEAT)))
+
+
+def _form(row: DecodeState | Prefilled) -> tuple[PyTree, Sequence[tuple]]:
+    """What tells one-row states of different models and drafters apart without reading them."""
+    leaves, structure = jax.tree.flatten((row.cache, row.drafter))
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _refuse_host_settings(params: SamplingParams) -> None:
+    """Raises `SettingError` for parameters that only a host can honour."""
+    if params.n > 1:
+        raise SettingError(
+            f"n {params.n} was given, and a prompt that is read becomes one row; read it once for "
+            "each seed."
+        )
+    if params.stop:
+        raise SettingError(
+            f"The stop strings {params.stop} were given, and this engine sees tokens only; look "
+            "for them in the text of its output and free the seat, or name stop_token_ids."
+        )
+    if params.logprobs is not None:
+        raise SettingError(
+            f"{params.logprobs} logprobs were asked for, and this engine keeps none; use "
+            "jaxspec.Engine with max_logprobs."
+        )

@@ -1,0 +1,132 @@
+"""Text of a growing output: whole characters only, and in the end all of it."""
+
+from __future__ import annotations
+
+import doctest
+
+import tiny
+import tokenizers
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxspec.models.base
+from jaxspec.models.base import TextStream, TextTokenizer
+
+WORDS = ("▁", "a", "▁a", "b", "▁the")
+
+
+def byte_fallback() -> TextTokenizer:
+    """As in Llama's: `▁` for a space, the first of which is dropped, and bytes for what is not in
+    the vocabulary, a run of which is decoded as one."""
+    vocab = {"<unk>": 0, "</s>": 1}
+    vocab |= {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    vocab |= {word: 258 + index for index, word in enumerate(WORDS)}
+    pipeline = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    decoders = tokenizers.decoders
+    pipeline.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token="</s>")
+    return TextTokenizer(fast, ())
+
+
+BYTES, FALLBACK = tiny.tokenizer(), byte_fallback()
+THE = 258 + WORDS.index("▁the")
+
+
+def streamed(stream, token_ids, sizes=(1,)):
+    """What comes out of pushes of these sizes, in turn."""
+    pieces, first, turn = [], 0, 0
+    while first < len(token_ids):
+        size = sizes[turn % len(sizes)]
+        pieces.append(stream.push(token_ids[first : first + size]))
+        first, turn = first + size, turn + 1
+    return [*pieces, stream.end()]
+
+
+def fallback_ids(text: str) -> list[int]:
+    return [2 + byte for byte in text.encode()]
+
+
+sizes = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
+any_bytes = st.lists(st.integers(0, 257), max_size=40)
+
+
+@given(any_bytes, sizes)
+def test_any_bytes_join_to_their_text(ids, sizes):
+    assert "".join(streamed(BYTES.stream(), ids, sizes)) == BYTES.decode(ids)
+
+
+@given(st.text(max_size=12), sizes)
+def test_no_unfinished_character_is_shown(text, sizes):
+    ids = BYTES.hf.encode(text, add_special_tokens=False)
+    *pieces, rest = streamed(BYTES.stream(), ids, sizes)
+    assert "".join(pieces) == text.rstrip("\ufffd")
+    assert "".join(pieces) + rest == text
+
+
+# Words, special tokens, and characters as runs of byte tokens.
+fallback_tokens = st.lists(
+    st.one_of(
+        st.integers(258, 257 + len(WORDS)).map(lambda word: [word]),
+        st.just([1]),
+        st.sampled_from("é你😀x").map(fallback_ids),
+    ),
+    max_size=30,
+).map(lambda parts: [token for part in parts for token in part])
+
+
+@given(fallback_tokens, sizes)
+def test_runs_of_bytes_and_dropped_spaces_join_to_their_text(ids, sizes):
+    assert "".join(streamed(FALLBACK.stream(), ids, sizes)) == FALLBACK.decode(ids)
+    shown = FALLBACK.hf.decode(ids, clean_up_tokenization_spaces=False)
+    assert "".join(streamed(FALLBACK.stream(skip_special_tokens=False), ids, sizes)) == shown
+
+
+def test_characters_come_with_the_token_that_completes_them():
+    pieces = streamed(FALLBACK.stream(), [THE, *fallback_ids("你你"), 1, THE])
+    assert pieces == ["the", "", "", "你", "", "", "你", "", " the", ""]
+
+
+def test_what_was_returned_is_not_taken_back():
+    """The run's text turns into four U+FFFD; `DecodeStream` raises here."""
+    ids = [*fallback_ids("你"), 2 + 0xFF, THE]
+    assert FALLBACK.decode(ids) == "\ufffd" * 4 + " the"
+    assert streamed(FALLBACK.stream(), ids) == ["", "", "你", "", "\ufffd" * 3 + " the", ""]
+
+
+def test_a_stream_that_does_not_wait_is_noticed():
+    class Hasty(TextStream):
+        def push(self, token_ids):
+            return self._decode(list(token_ids))
+
+    ids = BYTES.encode("né")
+    assert "".join(streamed(Hasty(BYTES.hf), ids)) != BYTES.decode(ids)
+
+
+def test_a_long_output_is_not_decoded_again_and_again():
+    longest = 0
+
+    class Counting(TextStream):
+        def _decode(self, token_ids):
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return super()._decode(token_ids)
+
+    ids = BYTES.encode("abé " * 200)
+    assert "".join(streamed(Counting(BYTES.hf), ids)) == BYTES.decode(ids)
+    assert longest <= 16
+
+
+def test_docstring_example():
+    results = doctest.testmod(jaxspec.models.base)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,0 +1,512 @@
+"""Prefill, insert, generate, free: the same tokens as `Engine`, whoever comes and goes."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import doctest
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import toy
+
+import jaxspec.serving.engine as module
+from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
+from jaxspec.cache import BLOCK, copy_row, init_cache, read_slots, write
+from jaxspec.drafters.base import StatelessDrafter
+from jaxspec.errors import PromptError, SettingError
+from jaxspec.requests import Acceptance
+from jaxspec.serving import ServingEngine
+from jaxspec.types import Draft, Finish, chain_parents
+
+SHAPE = {"seats": 3, "capacity": 256, "prefill_chunk": 16}
+PROMPTS = toy.prompts((3, 40, 150, 1, 9, 240, 17))
+PARAMS = [
+    SamplingParams(max_tokens=25),
+    SamplingParams(max_tokens=25, temperature=0.8, seed=3),
+    SamplingParams(max_tokens=20, frequency_penalty=0.4, repetition_penalty=1.2),
+    SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, top_k=20, seed=2**40),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=100),  # ends at the capacity
+    SamplingParams(max_tokens=30),  # ends at a stop token, see `requests`
+]
+PROGRAMS = ("_init", "_init_alone", "_admit_alone", "_prefill", "_insert", "_generate", "_free")
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembering(StatelessDrafter):
+    """A user's drafter with rows of its own and something that all rows share.
+
+    Proposes the token that followed the newest one the last time any row emitted it, from a table
+    that all rows fill; each row offers nothing until it has been told its prompt's length.
+    """
+
+    name: str = "remembering"
+
+    def init(self, shape):
+        """The table, how many requests came, and each row's prompt length."""
+        return {
+            "next": jnp.zeros((shape.vocab_size,), jnp.int32),
+            "num_admitted": jnp.int32(0),
+            "prompt_length": jnp.full((shape.seats,), -1, jnp.int32),
+        }
+
+    def admit(self, shape, params, state, rows, row):
+        """Counts it, and notes its length."""
+        return {
+            **state,
+            "num_admitted": state["num_admitted"] + 1,
+            "prompt_length": state["prompt_length"].at[row].set(rows.num_committed[row]),
+        }
+
+    def propose(self, shape, params, state, rows):
+        """A chain through the table."""
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
+        chain = []
+        for _ in range(shape.num_nodes):
+            newest = state["next"][newest]
+            chain.append(newest)
+        knows = state["prompt_length"] > 0
+        draft = Draft(
+            tokens=jnp.stack(chain, axis=1),
+            parents=chain_parents(shape.seats, shape.num_nodes),
+            num_valid=jnp.where(knows, jnp.minimum(rows.draft_limit, shape.num_nodes), 0),
+        )
+        return draft, state
+
+    def commit(self, shape, params, state, rows, outcome):
+        """Every row's newest pair goes into the table."""
+        index = rows.num_committed - 1
+        newest = jnp.take_along_axis(rows.tokens, index[:, None], axis=1)[:, 0]
+        before = jnp.take_along_axis(rows.tokens, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0]
+        return {**state, "next": state["next"].at[before].set(newest)}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toy.model()
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """Right often enough: the target's own weights with some noise on them."""
+    noise = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.03 * noise.standard_normal(leaf.shape).astype(np.float32),
+        target.params,
+    )
+    return DraftModel(dataclasses.replace(target, name="noisy", params=params))
+
+
+@pytest.fixture(scope="module")
+def requests(target, plain_reference):
+    """Prompts and parameters; the last one is stopped by a token that it emits in mid-output."""
+    output = plain_reference.generate([PROMPTS[6]], PARAMS[6])[0].token_ids
+    stop = next(t for i, t in enumerate(output) if i > 8 and t not in output[:i])
+    stopped = dataclasses.replace(PARAMS[6], stop_token_ids=(stop,))
+    return list(zip(PROMPTS, [*PARAMS[:6], stopped], strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain_reference(target):
+    return Engine(target, **SHAPE)
+
+
+def completions_of(engine, requests):
+    return engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+
+
+@pytest.fixture(scope="module")
+def plain(plain_reference, requests):
+    """What window-1 decoding emits."""
+    return completions_of(plain_reference, requests)
+
+
+@pytest.fixture(scope="module")
+def expected(target, draft, requests):
+    """What the engine emits at a window of 5."""
+    return completions_of(Engine(target, draft, **SHAPE), requests)
+
+
+@dataclasses.dataclass
+class Served:
+    """What the host saw of one request."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish: Finish = Finish.RUNNING
+    num_drafted: int = 0
+    num_accepted: int = 0
+    acceptance: Acceptance | None = None
+
+
+def serve(engine, requests, *, seed, state=None, prefill=None):
+    """Every request through some seat, in an order drawn from `seed`; seats are freed or simply
+    taken over, and some requests wait although a seat is free."""
+    random = np.random.default_rng(seed)
+    prefill = prefill or engine.prefill
+    state = engine.init_decode_state() if state is None else state
+    waiting = collections.deque(random.permutation(len(requests)).tolist())
+    seated: dict[int, int] = {}
+    served = [Served() for _ in requests]
+    while waiting or seated:
+        free = [seat for seat in range(engine.shape.seats) if seat not in seated]
+        for seat in random.permutation(free).tolist():
+            if waiting and (not seated or random.random() < 0.7):
+                seated[seat] = waiting.popleft()
+                state = engine.insert(prefill(*requests[seated[seat]]), state, seat)
+        state, result = engine.generate(state)
+        result = jax.device_get(result)
+        for seat in range(engine.shape.seats):
+            if seat not in seated:
+                assert result.done[seat]
+                assert result.num_new[seat] == 0
+                continue
+            request, num_new = served[seated[seat]], result.num_new[seat]
+            is_finite = result.finish[seat] != Finish.NON_FINITE
+            assert is_finite <= num_new <= engine.shape.window
+            assert np.all(result.tokens[seat, num_new:] == -1)
+            request.token_ids += result.tokens[seat, :num_new].tolist()
+            request.num_drafted += int(result.num_drafted[seat])
+            request.num_accepted += int(result.num_accepted[seat])
+            if result.done[seat]:
+                request.finish = Finish(int(result.finish[seat]))
+                request.acceptance = Acceptance.of_row(
+                    jax.device_get(state.counts), seat, num_emitted=len(request.token_ids)
+                )
+                del seated[seat]
+                if random.random() < 0.5:
+                    state = engine.free(state, seat)
+    return served
+
+
+def tokens_of(outputs):
+    return [tuple(output.token_ids) for output in outputs]
+
+
+def make_drafter(name, draft, expected):
+    return {
+        "none": lambda: None,
+        "ngram": lambda: NGram(),
+        "draft_model": lambda: draft,
+        "oracle": lambda: Oracle(toy.sequences(expected), acceptance=0.7),
+        "remembering": lambda: Remembering(),
+    }[name]()
+
+
+@pytest.fixture(scope="module")
+def engine_of(target, draft, expected):
+    """Serving engines by their drafter's name, made once."""
+    return functools.cache(
+        lambda name: ServingEngine(target, make_drafter(name, draft, expected), **SHAPE)
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "oracle", "remembering"])
+def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, expected, name):
+    engine = engine_of(name)
+    wanted = plain if name == "none" else expected
+    sizes = []
+    for seed in range(2):
+        served = serve(engine, requests, seed=seed)
+        sizes.append({name: getattr(engine, name)._cache_size() for name in PROGRAMS})
+        assert tokens_of(served) == tokens_of(wanted)
+        assert [request.finish for request in served] == [Finish.MAX_TOKENS] * 5 + [
+            Finish.CAPACITY,
+            Finish.STOP_TOKEN,
+        ]
+        for request in served:
+            assert request.num_drafted == request.acceptance.num_draft_tokens
+            assert request.num_accepted == request.acceptance.num_accepted_tokens
+    assert sizes[1] == sizes[0]
+    del sizes[0]["_free"]  # of no model, so engines share it
+    assert set(sizes[0].values()) == {1}
+    if name not in ("none", "ngram"):
+        assert sum(request.num_accepted for request in served) > 0
+
+
+@pytest.mark.slow
+def test_another_verifier_in_bfloat16():
+    target = toy.model(dtype=jnp.bfloat16)
+    draft = DraftModel(toy.model(seed=1, dtype=jnp.bfloat16, num_layers=1))
+    shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 2}
+    requests = [(PROMPTS[i], dataclasses.replace(PARAMS[i], max_tokens=15)) for i in (0, 1, 3, 6)]
+    expected = completions_of(Engine(target, draft, verifier=Rejection(), **shape), requests)
+    engine = ServingEngine(target, draft, verifier=Rejection(), **shape)
+    for seed in range(2):
+        assert tokens_of(serve(engine, requests, seed=seed)) == tokens_of(expected)
+
+
+@pytest.mark.slow
+def test_trees(target):
+    shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 6}
+    prompts, params = [PROMPTS[0], PROMPTS[1]], SamplingParams(max_tokens=20)
+    expected = Engine(target, NGram(), **shape).generate(prompts, params)
+    engine = ServingEngine(target, toy.TreeOracle(tuple(toy.sequences(expected))), **shape)
+    state, outputs, num_steps = engine.init_decode_state(), [[], []], 0
+    for seat in (1, 0):  # this oracle knows its rows by their seats
+        state = engine.insert(engine.prefill(prompts[seat], params), state, seat)
+    is_done = False
+    while not is_done:
+        state, result = engine.generate(state)
+        result = jax.device_get(result)
+        for seat, output in enumerate(outputs):
+            output += result.tokens[seat, : result.num_new[seat]].tolist()
+        num_steps, is_done = num_steps + 1, result.done.all()
+    assert [tuple(output) for output in outputs] == tokens_of(expected)
+    assert num_steps == 5  # three nodes of the path are right, and the bonus token: four a round
+
+
+def test_the_drafter_comes_along(engine_of, requests, expected):
+    """Acceptance is the engine's to the last count, so the draft model has read the prompt too."""
+    served = serve(engine_of("draft_model"), requests, seed=5)
+    assert [request.acceptance for request in served] == [done.acceptance for done in expected]
+
+
+def test_a_drafter_left_behind_is_noticed(engine_of, requests, expected):
+    engine = engine_of("draft_model")
+    empty = engine._init_alone().drafter
+
+    def prefill(*request):
+        return engine.prefill(*request).replace(drafter=empty)
+
+    served = serve(engine, requests, seed=5, prefill=prefill)
+    assert tokens_of(served) == tokens_of(expected)  # the drafter has no say in these
+    assert [request.acceptance for request in served] != [done.acceptance for done in expected]
+
+
+def with_nan(tree, from_slot=0):
+    """Every cache in `tree` with NaN from a slot on (of pages in order)."""
+
+    def spoil(array):
+        flat = array.reshape(-1, array.shape[-1])
+        return flat.at[from_slot:].set(jnp.nan).reshape(array.shape)
+
+    def visit(node):
+        return jax.tree.map(spoil, node) if isinstance(node, tuple) else node
+
+    cache, drafter = tree.cache, tree.drafter
+    return tree.replace(
+        cache=cache.replace(layers=visit(cache.layers)),
+        drafter=drafter.replace(cache=drafter.cache.replace(layers=visit(drafter.cache.layers))),
+    )
+
+
+def test_garbage_is_never_read(engine_of, requests, expected):
+    engine = engine_of("draft_model")
+
+    def prefill(prompt, params):
+        return with_nan(engine.prefill(prompt, params), from_slot=len(prompt) - 1)
+
+    state = with_nan(engine.init_decode_state())
+    served = serve(engine, requests, seed=7, state=state, prefill=prefill)
+    assert tokens_of(served) == tokens_of(expected)
+
+
+def test_a_block_left_behind_is_noticed(target, draft, requests, expected, monkeypatch):
+    def forgetful(cache, row, source, source_row, num_slots):
+        return copy_row(cache, row, source, source_row, num_slots - BLOCK)
+
+    monkeypatch.setattr(module, "copy_row", forgetful)
+    engine = ServingEngine(target, draft, **SHAPE)
+    served = serve(engine, requests, seed=7, state=with_nan(engine.init_decode_state()))
+    assert served[2].finish == Finish.NON_FINITE  # of the first block nothing came along
+    assert tokens_of(served) != tokens_of(expected)
+
+
+def test_a_prompt_is_read_once_and_inserted_often(engine_of, requests, expected):
+    engine = engine_of("draft_model")
+    read = [engine.prefill(*request) for request in requests]
+    for index in (1, 2):
+        state = engine.init_decode_state()
+        for seat, prefilled in ((2, read[index]), (0, read[index]), (1, read[5])):
+            state = engine.insert(prefilled, state, seat)
+        outputs = [[], [], []]
+        for step in itertools.count():
+            if step == 4:  # a third time, over a longer predecessor in mid-flight
+                state = engine.insert(read[index], state, 1)
+                outputs[1] = []
+            state, result = engine.generate(state)
+            result = jax.device_get(result)
+            for seat, output in enumerate(outputs):
+                output += result.tokens[seat, : result.num_new[seat]].tolist()
+            if result.done.all():
+                break
+        assert outputs == [list(expected[index].token_ids)] * 3
+
+
+def test_prompts_are_read_on_another_thread(engine_of, requests, expected):
+    engine = engine_of("draft_model")
+    with concurrent.futures.ThreadPoolExecutor(2) as readers:
+        read = [readers.submit(engine.prefill, *request) for request in requests]
+        waiting = iter(read)
+        served = serve(engine, requests, seed=1, prefill=lambda *request: next(waiting).result())
+    order = np.random.default_rng(1).permutation(len(requests)).tolist()
+    for index, place in enumerate(order):  # `serve` asks in this order
+        assert tuple(served[place].token_ids) == expected[index].token_ids
+
+
+def test_plain_rows_in_the_same_program(engine_of, requests, expected):
+    engine = engine_of("draft_model")
+    served = serve(
+        engine,
+        requests,
+        seed=2,
+        prefill=lambda *request: engine.prefill(
+            *request, draft_length=0 if request[0] in PROMPTS[::2] else 2
+        ),
+    )
+    assert tokens_of(served) == tokens_of(expected)
+    assert [request.num_drafted == 0 for request in served[:4]] == [True, False, True, False]
+
+
+def test_a_row_is_cancelled_and_its_neighbours_do_not_notice(engine_of, requests, expected):
+    engine = engine_of("ngram")
+    state = engine.init_decode_state()
+    for seat in range(3):
+        state = engine.insert(engine.prefill(*requests[seat]), state, seat)
+    outputs = [[], [], []]
+    for step in range(40):
+        if step == 3:
+            state = engine.free(state, 1)
+        state, result = engine.generate(state)
+        result = jax.device_get(result)
+        for seat, output in enumerate(outputs):
+            output += result.tokens[seat, : result.num_new[seat]].tolist()
+        if step >= 3:
+            assert result.num_new[1] == 0
+            assert result.done[1]
+            assert result.finish[1] == Finish.EMPTY_SEAT
+    assert result.num_new.tolist() == [0, 0, 0]
+    assert outputs[0] == list(expected[0].token_ids)
+    assert outputs[2] == list(expected[2].token_ids)
+    assert 3 <= len(outputs[1]) < 25
+    assert outputs[1] == list(expected[1].token_ids[: len(outputs[1])])
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
+def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
+    engine = engine_of(name)
+    prefilled = engine.prefill(*requests[0])
+    state = engine.init_decode_state()
+    row = (prefilled.seat, prefilled.cache, prefilled.drafter)
+    seat = np.int32(1)
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.layers))
+    for lowered, most in (
+        (engine._insert.lower(engine._params, state, seat, *row), 8192),
+        (engine._generate.lower(engine._params, state, seat), num_bytes),
+        (engine._free.lower(state, seat), 8192),
+    ):
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= num_bytes
+        assert memory.temp_size_in_bytes < most
+    for call in (
+        lambda state: engine.insert(prefilled, state, 1),
+        lambda state: engine.generate(state)[0],
+        lambda state: engine.free(state, 1),
+    ):
+        given, state = state, call(state)
+        assert given.cache.layers[0].k.is_deleted()
+        assert not prefilled.cache.layers[0].k.is_deleted()
+
+
+def test_copying_a_row_costs_as_much_as_is_live():
+    cache = init_cache(
+        num_layers=1, num_rows=2, capacity=4 * BLOCK, num_kv_heads=1, head_size=2, dtype="bfloat16"
+    )
+    source = init_cache(
+        num_layers=1, num_rows=1, capacity=4 * BLOCK, num_kv_heads=1, head_size=2, dtype="bfloat16"
+    )
+    slots = jnp.arange(4 * BLOCK, dtype=jnp.int32)[None]
+    values = jax.random.normal(jax.random.key(0), (1, 4 * BLOCK, 1, 2), jnp.bfloat16)
+    source = source.replace(
+        layers=(write(source.layers[0], source.table, values, 2 * values, slots),)
+    )
+    cache = cache.replace(table=cache.table[:, ::-1])  # pages out of order
+    for num_slots, num_copied in ((1, 1), (BLOCK, 1), (BLOCK + 1, 2), (4 * BLOCK, 4)):
+        one, none = jnp.int32(1), jnp.int32(0)
+        copied = jax.jit(copy_row)(cache, one, source, none, jnp.int32(num_slots))
+        every = jnp.broadcast_to(slots, (2, 4 * BLOCK))
+        k, v = read_slots(copied.layers[0], copied.table, every, copied.dtype)
+        end = num_copied * BLOCK
+        assert np.array_equal(k[1, :end], values[0, :end])
+        assert np.array_equal(v[1, :end], 2 * values[0, :end])
+        assert not np.any(k[1, end:])
+        assert not np.any(k[0])
+
+
+def test_a_seed_is_drawn_and_named(engine_of):
+    engine = engine_of("ngram")
+    params = SamplingParams(temperature=1.0)
+    first, second = (engine.prefill(PROMPTS[0], params).request for _ in range(2))
+    assert first.params.seed != second.params.seed
+    assert first.prompt_token_ids == tuple(PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seats": 0}, "seats 0 was given"),
+        ({"window": 2}, "without a drafter"),
+        ({"drafter": NGram(), "draft_length": 4, "window": 4}, "for a window of 4"),
+        ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
+        ({"drafter": NGram(), "window": 129, "capacity": 128}, "does not fit a capacity of 128"),
+    ],
+)
+def test_settings_out_of_range(target, settings, message):
+    with pytest.raises(SettingError, match=message):
+        ServingEngine(target, **settings)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "message"),
+    [
+        ([], {}, PromptError, "The prompt is empty"),
+        ([61], {}, PromptError, "The prompt holds the token id 61"),
+        ([1] * 253, {}, PromptError, "253 tokens, and the engine's capacity leaves room for 252"),
+        ("text", {}, PromptError, "has no tokenizer"),
+        ([1], {"stop": "x"}, SettingError, "this engine sees tokens only"),
+        ([1], {"n": 2, "temperature": 1.0}, SettingError, "becomes one row"),
+        ([1], {"logprobs": 1}, SettingError, "keeps none"),
+        ([1], {"stop_token_ids": (99,)}, SettingError, "the stop token 99"),
+        ([1], {"stop_token_ids": range(9)}, SettingError, "9 stop tokens"),
+    ],
+)
+def test_what_prefill_refuses(engine_of, prompt, params, kind, message):
+    with pytest.raises(kind, match=message):
+        engine_of("ngram").prefill(prompt, SamplingParams(**params))
+
+
+def test_what_insert_and_free_refuse(target, draft, engine_of):
+    engine = engine_of("ngram")
+    state = engine.init_decode_state()
+    prefilled = engine.prefill([1, 2])
+    for seat in (-1, 3):
+        with pytest.raises(SettingError, match=f"Seat {seat} was given, and the engine has 3"):
+            engine.insert(prefilled, state, seat)
+        with pytest.raises(SettingError, match=f"Seat {seat} was given"):
+            engine.free(state, seat)
+    with pytest.raises(SettingError, match="A draft length of 5 was given for a window of 5"):
+        engine.prefill([1, 2], draft_length=5)
+    for other in (
+        engine_of("draft_model"),  # another drafter
+        ServingEngine(target, NGram(), **SHAPE | {"capacity": 384}),
+        ServingEngine(tiny.model(), NGram(), **SHAPE),  # another model
+        ServingEngine(target, NGram(), draft_length=2, **SHAPE),
+    ):
+        with pytest.raises(SettingError, match="A prompt was inserted that an engine with another"):
+            other.insert(prefilled, state, 0)
+    assert not state.cache.layers[0].k.is_deleted()  # refused before anything happened
+    other = ServingEngine(target, NGram(), **SHAPE | {"seats": 2})  # only the number of seats
+    other.insert(prefilled, other.init_decode_state(), 1)
+
+
+def test_docstring_example():
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
