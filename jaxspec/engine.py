@@ -17,16 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import cache as kv
-from jaxspec import layouts
-from jaxspec.decoding import LogprobsConfig, Seat, SpeculativeLoop
-from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.decoding import LogprobsConfig
+from jaxspec.drafters.base import Drafter
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.errors import QueueFullError, RequestError, SettingError
 from jaxspec.layouts import Layout
+from jaxspec.loops import (
+    check_draft_length,
+    home_of,
+    longest_prompt,
+    make_loop,
+    make_seat,
+    stop_tokens,
+)
 from jaxspec.memory import measure_memory
 from jaxspec.models.base import Model, TextTokenizer
-from jaxspec.plain import PlainLoop
 from jaxspec.requests import (
     Acceptance,
     Completion,
@@ -45,7 +50,6 @@ from jaxspec.verifiers import Coupled, Verifier
 
 _log = logging.getLogger(__name__)
 
-MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 ROUNDS_PER_CHUNK = 4  # between two chunks of prompts, and between two pieces of a stream
 LIVE = (Finish.RUNNING, Finish.READING)
 
@@ -164,20 +168,13 @@ class Engine:
         self.drafter = drafter
         self.verifier = Coupled() if verifier is None else verifier
         self.scheduler = Continuous() if scheduler is None else scheduler
-        layouts.check_layout(layout)
         self.layout: Layout = layout
         self.max_logprobs = max_logprobs
         self.logprobs_mode = logprobs_mode
         self.draft_length = draft_length if drafter is not None else 0
         self.rounds_per_sync = rounds_per_sync
         self.max_queue = max_queue
-        for name, value in (
-            ("seats", seats),
-            ("capacity", capacity),
-            ("prefill_chunk", prefill_chunk),
-            ("rounds_per_sync", rounds_per_sync),
-            ("max_queue", max_queue),
-        ):
+        for name, value in (("rounds_per_sync", rounds_per_sync), ("max_queue", max_queue)):
             if value < 1:
                 raise SettingError(f"{name} {value} was given; it must be at least 1.")
         if max_logprobs is not None and not 0 <= max_logprobs <= target.vocab_size:
@@ -185,65 +182,24 @@ class Engine:
                 f"max_logprobs {max_logprobs} was given; it must be from 0 to {target.vocab_size}, "
                 "the size of the vocabulary."
             )
-        if drafter is None:
-            if not self.verifier.is_coupled:
-                raise SettingError(
-                    f"The verifier {self.verifier.name} was given without a drafter, so there is "
-                    "nothing to verify; leave it out or give a drafter."
-                )
-            if window not in (None, 1):
-                raise SettingError(
-                    f"A window of {window} was given without a drafter; plain decoding scores one "
-                    "token per step, so leave the window out or give a drafter."
-                )
-            window = 1
-        else:
-            window = draft_length + 1 if window is None else window
-            check_draft_length(draft_length, window)
-            drafter.check(target)
-            if not (drafter.is_chain or self.verifier.takes_trees):
-                raise SettingError(
-                    f"The drafter {drafter.name} drafts trees, and the verifier "
-                    f"{self.verifier.name} takes chains only; use the coupled verifier."
-                )
-        self.shape = EngineShape(
-            seats=seats,
-            capacity=kv.round_up_to_block(capacity),
-            window=window,
-            prefill_chunk=prefill_chunk,
-            vocab_size=target.vocab_size,
-            is_noise_shared=self.verifier.is_noise_shared,
-            needs_draft_law=self.verifier.needs_draft_law,
-        )
-        if self.longest_prompt < 1:
-            raise SettingError(
-                f"A window of {window} does not fit a capacity of {self.shape.capacity}; raise the "
-                "capacity or narrow the window."
-            )
         logprobs = None
         if max_logprobs is not None:
             is_processed = logprobs_mode == "processed_logprobs"
             logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
-        if drafter is None:
-            self._loop = PlainLoop(
-                target=target,
-                scheduler=self.scheduler,
-                shape=self.shape,
-                num_stop_tokens=MAX_STOP_TOKENS,
-                logprobs=logprobs,
-                layout=layout,
-            )
-        else:
-            self._loop = SpeculativeLoop(
-                target=target,
-                drafter=drafter,
-                verifier=self.verifier,
-                scheduler=self.scheduler,
-                shape=self.shape,
-                num_stop_tokens=MAX_STOP_TOKENS,
-                logprobs=logprobs,
-                layout=layout,
-            )
+        self._loop = make_loop(
+            target,
+            drafter,
+            verifier=self.verifier,
+            scheduler=self.scheduler,
+            layout=layout,
+            draft_length=draft_length,
+            window=window,
+            seats=seats,
+            capacity=capacity,
+            prefill_chunk=prefill_chunk,
+            logprobs=logprobs,
+        )
+        self.shape = self._loop.shape
         self.num_residents = self.scheduler.num_residents(seats)
         self.memory = measure_memory(self._loop)
         _log.info(self.memory.sentence)
@@ -254,10 +210,7 @@ class Engine:
         self._end_rows = jax.jit(_end_rows, donate_argnums=0)
         # A program is compiled again where an argument is bound to a device that was not before;
         # so parameters and state are bound from the start to the device where the parameters are.
-        self._params = self._loop.params
-        arrays = [leaf for leaf in jax.tree.leaves(self._params) if isinstance(leaf, jax.Array)]
-        homes = {device for array in arrays for device in array.devices()}
-        home = jax.sharding.SingleDeviceSharding(*homes) if len(homes) == 1 else None
+        self._params, home = self._loop.params, home_of(self._loop.params)
         if home is not None:
             self._params = jax.device_put(self._params, home)
         self._init = jax.jit(self._loop.init, out_shardings=home)
@@ -280,9 +233,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return layouts.longest_prompt(
-            self.layout, capacity=self.shape.capacity, window=self.shape.window
-        )
+        return longest_prompt(self._loop)
 
     @property
     def exactness(self) -> str:
@@ -686,23 +637,13 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         """Refuses what the engine was not made for."""
-        self._stop_tokens(request)
+        stop_tokens(request, self.target)
         wanted, kept = request.params.logprobs, self.max_logprobs
         if wanted is not None and (kept is None or wanted > kept):
             raise SettingError(
                 f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
                 f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
             )
-
-    def _stop_tokens(self, request: Request) -> tuple[int, ...]:
-        """Every token that ends the request's output; refuses more than the loop has room for."""
-        stops = request.params.stop_tokens(self.target)
-        if len(stops) > MAX_STOP_TOKENS:
-            raise SettingError(
-                f"Request {request.request_id} has {len(stops)} stop tokens (with the model's "
-                f"EOS tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
-            )
-        return stops
 
     def _enqueue(self, *tickets: Ticket, is_limited: bool = True) -> None:
         """Lets tickets wait for rows. Those of a list have no names that others could use."""
@@ -909,26 +850,7 @@ class Engine:
 
     def _seat_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
         """Puts a request into a row; its prompt has still to be read."""
-        prompt, params = request.prompt_token_ids, request.params
-        tokens = np.zeros((self.shape.capacity,), np.int32)
-        tokens[: len(prompt)] = prompt
-        stop_tokens = np.full((MAX_STOP_TOKENS,), -1, np.int32)
-        stops = self._stop_tokens(request)
-        stop_tokens[: len(stops)] = stops
-        wanted = len(prompt) + params.max_tokens
-        largest = self.longest_prompt + 1
-        limit = min(wanted, largest)
-        limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
-        seat = Seat(
-            tokens=tokens,
-            length=np.int32(len(prompt)),
-            limit=np.int32(limit),
-            limit_finish=np.int32(limit_finish),
-            draft_limit=np.int32(draft_length),
-            stop_tokens=stop_tokens,
-            sampling=params.of_row(prompt_length=len(prompt)),
-            arrival=np.int32(arrival),
-        )
+        seat = make_seat(request, self._loop, draft_length=draft_length, arrival=arrival)
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
 
     def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
@@ -1089,12 +1011,3 @@ def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> Dec
     """State in which some rows `[B]` bool, those that have not ended, end with this `Finish`."""
     is_live = state.is_running | (state.finish == Finish.READING)
     return state.replace(finish=jnp.where(is_ended & is_live, finish, state.finish))
-
-
-def check_draft_length(draft_length: int, window: int) -> None:
-    """Raises `SettingError` unless a draft of this length fits the window."""
-    if not 1 <= draft_length < window:
-        raise SettingError(
-            f"A draft length of {draft_length} was given for a window of {window}; it must be at "
-            "least 1 and less than the window, which also holds the newest committed token."
-        )

@@ -6,13 +6,17 @@ long a prompt may be, where a row ends.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 import numpy as np
 
 from jaxspec import cache as kv
+from jaxspec import layouts
 from jaxspec.decoding import LogprobsConfig, Seat, SpeculativeLoop
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.errors import SettingError
+from jaxspec.layouts import Layout, check_layout
 from jaxspec.models.base import Model
 from jaxspec.plain import PlainLoop
 from jaxspec.requests import Request
@@ -20,6 +24,7 @@ from jaxspec.schedulers import Scheduler
 from jaxspec.types import Finish, PyTree
 from jaxspec.verifiers import Verifier
 
+Loop: TypeAlias = SpeculativeLoop | PlainLoop
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 
 
@@ -34,14 +39,16 @@ def make_loop(
     seats: int,
     capacity: int,
     prefill_chunk: int,
+    layout: Layout = "ragged",
     logprobs: LogprobsConfig | None = None,
-) -> SpeculativeLoop | PlainLoop:
+) -> Loop:
     """The loop of these settings, which are an engine's; the plain one without a drafter.
 
     Raises:
       SettingError: a setting out of range, or two that contradict each other.
       ModelError: the drafter cannot draft for the target.
     """
+    check_layout(layout)
     for name, value in (
         ("seats", seats),
         ("capacity", capacity),
@@ -79,7 +86,7 @@ def make_loop(
         is_noise_shared=verifier.is_noise_shared,
         needs_draft_law=verifier.needs_draft_law,
     )
-    if longest_prompt(shape) < 1:
+    if layouts.longest_prompt(layout, capacity=shape.capacity, window=window) < 1:
         raise SettingError(
             f"A window of {window} does not fit a capacity of {shape.capacity}; raise the capacity "
             "or narrow the window."
@@ -91,6 +98,7 @@ def make_loop(
             shape=shape,
             num_stop_tokens=MAX_STOP_TOKENS,
             logprobs=logprobs,
+            layout=layout,
         )
     return SpeculativeLoop(
         target=target,
@@ -100,6 +108,7 @@ def make_loop(
         shape=shape,
         num_stop_tokens=MAX_STOP_TOKENS,
         logprobs=logprobs,
+        layout=layout,
     )
 
 
@@ -112,9 +121,11 @@ def check_draft_length(draft_length: int, window: int) -> None:
         )
 
 
-def longest_prompt(shape: EngineShape) -> int:
+def longest_prompt(loop: Loop) -> int:
     """Prompt tokens that leave room for one round."""
-    return min(shape.capacity - shape.window + 1, shape.capacity - 1)
+    return layouts.longest_prompt(
+        loop.layout, capacity=loop.shape.capacity, window=loop.shape.window
+    )
 
 
 def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
@@ -132,17 +143,15 @@ def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
     return stops
 
 
-def make_seat(
-    request: Request, model: Model, shape: EngineShape, *, draft_length: int, arrival: int = 0
-) -> Seat:
-    """A request as it enters the batch; its prompt is no longer than `longest_prompt(shape)`."""
+def make_seat(request: Request, loop: Loop, *, draft_length: int, arrival: int = 0) -> Seat:
+    """A request as it enters the batch; its prompt is no longer than `longest_prompt(loop)`."""
     prompt, params = request.prompt_token_ids, request.params
-    tokens = np.zeros((shape.capacity,), np.int32)
+    tokens = np.zeros((loop.shape.capacity,), np.int32)
     tokens[: len(prompt)] = prompt
-    stops = stop_tokens(request, model)
+    stops = stop_tokens(request, loop.target)
     padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
     padded_stops[: len(stops)] = stops
-    wanted, largest = len(prompt) + params.max_tokens, longest_prompt(shape) + 1
+    wanted, largest = len(prompt) + params.max_tokens, longest_prompt(loop) + 1
     limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
     return Seat(
         tokens=tokens,

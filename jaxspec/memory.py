@@ -10,12 +10,9 @@ import jax
 import psutil
 
 from jaxspec.cache import BLOCK, KVCache
-from jaxspec.decoding import SpeculativeLoop
 from jaxspec.errors import SettingError
-from jaxspec.plain import PlainLoop
+from jaxspec.loops import Loop
 from jaxspec.types import PyTree
-
-Loop = SpeculativeLoop | PlainLoop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

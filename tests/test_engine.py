@@ -22,8 +22,9 @@ from jaxspec import (
     Typical,
     sampling,
 )
-from jaxspec.engine import MAX_STOP_TOKENS, Progress
+from jaxspec.engine import Progress
 from jaxspec.errors import ModelError, PromptError, SettingError
+from jaxspec.loops import MAX_STOP_TOKENS
 from jaxspec.types import Origin, Window
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))

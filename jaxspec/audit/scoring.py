@@ -22,8 +22,8 @@ from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec import sampling
-from jaxspec.engine import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
+from jaxspec.loops import MAX_STOP_TOKENS
 from jaxspec.models.base import Model
 from jaxspec.prefill import prefill_chunk
 from jaxspec.requests import SamplingParams

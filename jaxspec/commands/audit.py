@@ -30,9 +30,10 @@ from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import VERIFIERS
 from jaxspec.commands.progress import working
-from jaxspec.engine import Engine, check_draft_length
+from jaxspec.engine import Engine
 from jaxspec.environment import sha256_of
 from jaxspec.errors import SettingError
+from jaxspec.loops import check_draft_length
 from jaxspec.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests import SamplingParams
 from jaxspec.verifiers import Coupled, Verifier

@@ -23,9 +23,10 @@ from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import Engine, check_draft_length
+from jaxspec.engine import Engine
 from jaxspec.environment import devices, devices_sentence, sha256_of
 from jaxspec.errors import SettingError
+from jaxspec.loops import check_draft_length
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
 from jaxspec.prompts import SAMPLE_PROMPTS, sample_prompts

@@ -21,9 +21,10 @@ from jaxspec.checkpoint import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import DecodingProgress, working
-from jaxspec.engine import Engine, check_draft_length
+from jaxspec.engine import Engine
 from jaxspec.environment import sha256_of
 from jaxspec.errors import PromptError, SettingError
+from jaxspec.loops import check_draft_length
 from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
 from jaxspec.requests import Acceptance, Completion, Request, SamplingParams, make_requests

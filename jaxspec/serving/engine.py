@@ -192,7 +192,7 @@ class ServingEngine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self.shape)
+        return longest_prompt(self._loop)
 
     def init_decode_state(self) -> DecodeState:
         """A state in which every seat is empty."""
@@ -229,7 +229,7 @@ class ServingEngine:
             draft_length = self.draft_length
         elif draft_length != 0:
             check_draft_length(draft_length, self.shape.window)
-        seat = make_seat(request, self.target, self.shape, draft_length=draft_length)
+        seat = make_seat(request, self._loop, draft_length=draft_length)
         state = self._admit_alone(self._params, self._init_alone(), ALONE, seat)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             state = self._prefill(self._params, state, ALONE, np.int32(start))
