@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec import sampling
+from jaxspec import sampling, telemetry
 from jaxspec.cache import KVCache, commit_path
 from jaxspec.drafters.base import Drafter, EngineShape, Outcome
 from jaxspec.models.base import Model
@@ -62,6 +62,7 @@ class SpeculativeLoop:
     shape: EngineShape
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
+    trace: telemetry.TraceConfig | None = None
 
     @property
     def params(self) -> PyTree:
@@ -84,6 +85,7 @@ class SpeculativeLoop:
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
+            trace=self.trace,
             cache=self.target.init_cache(held.seats, held.capacity),
             drafter=self.drafter.init(held),
         )
@@ -152,7 +154,21 @@ class SpeculativeLoop:
         )
         if self.logprobs is not None:
             state = record_logprobs(self.logprobs, state, logits, draft, verdict, rows, prefix)
-        state = commit(state, draft, verdict).replace(cache=cache)
+        before, state = state, commit(state, draft, verdict).replace(cache=cache)
+        if self.trace is not None:
+            trace = telemetry.record_round(
+                self.trace,
+                before,
+                num_emitted=state.num_committed - before.num_committed,
+                logits=logits,
+                draft=draft,
+                verdict=verdict,
+                rows=rows,
+                prefix=prefix,
+                depth=window.positions[:, 1:] - window.start[:, None],
+                is_chain=self.drafter.is_chain,
+            )
+            state = state.replace(trace=trace)
         drafter_state = self.drafter.commit(
             self.shape, params["drafter"], drafter_state, rows_of(state), outcome
         )
@@ -312,6 +328,7 @@ def empty_state(
     cache: PyTree,
     drafter: PyTree,
     logprobs: LogprobsConfig | None = None,
+    trace: telemetry.TraceConfig | None = None,
 ) -> DecodeState:
     """A state of `shape.seats` rows, all empty."""
     num_rows, nodes = shape.seats, shape.num_nodes
@@ -365,6 +382,7 @@ def empty_state(
             drafted_at=zeros(nodes),
             accepted_at=zeros(nodes),
         ),
+        trace=telemetry.empty_trace(trace, num_rows, shape.capacity, nodes),
     )
 
 

@@ -21,8 +21,8 @@ from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.plain import PlainLoop
 from jaxspec.requests import (
-    Acceptance,
     Completion,
+    Completions,
     Prompt,
     Request,
     SamplingParams,
@@ -32,6 +32,7 @@ from jaxspec.requests import (
     make_requests,
 )
 from jaxspec.schedulers import Scheduler, Static
+from jaxspec.telemetry import Acceptance, Metrics, TraceConfig, TraceLevel, row_trace
 from jaxspec.types import DecodeState, Finish
 from jaxspec.verifiers import Coupled, Verifier
 
@@ -86,6 +87,9 @@ class Engine:
         emitted token's; None keeps none and costs nothing.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the law that tokens are drawn
         from (`processed_logprobs`; of a greedy row at temperature 1).
+      trace: what is recorded for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, one
+        record per drafted token as well; or `laws`, also entropies and overlap of p and q. None
+        records nothing and costs nothing.
 
     Raises:
       SettingError: a setting out of range.
@@ -120,6 +124,7 @@ class Engine:
         rounds_per_sync: int = 32,
         max_logprobs: int | None = None,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
+        trace: TraceLevel | None = None,
     ):
         use_compilation_cache()
         self.target = target
@@ -164,6 +169,8 @@ class Engine:
                     f"The drafter {drafter.name} drafts trees, and the verifier "
                     f"{self.verifier.name} takes chains only; use the coupled verifier."
                 )
+        recording = None if trace is None else TraceConfig(level=trace)
+        is_tracing_tokens = recording is not None and recording.has_tokens
         self.shape = EngineShape(
             seats=seats,
             capacity=kv.round_up_to_block(capacity),
@@ -171,7 +178,8 @@ class Engine:
             prefill_chunk=prefill_chunk,
             vocab_size=target.vocab_size,
             is_noise_shared=self.verifier.is_noise_shared,
-            needs_draft_law=self.verifier.needs_draft_law,
+            needs_draft_law=self.verifier.needs_draft_law or is_tracing_tokens,
+            needs_greedy_law=is_tracing_tokens,
         )
         if self.longest_prompt < 1:
             raise SettingError(
@@ -189,6 +197,7 @@ class Engine:
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
+                trace=recording,
             )
         else:
             self._loop = SpeculativeLoop(
@@ -199,8 +208,10 @@ class Engine:
                 shape=self.shape,
                 num_stop_tokens=MAX_STOP_TOKENS,
                 logprobs=logprobs,
+                trace=recording,
             )
         self.num_residents = self.scheduler.num_residents(seats)
+        self._metrics = Metrics()
         self._is_busy = False
         self._params = self._loop.params
         donating = functools.partial(jax.jit, donate_argnums=1)
@@ -230,6 +241,12 @@ class Engine:
             return "bitwise"
         return "law" if self.verifier.is_lossless else "lossy"
 
+    def metrics(self) -> dict[str, Any]:
+        """Counters of the engine's life, in vLLM's names; any thread may ask (see
+        `telemetry.Metrics.snapshot`). Rows that are running are counted as far as the host last
+        looked."""
+        return self._metrics.snapshot()
+
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
         return {
@@ -254,7 +271,7 @@ class Engine:
         draft_length: int | None = None,
         chat_template: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-    ) -> list[Completion]:
+    ) -> Completions:
         """Completions of `prompts`, in their order; `n` in a row where a prompt asks for `n`.
 
         Args:
@@ -277,7 +294,7 @@ class Engine:
             longest=self.longest_prompt,
             chat_template=chat_template,
         )
-        return list(
+        return Completions(
             self.run(
                 requests, speculate=speculate, draft_length=draft_length, on_progress=on_progress
             )
@@ -315,6 +332,7 @@ class Engine:
             yield from self._decode(requests, draft_length, on_progress)
         except BaseException:
             self._state = None  # rows are left in it, or it was donated to a call that failed
+            self._metrics.abandon()
             raise
         finally:
             self._is_busy = False
@@ -458,12 +476,23 @@ class Engine:
 
     def _harvest(self, rows: list[Resident | None]) -> list[tuple[Resident, Completion]]:
         """Empties the rows that have ended; their requests and completions."""
-        finish = np.asarray(self.state.finish)
-        ended = [
-            row
+        finish, num_committed, counts = jax.device_get(
+            (self.state.finish, self.state.num_committed, self.state.counts)
+        )
+        acceptance = {
+            row: Acceptance.of_row(
+                counts,
+                row,
+                num_emitted=int(num_committed[row]) - len(resident.request.prompt_token_ids),
+            )
             for row, resident in enumerate(rows)
-            if resident is not None and finish[row] != Finish.RUNNING
-        ]
+            if resident is not None
+        }
+        ended = [row for row in acceptance if finish[row] != Finish.RUNNING]
+        self._metrics.update(
+            ended=[acceptance[row] for row in ended],
+            running=[acceptance[row] for row in acceptance if row not in ended],
+        )
         if not ended:
             return []
         state = jax.device_get(self.state.replace(cache=(), drafter=()))
@@ -480,10 +509,11 @@ class Engine:
                 origins=state.origin[row, first:last],
                 finish=Finish(int(state.finish[row])),
                 stop_token=int(state.stop_token[row]),
-                acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
+                acceptance=acceptance[row],
                 stopped=resident.stopped,
                 logprobs=_logprobs(state, row, first, last, request.params.logprobs),
                 logprobs_mode=self.logprobs_mode,
+                trace=row_trace(state.trace, row, acceptance[row].num_rounds),
             )
             harvested.append((resident, completion))
             rows[row] = None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import sampling
+from jaxspec import sampling, telemetry
 from jaxspec.decoding import LogprobsConfig, Seat, empty_state, rows_of, run_rounds, take_seat
 from jaxspec.drafters.base import EngineShape
 from jaxspec.models.base import Model
@@ -32,6 +32,7 @@ class PlainLoop:
     shape: EngineShape
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
+    trace: telemetry.TraceConfig | None = None
 
     @property
     def params(self) -> PyTree:
@@ -55,6 +56,7 @@ class PlainLoop:
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
+            trace=self.trace,
             cache=cache,
             drafter=(),
         )
@@ -144,9 +146,13 @@ class PlainLoop:
                 logprobs,
                 new,
             )
+        trace = state.trace
+        if self.trace is not None:
+            trace = telemetry.record_step(state, emits)
         return state.replace(
             cache=cache,
             logprobs=logprobs,
+            trace=trace,
             num_committed=length,
             finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
             tokens=state.tokens.at[row, slot].set(token, mode="drop", unique_indices=True),
