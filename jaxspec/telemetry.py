@@ -160,10 +160,11 @@ def record_round(
         scores = before_nodes(sampling.adjust(logits, rows, prefix))
         p = jax.nn.log_softmax(sampling.law_logits(scores, rows.sampling), axis=-1)
         score = _of_tokens(scores, draft.tokens)[..., None]
-        # A drafter may leave the law of a greedy row zero: that draft is deterministic too.
-        has_law = None if draft.q is None else jnp.sum(draft.q, axis=-1) > 0
+        has_law = None
         logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
         if draft.q is not None:
+            # A drafter may leave the law of a greedy row zero: that draft is deterministic too.
+            has_law = jnp.sum(draft.q, axis=-1) > 0
             logprob_q = jnp.where(has_law, jnp.log(_of_tokens(draft.q, draft.tokens)), jnp.nan)
         tokens = TokenTrace(
             token_id=draft.tokens,
