@@ -111,7 +111,7 @@ def _by_position(axes: Any, frame: pandas.DataFrame) -> None:
     axes.set(xlabel="draft position", ylabel="acceptance", ylim=(0, 1.02), title="By position")
     axes.set_xticks(found.index)
     if len(found):
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower left")
 
 
 def _by_context(axes: Any, frame: pandas.DataFrame) -> None:
