@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure
         if the frame has one, else the panel shows the distribution over requests.
 
     Returns:
-      a `matplotlib.figure.Figure`: notebooks show it, `savefig` writes it; no window is opened.
+      a `matplotlib.figure.Figure`: a notebook shows it, `savefig` writes it, no window is opened.
 
     Raises:
       SettingError: matplotlib is not installed, or the frame is empty or lacks a column.
@@ -48,7 +49,16 @@ def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure
         raise SettingError("A frame without rounds was given; decode something first.")
     if by is None:
         by = next((name for name in ("domain", "category") if name in frame), None)
-    figure = figures.Figure(figsize=(10, 7), layout="constrained")
+
+    class Shown(figures.Figure):
+        """Notebooks draw a figure by themselves only after pyplot has been imported."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    figure = Shown(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2)
     for each in axes.flat:
         each.spines[["top", "right"]].set_visible(False)
