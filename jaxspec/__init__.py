@@ -8,6 +8,7 @@ import warnings as _warnings
 _os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from jaxspec import types
+from jaxspec.analysis.plots import plot_acceptance
 from jaxspec.checkpoint import load_model, save_model
 from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -27,7 +28,7 @@ from jaxspec.errors import (
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS, random_model
-from jaxspec.requests import Acceptance, Completion, Request, SamplingParams
+from jaxspec.requests import Acceptance, Completion, Completions, Request, SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
 
@@ -39,6 +40,7 @@ __all__ = [
     "Block",
     "CheckpointError",
     "Completion",
+    "Completions",
     "ConformanceError",
     "Continuous",
     "Coupled",
@@ -69,6 +71,7 @@ __all__ = [
     "Typical",
     "Verifier",
     "load_model",
+    "plot_acceptance",
     "random_model",
     "save_model",
     "types",

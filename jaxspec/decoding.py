@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec import layouts, sampling
+from jaxspec import layouts, sampling, telemetry
 from jaxspec.cache import KVCache, commit_path, put_table
 from jaxspec.drafters.base import Drafter, EngineShape, Outcome
 from jaxspec.layouts import Layout
@@ -66,6 +66,7 @@ class SpeculativeLoop:
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
     layout: Layout = "ragged"
+    trace: telemetry.TraceConfig | None = None
 
     @property
     def params(self) -> PyTree:
@@ -88,6 +89,7 @@ class SpeculativeLoop:
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
+            trace=self.trace,
             cache=layouts.arrange(
                 self.target.init_cache(held.seats, held.capacity), layout=self.layout
             ),
@@ -159,7 +161,21 @@ class SpeculativeLoop:
         )
         if self.logprobs is not None:
             state = record_logprobs(self.logprobs, state, logits, draft, verdict, rows, prefix)
-        state = commit(state, draft, verdict).replace(cache=cache)
+        before, state = state, commit(state, draft, verdict).replace(cache=cache)
+        if self.trace is not None:
+            trace = telemetry.record_round(
+                self.trace,
+                before,
+                num_emitted=state.num_committed - before.num_committed,
+                logits=logits,
+                draft=draft,
+                verdict=verdict,
+                rows=rows,
+                prefix=prefix,
+                depth=window.positions[:, 1:] - window.start[:, None],
+                is_chain=self.drafter.is_chain,
+            )
+            state = state.replace(trace=trace)
         drafter_state = self.drafter.commit(
             self.shape, params["drafter"], drafter_state, rows_of(state), outcome
         )
@@ -363,6 +379,7 @@ def empty_state(
     cache: PyTree,
     drafter: PyTree,
     logprobs: LogprobsConfig | None = None,
+    trace: telemetry.TraceConfig | None = None,
 ) -> DecodeState:
     """A state of `shape.seats` rows, all empty."""
     num_rows, nodes = shape.seats, shape.num_nodes
@@ -423,6 +440,7 @@ def empty_state(
             drafted_at=zeros(nodes),
             accepted_at=zeros(nodes),
         ),
+        trace=telemetry.empty_trace(trace, num_rows, shape.capacity, nodes),
     )
 
 

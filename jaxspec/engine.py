@@ -33,8 +33,8 @@ from jaxspec.loops import (
 from jaxspec.memory import measure_memory
 from jaxspec.models.base import Model, TextTokenizer
 from jaxspec.requests import (
-    Acceptance,
     Completion,
+    Completions,
     Prompt,
     Request,
     SamplingParams,
@@ -45,6 +45,7 @@ from jaxspec.requests import (
     settled_text,
 )
 from jaxspec.schedulers import Continuous, Scheduler
+from jaxspec.telemetry import Acceptance, Metrics, TraceConfig, TraceLevel, row_trace
 from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
 
@@ -126,6 +127,9 @@ class Engine:
         emitted token's; None keeps none and costs nothing.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the law that tokens are drawn
         from (`processed_logprobs`; of a greedy row at temperature 1).
+      trace: what is recorded for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, one
+        record per drafted token as well; or `laws`, also entropies and overlap of p and q. None
+        records nothing and costs nothing.
 
     Raises:
       SettingError: a setting out of range.
@@ -162,6 +166,7 @@ class Engine:
         max_queue: int = 1024,
         max_logprobs: int | None = None,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
+        trace: TraceLevel | None = None,
     ):
         use_compilation_cache()
         self.target = target
@@ -198,6 +203,7 @@ class Engine:
             capacity=capacity,
             prefill_chunk=prefill_chunk,
             logprobs=logprobs,
+            trace=None if trace is None else TraceConfig(level=trace),
         )
         self.shape = self._loop.shape
         self.num_residents = self.scheduler.num_residents(seats)
@@ -224,6 +230,7 @@ class Engine:
         self._rows: list[Ticket | None] = [None] * self.num_residents
         self._tickets: dict[Hashable, Ticket] = {}
         self._finished: list[Completion] = []
+        self._metrics = Metrics()
         self._numbers, self._arrivals = itertools.count(), itertools.count()
         self._is_closed = False
         self._shared_step: asyncio.Future[None] | None = None
@@ -242,6 +249,12 @@ class Engine:
         if self.verifier.is_coupled:
             return "bitwise" if self.layout == "ragged" else "ties"
         return "law" if self.verifier.is_lossless else "lossy"
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters of the engine's life, in vLLM's names; any thread may ask (see
+        `telemetry.Metrics.snapshot`). Rows that are running are counted as far as the host last
+        looked."""
+        return self._metrics.snapshot()
 
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
@@ -421,7 +434,7 @@ class Engine:
         draft_length: int | None = None,
         chat_template: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-    ) -> list[Completion]:
+    ) -> Completions:
         """Completions of `prompts`, in their order; `n` in a row where a prompt asks for `n`.
 
         Requests that were submitted are decoded alongside.
@@ -448,7 +461,7 @@ class Engine:
             longest=self.longest_prompt,
             chat_template=chat_template,
         )
-        return list(
+        return Completions(
             self.run(
                 requests, speculate=speculate, draft_length=draft_length, on_progress=on_progress
             )
@@ -820,6 +833,10 @@ class Engine:
                 ended.append(row)
             elif ticket.is_streamed:
                 ticket.note_news(self.target.tokenizer, output)
+        self._metrics.update(
+            ended=[held[row].acceptance for row in ended],
+            running=[ticket.acceptance for row, ticket in held.items() if row not in ended],
+        )
         if stopped:
             # They ran a few rounds too far; what they emitted there is cut off.
             self._end(stopped, Finish.STOP_STRING)
@@ -840,8 +857,9 @@ class Engine:
                 origins=state.origin[row, first:last],
                 finish=Finish(int(state.finish[row])),
                 stop_token=int(state.stop_token[row]),
-                acceptance=Acceptance.of_row(state.counts, row, num_emitted=last - first),
+                acceptance=ticket.acceptance,
                 stopped=ticket.stopped,
+                trace=row_trace(state.trace, row, ticket.acceptance.num_rounds),
                 logprobs=_logprobs(state, row, first, last, request.params.logprobs),
                 logprobs_mode=self.logprobs_mode,
             )
@@ -867,6 +885,7 @@ class Engine:
         ):
             return
         self._state = None
+        self._metrics.abandon()
         with self._lock:
             for ticket in self._held.values():
                 self._finish(ticket, self._aborted(ticket.request, Finish.LOST))

@@ -21,6 +21,7 @@ from jaxspec.models.base import Model
 from jaxspec.plain import PlainLoop
 from jaxspec.requests import Request
 from jaxspec.schedulers import Scheduler
+from jaxspec.telemetry import TraceConfig
 from jaxspec.types import Finish, PyTree
 from jaxspec.verifiers import Verifier
 
@@ -41,6 +42,7 @@ def make_loop(
     prefill_chunk: int,
     layout: Layout = "ragged",
     logprobs: LogprobsConfig | None = None,
+    trace: TraceConfig | None = None,
 ) -> Loop:
     """The loop of these settings, which are an engine's; the plain one without a drafter.
 
@@ -77,6 +79,7 @@ def make_loop(
                 f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
                 "chains only; use the coupled verifier."
             )
+    records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(
         seats=seats,
         capacity=kv.round_up_to_block(capacity),
@@ -84,7 +87,8 @@ def make_loop(
         prefill_chunk=prefill_chunk,
         vocab_size=target.vocab_size,
         is_noise_shared=verifier.is_noise_shared,
-        needs_draft_law=verifier.needs_draft_law,
+        needs_draft_law=verifier.needs_draft_law or records_tokens,
+        needs_greedy_law=records_tokens,
     )
     if layouts.longest_prompt(layout, capacity=shape.capacity, window=window) < 1:
         raise SettingError(
@@ -99,6 +103,7 @@ def make_loop(
             num_stop_tokens=MAX_STOP_TOKENS,
             logprobs=logprobs,
             layout=layout,
+            trace=trace,
         )
     return SpeculativeLoop(
         target=target,
@@ -109,6 +114,7 @@ def make_loop(
         num_stop_tokens=MAX_STOP_TOKENS,
         logprobs=logprobs,
         layout=layout,
+        trace=trace,
     )
 
 

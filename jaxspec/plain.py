@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import layouts, sampling
+from jaxspec import layouts, sampling, telemetry
 from jaxspec.decoding import (
     LogprobsConfig,
     Seat,
@@ -42,6 +42,7 @@ class PlainLoop:
     num_stop_tokens: int
     logprobs: LogprobsConfig | None = None
     layout: Layout = "ragged"
+    trace: telemetry.TraceConfig | None = None
 
     @property
     def params(self) -> PyTree:
@@ -65,6 +66,7 @@ class PlainLoop:
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
+            trace=self.trace,
             cache=layouts.arrange(cache, layout=self.layout),
             drafter=(),
         )
@@ -154,9 +156,13 @@ class PlainLoop:
                 logprobs,
                 new,
             )
+        trace = state.trace
+        if self.trace is not None:
+            trace = telemetry.record_step(state, emits)
         return state.replace(
             cache=cache,
             logprobs=logprobs,
+            trace=trace,
             num_committed=length,
             finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
             tokens=state.tokens.at[row, slot].set(token, mode="drop", unique_indices=True),

@@ -7,15 +7,19 @@ import html
 import itertools
 import numbers
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 
 import numpy as np
 
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import LanguageModel, Model, TextTokenizer
 from jaxspec.sampling import request_key
-from jaxspec.types import AcceptanceCounts, Finish, Origin, RowSampling
+from jaxspec.telemetry import Acceptance, TracedRequest, rounds_frame, tokens_frame
+from jaxspec.types import Finish, Origin, RowSampling, Trace
+
+if TYPE_CHECKING:
+    import pandas
 
 Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -251,86 +255,6 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Acceptance:
-    """What became of a request's drafts.
-
-    Attributes:
-      num_rounds: rounds the request took.
-      num_drafts: rounds in which something was drafted.
-      num_draft_tokens: drafted tokens.
-      num_accepted_tokens: drafted tokens that were emitted.
-      num_emitted_tokens: tokens of the output.
-      num_drafts_per_pos: rounds whose draft reached position i.
-      num_accepted_tokens_per_pos: rounds that accepted position i and all before it.
-    """
-
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0
-    num_drafts_per_pos: tuple[int, ...] = ()
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()
-
-    @property
-    def emitted_per_round(self) -> float:
-        """tau: emitted tokens per round (vLLM's mean acceptance length); 1 for plain decoding."""
-        return self.num_emitted_tokens / self.num_rounds if self.num_rounds else 0.0
-
-    @property
-    def per_position(self) -> tuple[float, ...]:
-        """Cumulative acceptance by draft position: accepted at i / rounds that drafted (vLLM's)."""
-        return tuple(n / self.num_drafts for n in self.num_accepted_tokens_per_pos[: self.depth])
-
-    @property
-    def depth(self) -> int:
-        """Positions that were drafted at all."""
-        return sum(n > 0 for n in self.num_drafts_per_pos)
-
-    def __add__(self, other: Acceptance) -> Acceptance:
-        """Totals of both."""
-
-        def pad(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-            size = max(len(a), len(b))
-            a, b = a + (0,) * (size - len(a)), b + (0,) * (size - len(b))
-            return tuple(x + y for x, y in zip(a, b, strict=True))
-
-        sums = {}
-        for field in dataclasses.fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            sums[field.name] = pad(mine, theirs) if isinstance(mine, tuple) else mine + theirs
-        return Acceptance(**sums)
-
-    @classmethod
-    def total(cls, parts: Sequence[Acceptance]) -> Acceptance:
-        """Totals of many."""
-        return sum(parts, start=cls())
-
-    @classmethod
-    def of_row(cls, counts: AcceptanceCounts, row: int, *, num_emitted: int) -> Acceptance:
-        """Totals of one row of device counts that have been fetched to the host."""
-        return cls(
-            num_rounds=int(counts.num_rounds[row]),
-            num_drafts=int(counts.num_drafts[row]),
-            num_draft_tokens=int(counts.num_draft_tokens[row]),
-            num_accepted_tokens=int(counts.num_accepted_tokens[row]),
-            num_emitted_tokens=num_emitted,
-            num_drafts_per_pos=tuple(np.asarray(counts.drafted_at[row]).tolist()),
-            num_accepted_tokens_per_pos=tuple(np.asarray(counts.accepted_at[row]).tolist()),
-        )
-
-    def to_json(self) -> dict:
-        """Counts, and the figures derived from them."""
-        counts = dataclasses.asdict(self)
-        per_position = ("num_drafts_per_pos", "num_accepted_tokens_per_pos")
-        return counts | {
-            **{name: list(counts[name]) for name in per_position},
-            "emitted_per_round": self.emitted_per_round,
-            "per_position_acceptance": list(self.per_position),
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """A finished request. In a notebook it shows itself with its tokens coloured by origin.
 
@@ -350,6 +274,9 @@ class Completion:
         that was sampled from), as in vLLM.
       origins: `Origin` of each output token.
       pieces: text of each output token, for display; bytes of a split character are shown apart.
+      trace: its rounds and drafted tokens, NumPy arrays with rounds first (`Completions.rounds` and
+        `.tokens` make frames of them); None unless the engine records them. Rounds behind a stop
+        string are in it too.
     """
 
     request_id: str
@@ -365,6 +292,7 @@ class Completion:
     logprobs_mode: str | None = None
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
     pieces: tuple[str, ...] = dataclasses.field(repr=False, default=())
+    trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
 
     def to_json(self) -> dict:
         """Fields as JSON values, with vLLM's names."""
@@ -413,6 +341,89 @@ class Completion:
 
     def _shown_pieces(self) -> Sequence[str]:
         return self.pieces or [f"{token} " for token in self.token_ids]
+
+
+class Completions(list[Completion]):
+    """Completions in the order of their requests: a list, and the data of an acceptance study.
+
+    Frames need an engine that records (`Engine(trace=...)`) and pandas (the `analysis` extra).
+    """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Completion: ...
+    @overload
+    def __getitem__(self, index: slice) -> Completions: ...
+    def __getitem__(self, index):
+        """One of them, or some as `Completions`."""
+        found = super().__getitem__(index)
+        return Completions(found) if isinstance(index, slice) else found
+
+    def rounds(self, **columns: Iterable[Any]) -> pandas.DataFrame:
+        """A frame with one row per request and round.
+
+        Its columns, whole numbers int32:
+          request_id: text.
+          index: which of the prompt's `n` completions.
+          round: of this request, from 0.
+          engine_round: rounds the engine had run before it; rounds of other requests with the same
+            number were computed together.
+          context_length: committed tokens at its start, prompt included.
+          drafted: drafted tokens; 0 where the round decoded plainly.
+          draft_depth: depth that the draft reached; equals `drafted` unless it was a tree.
+          accepted: drafted tokens that were accepted and kept.
+          emitted: tokens the output grew by: `accepted`, and one of the target's own unless a stop
+            token or the limit came first. Rounds that emitted nothing are left out.
+
+        Sums over a request equal its `Acceptance`.
+
+        Args:
+          **columns: further columns by name, e.g. `category=[...]`: one value per completion, or
+            one per prompt.
+
+        Raises:
+          SettingError: there is no trace, no pandas, or a column does not fit.
+        """
+        return rounds_frame(self._traced(), columns)
+
+    def tokens(self, **columns: Iterable[Any]) -> pandas.DataFrame:
+        """A frame with one row per drafted token, rejected ones included.
+
+        p is the law that the row is sampled from, after penalties, temperature and filters. q is
+        the draft model's law at the same settings. A greedy row is traced at temperature 1: p is
+        then the softmax of the model's own logits (penalised, if penalties were asked for).
+
+        Its columns, whole numbers int32, others fp32 unless stated:
+          request_id, index, round: as in `rounds`.
+          node: in the draft.
+          parent: the node it follows; -1 is the newest committed token.
+          depth: 1 for the first drafted token.
+          position: where the token would stand in the sequence, prompt included, from 0.
+          token_id: the drafted token.
+          logprob_p: natural logarithm of its probability under p; -inf where a filter removed it.
+          logprob_q: under q; NaN where the drafter is deterministic.
+          rank: under p, 1 is the likeliest; tokens that a filter removed are counted too.
+          accepted: bool, accepted and kept.
+          reached: bool, whether its acceptance was decided on: every node above it was kept, and
+            the output did not end before it. Conditional acceptance is the mean of `accepted` over
+            these.
+          entropy_p, entropy_q: in nats; only with `trace='laws'`.
+          overlap: sum of min(p, q), the probability that rejection sampling keeps a token of q;
+            only with `trace='laws'`. The law of a deterministic drafter is a point mass: entropy 0,
+            and the overlap is p of its token.
+
+        Args:
+          **columns: as in `rounds`.
+
+        Raises:
+          SettingError: there is no trace of tokens, no pandas, or a column does not fit.
+        """
+        return tokens_frame(self._traced(), columns)
+
+    def _traced(self) -> list[TracedRequest]:
+        return [
+            TracedRequest(request_id=one.request_id, index=one.index, trace=one.trace)
+            for one in self
+        ]
 
 
 def make_requests(
@@ -600,6 +611,7 @@ def make_completion(
     stopped: StopMatch | None = None,
     logprobs: tuple[dict[int, float], ...] | None = None,
     logprobs_mode: str | None = None,
+    trace: Trace | None = None,
 ) -> Completion:
     """The completion of a row that has ended, cut at a stop string if it was `stopped`."""
     if stopped is not None:
@@ -636,4 +648,5 @@ def make_completion(
         logprobs_mode=logprobs_mode if logprobs is not None else None,
         origins=tuple(Origin(int(origin)) for origin in origins),
         pieces=pieces,
+        trace=trace,
     )

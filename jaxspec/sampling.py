@@ -276,6 +276,7 @@ def draw_draft(
     vocab_size: int,
     is_noise_shared: bool,
     needs_law: bool,
+    needs_greedy_law: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """A chain drafter's token for `node`, `[B]` int32, drawn as the row draws its own tokens.
 
@@ -287,6 +288,7 @@ def draw_draft(
       vocab_size: V of the target.
       is_noise_shared: as in `EngineShape`.
       needs_law: whether to return the law that the token was drawn from.
+      needs_greedy_law: whether that of greedy rows is needed too, at temperature 1.
 
     Returns:
       the token, and q `[B, V]` fp32 or None. A greedy row's q is not used by any verifier.
@@ -315,6 +317,10 @@ def draw_draft(
         return token, jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_law else None
 
     def take_highest():
-        return greedy, jnp.zeros_like(logits) if needs_law else None
+        if not needs_law:
+            return greedy, None
+        if not needs_greedy_law:
+            return greedy, jnp.zeros_like(logits)
+        return greedy, jax.nn.softmax(law_logits(logits[:, None], rows.sampling)[:, 0], axis=-1)
 
     return lax.cond(is_greedy(rows), take_highest, draw)

@@ -6,7 +6,7 @@ Dimension letters:
     T  window: query tokens of one call        E  width (hidden size)
     N  draft nodes of a round, T - 1           F  feed-forward width
     P  pages of a layer's KV                   Q  query heads, K  KV heads, G = Q / K
-                                               H  head size
+    R  rounds of a row's trace                 H  head size
 
 Throughout, p is the target's law and q the drafter's (as in Leviathan et al., 2211.17192).
 """
@@ -225,6 +225,73 @@ class Logprobs(struct.PyTreeNode, kw_only=True):
     top_tokens: jax.Array
 
 
+class RoundTrace(struct.PyTreeNode, kw_only=True):
+    """What became of a draft, for each row and each of its own rounds; all `[B, R]` int32.
+
+    Attributes:
+      engine_round: rounds that had been run for all rows before this one.
+      context_length: `num_committed` at the start of the round.
+      drafted: drafted tokens; 0 where the round decoded plainly.
+      draft_depth: depth that the draft reached; `drafted` for a chain.
+      accepted: drafted tokens that were accepted and kept.
+      emitted: tokens that the row grew by.
+    """
+
+    engine_round: jax.Array
+    context_length: jax.Array
+    drafted: jax.Array
+    draft_depth: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
+
+
+class TokenTrace(struct.PyTreeNode, kw_only=True):
+    """Every drafted token, rejected ones included, `[B, R, N]`; garbage beyond what was drafted.
+
+    Attributes:
+      token_id: int32.
+      parent: int16, the node before it; -1 is the newest committed token.
+      is_accepted: bool, accepted and kept.
+      logprob_p: fp32, natural logarithm of its probability under p, the law that the row is sampled
+        from (a greedy row's: at temperature 1); -inf where a filter removed it.
+      logprob_q: fp32, under q, at the same temperature; NaN where the draft was deterministic.
+      rank: int32, 1 + the number of tokens likelier under p, filtered ones counted too.
+    """
+
+    token_id: jax.Array
+    parent: jax.Array
+    is_accepted: jax.Array
+    logprob_p: jax.Array
+    logprob_q: jax.Array
+    rank: jax.Array
+
+
+class LawTrace(struct.PyTreeNode, kw_only=True):
+    """How p and q compare where each token was drafted, `[B, R, N]` fp32. A deterministic draft's q
+    is a point mass on its token.
+
+    Attributes:
+      entropy_p: in nats.
+      entropy_q: in nats; 0 for a point mass.
+      overlap: sum of min(p, q), the probability that rejection sampling keeps a token drawn from q.
+    """
+
+    entropy_p: jax.Array
+    entropy_q: jax.Array
+    overlap: jax.Array
+
+
+class Trace(struct.PyTreeNode, kw_only=True):
+    """The history of every row, written at the row's own round: index `counts.num_rounds` of R.
+
+    A round that is counted emits at least one token, so R = S rounds are enough for any row.
+    """
+
+    rounds: RoundTrace
+    tokens: TokenTrace | None = None
+    laws: LawTrace | None = None
+
+
 class DecodeState(struct.PyTreeNode, kw_only=True):
     """Everything a decode loop carries from round to round, for every row that is held. A round
     sees the same record with the rows in seats only (`decoding.take_rows`).
@@ -255,6 +322,8 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     logprobs: Logprobs | None  # None where the engine keeps none
     # totals
     counts: AcceptanceCounts
+    # history
+    trace: Trace | None = None  # None where the engine keeps none
 
     @property
     def num_rounds(self) -> jax.Array:

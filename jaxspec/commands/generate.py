@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,15 @@ from jaxspec.errors import PromptError, SettingError
 from jaxspec.loops import check_draft_length
 from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
-from jaxspec.requests import Acceptance, Completion, Request, SamplingParams, make_requests
+from jaxspec.requests import (
+    Acceptance,
+    Completion,
+    Completions,
+    Request,
+    SamplingParams,
+    make_requests,
+)
+from jaxspec.telemetry import import_extra
 from jaxspec.types import Origin
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical
 
@@ -111,6 +120,12 @@ class GenerateCommand:
     """Continue an interrupted output file; the result equals an uninterrupted run's."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
     """Lines of the output file; spec-bench is what Spec-Bench's own scorer reads."""
+    trace: pathlib.Path | None = None
+    """Parquet file for one row per round: context length, drafted, accepted and emitted tokens.
+    Written when all prompts are done; replaces an older one."""
+    trace_level: Literal["rounds", "tokens", "laws"] = "rounds"
+    """tokens: also one row per drafted token, rejected ones included, in FILE.tokens.parquet;
+    laws: these with entropies and overlap of target and draft."""
     json: bool = False
     """End with one line of JSON on standard output."""
 
@@ -138,6 +153,7 @@ class GenerateCommand:
             )
         template, template_kwargs = self._chat_settings(lines)
         self._check_output(lines)
+        self._check_trace()
 
         with working(f"loading {self.target}"):
             target = load_model(self.target, dtype=self.dtype)
@@ -160,6 +176,7 @@ class GenerateCommand:
             seats=min(self.batch_size, len(lines) * self.n),
             capacity=self.capacity,
             max_logprobs=self.logprobs,
+            trace=self.trace_level if self.trace is not None else None,
         )
         params = self._params(target)
         num_prompts = len(lines)
@@ -206,6 +223,7 @@ class GenerateCommand:
                 raise
         total = Acceptance.total([completion.acceptance for completion in completions])
         rate = total.num_emitted_tokens / decode_s if completions else None
+        trace_files = self._write_trace(lines, completions)
         if file is None:
             show_completions(console, completions)
         console.print(
@@ -224,6 +242,7 @@ class GenerateCommand:
             num_resumed=num_done,
             num_completions=len(completions),
             acceptance=total.to_json(),
+            trace_files=trace_files,
             tokens_per_s=rate,
             load_s=load_s,
             compile_s=compile_s,
@@ -335,6 +354,68 @@ class GenerateCommand:
                 "file."
             )
 
+    def _check_trace(self) -> None:
+        """Raises unless a trace can be written, if one is asked for."""
+        if self.trace is None:
+            if self.trace_level != "rounds":
+                raise SettingError(
+                    f"--trace-level {self.trace_level} was given without --trace; name the file."
+                )
+            return
+        if self.trace.suffix != ".parquet":
+            raise SettingError(
+                f"The trace {self.trace} was named; it is a Parquet file, so its name must end in "
+                ".parquet."
+            )
+        if self.resume:
+            raise SettingError(
+                "--trace was given with --resume, and nothing was recorded of the lines that are "
+                "finished; leave one of them out."
+            )
+        for module in ("pandas", "pyarrow"):
+            import_extra(module, "traces")
+        try:
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.trace.parent).close()
+        except OSError as error:
+            raise _cannot_write(self.trace, error, "name another file") from error
+
+    def _write_trace(
+        self, lines: Sequence[PromptLine], completions: Sequence[Completion]
+    ) -> list[str]:
+        """Writes the frames, with the fields that name each prompt's kind; returns the files."""
+        if self.trace is None:
+            return []
+        kinds = {
+            name: [line.fields[name] for line in lines]
+            for name in ("question_id", "category", "domain")
+            if all(name in line.fields for line in lines)
+        }
+        traced = Completions(completions)
+        frames = {self.trace: traced.rounds(**kinds)}
+        if self.trace_level != "rounds":
+            frames[self.trace.with_suffix(".tokens.parquet")] = traced.tokens(**kinds)
+        for path, frame in frames.items():
+            write_parquet(frame, path)
+        return [str(path) for path in frames]
+
+
+def write_parquet(frame: Any, path: pathlib.Path) -> None:
+    """Writes a frame; the file appears whole, or the older one stays.
+
+    Raises:
+      SettingError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            frame.to_parquet(partial, engine="pyarrow", index=False)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(path, error, "make room, or name another file") from error
+
 
 def _for_prompt(params: SamplingParams, index: int) -> SamplingParams:
     """Sampling parameters of the prompt at `index`: with seeds of its own."""
@@ -407,7 +488,9 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     """
     is_sampled = params.temperature > 0
     shape = dataclasses.asdict(engine.shape)
-    del shape["is_noise_shared"], shape["needs_draft_law"]  # they follow from the verifier
+    # These follow from the verifier, or from what is recorded.
+    for name in ("is_noise_shared", "needs_draft_law", "needs_greedy_law"):
+        del shape[name]
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
     sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
     settings = [engine.target.name, shape, dtypes, sampling, format]

@@ -39,6 +39,8 @@ class EngineShape:
       is_noise_shared: whether a sampling drafter draws with the noise by which the target will draw
         the same position's token (coupled verification), instead of noise of its own.
       needs_draft_law: whether drafts must come with the law they were drawn from, `Draft.q`.
+      needs_greedy_law: whether q of greedy rows is wanted too, at temperature 1, for a trace;
+        otherwise nothing reads it. A drafter that leaves it zero is traced as deterministic.
     """
 
     seats: int
@@ -48,6 +50,7 @@ class EngineShape:
     vocab_size: int
     is_noise_shared: bool = True
     needs_draft_law: bool = False
+    needs_greedy_law: bool = False
 
     @property
     def num_nodes(self) -> int:

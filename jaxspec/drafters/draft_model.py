@@ -156,6 +156,7 @@ class DraftModel:
                 vocab_size=shape.vocab_size,
                 is_noise_shared=shape.is_noise_shared,
                 needs_law=shape.needs_draft_law,
+                needs_greedy_law=shape.needs_greedy_law,
             )
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], node + 1, axis=1)
             if q is not None:

@@ -19,6 +19,7 @@ from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Ty
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands.drafters import make_drafter
+from jaxspec.errors import JaxspecError
 from jaxspec.types import Origin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -413,6 +414,66 @@ A, C, B, P = Origin.ACCEPTED, Origin.CORRECTED, Origin.BONUS, Origin.PLAIN
 )
 def test_round_lengths(origins, lengths):
     assert generate.round_lengths(origins) == lengths
+
+
+def test_traces_are_written_beside_each_other(cli, models, prompts, whole, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    trace, output = tmp_path / "new" / "trace.parquet", tmp_path / "out.jsonl"
+    args = ("--prompts", prompts, "--output", output, "--trace", trace, "--trace-level", "laws")
+    result = cli("generate", *settings(models), *args, "--json")
+    assert result.status == 0, result.err
+    assert token_ids(output) == token_ids(whole)
+    tokens = trace.with_suffix(".tokens.parquet")
+    assert result.document["trace_files"] == [str(trace), str(tokens)]
+    assert {path.name for path in trace.parent.iterdir()} == {tokens.name, trace.name}
+    totals = result.document["acceptance"]
+    rounds, drafted = pandas.read_parquet(trace), pandas.read_parquet(tokens)
+    assert len(rounds) == totals["num_rounds"]
+    assert rounds.accepted.sum() == drafted.accepted.sum() == totals["num_accepted_tokens"]
+    assert len(drafted) == totals["num_draft_tokens"]
+    assert drafted.overlap.between(0, 1.0001).all()
+    assert "category" not in rounds  # not all prompts have one
+
+
+def test_a_trace_names_the_kind_of_each_prompt_and_replaces_an_older_one(cli, models, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path, trace = tmp_path / "prompts.jsonl", tmp_path / "trace.parquet"
+    lines = [{"prompt": "aa bb", "domain": "x"}, {"prompt": "cc", "domain": "y"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    trace.write_text("old")
+    args = ("--prompts", path, "--n", 2, "--temperature", 1, "--trace", trace)
+    assert cli("generate", *settings(models), *args).status == 0
+    rounds = pandas.read_parquet(trace)
+    kinds = rounds.groupby("request_id").domain.unique().map(list).to_dict()
+    assert kinds == {"0-0": ["x"], "0-1": ["x"], "1-0": ["y"], "1-1": ["y"]}
+    assert [file.name for file in tmp_path.iterdir() if "trace" in file.name] == ["trace.parquet"]
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_older_one(tmp_path):
+    class Full:
+        def to_parquet(self, path, **options):
+            pathlib.Path(path).write_text("half")
+            raise OSError(28, "No space left on device")
+
+    trace = tmp_path / "trace.parquet"
+    trace.write_text("old")
+    with pytest.raises(JaxspecError, match=r"trace.parquet cannot be written \(No space left"):
+        generate.write_parquet(Full(), trace)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--trace", "trace.csv"), "must end in .parquet"),
+        (("--trace-level", "tokens"), "without --trace"),
+        (("--trace", "t.parquet", "--output", "o", "--resume"), "with --resume"),
+        (("--trace", "/dev/null/t.parquet"), "cannot be written"),
+    ],
+)
+def test_traces_that_are_refused(refused, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused("generate", "--target", "no-model", "--prompt", "a", *args)
 
 
 def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path, monkeypatch):

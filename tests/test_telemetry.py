@@ -1,0 +1,528 @@
+"""Traces: what they say equals counters, outputs and an independent scoring of every draft."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import telemetry
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.requests import Acceptance, Completions, SamplingParams
+from jaxspec.types import Origin, Window
+
+CAPACITY = 128
+DRAFT_LENGTH = 4
+LENGTHS = (3, 20, 7, 1, 12, 30, 5)
+GREEDY = [SamplingParams(max_tokens=n) for n in (20, 3, 17, 9, 1, 12, 25)]
+SAMPLED = [
+    SamplingParams(max_tokens=18, temperature=0.9, seed=1),
+    SamplingParams(max_tokens=11, temperature=1.3, top_k=9, seed=2),
+    SamplingParams(max_tokens=6),
+    SamplingParams(max_tokens=22, temperature=1.0, top_p=0.8, seed=3),
+    SamplingParams(max_tokens=15, temperature=0.7, repetition_penalty=1.3, seed=4),
+    SamplingParams(max_tokens=9, temperature=1.5, seed=5),
+    SamplingParams(max_tokens=13, repetition_penalty=1.2),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toy.model(num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """The target with noise on its weights: it agrees often, not always."""
+    leaves, structure = jax.tree.flatten(target.params)
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    noisy = [
+        leaf + 0.04 * jax.random.normal(key, leaf.shape)
+        for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return dataclasses.replace(target, name="noisy", params=jax.tree.unflatten(structure, noisy))
+
+
+def make_engine(target, drafter, **settings):
+    settings = {
+        "draft_length": DRAFT_LENGTH,
+        "seats": 3,
+        "capacity": CAPACITY,
+        "scheduler": jaxspec.Continuous(),
+        "rounds_per_sync": 3,
+        "trace": "laws",
+    } | settings
+    return Engine(target, drafter, **settings)
+
+
+def assert_sums_equal_counters(completions):
+    """Every sum over a request's rows is what its counters say, and rounds follow each other."""
+    rounds, tokens = completions.rounds(), completions.tokens()
+    assert len(rounds) == sum(c.acceptance.num_rounds for c in completions)
+    for completion in completions:
+        counts, name = completion.acceptance, completion.request_id
+        own = rounds[rounds.request_id == name]
+        drafted = tokens[tokens.request_id == name]
+        assert own["round"].tolist() == list(range(counts.num_rounds))
+        assert own.emitted.sum() == counts.num_emitted_tokens
+        assert own.accepted.sum() == drafted.accepted.sum() == counts.num_accepted_tokens
+        assert own.drafted.sum() == len(drafted) == counts.num_draft_tokens
+        assert (own.drafted > 0).sum() == counts.num_drafts
+        for depth, accepted in enumerate(counts.num_accepted_tokens_per_pos, 1):
+            assert (own.accepted >= depth).sum() == accepted
+            assert drafted.accepted[drafted.depth == depth].sum() == accepted
+        start = len(completion.prompt_token_ids)
+        ends = start + np.cumsum(own.emitted)
+        assert own.context_length.tolist() == [start, *ends[:-1]]
+        assert np.all(np.diff(own.engine_round) > 0)
+        by_round = drafted.groupby("round")
+        expected = own.set_index("round").loc[lambda frame: frame.drafted > 0]
+        assert by_round.size().tolist() == expected.drafted.tolist()
+        assert by_round.depth.max().tolist() == expected.draft_depth.tolist()
+        assert by_round.accepted.sum().tolist() == expected.accepted.tolist()
+
+
+def assert_outputs_are_rebuilt(completions):
+    """Accepted tokens stand in the output where the trace says; the rest is the target's own."""
+    rounds, tokens = completions.rounds(), completions.tokens()
+    for completion in completions:
+        start, output = len(completion.prompt_token_ids), np.array(completion.token_ids)
+        own = rounds[rounds.request_id == completion.request_id]
+        kept = tokens[(tokens.request_id == completion.request_id) & tokens.accepted]
+        rebuilt = np.full(len(output), -1)
+        rebuilt[kept.position - start] = kept.token_id
+        added = (own.context_length + own.emitted - 1)[own.emitted > own.accepted] - start
+        assert np.flatnonzero(rebuilt < 0).tolist() == added.tolist()
+        rebuilt[added] = output[added]
+        assert rebuilt.tolist() == output.tolist()
+        is_accepted = [origin == Origin.ACCEPTED for origin in completion.origins]
+        assert np.flatnonzero(is_accepted).tolist() == (kept.position - start).tolist()
+
+
+def assert_scores_are_right(completions, params, target, draft=None):
+    """Laws of every drafted token, by feeding the model the whole text that stands before it."""
+    rounds, tokens = completions.rounds(), completions.tokens()
+    assert len(tokens) > 50
+    assert 0 < tokens.accepted.sum() < len(tokens)
+    contexts, of_request = [], []
+    whole = {c.request_id: c.prompt_token_ids + c.token_ids for c in completions}
+    which = {c.request_id: index for index, c in enumerate(completions)}
+    lengths = {(r.request_id, r.round): r.context_length for r in rounds.itertuples()}
+    seen = {}
+    for row in tokens.itertuples():
+        key = (row.request_id, row.round)
+        path = seen[*key, row.parent] if row.parent >= 0 else ()
+        seen[*key, row.node] = (*path, row.token_id)
+        assert row.depth == len(path) + 1
+        assert row.position == lengths[key] + len(path)
+        contexts.append(whole[row.request_id][: lengths[key]] + path)
+        of_request.append(which[row.request_id])
+    prompts = [len(c.prompt_token_ids) for c in completions]
+    settings = [(params[index], prompts[index]) for index in of_request]
+    _assert_laws(tokens, contexts, settings, target, draft)
+
+
+def _assert_laws(tokens, contexts, settings, target, draft):
+    logits = scores_after(target, contexts)
+    if draft is not None:
+        q_logits = scores_after(draft, contexts)
+    for n, row in enumerate(tokens.itertuples()):
+        scores, log_p = law(logits[n], contexts[n], *settings[n])
+        score = scores[row.token_id]
+        lowest, highest = np.sum(scores > score + 1e-3), np.sum(scores > score - 1e-3)
+        assert lowest < row.rank <= highest + 1 or row.rank == 1 + lowest
+        np.testing.assert_allclose(row.logprob_p, log_p[row.token_id], atol=2e-3)
+        p = np.exp(log_p)
+        np.testing.assert_allclose(row.entropy_p, entropy(p), atol=5e-3)
+        if draft is None:
+            assert np.isnan(row.logprob_q)
+            assert row.entropy_q == 0
+            np.testing.assert_allclose(row.overlap, p[row.token_id], atol=2e-3)
+            continue
+        _, log_q = law(q_logits[n], contexts[n], *settings[n])
+        q = np.exp(log_q)
+        np.testing.assert_allclose(row.logprob_q, log_q[row.token_id], atol=2e-3)
+        np.testing.assert_allclose(row.entropy_q, entropy(q), atol=5e-3)
+        np.testing.assert_allclose(row.overlap, np.minimum(p, q).sum(), atol=2e-3)
+
+
+def scores_after(model, contexts):
+    """`[M, V]`, the model's logits after each context, read as one long prompt without a cache that
+    anything else has written to."""
+    longest = 64
+    assert max(map(len, contexts)) <= longest
+    tokens = np.zeros((len(contexts), longest), np.int32)
+    for row, context in enumerate(contexts):
+        tokens[row, : len(context)] = context
+    index = np.broadcast_to(np.arange(longest, dtype=np.int32), tokens.shape)
+    last = np.array([len(context) - 1 for context in contexts])
+
+    @jax.jit
+    def read(tokens, index, last):
+        cache = model.init_cache(len(tokens), CAPACITY)
+        window = Window(start=index[:, 0], positions=index, slots=index)
+        hidden, _ = model.forward(model.params, tokens, window, cache)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        return model.logits(model.params, hidden)[:, 0]
+
+    return np.asarray(read(tokens, index, last), np.float64)
+
+
+def law(logits, context, params, prompt_length):
+    """Penalised scores, and the logarithm of the law that is sampled from, in float64."""
+    scores = logits.copy()
+    for token in set(context):
+        score = scores[token]
+        penalty = params.repetition_penalty
+        scores[token] = score / penalty if score > 0 else score * penalty
+    scaled = scores / (params.temperature or 1)
+    if params.top_k:
+        scaled[scaled < np.sort(scaled)[-params.top_k]] = -np.inf
+    if params.top_p < 1:
+        order = np.argsort(-scaled)
+        mass = np.cumsum(np.exp(scaled - scaled.max())[order])
+        num_kept = np.searchsorted(mass, params.top_p * mass[-1]) + 1
+        scaled[order[num_kept:]] = -np.inf
+    return scores, scaled - scaled.max() - np.log(np.sum(np.exp(scaled - scaled.max())))
+
+
+def entropy(p):
+    return -sum(x * np.log(x) for x in p if x > 0)
+
+
+@pytest.fixture(scope="module")
+def engines(target, draft):
+    """An engine for every verifier, by its class, with a draft model; rows change seats."""
+    verifiers = (jaxspec.Coupled, jaxspec.Rejection, jaxspec.Block, jaxspec.Typical)
+    return {
+        verifier: make_engine(target, jaxspec.DraftModel(draft), verifier=verifier())
+        for verifier in verifiers
+    }
+
+
+@pytest.fixture(scope="module")
+def greedy(engines):
+    return engines[jaxspec.Coupled].generate(toy.prompts(LENGTHS), GREEDY)
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [
+        jaxspec.Coupled,
+        jaxspec.Rejection,
+        pytest.param(jaxspec.Block, marks=pytest.mark.slow),
+        pytest.param(jaxspec.Typical, marks=pytest.mark.slow),
+    ],
+)
+def test_traces_of_sampled_rows_under_every_verifier(engines, target, draft, verifier):
+    completions = engines[verifier].generate(toy.prompts(LENGTHS), SAMPLED)
+    assert_sums_equal_counters(completions)
+    assert_outputs_are_rebuilt(completions)
+    assert_scores_are_right(completions, SAMPLED, target, draft)
+    assert np.isneginf(completions.tokens().logprob_p).any()  # top-k and top-p removed some
+
+
+def test_traces_of_greedy_rows(greedy, target, draft):
+    assert_sums_equal_counters(greedy)
+    assert_outputs_are_rebuilt(greedy)
+    assert_scores_are_right(greedy, GREEDY, target, draft)
+    tokens = greedy.tokens()
+    reached = tokens[tokens.reached]
+    assert reached.accepted.tolist() == (reached["rank"] == 1).tolist()
+    assert (reached.logprob_q < 0).all()
+
+
+def test_rows_that_share_a_round_were_in_seats_together(greedy):
+    seated = greedy.rounds().groupby("engine_round").size()
+    assert seated.max() == 3
+    assert seated.index.tolist() == list(range(seated.index[0], seated.index[-1] + 1))
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    engine = make_engine(target, None, seats=7, draft_length=1, trace="tokens")
+    return engine.generate(toy.prompts(LENGTHS), [SamplingParams(max_tokens=40)] * len(LENGTHS))
+
+
+@pytest.mark.parametrize("drafter", ["oracle", "tree"])
+def test_deterministic_drafters_and_trees(target, plain, drafter):
+    prompts = toy.prompts(LENGTHS)
+    settings = {"scheduler": jaxspec.Static(), "seats": len(LENGTHS)}
+    table = tuple(map(tuple, toy.sequences(plain)))
+    made = {
+        "oracle": lambda: jaxspec.Oracle(table, acceptance=0.6),
+        "tree": lambda: toy.TreeOracle(table=table, right_until=30),
+    }[drafter]()
+    engine = make_engine(target, made, draft_length=6, **settings)
+    completions = engine.generate(prompts, GREEDY)
+    for completion, true in zip(completions, plain, strict=True):
+        assert completion.token_ids == true.token_ids[: len(completion.token_ids)]
+    assert_sums_equal_counters(completions)
+    assert_outputs_are_rebuilt(completions)
+    assert_scores_are_right(completions, GREEDY, target)
+    rounds, tokens = completions.rounds(), completions.tokens()
+    if drafter == "tree":
+        assert (rounds.draft_depth[rounds.drafted == 6] == 3).all()
+        assert tokens.parent[tokens.node == 5].unique().tolist() == [3]
+        siblings = tokens[tokens.reached].groupby(["request_id", "round", "depth"]).size()
+        assert siblings.unique().tolist() == [2]  # both siblings of a kept node were judged
+    else:
+        assert (rounds.draft_depth == rounds.drafted).all()
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [jaxspec.Coupled, pytest.param(jaxspec.Rejection, marks=pytest.mark.slow)],
+)
+def test_recording_changes_no_output(engines, verifier):
+    prompts, recording = toy.prompts(LENGTHS), engines[verifier]
+    silent = make_engine(
+        recording.target, recording.drafter, verifier=recording.verifier, trace=None
+    )
+    for params in (SAMPLED, GREEDY):
+        pairs = zip(
+            recording.generate(prompts, params), silent.generate(prompts, params), strict=True
+        )
+        for recorded, unrecorded in pairs:
+            assert unrecorded.token_ids == recorded.token_ids
+            assert unrecorded.origins == recorded.origins
+            assert unrecorded.acceptance == recorded.acceptance
+            assert unrecorded.trace is None
+
+
+def test_stop_tokens_cut_rounds_and_what_is_behind_was_not_judged(target, plain):
+    prompts = toy.prompts(LENGTHS)[1:3]
+    oracle = jaxspec.Oracle(toy.sequences(plain))
+    engine = make_engine(target, oracle, seats=2, scheduler=jaxspec.Static())
+    for at in range(1, 6):
+        stop = plain[1].token_ids[at]
+        params = SamplingParams(max_tokens=30, stop_token_ids=(stop,))
+        completions = engine.generate(prompts, params)
+        assert completions[0].finish_reason == "stop"
+        assert_sums_equal_counters(completions)
+        assert_outputs_are_rebuilt(completions)
+        tokens = completions.tokens()
+        assert (tokens.reached == tokens.accepted).all()  # right drafts: none is rejected
+
+
+def test_the_probability_of_acceptance_is_the_overlap(engines):
+    """Rejection sampling keeps a token of q with probability sum(min(p, q)) (2211.17192, 3.1)."""
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i) for i in range(24)]
+    tokens = engines[jaxspec.Rejection].generate(toy.prompts([5] * 24), params).tokens()
+    reached = tokens[tokens.reached]
+    variance = (reached.overlap * (1 - reached.overlap)).sum()
+    deviation = (reached.accepted - reached.overlap).sum() / np.sqrt(variance)
+    assert len(reached) > 500
+    assert abs(deviation) < 4
+    # With rejected tokens dropped the same figure is far off.
+    kept = reached[reached.accepted]
+    assert (kept.accepted - kept.overlap).sum() / np.sqrt(variance) > 4
+
+
+def _one_round_late(trace):
+    """As if every round had been written one place too far."""
+    return jax.tree.map(lambda values: np.roll(values, 1, axis=0), trace)
+
+
+def _without_rejected(trace):
+    """Forgets drafted tokens that were not accepted."""
+    return trace.replace(rounds=trace.rounds.replace(drafted=trace.rounds.accepted))
+
+
+def _scores_of_the_next_node(trace):
+    """Takes each node's probability from the scores behind it."""
+    scores = np.roll(trace.tokens.logprob_p, -1, axis=1)
+    return trace.replace(tokens=trace.tokens.replace(logprob_p=scores))
+
+
+def _accepted_beside_rejected(trace):
+    """Marks the wrong nodes as accepted, as many of them."""
+    is_accepted = np.roll(trace.tokens.is_accepted, 1, axis=1)
+    return trace.replace(tokens=trace.tokens.replace(is_accepted=is_accepted))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [_one_round_late, _without_rejected, _scores_of_the_next_node, _accepted_beside_rejected],
+)
+def test_a_wrong_trace_is_caught(greedy, target, draft, fault):
+    wrong = Completions(dataclasses.replace(c, trace=fault(c.trace)) for c in greedy)
+    caught = []
+    for check in (
+        assert_sums_equal_counters,
+        assert_outputs_are_rebuilt,
+        lambda completions: assert_scores_are_right(completions, GREEDY, target, draft),
+    ):
+        try:
+            check(wrong)
+        except AssertionError:
+            caught.append(check)
+    assert caught
+
+
+@pytest.mark.slow
+def test_a_loop_that_writes_to_the_wrong_round_is_caught(target, draft, monkeypatch):
+    write = telemetry._write
+
+    def write_late(state, new, num_emitted):
+        counts = state.counts.replace(num_rounds=state.counts.num_rounds + 1)
+        return write(state.replace(counts=counts), new, num_emitted)
+
+    monkeypatch.setattr(telemetry, "_write", write_late)
+    engine = make_engine(target, jaxspec.DraftModel(draft))
+    completions = engine.generate(toy.prompts(LENGTHS), SAMPLED)
+    with pytest.raises(AssertionError):
+        assert_sums_equal_counters(completions)
+
+
+def test_nothing_is_recorded_unless_asked_for(target, draft, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was recorded")
+
+    monkeypatch.setattr(telemetry, "record_round", refuse)
+    monkeypatch.setattr(telemetry, "record_step", refuse)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for drafter in (jaxspec.DraftModel(draft), None):
+        settings = {} if drafter else {"draft_length": 1}
+        engine = make_engine(target, drafter, trace=None, **settings)
+        state = jax.eval_shape(engine._loop.init)
+        assert state.trace is None
+        engine._run.lower(engine._params, state, number, number)
+        recording = make_engine(target, drafter, trace="rounds", **settings)
+        state = jax.eval_shape(recording._loop.init)
+        with pytest.raises(AssertionError, match="something was recorded"):
+            recording._run.lower(recording._params, state, number, number)
+
+
+@pytest.mark.parametrize("level", telemetry.LEVELS)
+def test_bytes_are_as_documented(target, level):
+    engine = make_engine(target, jaxspec.NGram(), trace=level)
+    state = jax.eval_shape(engine._loop.init)
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.trace))
+    per_slot = {"rounds": 24, "tokens": 24 + 19 * 4, "laws": 24 + (19 + 12) * 4}[level]
+    assert num_bytes == engine.num_residents * CAPACITY * per_slot
+
+
+def test_a_row_has_room_for_every_round_it_can_take(target):
+    [prompt] = toy.prompts((1,))
+    engine = make_engine(target, toy.WrongDrafter(token=60), seats=1, trace="tokens")
+    [completion] = completions = engine.generate([prompt], SamplingParams(max_tokens=1000))
+    assert completion.stop_reason == "capacity"
+    rounds = completions.rounds()
+    assert len(rounds) == len(completion.token_ids) > CAPACITY - 10
+    assert_sums_equal_counters(completions)
+
+
+def test_plain_decoding_has_rounds_and_no_tokens(plain):
+    rounds, tokens = plain[:2].rounds(), plain.tokens()
+    assert rounds.context_length.tolist() == [*range(3, 43), *range(20, 60)]
+    assert (rounds.emitted == 1).all()
+    assert rounds.drafted.sum() == len(tokens) == 0
+    assert {"logprob_p", "logprob_q", "rank", "accepted"} <= set(tokens)
+    assert len(Completions().rounds()) == 0
+
+
+def test_columns_and_their_types(greedy):
+    rounds, tokens = greedy.rounds(), greedy.tokens()
+    for frame in (rounds, tokens):
+        for name, dtype in frame.dtypes.items():
+            if name in ("logprob_p", "logprob_q", "entropy_p", "entropy_q", "overlap"):
+                assert dtype == np.float32, name
+            elif name in ("accepted", "reached") and frame is tokens:
+                assert dtype == np.bool_, name
+            elif name != "request_id":
+                assert dtype == np.int32, name
+    assert len(greedy[1:3].rounds()) == sum(c.acceptance.num_rounds for c in greedy[1:3])
+
+
+def test_columns_of_the_caller(engines):
+    params = [SamplingParams(temperature=1.0, n=n, seed=5, max_tokens=4) for n in (2, 1, 3)]
+    completions = engines[jaxspec.Coupled].generate(toy.prompts((3, 4, 5)), params)
+    frame = completions.rounds(domain=["a", "b", "c"], number=range(6))
+    of_request = frame.groupby("request_id", sort=False).first()
+    assert of_request.domain.tolist() == ["a", "a", "b", "c", "c", "c"]
+    assert of_request.number.tolist() == list(range(6))
+    assert of_request["index"].tolist() == [0, 1, 0, 0, 1, 2]
+    with pytest.raises(SettingError, match=r"'domain' was given 2 values.*6, one per comp.*or 3"):
+        completions.rounds(domain=["a", "b"])
+    with pytest.raises(SettingError, match="'round' was given, and the frame has one"):
+        completions.rounds(round=range(6))
+
+
+def test_what_is_missing_is_said(target, greedy, monkeypatch):
+    with pytest.raises(SettingError, match="trace 'all' was given"):
+        make_engine(target, jaxspec.NGram(), trace="all")
+
+    def with_trace(trace):
+        return Completions(dataclasses.replace(c, trace=trace(c)) for c in greedy)
+
+    with pytest.raises(SettingError, match=r"7 of 7 completions have no trace"):
+        with_trace(lambda c: None).rounds()
+    with pytest.raises(SettingError, match="holds rounds only"):
+        with_trace(lambda c: c.trace.replace(tokens=None)).tokens()
+
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(SettingError, match=r"pandas is needed for frames.*\[analysis\]"):
+        greedy.rounds()
+
+
+def test_metrics_count_the_engines_life(target):
+    engine = make_engine(target, jaxspec.NGram(), trace=None)
+    assert engine.metrics()["num_requests"] == 0
+    prompts = toy.prompts(LENGTHS)
+    first, second = engine.generate(prompts, GREEDY), engine.generate(prompts, SAMPLED)
+    total = Acceptance.total([c.acceptance for c in (*first, *second)])
+    metrics = engine.metrics()
+    assert metrics == {
+        "num_requests": 2 * len(prompts),
+        "num_rounds": total.num_rounds,
+        "num_emitted_tokens": total.num_emitted_tokens,
+        "num_drafts": total.num_drafts,
+        "num_draft_tokens": total.num_draft_tokens,
+        "num_accepted_tokens": total.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": list(total.num_accepted_tokens_per_pos),
+    }
+    requests = jaxspec.requests.make_requests(prompts, GREEDY, target, longest=64)
+    run = engine.run(requests)
+    next(run)
+    during = engine.metrics()
+    run.close()  # rows that nobody finishes still count for what they did
+    after = engine.metrics()
+    assert metrics["num_rounds"] < during["num_rounds"] == after["num_rounds"]
+    assert during["num_requests"] > metrics["num_requests"]
+
+
+def test_metrics_of_one_update_are_seen_together():
+    metrics = telemetry.Metrics()
+    one = Acceptance(num_rounds=1, num_drafts=1, num_accepted_tokens_per_pos=(1, 0))
+    torn, is_done = [], threading.Event()
+
+    def look():
+        while not is_done.is_set():
+            seen = metrics.snapshot()
+            if seen["num_rounds"] != seen["num_drafts"] or seen["num_rounds"] % 5:
+                torn.append(seen)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(300):
+        metrics.update(ended=[one] * 5, running=[one] * 10)
+    is_done.set()
+    thread.join()
+    assert not torn
+    assert metrics.snapshot()["num_rounds"] == 300 * 5 + 10
+    assert metrics.snapshot()["num_accepted_tokens_per_pos"] == [1510, 0]
+    metrics.abandon()
+    metrics.update(ended=[], running=[])
+    assert metrics.snapshot()["num_rounds"] == 1510
