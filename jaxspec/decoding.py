@@ -466,14 +466,15 @@ def note_read(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeStat
 def rows_of(state: DecodeState) -> Rows:
     """What drafters see. A round emits one token beyond its draft, so the last token a row may
     still emit is never drafted."""
-    room = state.limit - state.num_committed - 1
-    wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room), 0)
+    room = state.limit - state.num_committed
+    wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room - 1), 0)
     return Rows(
         tokens=state.tokens,
         num_committed=state.num_committed,
         draft_limit=wanted,
         stop_tokens=state.stop_tokens,
         sampling=state.sampling,
+        remaining=jnp.where(state.is_running, room, 0),
     )
 
 

@@ -122,6 +122,9 @@ class Engine:
         emitted token's; None keeps none and costs nothing.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the law that tokens are drawn
         from (`processed_logprobs`; of a greedy row at temperature 1).
+      check_invariants: run round by round and check after each that KV, padding and positions are
+        what `layouts.broken_invariants` says; many times slower, for hunting a fault. A broken one
+        raises `AssertionError`.
 
     Raises:
       SettingError: a setting out of range.
@@ -158,6 +161,7 @@ class Engine:
         max_queue: int = 1024,
         max_logprobs: int | None = None,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
+        check_invariants: bool = False,
     ):
         use_compilation_cache()
         self.target = target
@@ -251,6 +255,10 @@ class Engine:
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
         self._run = donating(self._loop.run)
+        if check_invariants:
+            self._run = layouts.CheckedRun(
+                self._run, window=window, regroups=self.scheduler.regroups
+            )
         self._end_rows = jax.jit(_end_rows, donate_argnums=0)
         # A program is compiled again where an argument is bound to a device that was not before;
         # so parameters and state are bound from the start to the device where the parameters are.
