@@ -194,7 +194,7 @@ def run_rounds(
         return jnp.sum(state.is_running, dtype=jnp.int32)
 
     def align(state: DecodeState, took_part: jax.Array) -> DecodeState:
-        state = count_lengths(state, took_part, seats=shape.seats)
+        state = count_lengths(state, took_part)
         return layouts.align(state, capacity=shape.capacity, window=shape.window)
 
     def decode(index, state, goes_on):
@@ -277,7 +277,7 @@ def count_round(state: DecodeState, took_part: jax.Array) -> DecodeState:
     )
 
 
-def count_lengths(state: DecodeState, took_part: jax.Array, *, seats: int) -> DecodeState:
+def count_lengths(state: DecodeState, took_part: jax.Array) -> DecodeState:
     """State with the rows `took_part` `[B]` of a round compared by length; see `ScheduleCounts`."""
     # Rows that took no part get lengths below zero, each its own. Sorted, equals are neighbours.
     nobody = -1 - jnp.arange(took_part.shape[0], dtype=jnp.int32)
