@@ -254,7 +254,7 @@ class Engine:
         donating = functools.partial(jax.jit, donate_argnums=1)
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
-        self._run = donating(self._loop.run)
+        self._run: Any = donating(self._loop.run)
         if check_invariants:
             self._run = layouts.CheckedRun(
                 self._run, window=window, regroups=self.scheduler.regroups

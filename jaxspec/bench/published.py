@@ -106,6 +106,7 @@ class BatchMinimum:
     ) -> tuple[Draft, PyTree]:
         """A draft of one length for all rows."""
         remaining = rows.remaining
+        assert remaining is not None, "rows of a decode loop say what remains"
         is_running = remaining > 0
         is_near_end = rows.draft_limit == remaining - 1  # held back by the row's end, not by k
         own = jnp.where(is_near_end, remaining, rows.draft_limit)
