@@ -76,11 +76,11 @@ def block_attention(
     row_end = jnp.max(positions, axis=1) + 1
     # Slots and positions are the same in the ragged layout. In the aligned one a row's first block
     # may lie to the right of slot 0, and its padding is masked like all that is not its own.
-    last_block = (jnp.max(kv.slots_of(table, positions)) + block) // block
+    query_slots = kv.slots_of(table, positions)
+    last_block = (jnp.max(query_slots) + block) // block
     first_block = jnp.int32(0)
     if sliding_window is not None:
-        first_seen = jnp.maximum(positions - sliding_window + 1, 0)
-        first_block = jnp.min(kv.slots_of(table, first_seen)) // block
+        first_block = jnp.maximum(jnp.min(query_slots) - sliding_window + 1, 0) // block
 
     if window.paths is None:
         score_equation, value_equation = "btkgh,bskh->bkgts", "bkgts,bskh->bkgth"

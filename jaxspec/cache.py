@@ -273,6 +273,27 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
     return cache.replace(layers=tuple(move(layer) for layer in cache.layers))
 
 
+def with_garbage(cache: KVCache, num_live: jax.Array) -> KVCache:
+    """The cache with NaN in every slot but those of each row's positions below `num_live` `[B]`.
+
+    For checks: what nobody may read as a value, everybody who does turns to NaN. `num_live` is of
+    all rows that the pages belong to.
+    """
+    shape = (cache.table.shape[0], cache.capacity)
+    every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
+    kept = jnp.where(every < num_live[:, None], every, -1)
+
+    def spoil(layer):
+        k, v = read_slots(layer, cache.table, every, cache.dtype)
+        garbage = _to_storage(jnp.full((), jnp.nan, cache.dtype), layer.k)
+        spoiled = layer.replace(
+            k=jnp.broadcast_to(garbage, layer.k.shape), v=jnp.broadcast_to(garbage, layer.v.shape)
+        )
+        return write(spoiled, cache.table, k, v, kept)
+
+    return cache.replace(layers=tuple(spoil(layer) for layer in cache.layers))
+
+
 def aligned(cache: KVCache) -> KVCache:
     """The cache in the `aligned` layout, every row's position 0 at slot 0 so far."""
     if isinstance(cache.table, AlignedTable):

@@ -210,7 +210,7 @@ def run_rounds(
         return jnp.sum(state.is_running, dtype=jnp.int32)
 
     def align(state: DecodeState, took_part: jax.Array) -> DecodeState:
-        state = count_lengths(state, took_part, seats=shape.seats)
+        state = count_lengths(state, took_part)
         return layouts.align(state, capacity=shape.capacity, window=shape.window)
 
     def decode(index, state, goes_on):
@@ -293,7 +293,7 @@ def count_round(state: DecodeState, took_part: jax.Array) -> DecodeState:
     )
 
 
-def count_lengths(state: DecodeState, took_part: jax.Array, *, seats: int) -> DecodeState:
+def count_lengths(state: DecodeState, took_part: jax.Array) -> DecodeState:
     """State with the rows `took_part` `[B]` of a round compared by length; see `ScheduleCounts`."""
     # Rows that took no part get lengths below zero, each its own. Sorted, equals are neighbours.
     nobody = -1 - jnp.arange(took_part.shape[0], dtype=jnp.int32)
@@ -484,14 +484,15 @@ def note_read(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeStat
 def rows_of(state: DecodeState) -> Rows:
     """What drafters see. A round emits one token beyond its draft, so the last token a row may
     still emit is never drafted."""
-    room = state.limit - state.num_committed - 1
-    wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room), 0)
+    room = state.limit - state.num_committed
+    wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room - 1), 0)
     return Rows(
         tokens=state.tokens,
         num_committed=state.num_committed,
         draft_limit=wanted,
         stop_tokens=state.stop_tokens,
         sampling=state.sampling,
+        remaining=jnp.where(state.is_running, room, 0),
     )
 
 

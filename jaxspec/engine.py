@@ -130,6 +130,9 @@ class Engine:
       trace: what is recorded for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, one
         record per drafted token as well; or `laws`, also entropies and overlap of p and q. None
         records nothing and costs nothing.
+      check_invariants: run round by round and check after each that KV, padding and positions are
+        what `layouts.broken_invariants` says; many times slower, for hunting a fault. A broken one
+        raises `AssertionError`.
 
     Raises:
       SettingError: a setting out of range.
@@ -167,6 +170,7 @@ class Engine:
         max_logprobs: int | None = None,
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
         trace: TraceLevel | None = None,
+        check_invariants: bool = False,
     ):
         use_compilation_cache()
         self.target = target
@@ -212,7 +216,11 @@ class Engine:
         donating = functools.partial(jax.jit, donate_argnums=1)
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
-        self._run = donating(self._loop.run)
+        self._run: Any = donating(self._loop.run)
+        if check_invariants:
+            self._run = layouts.CheckedRun(
+                self._run, window=window, regroups=self.scheduler.regroups
+            )
         self._end_rows = jax.jit(_end_rows, donate_argnums=0)
         # A program is compiled again where an argument is bound to a device that was not before;
         # so parameters and state are bound from the start to the device where the parameters are.

@@ -188,6 +188,8 @@ class Rows(struct.PyTreeNode, kw_only=True):
       draft_limit: `[B]` int32, nodes wanted in this round; 0 for rows that are not running.
       stop_tokens: `[B, num_stop]` int32, -1 pads.
       sampling: how tokens are drawn.
+      remaining: `[B]` int32, tokens that each row may still emit; 0 for rows that are not running.
+        None where rows are made by hand; a decode loop always gives it.
     """
 
     tokens: jax.Array
@@ -195,6 +197,7 @@ class Rows(struct.PyTreeNode, kw_only=True):
     draft_limit: jax.Array
     stop_tokens: jax.Array
     sampling: RowSampling
+    remaining: jax.Array | None = None
 
 
 class Prefix(struct.PyTreeNode, kw_only=True):

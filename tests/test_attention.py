@@ -148,3 +148,50 @@ def test_half_precision_is_near_full(dtype):
     assert got.dtype == dtype
     expected = dense(queries, k, v, window.positions)
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=3e-2)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 200), min_size=3, max_size=3),
+    padding=st.lists(st.integers(0, 250), min_size=3, max_size=3),
+    sliding_window=st.sampled_from([None, 5, 130]),
+)
+def test_padded_rows_equal_dense_attention_and_see_no_padding(starts, padding, sliding_window):
+    queries, layer, pages, window, k, v = setup(starts, 4)
+    table, layer = pad(layer, pages, padding, k, v, starts)
+    got = run(queries, layer, table, window, dtype=jnp.float32, sliding_window=sliding_window)
+    expected = dense(queries, k, v, window.positions, sliding_window)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_padding_that_is_seen_is_caught_by_the_check_above():
+    starts = [40, 100, 200]
+    queries, layer, pages, window, k, v = setup(starts, 4)
+    table, layer = pad(layer, pages, [9, 0, 30], k, v, starts, fill=1.0)
+    # Positions are taken for slots: two rows look at their padding, and not at their last tokens.
+    got = run(queries, layer, table.pages, window, dtype=jnp.float32)
+    differs = np.abs(got - dense(queries, k, v, window.positions)).max(axis=(1, 2, 3))
+    assert differs[0] > 1e-2 > differs[1]
+
+
+def test_a_tree_in_a_padded_row_sees_what_it_sees_in_an_unpadded_one():
+    queries, layer, pages, window, k, v = setup([60, 126], 4)
+    paths = jnp.asarray([[[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 2, 3, 0]]] * 2, jnp.int32)
+    depth = jnp.asarray([0, 1, 1, 2], jnp.int32)
+    tree = window.replace(positions=window.start[:, None] + depth, paths=paths)
+    expected = run(queries, layer, pages, tree, dtype=jnp.float32)
+    table, layer = pad(layer, pages, [70, 3], k, v, [60, 126])
+    got = run(queries, layer, table, tree, dtype=jnp.float32)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def pad(layer, pages, padding, k, v, starts, *, fill=np.nan):
+    """The rows moved to the right by their `padding`, garbage wherever no token of theirs is."""
+    table = kv.AlignedTable(pages=pages, first_slot=jnp.asarray(padding, jnp.int32))
+    shape = (len(starts), pages.shape[1] * layer.block)
+    every = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    garbage = jnp.full((*shape, HEADS, SIZE), fill, jnp.float32)
+    layer = kv.write(layer, pages, garbage, garbage, every)
+    last = np.asarray(starts)[:, None] + 4
+    slots = jnp.where(every < last, every, -1)
+    return table, kv.write(layer, table, jnp.asarray(k), jnp.asarray(v), slots)

@@ -1,8 +1,13 @@
 """Pages: what is written where, what is dropped, what a committed path moves."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxspec import cache as kv
 
@@ -34,7 +39,7 @@ def read_all(cache):
         jnp.arange(cache.capacity, dtype=jnp.int32), (cache.table.shape[0], cache.capacity)
     )
     k, v = kv.read_slots(cache.layers[0], cache.table, slots, cache.dtype)
-    np.testing.assert_array_equal(k, -v)
+    np.testing.assert_array_equal(np.asarray(k, np.float32), -np.asarray(v, np.float32))
     return np.asarray(k[..., 0, 0], np.float32)
 
 
@@ -91,3 +96,116 @@ def test_an_accepted_path_moves_into_consecutive_slots():
 def test_capacity_is_rounded_up_to_a_block():
     assert make(capacity=1).capacity == kv.BLOCK
     assert make(capacity=129).capacity == 2 * kv.BLOCK
+
+
+def padded(first_slot, num_committed, *, dtype=jnp.float32):
+    """An aligned cache of three blocks a row whose KV names row and position, NaN elsewhere."""
+    cache = kv.aligned(make(num_rows=len(first_slot), capacity=3 * kv.BLOCK, dtype=dtype))
+    table = cache.table.replace(first_slot=jnp.asarray(first_slot, jnp.int32))
+    # Pages in disorder: a row's blocks are nowhere near each other.
+    table = table.replace(pages=table.pages[::-1, ::-1])
+    every = np.broadcast_to(np.arange(cache.capacity), (len(first_slot), cache.capacity))
+    named = 1000 * np.arange(len(first_slot))[:, None] + every  # in fp32; the others hold less
+    k, v = values(named if dtype == jnp.float32 else every % 100, dtype)
+    slots = jnp.asarray(every, jnp.int32)
+    layer = kv.write(cache.layers[0], table, k, v, slots)
+    num_live = jnp.asarray(num_committed, jnp.int32) - 1
+    return kv.with_garbage(cache.replace(table=table, layers=(layer,)), num_live)
+
+
+def live(cache, num_committed):
+    """K of each row's positions that have KV, with a check that V is theirs."""
+    stored = read_all(cache)
+    return [stored[row, : n - 1].tolist() for row, n in enumerate(num_committed)]
+
+
+realign = jax.jit(functools.partial(kv.realign, largest=380))
+
+
+def realigned(cache, num_committed):
+    return realign(cache, jnp.asarray(num_committed, jnp.int32))
+
+
+def test_an_aligned_row_is_written_and_read_by_position():
+    cache = kv.aligned(make())
+    cache = cache.replace(table=cache.table.replace(first_slot=jnp.asarray([0, 100], jnp.int32)))
+    slots = jnp.asarray([[2, -1], [50, 200]], jnp.int32)  # slot 300 is none of the row's
+    layer = kv.write(cache.layers[0], cache.table, *values(slots), slots)
+    written = cache.replace(layers=(layer,))
+    assert np.count_nonzero(read_all(written.replace(table=cache.table.pages))) == 2
+    assert read_all(written.replace(table=cache.table.pages))[1, 150] == 151
+    k, _ = kv.read_slots(layer, cache.table, jnp.asarray([[2], [50]], jnp.int32), jnp.float32)
+    assert k[:, 0, 0, 0].tolist() == [3, 151]
+    assert kv.positions_of(cache.table, jnp.asarray([0, 150], jnp.int32)).tolist() == [
+        [0, 150],
+        [-100, 50],
+    ]
+
+
+def test_realignment_on_the_drawn_example():
+    cache = padded([2, 1], [4, 6])
+    moved = realigned(cache, [4, 6])
+    assert moved.first_slot.tolist() == [2, 0]
+    assert live(moved, [4, 6]) == live(cache, [4, 6])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    first_slot=st.lists(st.integers(0, 100), min_size=3, max_size=3),
+    num_committed=st.lists(st.integers(1, 280), min_size=3, max_size=3),
+)
+def test_realignment_keeps_kv_and_makes_rows_end_together(first_slot, num_committed):
+    cache = padded(first_slot, num_committed)
+    moved = realigned(cache, num_committed)
+    np.testing.assert_array_equal(live(moved, num_committed)[0], live(cache, num_committed)[0])
+    assert live(moved, num_committed) == live(cache, num_committed)
+    ends = np.asarray(moved.first_slot) + num_committed
+    assert len(set(ends.tolist())) == 1
+    was = np.asarray(first_slot) + num_committed
+    if len(set(was.tolist())) == 1:  # corollary B.3: whatever the paddings are
+        assert moved.first_slot.tolist() == first_slot
+    else:
+        assert ends[0] == max(num_committed)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_realignment_moves_bits_of_any_dtype_both_ways_across_blocks(dtype):
+    first_slot, num_committed = [0, 110, 3], [270, 150, 5]
+    cache = padded(first_slot, num_committed, dtype=dtype)
+    moved = realigned(cache, num_committed)
+    assert moved.first_slot.tolist() == [0, 120, 265]
+    assert live(moved, num_committed) == live(cache, num_committed)
+
+
+def test_what_is_aligned_is_left_alone_unless_a_round_would_not_fit():
+    first_slot = jnp.asarray([10, 7, 90], jnp.int32)
+    num_committed = jnp.asarray([5, 8, 0], jnp.int32)  # the third row holds nothing
+    kept = kv.aligned_first_slot(first_slot, num_committed, largest=15)
+    assert kept.tolist() == [10, 7, 0]
+    assert kv.num_moved(first_slot, kept, num_committed).tolist() == [0, 0, 0]
+    compact = kv.aligned_first_slot(first_slot, num_committed, largest=14)
+    assert compact.tolist() == [3, 0, 0]
+    assert kv.num_moved(first_slot, compact, num_committed).tolist() == [4, 7, 0]
+
+
+def test_a_ragged_cache_is_not_realigned_and_a_new_request_has_no_padding():
+    cache = make()
+    assert kv.realign(cache, jnp.asarray([3, 9], jnp.int32), largest=200) is cache
+    assert kv.without_padding(cache, jnp.int32(0)) is cache
+    assert cache.first_slot is None
+    assert kv.without_padding(padded([4, 5], [2, 2]), jnp.int32(1)).first_slot.tolist() == [4, 0]
+
+
+def test_rows_that_move_both_ways_in_one_order_would_overwrite_what_is_still_to_be_read():
+    # The sabotage: both directions in ascending order. The check of live KV sees it.
+    first_slot, num_committed = [0, 0], [270, 150]
+    cache = padded(first_slot, num_committed)
+    layer, pages = cache.layers[0], cache.table.pages
+    after = kv.AlignedTable(pages=pages, first_slot=jnp.asarray([0, 120], jnp.int32))
+    for start in (0, kv.BLOCK):
+        source = jnp.broadcast_to(start + jnp.arange(kv.BLOCK, dtype=jnp.int32), (2, kv.BLOCK))
+        target = jnp.where(source < jnp.asarray([[0], [149]]), source, -1)
+        k, v = kv.read_slots(layer, cache.table, source, cache.dtype)
+        layer = kv.write(layer, after, k, v, target)
+    broken = cache.replace(layers=(layer,), table=after)
+    assert live(broken, num_committed)[1] != live(cache, num_committed)[1]

@@ -1,10 +1,12 @@
-"""Rounds that each scheduler needs for the same requests, beside what is ideal for its acceptance.
+"""Rounds of each layout and scheduler for the same requests, and of EQSPEC and EXSPEC as published.
 
     python -m jaxspec.bench.schedulers --prompts question.jsonl --limit 32
 
-Outputs are the same for all (asserted), so rounds are all that differs: they do not depend on the
-machine. *Ideal* is list scheduling: every row takes the rounds it took, and a free seat is filled
-at once in order of arrival. Reading a prompt is not a round.
+Outputs are the target's for all of them (checked: equal, or parted at a tie within rounding), so
+rounds and token-positions are all that differs, and they do not depend on the machine. *Ideal* is
+list scheduling of the rounds that each request takes with jaxspec's own round: a free seat is
+filled at once in order of arrival. Reading a prompt is not a round. How EQSPEC and EXSPEC as
+published differ from the same layout and scheduler here, `jaxspec.bench.published` says.
 """
 
 from __future__ import annotations
@@ -21,18 +23,24 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.audit.judge import Finding, judge
+from jaxspec.audit.scoring import Scorer
+from jaxspec.bench.published import eqspec, exspec
 from jaxspec.checkpoint import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine import Engine
 from jaxspec.environment import provenance, sha256_of
+from jaxspec.layouts import LAYOUTS
+from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import encode_prompts, read_prompts, sample_prompts
-from jaxspec.requests import Acceptance, SamplingParams
+from jaxspec.requests import Acceptance, Completion, SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedulers:
-    """Count rounds of static batches, of the same-length pool and of continuous seats."""
+    """Count rounds of both layouts with static batches, the same-length pool and continuous seats,
+    and of EQSPEC and EXSPEC as published."""
 
     target: str = "demo-target"
     """Any model that `load_model` takes."""
@@ -58,46 +66,28 @@ class Schedulers:
     def run(self, console: Console) -> dict[str, Any]:
         """Prints the table; returns the JSON document."""
         target = load_model(self.target, dtype=self.dtype)
-        drafter = DraftModel(load_model(self.draft, dtype=self.dtype))
+        draft = load_model(self.draft, dtype=self.dtype)
         lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
         prompts = encode_prompts(
             lines[: self.limit], target, max_prompt_tokens=self.max_prompt_tokens
         )
-        params = SamplingParams(max_tokens=self.max_tokens)
-        results, outputs = [], []
+        scorer = Scorer(target, capacity=self.max_prompt_tokens + self.max_tokens)
+        results = []
         for seats in self.batch_sizes:
-            for scheduler in (Static(), Pool(max(self.pool, seats)), Continuous()):
-                engine = Engine(
-                    target,
-                    drafter,
-                    scheduler=scheduler,
-                    draft_length=self.draft_length,
-                    seats=seats,
-                    capacity=self.max_prompt_tokens + self.max_tokens + self.draft_length + 1,
-                )
-                engine.generate(prompts[:1], SamplingParams(max_tokens=1))  # compiles
-                before = int(engine.state.num_rounds)
-                started_s = time.perf_counter()
-                completions = engine.generate(prompts, params)
-                seconds = time.perf_counter() - started_s
-                outputs.append([completion.token_ids for completion in completions])
-                rounds = int(engine.state.num_rounds) - before
-                own = [completion.acceptance.num_rounds for completion in completions]
-                total = Acceptance.total([completion.acceptance for completion in completions])
+            witness: list[Completion] | None = None
+            for name, settings in self._systems(draft, seats).items():
+                completions, result = self._measure(target, settings, prompts, seats)
+                if witness is None:  # the first: ragged, whose bits no neighbour changes
+                    witness = completions
+                own = [completion.acceptance.num_rounds for completion in witness]
                 results.append(
                     {
-                        "scheduler": scheduler.name,
-                        "seats": seats,
-                        "num_residents": engine.num_residents,
-                        "rounds": rounds,
+                        "system": name,
+                        **result,
                         "ideal_rounds": list_scheduling(own, seats),
-                        "seats_used": sum(own) / (rounds * seats),
-                        "emitted_per_round": total.emitted_per_round,
-                        "num_tokens": total.num_emitted_tokens,
-                        "elapsed_s": seconds,
+                        "num_ties": count_ties(scorer, completions, witness),
                     }
                 )
-        assert all(output == outputs[0] for output in outputs), "schedulers differ"
         console.print(rounds_table(results))
         name = "sample prompts" if self.prompts is None else self.prompts.name
         inputs = {} if self.prompts is None else {name: sha256_of(self.prompts)}
@@ -109,6 +99,98 @@ class Schedulers:
             **provenance(),
         }
 
+    def _systems(self, draft: LanguageModel, seats: int) -> dict[str, dict[str, Any]]:
+        """Engine settings by name."""
+        window_size = max(self.pool, seats)
+        systems: dict[str, dict[str, Any]] = {
+            f"{layout} + {scheduler.name}": {
+                "drafter": DraftModel(draft),
+                "layout": layout,
+                "scheduler": scheduler,
+            }
+            for layout in LAYOUTS
+            for scheduler in (Static(), Pool(window_size), Continuous())
+        }
+        return systems | {
+            "EQSPEC as published": eqspec(draft),
+            "EXSPEC as published": exspec(draft, window_size=window_size),
+        }
+
+    def _measure(
+        self, target: LanguageModel, settings: dict[str, Any], prompts: Sequence[Any], seats: int
+    ) -> tuple[list[Completion], dict[str, Any]]:
+        """The completions of one system, and what they have cost."""
+        engine = Engine(
+            target,
+            **settings,
+            draft_length=self.draft_length,
+            seats=seats,
+            capacity=self.max_prompt_tokens + self.max_tokens + self.draft_length + 2,
+        )
+        engine.generate(prompts[:1], SamplingParams(max_tokens=1))  # compiles
+        before = totals(engine)
+        started_s = time.perf_counter()
+        completions = engine.generate(prompts, SamplingParams(max_tokens=self.max_tokens))
+        elapsed_s = time.perf_counter() - started_s
+        counts = {name: total - before[name] for name, total in totals(engine).items()}
+        total = Acceptance.total([completion.acceptance for completion in completions])
+        num_tokens, rounds = total.num_emitted_tokens, counts["num_rounds"]
+        return completions, {
+            "layout": engine.layout,
+            "scheduler": engine.scheduler.name,
+            "drafter": engine.describe()["drafter"],
+            "verifier": engine.verifier.name,
+            "seats": seats,
+            "num_residents": engine.num_residents,
+            "rounds": rounds,
+            "seats_used": counts["num_rows"] / (rounds * seats),
+            "emitted_per_round": total.emitted_per_round,
+            "emitted_per_call": num_tokens / rounds,
+            "num_prompt_tokens": sum(len(c.prompt_token_ids) for c in completions),
+            "num_tokens": num_tokens,
+            "num_draft_tokens": total.num_draft_tokens,
+            "num_accepted_tokens": total.num_accepted_tokens,
+            "grouped_calls": counts["num_grouped_rounds"] / rounds,
+            "grouped_rows": counts["num_grouped_rows"] / counts["num_rows"],
+            "realignments": counts["num_realignments"],
+            "slots_moved": counts["num_slots_moved"],
+            "target_positions": rounds * seats * engine.shape.window,
+            "draft_positions": counts["draft_positions"],
+            "elapsed_s": elapsed_s,
+        }
+
+
+def totals(engine: Engine) -> dict[str, int]:
+    """The engine's running counts of rounds and of what the draft model has read."""
+    state = engine.state
+    counts = {name: int(total) for name, total in vars(state.schedule).items()}
+    return counts | {"draft_positions": int(state.drafter.num_positions)}
+
+
+def count_ties(
+    scorer: Scorer, completions: Sequence[Completion], witness: Sequence[Completion]
+) -> int:
+    """How many outputs part from the witness's, each at a tie within rounding.
+
+    Raises:
+      AssertionError: one parts elsewhere.
+    """
+    num_ties = 0
+    for ours, theirs in zip(completions, witness, strict=True):
+        if ours.token_ids == theirs.token_ids:
+            continue
+        divergence = judge(
+            scorer,
+            prompt_ids=ours.prompt_token_ids,
+            output_ids=ours.token_ids,
+            reference_ids=theirs.token_ids,
+            params=SamplingParams(),
+        )
+        assert divergence is not None
+        assert divergence.finding == Finding.TIE, divergence
+        num_ties += 1
+    return num_ties
+
 
 def list_scheduling(rounds: Sequence[int], seats: int) -> int:
     """Rounds until all rows have ended, if a free seat is filled at once in order of arrival."""
@@ -119,16 +201,29 @@ def list_scheduling(rounds: Sequence[int], seats: int) -> int:
 
 
 def rounds_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Schedulers by number of seats."""
-    table = Table("seats", "scheduler", "rounds", "ideal", "seats used", "emitted/round")
+    """Systems by number of seats."""
+    table = Table(
+        "seats",
+        "system",
+        "rounds",
+        "of ideal",
+        "tokens/call",
+        "grouped calls",
+        "grouped rows",
+        "slots moved",
+        "draft positions",
+    )
     for result in results:
         table.add_row(
             str(result["seats"]),
-            result["scheduler"],
+            result["system"],
             str(result["rounds"]),
-            str(result["ideal_rounds"]),
-            f"{result['seats_used']:.0%}",
-            f"{result['emitted_per_round']:.2f}",
+            f"{result['rounds'] / result['ideal_rounds']:.0%}",
+            f"{result['emitted_per_call']:.2f}",
+            f"{result['grouped_calls']:.1%}",
+            f"{result['grouped_rows']:.1%}",
+            str(result["slots_moved"]),
+            str(result["draft_positions"]),
         )
     return table
 

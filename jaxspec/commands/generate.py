@@ -25,6 +25,7 @@ from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.engine import Engine
 from jaxspec.environment import sha256_of
 from jaxspec.errors import PromptError, SettingError
+from jaxspec.layouts import Layout
 from jaxspec.loops import check_draft_length
 from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
@@ -67,6 +68,11 @@ class GenerateCommand:
     """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
     batch_size: int = 8
     """Prompts decoded together; fewer if there are fewer."""
+    layout: Layout = "ragged"
+    """Where KV stands. ragged moves none; aligned pads rows on the left and moves them after every
+    round, as EQSPEC does, for comparison."""
+    check_invariants: bool = False
+    """Check KV, padding and positions after every round: many times slower, for hunting a fault."""
     capacity: int = 1024
     """Slots per prompt, for the prompt and its completion."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -173,6 +179,8 @@ class GenerateCommand:
             verifier=VERIFIERS[self.verifier](),
             draft_length=self.draft_length,
             window=self.window,
+            layout=self.layout,
+            check_invariants=self.check_invariants,
             seats=min(self.batch_size, len(lines) * self.n),
             capacity=self.capacity,
             max_logprobs=self.logprobs,

@@ -33,11 +33,14 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
       cache: of the draft model.
       num_seen: `[B]` int32, committed tokens whose KV is in it.
       num_steps: int32 scalar, draft steps of the round in progress.
+      num_positions: int32 scalar, tokens read so far, prompts and drafts, of all rows that drafted
+        or were read; what the drafter has cost. It wraps around: take differences.
     """
 
     cache: KVCache
     num_seen: jax.Array
     num_steps: jax.Array
+    num_positions: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +87,7 @@ class DraftModel:
             cache=self.model.init_cache(shape.seats, shape.capacity),
             num_seen=jnp.zeros((shape.seats,), jnp.int32),
             num_steps=jnp.int32(0),
+            num_positions=jnp.int32(0),
         )
 
     def admit(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
@@ -109,7 +113,8 @@ class DraftModel:
             chunk=shape.prefill_chunk,
         )
         num_seen = state.num_seen.at[row].set(jnp.maximum(start, stop))
-        return state.replace(cache=cache, num_seen=num_seen)
+        num_positions = state.num_positions + jnp.maximum(stop - start, 0)
+        return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
 
     def propose(self, shape, params, state: DraftModelState, rows: Rows):
         """A chain; as many steps as the most demanding row asks for, counted at run time.
@@ -177,7 +182,12 @@ class DraftModel:
             num_valid=num_valid,
             q=laws,
         )
-        return draft, state.replace(cache=cache, num_steps=num_steps)
+        num_read = num_steps * jnp.sum(is_drafting, dtype=jnp.int32)
+        num_read += jnp.sum(lags, dtype=jnp.int32)
+        state = state.replace(
+            cache=cache, num_steps=num_steps, num_positions=state.num_positions + num_read
+        )
+        return draft, state
 
     def commit(self, shape, params, state: DraftModelState, rows: Rows, outcome: Outcome):
         """Of the accepted drafts all but the round's last step's have been seen."""

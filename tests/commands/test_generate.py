@@ -613,3 +613,14 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
 def test_options_that_cannot_be_parsed_exit_with_2(cli):
     assert cli("generate", "--target", "demo-target", "--max-tokens", "many").status == 2
     assert cli("no-such-command").status == 2
+
+
+def test_the_aligned_layout_with_its_invariants_checked(cli, models, prompts, whole):
+    options = ("--layout", "aligned", "--check-invariants", "--prompts", prompts, "--json")
+    result = cli("generate", *settings(models), *options)
+    assert result.status == 0, result.err
+    document = result.document
+    assert document["engine"]["layout"] == "aligned"
+    assert document["exactness"] == "ties"
+    # These prompts meet no tie, so the output is that of the ragged layout.
+    assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)

@@ -10,7 +10,9 @@ import pytest
 import toy
 
 import jaxspec
+from jaxspec import cache as kv
 from jaxspec import decoding
+from jaxspec.drafters.base import EngineShape
 from jaxspec.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests import SamplingParams
@@ -105,13 +107,22 @@ def test_rows_put_back_wrongly_are_caught(setting, monkeypatch):
     assert [c.token_ids for c in broken] != [c.token_ids for c in witness]
 
 
-def choose(scheduler, arrival, lengths, *, ended=()):
+SHAPE = EngineShape(seats=4, capacity=128, window=3, prefill_chunk=8, vocab_size=toy.VOCAB)
+
+
+def choose(scheduler, arrival, lengths, *, ended=(), padding=None):
     """Rows that a scheduler seats."""
+    cache = None
+    if padding is not None:
+        cache = kv.aligned(toy.model(num_layers=1).init_cache(len(padding), 128))
+        table = cache.table.replace(first_slot=jnp.asarray(padding, jnp.int32))
+        cache = cache.replace(table=table)
     finish = np.full(len(arrival), Finish.RUNNING, np.int32)
     finish[list(ended)] = Finish.MAX_TOKENS
     state = decoding.DecodeState(
         **{field: None for field in decoding.DecodeState.__dataclass_fields__}
         | {
+            "cache": cache,
             "arrival": jnp.asarray(arrival, jnp.int32),
             "num_committed": jnp.asarray(lengths, jnp.int32),
             "finish": jnp.asarray(finish),
@@ -132,6 +143,61 @@ def test_the_pool_prefers_the_first_group_of_equal_length():
     assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 7, 6]) == [1, 3]
     assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 7, 8]) == [0, 1]  # no group
     assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 5, 6], ended=[2]) == [1, 3]
+
+
+def test_the_pools_length_counts_padding_and_the_batch_strategy_looks_for_no_group():
+    assert choose(Pool(4, strategy="batch"), [0, 1, 2, 3], [5, 6, 5, 6]) == [0, 1]
+    assert choose(Pool(4, strategy="batch"), [0, 1, 2, 3], [5, 6, 5, 6], ended=[0]) == [1, 2]
+    padded = [1, 2, 0, 0]  # rows 1 and 3 stand at 8 both, rows 0 and 2 at 6 and 5
+    assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 5, 8], padding=padded) == [1, 3]
+    # The first length to reach the seats wins, though another came first: 5 5 before 6 6.
+    assert choose(Pool(5), [0, 1, 2, 3, 4], [6, 5, 5, 6, 6]) == [1, 2]
+
+
+def test_orders_of_admission():
+    prompts, limits = [7, 3, 9, 3], [10, 40, 40, 5]
+    assert Static().order(prompts, limits) == [0, 1, 2, 3]
+    assert Continuous().order(prompts, limits) == [0, 1, 2, 3]
+    assert Continuous(longest_first=True).order(prompts, limits) == [1, 2, 0, 3]
+    assert Pool(8).order(prompts, limits) == [0, 1, 2, 3]
+    assert Pool(8, sort_by_length=True).order(prompts, limits) == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "scheduler", [Continuous(longest_first=True), Pool(8, sort_by_length=True)], ids=str
+)
+def test_outputs_come_back_in_input_order_whatever_the_order_of_admission(setting, scheduler):
+    target, prompts, witness, oracle = setting
+    completions = engine_for(target, oracle, scheduler).generate(prompts, params(len(prompts)))
+    assert [c.token_ids for c in completions] == [c.token_ids for c in witness]
+    assert [c.prompt_token_ids for c in completions] == [c.prompt_token_ids for c in witness]
+
+
+def test_longest_first_needs_no_more_rounds(setting):
+    target, prompts, _, _ = setting
+    limits = [SamplingParams(max_tokens=4 + 3 * index) for index in range(len(prompts))]
+    rounds = []
+    for scheduler in (Continuous(), Continuous(longest_first=True)):
+        engine = engine_for(target, None, scheduler)
+        engine.generate(prompts, limits)
+        rounds.append(int(engine.state.num_rounds))
+    assert rounds[1] < rounds[0]
+
+
+def test_counts_of_a_schedule_on_a_drawn_example():
+    state = decoding.empty_state(SHAPE, num_stop_tokens=1, cache=(), drafter=())
+    state = state.replace(num_committed=jnp.asarray([5, 7, 5, 9], jnp.int32))
+
+    def counted(*took_part):
+        after = decoding.count_lengths(state, jnp.asarray(took_part))
+        return int(after.schedule.num_grouped_rounds), int(after.schedule.num_grouped_rows)
+
+    assert counted(True, True, True, True) == (0, 2)  # two rows of length 5
+    assert counted(True, True, False, True) == (0, 0)
+    assert counted(False, False, False, False) == (0, 0)
+    assert counted(True, False, True, False) == (0, 2)  # of one length, but seats are empty
+    state = state.replace(num_committed=jnp.asarray([5, 5, 5, 5], jnp.int32))
+    assert counted(True, True, True, True) == (1, 4)
 
 
 def test_refilled_rows_stop_at_their_own_strings_and_keep_their_logprobs():
@@ -212,6 +278,7 @@ def test_seating_copies_no_kv(setting):
     [
         (lambda target: Engine(target, seats=4, scheduler=Pool(3)), "A pool of 3 rows was given"),
         (lambda target: Continuous(waiting=-1), "waiting -1 was given"),
+        (lambda target: Pool(4, strategy="best"), "strategy 'best' was given"),
     ],
 )
 def test_refusals(setting, make, message):

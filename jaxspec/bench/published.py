@@ -1,0 +1,168 @@
+"""EQSPEC and EXSPEC as their published code runs them (2510.22876), behaviour by behaviour.
+
+Layout and scheduler are settings of the engine (`aligned` with `Static` or `Pool`). What else their
+code does differently stands here, so that a study can switch it on and off:
+
+- `WithoutBonus`: the target's scores behind the last draft are computed and thrown away, so a round
+  never emits more tokens than it drafted.
+- `BatchMinimum`: every row drafts only as many tokens as the row that is nearest to its end.
+- `RereadingDraftModel`: no draft KV is kept between rounds; each reads the whole context again.
+
+None of them changes an output. What changes outputs there (an end-of-text token looked for in the
+prompt, tokens behind it kept, sorted completions) is not rebuilt, nor is the reading of a whole
+batch's prompts again when one row joins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.drafters.draft_model import DraftModel, DraftModelState
+from jaxspec.models.base import Model
+from jaxspec.schedulers import Pool, Static
+from jaxspec.types import Draft, Prefix, PyTree, Rows, Verdict, Window
+from jaxspec.verifiers import Coupled
+
+
+def eqspec(draft: Model) -> dict[str, Any]:
+    """Settings of an `Engine` that runs EQSPEC as published, with this draft model.
+
+    Example:
+      >>> import jaxspec
+      >>> from jaxspec.bench import published
+      >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
+      >>> engine = jaxspec.Engine(target, **published.eqspec(draft), seats=4)
+    """
+    return {
+        "drafter": BatchMinimum(RereadingDraftModel(draft)),
+        "verifier": WithoutBonus(),
+        "layout": "aligned",
+        "scheduler": Static(),
+    }
+
+
+def exspec(draft: Model, **pool: Any) -> dict[str, Any]:
+    """Settings of an `Engine` that runs EXSPEC as published; `pool` are those of `Pool`."""
+    return eqspec(draft) | {"scheduler": Pool(**pool)}
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutBonus(Coupled):
+    """Coupled verification that emits at most k tokens for k drafts: where all are accepted, the
+    last is counted as the target's own token instead, and no token follows it.
+
+    So with one draft nothing is ever accepted, and acceptance is at most (k - 1) / k. Chains only.
+    """
+
+    takes_trees: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def name(self) -> str:
+        """`coupled:without-bonus`."""
+        return "coupled:without-bonus"
+
+    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+        """The verdict of `Coupled`, one token shorter after full acceptance."""
+        verdict = super().verify(logits, draft, rows, prefix)
+        last = jnp.maximum(draft.num_valid - 1, 0)
+        is_full = (draft.num_valid > 0) & (verdict.num_accepted == draft.num_valid)
+        num_accepted = jnp.where(is_full, last, verdict.num_accepted)
+        depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+        of_last = jnp.take_along_axis(draft.tokens, last[:, None], axis=1)[:, 0]
+        return Verdict(
+            num_accepted=num_accepted,
+            path=jnp.where(depth < num_accepted[:, None], verdict.path, -1),
+            next_token=jnp.where(is_full, of_last, verdict.next_token),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchMinimum:
+    """Lets a drafter draft, for every row of a round, `min(k, fewest tokens that a row may still
+    emit)`; the engine's draft length k must fill its window.
+
+    The last token that a row may emit is drafted too, which is of use to nobody: the target's own
+    token would stand there anyway. Only so are the published counts of drafted tokens met.
+    """
+
+    inner: Drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def name(self) -> str:
+        """`batch-minimum:` and the drafter's."""
+        return f"batch-minimum:{self.inner.name}"
+
+    def propose(
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: Rows
+    ) -> tuple[Draft, PyTree]:
+        """A draft of one length for all rows."""
+        remaining = rows.remaining
+        assert remaining is not None, "rows of a decode loop say what remains"
+        is_running = remaining > 0
+        is_near_end = rows.draft_limit == remaining - 1  # held back by the row's end, not by k
+        own = jnp.where(is_near_end, remaining, rows.draft_limit)
+        fewest = jnp.min(jnp.where(is_running, own, shape.num_nodes))
+        return self.inner.propose(
+            shape, params, state, rows.replace(draft_limit=jnp.where(is_running, fewest, 0))
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RereadingDraftModel(DraftModel):
+    """A draft model that forgets everything after a round, and reads the context again in the next.
+
+    `DraftModelState.num_positions` counts what it reads, padding included: a batch is read at the
+    length of its longest row.
+    """
+
+    @property
+    def name(self) -> str:
+        """`rereading:draft_model:NAME`."""
+        return f"rereading:{super().name}"
+
+    def lag(self, state: DraftModelState, rows: Rows) -> None:
+        """Keeps nothing that could lag."""
+        return None
+
+    def catch_up(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
+        """Nothing is read before it is needed."""
+        return state
+
+    def propose(self, shape, params, state: DraftModelState, rows: Rows):
+        """Reads all but the newest token of every row that drafts, then drafts."""
+        is_drafting = rows.draft_limit > 0
+        context = jnp.where(is_drafting, rows.num_committed - 1, 0)
+        longest = jnp.max(context)
+        tokens = jnp.minimum(rows.tokens, self.model.vocab_size - 1)
+
+        def read(chunk, cache):
+            start = chunk * shape.prefill_chunk
+            index = start + jnp.arange(shape.prefill_chunk, dtype=jnp.int32)
+            # Padding repeats the row's last position, so that it looks at no slot of garbage.
+            positions = jnp.minimum(index, jnp.maximum(context - 1, 0)[:, None])
+            window = Window(
+                start=jnp.broadcast_to(start, context.shape),
+                positions=positions,
+                slots=jnp.where(index < context[:, None], index, -1),
+            )
+            read = jnp.take_along_axis(tokens, positions, axis=1)
+            return self.model.forward(params, read, window, cache)[1]
+
+        num_chunks = -(-longest // shape.prefill_chunk)
+        cache = lax.fori_loop(0, num_chunks, read, state.cache)
+        num_read = longest * jnp.sum(is_drafting, dtype=jnp.int32)
+        state = state.replace(
+            cache=cache,
+            num_seen=jnp.where(is_drafting, rows.num_committed - 1, state.num_seen),
+            num_positions=state.num_positions + num_read,
+        )
+        return super().propose(shape, params, state, rows)

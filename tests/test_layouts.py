@@ -1,0 +1,298 @@
+"""Layouts: all six combinations with schedulers, the invariants after every round, and faults that
+break each of them."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ties
+import toy
+
+import jaxspec
+from jaxspec import cache as kv
+from jaxspec import layouts, schedulers
+from jaxspec.attention import block_attention
+from jaxspec.audit.scoring import Scorer
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.models import decoder
+from jaxspec.prefill import prefill_chunk
+from jaxspec.requests import SamplingParams
+from jaxspec.schedulers import Continuous, Pool, Static
+
+SEATS, CAPACITY = 3, 256
+LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)  # more than one block, so that KV moves across its edge
+SCHEDULERS = {"static": Static(), "pool": Pool(5), "continuous": Continuous()}
+COMBINATIONS = [(layout, name) for layout in layouts.LAYOUTS for name in SCHEDULERS]
+
+
+def params():
+    """Greedy and sampled rows with limits of their own."""
+    return [
+        SamplingParams(max_tokens=5 + 3 * index, temperature=0.4 * (index % 3), seed=index)
+        for index in range(len(LENGTHS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def setting():
+    target = toy.model(num_layers=1)
+    prompts = toy.prompts(LENGTHS)
+    witness = Engine(target, seats=SEATS, capacity=CAPACITY).generate(prompts, params())
+    longest = max(len(c.prompt_token_ids + c.token_ids) for c in witness)
+    oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.7)
+    return target, prompts, witness, oracle, Scorer(target, capacity=longest)
+
+
+def engine_for(setting, layout, scheduler=None, **more):
+    target, _, _, oracle, _ = setting
+    more = {"draft_length": 3, "seats": SEATS, "capacity": CAPACITY} | more
+    return Engine(target, oracle, scheduler=scheduler, layout=layout, **more)
+
+
+def test_the_table_holds_what_the_package_exports():
+    exported = set(schedulers.__all__) - {"Scheduler"}
+    assert {type(scheduler).__name__ for scheduler in SCHEDULERS.values()} == exported
+    assert [scheduler.name for scheduler in SCHEDULERS.values()] == list(SCHEDULERS)
+    assert {layout for layout, _ in COMBINATIONS} == set(layouts.LAYOUTS) == {"ragged", "aligned"}
+
+
+@pytest.mark.parametrize(("layout", "name"), COMBINATIONS)
+def test_every_combination_keeps_the_invariants_and_the_targets_output(setting, layout, name):
+    _, prompts, witness, _, scorer = setting
+    scheduler = SCHEDULERS[name]
+    engine = engine_for(setting, layout, scheduler, check_invariants=True)
+    found = engine.generate(prompts, params())
+    # Ties among the ragged three too: the witness decodes plainly, in another window.
+    ties.divergences(setting[0], found, witness, params(), scorer=scorer)
+    assert [c.request_id for c in found] == [str(index) for index in range(len(prompts))]
+
+    counts = {name: int(count) for name, count in vars(engine.state.schedule).items()}
+    assert counts["num_rows"] == sum(c.acceptance.num_rounds for c in found)
+    assert counts["num_rounds"] <= counts["num_rows"] <= SEATS * counts["num_rounds"]
+    assert SEATS * counts["num_grouped_rounds"] <= counts["num_grouped_rows"] <= counts["num_rows"]
+    assert engine.exactness == ("bitwise" if layout == "ragged" else "ties")
+    if layout == "ragged":
+        assert counts["num_realignments"] == counts["num_slots_moved"] == 0
+    else:
+        assert 0 < counts["num_realignments"] <= counts["num_slots_moved"]
+
+
+def test_the_ragged_schedulers_agree_to_the_bit(setting):
+    _, prompts, _, _, _ = setting
+    outputs = [
+        [c.token_ids for c in engine_for(setting, "ragged", scheduler).generate(prompts, params())]
+        for scheduler in SCHEDULERS.values()
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_plain_decoding_and_trees_run_aligned(setting):
+    target, prompts, witness, _, scorer = setting
+    plain = Engine(target, seats=SEATS, capacity=CAPACITY, layout="aligned", check_invariants=True)
+    ties.divergences(target, plain.generate(prompts, params()), witness, params(), scorer=scorer)
+    first = slice(0, SEATS)
+    greedy = SamplingParams(max_tokens=14)
+    truth = Engine(target, seats=SEATS, capacity=CAPACITY).generate(prompts[first], greedy)
+    tree = toy.TreeOracle(tuple(map(tuple, toy.sequences(truth))))
+    # Rows of one batch are right to different depths, so that they are moved apart.
+    limits = [SamplingParams(max_tokens=14 - 5 * index) for index in range(SEATS)]
+    engine = Engine(
+        target,
+        tree,
+        draft_length=6,
+        seats=SEATS,
+        capacity=CAPACITY,
+        layout="aligned",
+        check_invariants=True,
+    )
+    found = engine.generate(prompts[first], limits)
+    shortened = [
+        dataclasses.replace(c, token_ids=c.token_ids[: p.max_tokens])
+        for c, p in zip(truth, limits, strict=True)
+    ]
+    ties.divergences(target, found, shortened, limits, scorer=scorer)
+    assert sum(c.acceptance.num_accepted_tokens for c in found) > 5
+
+
+def read_alone(target, tokens):
+    """K and V of each layer `[n, K, H]` of `tokens`, read at once into a ragged cache."""
+    cache = prefill_chunk(
+        target,
+        target.params,
+        target.init_cache(1, CAPACITY),
+        jnp.asarray([tokens], jnp.int32),
+        row=jnp.int32(0),
+        start=jnp.int32(0),
+        stop=jnp.int32(len(tokens)),
+        chunk=len(tokens),
+    )
+    return [np.asarray(values)[0, : len(tokens)] for values in layouts.kv_by_position(cache)]
+
+
+def compiled_text(engine):
+    state = jax.eval_shape(engine._loop.init)
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    return engine._run.lower(engine._params, state, one, one).compile().as_text()
+
+
+def test_only_the_aligned_program_holds_a_realignment(setting):
+    scope = re.compile(r'op_name="[^"]*\brealign\b')
+    assert scope.search(compiled_text(engine_for(setting, "aligned")))
+    assert not scope.search(compiled_text(engine_for(setting, "ragged")))
+
+
+def test_realignment_is_a_function_whose_cost_can_be_measured_alone(setting):
+    target = setting[0]
+    cache = kv.aligned(target.init_cache(SEATS, CAPACITY))
+    realign = jax.jit(functools.partial(kv.realign, largest=CAPACITY), donate_argnums=0)
+    lowered = realign.lower(cache, jnp.zeros((SEATS,), jnp.int32)).compile()
+    memory = lowered.memory_analysis()
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers))
+    assert memory.alias_size_in_bytes >= kept  # in place
+    small = memory.temp_size_in_bytes
+    longer = kv.aligned(target.init_cache(SEATS, 16 * CAPACITY))
+    lowered = realign.lower(longer, jnp.zeros((SEATS,), jnp.int32)).compile()
+    assert lowered.memory_analysis().temp_size_in_bytes <= small + 4096  # a block at a time
+
+
+def test_rows_that_fill_their_capacity_drop_no_write(setting):
+    # An ended row at its limit keeps its seat, and all others begin their windows where it ends.
+    target = setting[0]
+    longest = engine_for(setting, "aligned").longest_prompt
+    assert longest == CAPACITY - 4 == engine_for(setting, "ragged").longest_prompt - 1
+    prompts = toy.prompts((longest, 3, longest - 9), seed=5)
+    asked = SamplingParams(max_tokens=60)
+    truth = Engine(target, seats=SEATS, capacity=512).generate(prompts, asked)
+    oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=0.8)
+    engine = Engine(
+        target,
+        oracle,
+        draft_length=3,
+        seats=SEATS,
+        capacity=CAPACITY,
+        layout="aligned",
+        check_invariants=True,
+    )
+    found = engine.generate(prompts, asked)
+    assert [c.stop_reason for c in found] == ["capacity", None, "capacity"]
+    assert [len(c.token_ids) for c in found] == [1, 60, 10]
+    shortened = [
+        dataclasses.replace(c, token_ids=c.token_ids[: len(f.token_ids)])
+        for c, f in zip(truth, found, strict=True)
+    ]
+    large = Scorer(target, capacity=512)
+    ties.divergences(target, found, shortened, [asked] * 3, scorer=large)
+
+
+def _moved_otherwise(cache, after, source):
+    """`after` with the KV at each position taken from position `source` `[B, S]` of `cache`."""
+    every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), source.shape)
+
+    def move(old, new):
+        k, v = kv.read_slots(old, cache.table, source, cache.dtype)
+        return kv.write(new, after.table, k, v, every)
+
+    pairs = zip(cache.layers, after.layers, strict=True)
+    return after.replace(layers=tuple(move(old, new) for old, new in pairs))
+
+
+def one_slot_too_far(cache, after):
+    is_moved = (after.first_slot != cache.first_slot)[:, None]
+    every = jnp.arange(cache.capacity, dtype=jnp.int32)
+    return _moved_otherwise(cache, after, jnp.where(is_moved, every - 1, every))
+
+
+def one_row_forgotten(cache, after):
+    every = jnp.arange(cache.capacity, dtype=jnp.int32)
+    delta = (after.first_slot - cache.first_slot).at[1:].set(0)
+    return _moved_otherwise(cache, after, every + delta[:, None])
+
+
+def old_padding_kept(cache, after):
+    return after.replace(table=cache.table)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (one_slot_too_far, "I3: k of layer 0 of row . has changed at position"),
+        (one_row_forgotten, "I3: k of layer 0 of row 0 has changed at position 0"),
+        (old_padding_kept, "I1: rows of one round end at slots"),
+    ],
+)
+def test_faulty_realignments_are_caught(setting, monkeypatch, fault, message):
+    real = kv.realign
+
+    def faulty(cache, num_committed, *, largest):
+        return fault(cache, real(cache, num_committed, largest=largest))
+
+    engine = engine_for(setting, "aligned", check_invariants=True)
+    monkeypatch.setattr(kv, "realign", faulty)
+    with pytest.raises(AssertionError, match=message):
+        engine.generate(setting[1][2:5], SamplingParams(max_tokens=12))
+
+
+def test_padding_that_is_attended_is_caught(setting, monkeypatch):
+    def unmasked(queries, layer, table, window, **settings):
+        if isinstance(table, kv.AlignedTable):
+            moved = window.positions + table.first_slot[:, None]
+            window = window.replace(positions=moved, start=moved[:, 0])
+            table = table.pages
+        return block_attention(queries, layer, table, window, **settings)
+
+    monkeypatch.setattr(
+        decoder, "run_layers", functools.partial(decoder.run_layers, attention=unmasked)
+    )
+    monkeypatch.setattr(decoder, "forward", _forward_through_run_layers)
+    engine = engine_for(setting, "aligned", check_invariants=True)
+    with pytest.raises(AssertionError, match="has read a slot that holds no committed KV"):
+        engine.generate(setting[1], params())
+
+
+def _forward_through_run_layers(config, params, tokens, window, cache):
+    return decoder.run_layers(config, params, decoder.embed(params, tokens), window, cache)
+
+
+def test_committed_kv_is_that_of_a_row_read_alone_unless_rotary_positions_are_slots(
+    setting, monkeypatch
+):
+    target, prompts, _, _, _ = setting
+
+    def largest_difference():
+        engine = engine_for(setting, "aligned")
+        asked = SamplingParams(max_tokens=12)
+        found = engine.generate(prompts[2:5], asked)
+        state = engine.state
+        assert np.any(np.asarray(state.cache.first_slot))
+        worst = 0.0
+        for row, completion in enumerate(found):
+            tokens = (completion.prompt_token_ids + completion.token_ids)[:-1]
+            alone = read_alone(target, tokens)
+            held = [np.asarray(x)[row, : len(tokens)] for x in layouts.kv_by_position(state.cache)]
+            worst = max(worst, *(np.abs(a - b).max() for a, b in zip(held, alone, strict=True)))
+        return worst
+
+    assert largest_difference() < 1e-4
+    real = decoder.layers.rotary_angles
+    offset = []
+
+    def forward(config, params, tokens, window, cache):
+        table = cache.table if window.rows is None else cache.table[window.rows]
+        offset[:] = [table.first_slot[:, None]] if isinstance(table, kv.AlignedTable) else [0]
+        return _forward_through_run_layers(config, params, tokens, window, cache)
+
+    monkeypatch.setattr(decoder, "forward", forward)
+    monkeypatch.setattr(
+        decoder.layers, "rotary_angles", lambda rope, positions: real(rope, positions + offset[0])
+    )
+    assert largest_difference() > 1e-2
+
+
+def test_an_unknown_layout_is_refused(setting):
+    with pytest.raises(SettingError, match=r"layout 'diagonal' was given.*ragged, aligned"):
+        engine_for(setting, "diagonal")
