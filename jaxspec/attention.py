@@ -79,7 +79,7 @@ def block_attention(
         first_block = jnp.maximum(jnp.min(positions) - sliding_window + 1, 0) // block
 
     if window.paths is None:
-        score_equation, value_equation = "btkgh,bskh->bkgts", "bkgts,bskh->bkgth"
+        score_equation, value_equation = "btkgh,bksh->bkgts", "bkgts,bksh->bkgth"
     else:  # every query has KV of its own: its ancestors, in the slots they would be committed to
         score_equation, value_equation = "btkgh,btskh->bkgts", "bkgts,btskh->bkgth"
 
@@ -100,7 +100,7 @@ def block_attention(
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = slots < row_end[:, None]
         live = (
-            is_live[:, :, None, None] if window.paths is None else is_live[:, None, :, None, None]
+            is_live[:, None, :, None] if window.paths is None else is_live[:, None, :, None, None]
         )
         v = jnp.where(live, v, jnp.zeros((), dtype))
         visible = slots <= positions[:, :, None]

@@ -1,6 +1,6 @@
 """Paged KV cache: allocate, write, read a block, move an accepted path.
 
-KV lives in pages, per layer `[P, block, K * H]`, and a table `[rows, S / block]` of page numbers
+KV lives in pages, per layer `[P, K, block, H]`, and a table `[rows, S / block]` of page numbers
 says which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is
 not the cache's business: the decode state holds one integer per row, and slots beyond it are
 garbage. So rolling back lowers an integer, reusing a seat is free, and nothing is ever copied or
@@ -9,10 +9,10 @@ zeroed:
     row 0, 3 committed, window of 3:   a b c . . .   ->  write at slots 2, 3, 4 (c and two drafts)
     row 1, 5 committed, window of 3:   a b c d e .   ->  write at slots 4, 5, 6
 
-Only this module knows how KV is stored. Heads and their components are one axis, because XLA gives
-an axis of one KV head another layout in the loop than outside it, and copies the whole cache for
-it. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU otherwise converts the whole
-cache to fp32 in every round.
+Only this module knows how KV is stored. Within a page heads come before slots: attention multiplies
+head by head, and wherever slots came first XLA:CPU would transpose every block that it reads, which
+costs more than the products. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU
+otherwise converts the whole cache to fp32 in every round.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ BLOCK = 128  # slots of a page; attention reads KV block by block
 
 
 class LayerCache(struct.PyTreeNode):
-    """KV of one layer, opaque outside this module: k and v `[P, block, K * H]` in storage dtype."""
+    """KV of one layer, opaque outside this module: k and v `[P, K, block, H]` in storage dtype."""
 
     k: jax.Array
     v: jax.Array
-    num_heads: int = struct.field(pytree_node=False)
 
     @property
     def block(self) -> int:
         """Slots of a page."""
+        return self.k.shape[2]
+
+    @property
+    def num_heads(self) -> int:
+        """K, the KV heads."""
         return self.k.shape[1]
 
 
@@ -72,13 +76,11 @@ def init_cache(
     """
     dtype = jnp.dtype(dtype)
     num_blocks = round_up_to_block(capacity) // BLOCK
-    shape = (num_rows * num_blocks, BLOCK, num_kv_heads * head_size)
+    shape = (num_rows * num_blocks, num_kv_heads, BLOCK, head_size)
     stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
     return KVCache(
         layers=tuple(
-            LayerCache(
-                k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored), num_heads=num_kv_heads
-            )
+            LayerCache(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored))
             for _ in range(num_layers)
         ),
         table=jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks),
@@ -114,13 +116,13 @@ def write(
 
     Slots of a row must be distinct; those outside `[0, S)` are not stored.
     """
-    num_pages, block, size = layer.k.shape
+    num_pages, num_heads, block, size = layer.k.shape
     index = _flat_index(table, slots, num_pages * block, block).reshape(-1)
 
     def scatter(stored, values):
-        flat = stored.reshape(num_pages * block, size)
-        values = _to_storage(values, stored).reshape(-1, size)
-        return flat.at[index].set(values, mode="drop", unique_indices=True).reshape(stored.shape)
+        values = _to_storage(values, stored).reshape(-1, num_heads, size)
+        place = stored.at[index // block, :, index % block]
+        return place.set(values, mode="drop", unique_indices=True)
 
     return layer.replace(k=scatter(layer.k, k), v=scatter(layer.v, v))
 
@@ -128,14 +130,9 @@ def write(
 def read_block(
     layer: LayerCache, table: jax.Array, block_index: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, block, K, H]` of the `block_index`-th block of every row in `table`."""
+    """k and v `[B, K, block, H]` of the `block_index`-th block of every row in `table`."""
     page = lax.dynamic_index_in_dim(table, block_index, axis=1, keepdims=False)
-
-    def gather(stored):
-        values = _from_storage(stored[page], dtype)
-        return values.reshape(*values.shape[:2], layer.num_heads, -1)
-
-    return gather(layer.k), gather(layer.v)
+    return _from_storage(layer.k[page], dtype), _from_storage(layer.v[page], dtype)
 
 
 def read_slots(
@@ -144,13 +141,12 @@ def read_slots(
     """k and v `[B, ..., K, H]` at `slots` `[B, ...]`; slots outside `[0, S)` read some valid
     slot.
     """
-    num_pages, block, size = layer.k.shape
+    num_pages, _, block, _ = layer.k.shape
     inside = jnp.clip(slots, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
-    index = _flat_index(table, inside, num_pages * block, block)
+    index = _flat_index(table, inside, num_pages * block, block).reshape(slots.shape)
 
     def gather(stored):
-        values = stored.reshape(num_pages * block, size)[index]
-        return _from_storage(values, dtype).reshape(*slots.shape, layer.num_heads, -1)
+        return _from_storage(stored[index // block, :, index % block], dtype)
 
     return gather(layer.k), gather(layer.v)
 
