@@ -402,7 +402,7 @@ def rows_of(state: DecodeState) -> Rows:
         num_committed=state.num_committed,
         draft_limit=wanted,
         stop_tokens=state.stop_tokens,
-        sampling=state.sampling,
+        sampling=sampling.undemanding(state.sampling, ~state.is_running),
     )
 
 
