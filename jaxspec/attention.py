@@ -83,7 +83,7 @@ def block_attention(
         first_block = jnp.maximum(jnp.min(query_slots) - sliding_window + 1, 0) // block
 
     if window.paths is None:
-        score_equation, value_equation = "btkgh,bskh->bkgts", "bkgts,bskh->bkgth"
+        score_equation, value_equation = "btkgh,bksh->bkgts", "bkgts,bksh->bkgth"
     else:  # every query has KV of its own: its ancestors, in the slots they would be committed to
         score_equation, value_equation = "btkgh,btskh->bkgts", "bkgts,btskh->bkgth"
 
@@ -108,7 +108,7 @@ def block_attention(
         if is_padded:
             is_live &= held >= 0
         live = (
-            is_live[:, :, None, None] if window.paths is None else is_live[:, None, :, None, None]
+            is_live[:, None, :, None] if window.paths is None else is_live[:, None, :, None, None]
         )
         v = jnp.where(live, v, jnp.zeros((), dtype))
         visible = held[..., None, :] <= positions[:, :, None]

@@ -1,6 +1,6 @@
 """Paged KV cache: allocate, write, read a block, move an accepted path, realign.
 
-KV lives in pages, per layer `[P, block, K * H]`, and a table `[rows, S / block]` of page numbers
+KV lives in pages, per layer `[P, K, block, H]`, and a table `[rows, S / block]` of page numbers
 says which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is
 not the cache's business: the decode state holds one integer per row, and slots beyond it are
 garbage. So rolling back lowers an integer, reusing a seat is free, and nothing is ever copied or
@@ -20,10 +20,10 @@ module and `attention` everything speaks of positions, whatever the layout; the 
 a `table` that is either an array of page numbers or an `AlignedTable`, and add `first_slot` where
 there is one.
 
-Only this module knows how KV is stored. Heads and their components are one axis, because XLA gives
-an axis of one KV head another layout in the loop than outside it, and copies the whole cache for
-it. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU otherwise converts the whole
-cache to fp32 in every round.
+Only this module knows how KV is stored. Within a page heads come before slots: attention multiplies
+head by head, and wherever slots came first XLA:CPU would transpose every block that it reads, which
+costs more than the products. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU
+otherwise converts the whole cache to fp32 in every round.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ BLOCK = 128  # slots of a page; attention reads KV block by block
 
 
 class LayerCache(struct.PyTreeNode):
-    """KV of one layer, opaque outside this module: k and v `[P, block, K * H]` in storage dtype."""
+    """KV of one layer, opaque outside this module: k and v `[P, K, block, H]` in storage dtype."""
 
     k: jax.Array
     v: jax.Array
-    num_heads: int = struct.field(pytree_node=False)
 
     @property
     def block(self) -> int:
         """Slots of a page."""
+        return self.k.shape[2]
+
+    @property
+    def num_heads(self) -> int:
+        """K, the KV heads."""
         return self.k.shape[1]
 
 
@@ -112,13 +116,11 @@ def init_cache(
     """
     dtype = jnp.dtype(dtype)
     num_blocks = round_up_to_block(capacity) // BLOCK
-    shape = (num_rows * num_blocks, BLOCK, num_kv_heads * head_size)
+    shape = (num_rows * num_blocks, num_kv_heads, BLOCK, head_size)
     stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
     return KVCache(
         layers=tuple(
-            LayerCache(
-                k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored), num_heads=num_kv_heads
-            )
+            LayerCache(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored))
             for _ in range(num_layers)
         ),
         table=jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks),
@@ -176,14 +178,14 @@ def write(
     Slots of a row are counted from that of its position 0. They must be distinct; those that are
     negative or beyond the row's capacity are not stored.
     """
-    num_pages, block, size = layer.k.shape
+    num_pages, num_heads, block, size = layer.k.shape
     pages, slots = _placed(table, slots)
     index = _flat_index(pages, slots, num_pages * block, block).reshape(-1)
 
     def scatter(stored, values):
-        flat = stored.reshape(num_pages * block, size)
-        values = _to_storage(values, stored).reshape(-1, size)
-        return flat.at[index].set(values, mode="drop", unique_indices=True).reshape(stored.shape)
+        values = _to_storage(values, stored).reshape(-1, num_heads, size)
+        place = stored.at[index // block, :, index % block]
+        return place.set(values, mode="drop", unique_indices=True)
 
     return layer.replace(k=scatter(layer.k, k), v=scatter(layer.v, v))
 
@@ -191,16 +193,11 @@ def write(
 def read_block(
     layer: LayerCache, table: Table, block_index: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, block, K, H]` of the `block_index`-th block of every row in `table`; which
+    """k and v `[B, K, block, H]` of the `block_index`-th block of every row in `table`; which
     positions stand there, `positions_of` says."""
     pages = table.pages if isinstance(table, AlignedTable) else table
     page = lax.dynamic_index_in_dim(pages, block_index, axis=1, keepdims=False)
-
-    def gather(stored):
-        values = _from_storage(stored[page], dtype)
-        return values.reshape(*values.shape[:2], layer.num_heads, -1)
-
-    return gather(layer.k), gather(layer.v)
+    return _from_storage(layer.k[page], dtype), _from_storage(layer.v[page], dtype)
 
 
 def read_slots(
@@ -209,14 +206,13 @@ def read_slots(
     """k and v `[B, ..., K, H]` at `slots` `[B, ...]`, counted from that of position 0; slots that
     the row does not have read some valid slot.
     """
-    num_pages, block, size = layer.k.shape
+    num_pages, _, block, _ = layer.k.shape
     pages, placed = _placed(table, slots)
     inside = jnp.clip(placed, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
-    index = _flat_index(pages, inside, num_pages * block, block)
+    index = _flat_index(pages, inside, num_pages * block, block).reshape(slots.shape)
 
     def gather(stored):
-        values = stored.reshape(num_pages * block, size)[index]
-        return _from_storage(values, dtype).reshape(*slots.shape, layer.num_heads, -1)
+        return _from_storage(stored[index // block, :, index % block], dtype)
 
     return gather(layer.k), gather(layer.v)
 

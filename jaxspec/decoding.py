@@ -491,7 +491,7 @@ def rows_of(state: DecodeState) -> Rows:
         num_committed=state.num_committed,
         draft_limit=wanted,
         stop_tokens=state.stop_tokens,
-        sampling=state.sampling,
+        sampling=sampling.undemanding(state.sampling, ~state.is_running),
         remaining=jnp.where(state.is_running, room, 0),
     )
 

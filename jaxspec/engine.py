@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import layouts
 from jaxspec.decoding import LogprobsConfig
 from jaxspec.drafters.base import Drafter
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
@@ -219,7 +220,7 @@ class Engine:
         self._run: Any = donating(self._loop.run)
         if check_invariants:
             self._run = layouts.CheckedRun(
-                self._run, window=window, regroups=self.scheduler.regroups
+                self._run, window=self.shape.window, regroups=self.scheduler.regroups
             )
         self._end_rows = jax.jit(_end_rows, donate_argnums=0)
         # A program is compiled again where an argument is bound to a device that was not before;

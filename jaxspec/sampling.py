@@ -107,6 +107,24 @@ def is_greedy(rows: Rows) -> jax.Array:
     return ~(jnp.any(rows.sampling.temperature > 0) | _is_adjusted(rows))
 
 
+def undemanding(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
+    """`sampling` with the rows `is_out` `[B]` greedy and unadjusted: nobody wants their tokens, so
+    they should not keep the others' batch from `is_greedy`."""
+
+    def unless_out(values: jax.Array, neutral: float) -> jax.Array:
+        return jnp.where(is_out, jnp.array(neutral, values.dtype), values)
+
+    return sampling.replace(
+        temperature=unless_out(sampling.temperature, 0),
+        top_k=unless_out(sampling.top_k, 0),
+        top_p=unless_out(sampling.top_p, 1),
+        repetition_penalty=unless_out(sampling.repetition_penalty, 1),
+        presence_penalty=unless_out(sampling.presence_penalty, 0),
+        frequency_penalty=unless_out(sampling.frequency_penalty, 0),
+        min_length=unless_out(sampling.min_length, 0),
+    )
+
+
 def _is_adjusted(rows: Rows) -> jax.Array:
     s = rows.sampling
     has_penalty = (s.repetition_penalty != 1) | (s.presence_penalty != 0)

@@ -78,8 +78,8 @@ def test_the_page_table_decides_where_rows_live():
         stored = read_all(cache.replace(layers=(layer,)))
         assert [stored[0, 0], stored[0, 130], stored[1, 5], stored[1, 255]] == [1, 131, 106, 356]
     block = kv.read_block(layer, permuted.table, jnp.int32(1), jnp.float32)[0]
-    assert block.shape == (2, kv.BLOCK, HEADS, SIZE)
-    assert float(block[0, 2, 0, 0]) == 131
+    assert block.shape == (2, HEADS, kv.BLOCK, SIZE)
+    assert float(block[0, 0, 2, 0]) == 131
 
 
 def test_an_accepted_path_moves_into_consecutive_slots():

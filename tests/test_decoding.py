@@ -7,11 +7,11 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import decoding
+from jaxspec import decoding, sampling
 from jaxspec.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.requests import SamplingParams
-from jaxspec.types import Origin
+from jaxspec.types import Finish, Origin
 
 WINDOW = 5
 
@@ -185,6 +185,31 @@ def test_scores_that_are_no_numbers_abort_their_row_only():
         assert (bad.finish_reason, bad.stop_reason) == ("abort", "non-finite")
         assert bad.token_ids == ()
         assert good.finish_reason == "length"
+
+
+def test_a_draft_whose_values_are_no_numbers_changes_nothing_before_it():
+    target = toy.model()
+    poison = 7
+    params = dict(target.params)
+    params["embedding"] = params["embedding"].at[poison].set(jnp.nan)
+    broken = toy.dataclasses.replace(target, params=params)
+    engine = Engine(broken, toy.WrongDrafter(token=poison), seats=2, capacity=128)
+    settings = SamplingParams(max_tokens=4)
+    plain = engine.generate([[1, 2, 3], [4, 5]], settings, speculate=False)
+    drafted = engine.generate([[1, 2, 3], [4, 5]], settings)
+    assert all(completion.finish_reason == "length" for completion in plain)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+
+
+def test_rows_that_have_ended_do_not_keep_a_batch_from_being_greedy(engines):
+    state = engines[2]._loop.init()
+    s = state.sampling
+    finish = jnp.array([Finish.STOP_TOKEN, Finish.RUNNING], jnp.int32)
+    for name, value in (("temperature", 1.0), ("presence_penalty", 1.0), ("min_length", 9)):
+        asks = s.replace(**{name: getattr(s, name).at[0].set(value)})
+        running = state.replace(sampling=asks, finish=jnp.zeros_like(finish))
+        assert not sampling.is_greedy(decoding.rows_of(running)), name
+        assert sampling.is_greedy(decoding.rows_of(running.replace(finish=finish))), name
 
 
 def test_a_batch_of_fewer_prompts_than_seats(engines):

@@ -141,6 +141,11 @@ def run_layers(
     for index in range(start, stop):
 
         def attend(queries, keys, values, index=index):
+            # 0 * NaN is NaN: values that are no numbers would reach the queries before them, which
+            # do not see them. As keys they reach those that do.
+            is_finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
+            keys = jnp.where(is_finite, keys, jnp.array(jnp.nan, keys.dtype))
+            values = jnp.where(is_finite, values, jnp.zeros((), values.dtype))
             written[index] = kv.write(written[index], table, keys, values, window.slots)
             return attention(
                 queries,
