@@ -19,6 +19,7 @@ LAYERS = [
     ("drafters", "verifiers", "schedulers"),
     ("decoding",),
     ("plain",),
+    ("sharding",),
     ("requests", "environment"),
     ("loops",),
     ("memory", "serving"),
