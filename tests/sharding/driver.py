@@ -75,6 +75,7 @@ class Driver:
     def programs(self):
         return self.admit, self.prefill, self.run
 
+    @functools.cache  # noqa: B019
     def compiled(self, name: str):
         """One of the three programs."""
         shards = np.zeros((self.loop.num_shards,), np.int32)

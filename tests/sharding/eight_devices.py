@@ -165,9 +165,11 @@ def test_the_state_is_donated_and_nothing_is_compiled_again(eight, two_by_four):
         state = jax.eval_shape(on_mesh.loop.init)
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache.layers))
         for name in ("admit", "prefill", "run"):
-            memory = on_mesh.compiled(name).memory_analysis()
-            assert memory.alias_size_in_bytes >= num_bytes / 8
-            assert memory.temp_size_in_bytes < num_bytes / 8
+            compiled = on_mesh.compiled(name)
+            assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes / 8
+            assert not re.search(
+                r"= f32\[(4,128|512),\d+\]\S* (copy|convert|transpose|gather)\(", compiled.as_text()
+            )
 
 
 def test_rows_that_wait_are_seated_on_their_own_shard(one):

@@ -66,13 +66,14 @@ def test_other_axes_are_refused(axes):
 class Wide:
     """As much of a mesh as its sizes."""
 
-    shape = {"data": 3, "model": 4}
+    def __init__(self):
+        self.shape = {"data": 3, "model": 4}
 
 
 def test_seats_that_the_data_axis_does_not_divide_are_refused():
-    assert sharding.seats_per_shard(6, Wide) == 2
-    with pytest.raises(SettingError, match="8 seats were given .* 3 shards"):
-        sharding.seats_per_shard(8, Wide)
+    assert sharding.seats_per_shard(6, Wide()) == 2
+    with pytest.raises(SettingError, match=r"8 seats were given .* 3 shards"):
+        sharding.seats_per_shard(8, Wide())
 
 
 @pytest.mark.parametrize(
