@@ -1,11 +1,13 @@
-"""Meshes, on eight virtual devices: `eight_devices.py` in one process of its own, for the suite has
-one device."""
+"""Meshes, on eight virtual devices: two modules of tests, each in a process of its own, for the
+suite has one device."""
 
 import ast
+import functools
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 
 import jax
@@ -18,38 +20,41 @@ from jaxspec import sharding
 from jaxspec.errors import SettingError
 
 HERE = pathlib.Path(__file__).parent
-SCRIPT = HERE / "eight_devices.py"
+MODULES = ("eight_devices.py", "engine_on_eight_devices.py")
 NAMES = [
-    node.name
-    for node in ast.parse(SCRIPT.read_text()).body
+    (module, node.name)
+    for module in MODULES
+    for node in ast.parse((HERE / module).read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 ]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """Failures by test name; an empty list where all its cases passed."""
-    path = tmp_path_factory.mktemp("report") / "report.xml"
+@functools.cache
+def failures(module):
+    """What went wrong in a module's tests, by name; an empty list where all cases of one passed."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-q", str(SCRIPT), f"--junitxml={path}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
-        cwd=HERE.parent.parent,
-    )
-    assert path.exists(), done.stdout + done.stderr
-    failures = {}
-    for case in ElementTree.parse(path).iter("testcase"):
-        failed = failures.setdefault(case.get("name", "").split("[")[0], [])
-        failed += [child.text for child in case if child.tag != "system-out"]
-    return failures
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", f"--junitxml={path}"]
+        done = subprocess.run(
+            [*command, str(HERE / module)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+            cwd=HERE.parent.parent,
+        )
+        assert path.exists(), done.stdout + done.stderr
+        found = {}
+        for case in ElementTree.parse(path).iter("testcase"):
+            failed = found.setdefault(case.get("name", "").split("[")[0], [])
+            failed += [child.text for child in case if not child.tag.startswith("system-")]
+    return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_on_eight_devices(report, name):
-    assert name in report
-    assert not report[name], "\n".join(map(str, report[name]))
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_on_eight_devices(module, name):
+    assert name in failures(module)
+    assert not failures(module)[name], "\n".join(map(str, failures(module)[name]))
 
 
 def mesh(*axes):
