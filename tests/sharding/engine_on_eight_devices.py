@@ -23,12 +23,13 @@ def target():
     return toy.model(vocab_size=64, num_kv_heads=4)
 
 
-def engine(mesh, scheduler=None, seats=8):
+def engine(mesh, scheduler=None, *, seats=8, layout="ragged"):
     draft = jaxspec.DraftModel(toy.model(seed=1, vocab_size=64, num_kv_heads=4, num_layers=1))
     return Engine(
         target(),
         draft,
         scheduler=scheduler,
+        layout=layout,
         seats=seats,
         capacity=256,
         prefill_chunk=64,
@@ -75,6 +76,20 @@ def test_outputs_are_those_of_one_device_with_the_seats_of_a_shard(
     assert all(rounds > 0 for rounds in np.asarray(on_mesh.state.num_rounds))  # all shards worked
     assert seen[-1].num_finished == len(prompts)
     assert seen[-1].num_rounds == int(np.sum(on_mesh.state.num_rounds))
+
+
+def test_the_aligned_layout_aligns_the_rows_of_a_shard(four, one, prompts):
+    on_mesh = engine(four.mesh, Static(), layout="aligned")
+    assert_equal_or_ties(
+        on_mesh.target, on_mesh.generate(prompts, PARAMS), one.generate(prompts, PARAMS)
+    )
+    assert on_mesh.state.schedule.num_slots_moved.shape == (4,)
+    assert np.sum(on_mesh.state.schedule.num_slots_moved) > 0
+
+
+def assert_equal_or_ties(target, completions, witness):
+    for ours, theirs, params in zip(completions, witness, PARAMS, strict=True):
+        ties.divergences(target, [ours], [theirs], params)
 
 
 def test_speculative_equals_plain_and_order_does_not_matter(four, prompts, expected):
@@ -131,8 +146,7 @@ def test_two_by_four(one, prompts):
         together[i] for i in (4, 7)
     ]
     witness = one.generate(prompts, PARAMS)
-    for ours, theirs, params in zip(completions, witness, PARAMS, strict=True):
-        ties.divergences(on_mesh.target, [ours], [theirs], params)
+    assert_equal_or_ties(on_mesh.target, completions, witness)
     assert sum(a.token_ids == b.token_ids for a, b in zip(completions, witness, strict=True)) > 8
     assert on_mesh.describe()["mesh"] == {"data": 2, "model": 4}
     memory, state = on_mesh.memory, on_mesh.state
