@@ -211,7 +211,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             logprobs=logprobs,
         )
-        self._of_shard, self._rows_per_shard = loop, loop.held.seats
+        self._shard_loop, self._rows_per_shard = loop, loop.held.seats
         self._loop = loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
         self.shape = dataclasses.replace(loop.shape, seats=seats)
         self.num_residents = self._loop.held.seats
@@ -252,7 +252,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self._of_shard)
+        return longest_prompt(self._shard_loop)
 
     @property
     def exactness(self) -> str:
@@ -810,10 +810,10 @@ class Engine:
             shard, rows[shard] = divmod(row, self._rows_per_shard)
             first[shard] = start
         self._state = self._prefill(
-            self._params, self.state, self._of_shards(rows), self._of_shards(first)
+            self._params, self.state, self._per_shard(rows), self._per_shard(first)
         )
 
-    def _of_shards(self, values: np.ndarray) -> np.ndarray | np.int32:
+    def _per_shard(self, values: np.ndarray) -> np.ndarray | np.int32:
         """`[D]`, a number for each shard, as the loop wants them: a scalar where there is no
         mesh."""
         return values[0] if self.mesh is None else values
@@ -834,7 +834,7 @@ class Engine:
         elif self._queue:
             min_running[:] = self.scheduler.min_running(self.shape.seats // self._num_shards)
         self._state = self._run(
-            self._params, self.state, np.int32(num_rounds), self._of_shards(min_running)
+            self._params, self.state, np.int32(num_rounds), self._per_shard(min_running)
         )
 
     @property
@@ -904,7 +904,7 @@ class Engine:
 
     def _seat_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
         """Puts a request into a row; its prompt has still to be read."""
-        seat = make_seat(request, self._of_shard, draft_length=draft_length, arrival=arrival)
+        seat = make_seat(request, self._shard_loop, draft_length=draft_length, arrival=arrival)
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
 
     def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
