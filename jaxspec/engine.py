@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -46,6 +46,7 @@ from jaxspec.requests import (
     settled_text,
 )
 from jaxspec.schedulers import Continuous, Scheduler
+from jaxspec.sharding import ShardedLoop, check_mesh, seats_per_shard
 from jaxspec.telemetry import Acceptance, Metrics, TraceConfig, TraceLevel, row_trace
 from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
@@ -64,7 +65,7 @@ class Progress:
       num_requests: of the call.
       num_finished: requests that have ended.
       num_emitted_tokens: of all requests so far.
-      num_rounds: rounds run since the call began.
+      num_rounds: rounds run since the call began, on all shards of a mesh together.
       num_draft_tokens: drafted so far.
       num_accepted_tokens: of these, accepted.
       elapsed_s: seconds since the call began.
@@ -103,9 +104,14 @@ class Engine:
     seats; `Static()` decodes batch after batch, each to its end; `Pool()` is EXSPEC's.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
-    engine's shape (`capacity`, `window`, `seats`, `prefill_chunk`, dtype), not on its neighbours,
-    its seat, the drafter or the draft length. Other verifiers keep what their `promise` says; plain
-    decoding draws as `coupled` does, so sampled tokens differ from theirs.
+    engine's shape (`capacity`, `window`, `seats`, `prefill_chunk`, mesh, dtype), not on its
+    neighbours, its seat, the drafter or the draft length. Other verifiers keep what their `promise`
+    says; plain decoding draws as `coupled` does, so sampled tokens differ from theirs.
+
+    With a `mesh` the engine uses its devices. Each shard of the axis `data` decodes rows of its own
+    and shares nothing with the others but the queue; an axis `model` splits heads, feed-forward and
+    vocabulary of the models over the devices of a shard. A request's output does not depend on the
+    shard it lands on; between meshes it may differ by rounding.
 
     Args:
       target: the model whose output this is.
@@ -118,7 +124,8 @@ class Engine:
       draft_length: tokens proposed per round, 1 to `window - 1`.
       window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
         bit must share it.
-      seats: B, rows of a batch.
+      seats: B, rows of a batch; of all data shards together, if there is a mesh. A scheduler's own
+        numbers of rows are of each shard.
       capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
         of a row needs `window` slots.
       prefill_chunk: prompt tokens read per call.
@@ -134,9 +141,12 @@ class Engine:
       check_invariants: run round by round and check after each that KV, padding and positions are
         what `layouts.broken_invariants` says; many times slower, for hunting a fault. A broken one
         raises `AssertionError`.
+      mesh: devices to use, with an axis `data` and perhaps an axis `model`, whatever their axis
+        types; default one device. Parameters that are not on it as they should be are copied there.
 
     Raises:
-      SettingError: a setting out of range.
+      SettingError: a setting out of range; a mesh with other axes, or one that does not divide the
+        seats, or the target's KV heads, feed-forward width or vocabulary.
       ModelError: the drafter cannot draft for the target.
 
     Example:
@@ -172,6 +182,7 @@ class Engine:
         logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
         trace: TraceLevel | None = None,
         check_invariants: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         use_compilation_cache()
         self.target = target
@@ -196,7 +207,8 @@ class Engine:
         if max_logprobs is not None:
             is_processed = logprobs_mode == "processed_logprobs"
             logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
-        self._loop = make_loop(
+        self.mesh = None if mesh is None else check_mesh(mesh)
+        loop = make_loop(
             target,
             drafter,
             verifier=self.verifier,
@@ -204,17 +216,28 @@ class Engine:
             layout=layout,
             draft_length=draft_length,
             window=window,
-            seats=seats,
+            seats=seats if self.mesh is None else seats_per_shard(seats, self.mesh),
             capacity=capacity,
             prefill_chunk=prefill_chunk,
             logprobs=logprobs,
             trace=None if trace is None else TraceConfig(level=trace),
         )
-        self.shape = self._loop.shape
-        self.num_residents = self.scheduler.num_residents(seats)
+        self._shard_loop, self._rows_per_shard = loop, loop.held.seats
+        self._loop = loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
+        self.shape = dataclasses.replace(loop.shape, seats=seats)
+        self.num_residents = self._loop.held.seats
+        self._num_shards = self.num_residents // self._rows_per_shard
         self.memory = measure_memory(self._loop)
         _log.info(self.memory.sentence)
-        donating = functools.partial(jax.jit, donate_argnums=1)
+        # A program is compiled again where an argument is bound to a device that was not before;
+        # so parameters and state are bound from the start to the device where the parameters are,
+        # or to their places on the mesh.
+        self._params, home = loop.params, home_of(loop.params)
+        if isinstance(self._loop, ShardedLoop):
+            self._params, home = self._loop.place(self._params), self._loop.state_shardings
+        elif home is not None:
+            self._params = jax.device_put(self._params, home)
+        donating = functools.partial(jax.jit, donate_argnums=1, out_shardings=home)
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
         self._run: Any = donating(self._loop.run)
@@ -222,12 +245,7 @@ class Engine:
             self._run = layouts.CheckedRun(
                 self._run, window=self.shape.window, regroups=self.scheduler.regroups
             )
-        self._end_rows = jax.jit(_end_rows, donate_argnums=0)
-        # A program is compiled again where an argument is bound to a device that was not before;
-        # so parameters and state are bound from the start to the device where the parameters are.
-        self._params, home = self._loop.params, home_of(self._loop.params)
-        if home is not None:
-            self._params = jax.device_put(self._params, home)
+        self._end_rows = jax.jit(_end_rows, donate_argnums=0, out_shardings=home)
         self._init = jax.jit(self._loop.init, out_shardings=home)
         self._state: DecodeState | None = None
 
@@ -243,13 +261,14 @@ class Engine:
         self._numbers, self._arrivals = itertools.count(), itertools.count()
         self._is_closed = False
         self._shared_step: asyncio.Future[None] | None = None
-        if jax.local_device_count() > 1:
-            _log.warning("this engine is %s", devices_sentence(devices()))
+        num_used = 1 if self.mesh is None else self.mesh.devices.size
+        if jax.local_device_count() > num_used:
+            _log.warning("this engine is %s", devices_sentence(devices(num_used)))
 
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self._loop)
+        return longest_prompt(self._shard_loop)
 
     @property
     def exactness(self) -> str:
@@ -278,6 +297,7 @@ class Engine:
             "draft_length": self.draft_length,
             "exactness": self.exactness,
             "promise": self.verifier.promise,
+            "mesh": None if self.mesh is None else dict(self.mesh.shape),
             **dataclasses.asdict(self.shape),
             **dataclasses.asdict(self.memory),
         }
@@ -499,7 +519,7 @@ class Engine:
             [request.params.max_tokens for request in requests],
         )
         self._enqueue(*(tickets[index] for index in order), is_limited=False)
-        started_s, first_round = time.perf_counter(), int(self.state.num_rounds)
+        started_s, first_round = time.perf_counter(), self._num_rounds
         try:
             num_yielded = 0
             while num_yielded < len(tickets):
@@ -520,7 +540,7 @@ class Engine:
     def _progress(self, tickets: Sequence[Ticket], started_s: float, first_round: int) -> Progress:
         """Where a call stands."""
         with self._device_lock:
-            num_rounds = int(self.state.num_rounds) - first_round
+            num_rounds = self._num_rounds - first_round
         acceptance = Acceptance.total([ticket.acceptance for ticket in tickets])
         elapsed_s = time.perf_counter() - started_s
         shares = [
@@ -600,6 +620,11 @@ class Engine:
         state = self._init() if self._state is None else self._state
         self._state = state
         return state
+
+    @property
+    def _num_rounds(self) -> int:
+        """Rounds run so far; each shard counts its own."""
+        return int(np.sum(jax.device_get(self.state.num_rounds)))
 
     def reset(self) -> None:
         """Empties every row; no output depends on it, it only lets go of what was decoded last.
@@ -759,9 +784,7 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         """Gives free rows to those that wait, first come, first served."""
-        if not self.scheduler.fills_seats and any(self._rows):
-            return
-        for row in [row for row, holder in enumerate(self._rows) if holder is None]:
+        for row in self._free_rows():
             with self._lock:
                 if not self._queue:
                     return
@@ -769,6 +792,17 @@ class Engine:
                 self._rows[row], ticket.row = ticket, row
             ticket.arrival = next(self._arrivals)
             self._seat_request(row, ticket.request, ticket.arrival, ticket.draft_length)
+
+    def _free_rows(self) -> list[int]:
+        """Rows to give away now, in this order: whatever shard holds the fewest comes next."""
+        free = []
+        for shard in range(self._num_shards):
+            rows = range(shard * self._rows_per_shard, (shard + 1) * self._rows_per_shard)
+            empty = [row for row in rows if self._rows[row] is None]
+            num_held = len(rows) - len(empty)
+            if self.scheduler.fills_seats or num_held == 0:
+                free += [(num_held + index, row) for index, row in enumerate(empty)]
+        return [row for _, row in sorted(free)]
 
     def _read_prompts(self) -> None:
         """Reads the prompts of new rows, the oldest first: all of them, or one chunk where rows are
@@ -778,31 +812,51 @@ class Engine:
                 break
 
     def _read_chunk(self) -> bool:
-        """Reads a chunk of the oldest prompt that is not read; False if there is none."""
-        unread = {row: ticket for row, ticket in self._held.items() if ticket.num_unread > 0}
-        if not unread:
+        """Reads a chunk of the oldest prompt that is not read, on each shard; False if there is
+        none."""
+        unread = [(row, ticket) for row, ticket in self._held.items() if ticket.num_unread > 0]
+        oldest: dict[int, tuple[int, Ticket]] = {}
+        for row, ticket in sorted(unread, key=lambda item: item[1].arrival):
+            oldest.setdefault(row // self._rows_per_shard, (row, ticket))
+        if not oldest:
             return False
-        row, ticket = min(unread.items(), key=lambda item: item[1].arrival)
-        self._state = self._prefill(
-            self._params, self.state, np.int32(row), np.int32(ticket.num_read)
-        )
-        ticket.num_read += self.shape.prefill_chunk
+        self._prefill_rows({row: ticket.num_read for row, ticket in oldest.values()})
+        for _, ticket in oldest.values():
+            ticket.num_read += self.shape.prefill_chunk
         return True
+
+    def _prefill_rows(self, starts: Mapping[int, int]) -> None:
+        """Reads a chunk of the prompts of some rows, of no more than one on a shard."""
+        rows, first = np.full((2, self._num_shards), -1, np.int32)
+        for row, start in starts.items():
+            shard, rows[shard] = divmod(row, self._rows_per_shard)
+            first[shard] = start
+        self._state = self._prefill(
+            self._params, self.state, self._per_shard(rows), self._per_shard(first)
+        )
+
+    def _per_shard(self, values: np.ndarray) -> np.ndarray | np.int32:
+        """`[D]`, a number for each shard, as the loop wants them: a scalar where there is no
+        mesh."""
+        return values[0] if self.mesh is None else values
 
     def _run_rounds(self) -> None:
         """Decodes until the host has something to do."""
-        num_running = len(self._running)
-        if num_running == 0:
+        held = self._held
+        running = [row for row, ticket in held.items() if ticket.num_unread <= 0]
+        if not running:
             return
-        num_rounds, min_running = self.rounds_per_sync, 1
-        if self._is_interactive:
-            min_running = num_running  # whoever ends is reported at once
-            if num_running < len(self._held) or any(t.is_streamed for t in self._held.values()):
+        num_rounds, min_running = self.rounds_per_sync, np.ones((self._num_shards,), np.int32)
+        if self._is_interactive:  # whoever ends is reported at once
+            for shard in range(self._num_shards):
+                num_running = sum(row // self._rows_per_shard == shard for row in running)
+                min_running[shard] = max(num_running, 1)
+            if len(running) < len(held) or any(ticket.is_streamed for ticket in held.values()):
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self._queue:
-            min_running = self.scheduler.min_running(self.shape.seats)
+            min_running[:] = self.scheduler.min_running(self.shape.seats // self._num_shards)
         self._state = self._run(
-            self._params, self.state, np.int32(num_rounds), np.int32(min_running)
+            self._params, self.state, np.int32(num_rounds), self._per_shard(min_running)
         )
 
     @property
@@ -877,7 +931,7 @@ class Engine:
 
     def _seat_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
         """Puts a request into a row; its prompt has still to be read."""
-        seat = make_seat(request, self._loop, draft_length=draft_length, arrival=arrival)
+        seat = make_seat(request, self._shard_loop, draft_length=draft_length, arrival=arrival)
         self._state = self._admit(self._params, self.state, np.int32(row), seat)
 
     def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
@@ -885,7 +939,7 @@ class Engine:
         by themselves."""
         self._seat_request(row, request, arrival, draft_length)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
-            self._state = self._prefill(self._params, self.state, np.int32(row), np.int32(start))
+            self._prefill_rows({row: start})
 
     def _give_up_if_lost(self) -> None:
         """Ends every request that has a row if the state was donated to a call that failed."""

@@ -56,27 +56,29 @@ def versions() -> dict[str, str]:
     return found
 
 
-def devices() -> dict[str, Any]:
-    """Platform, kinds and number of devices, and how many of them an engine uses (one)."""
+def devices(num_used: int = 1) -> dict[str, Any]:
+    """Platform, kinds and number of devices, and how many of them an engine uses."""
     local = jax.local_devices()
     return {
         "platform": jax.default_backend(),
         "kinds": sorted({device.device_kind for device in local}),
         "num_devices": len(local),
-        "num_used": 1,
+        "num_used": num_used,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
     }
 
 
 def devices_sentence(found: dict[str, Any]) -> str:
-    """E.g. `using 1 of 4 GPUs`."""
+    """E.g. `using 1 of 4 GPUs`, `using all 4 GPUs`."""
     name = {"cpu": "CPU", "gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}.get(
         found["platform"], found["platform"]
     )
     number = found["num_devices"]
     if number == 1:
         return f"using the only {name} device"
+    if found["num_used"] == number:
+        return f"using all {number} {name}s"
     return f"using {found['num_used']} of {number} {name}s"
 
 

@@ -12,6 +12,7 @@ import psutil
 from jaxspec.cache import BLOCK, KVCache
 from jaxspec.errors import SettingError
 from jaxspec.loops import Loop
+from jaxspec.sharding import ShardedLoop
 from jaxspec.types import PyTree
 
 
@@ -19,8 +20,11 @@ from jaxspec.types import PyTree
 class Memory:
     """What an engine keeps on the device between rounds; temporaries of a round come on top.
 
+    Of an engine with a mesh, all figures are of one device.
+
     Attributes:
-      num_rows: rows that are held.
+      num_devices: that hold as much each.
+      num_rows: rows that are held; a `model` axis shares them.
       capacity: slots of a row.
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
@@ -28,6 +32,7 @@ class Memory:
       free_bytes: of the device before the state is made; None where the device does not say.
     """
 
+    num_devices: int
     num_rows: int
     capacity: int
     weights_bytes: int
@@ -43,30 +48,40 @@ class Memory:
     @property
     def sentence(self) -> str:
         """E.g. `weights 28.9 MiB, KV 20.0 MiB and buffers 0.1 MiB for 10 rows of 1024 slots`."""
+        each = "" if self.num_devices == 1 else f", on each of {self.num_devices} devices"
         free = "" if self.free_bytes is None else f"; {in_units(self.free_bytes)} were free"
         return (
             f"weights {in_units(self.weights_bytes)}, KV {in_units(self.kv_bytes)} and buffers "
             f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.capacity} slots"
-            f"{free}"
+            f"{each}{free}"
         )
 
 
-def measure_memory(loop: Loop) -> Memory:
+def measure_memory(loop: Loop | ShardedLoop) -> Memory:
     """What an engine with this loop needs, found from shapes; nothing is allocated.
 
     Raises:
       SettingError: the state does not fit into the memory that is free; names the largest numbers
         of seats and of slots that would.
     """
-    held = loop.held
+    held = _of_shard(loop).held
     kv_bytes, buffers_bytes = _state_bytes(loop, held.seats, held.capacity)
+    if isinstance(loop, ShardedLoop):
+        devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
+    else:
+        devices, params = [_device(loop.params)], loop.params
+    free = [_free_bytes(device) for device in devices]
+    free = [count for count in free if count is not None]
+    if devices[0].platform == "cpu":  # they share what the host has
+        free = [count // len(devices) for count in free]
     memory = Memory(
+        num_devices=len(devices),
         num_rows=held.seats,
         capacity=held.capacity,
-        weights_bytes=num_bytes(loop.params),
+        weights_bytes=num_bytes(params),
         kv_bytes=kv_bytes,
         buffers_bytes=buffers_bytes,
-        free_bytes=_free_bytes(_device(loop.params)),
+        free_bytes=min(free, default=None),
     )
     if memory.free_bytes is not None and memory.state_bytes > memory.free_bytes:
         raise SettingError(_does_not_fit(loop, memory))
@@ -106,33 +121,44 @@ def _device(params: PyTree) -> Any:
     return jax.local_devices()[0]
 
 
-def _state_bytes(loop: Loop, num_rows: int, capacity: int) -> tuple[int, int]:
-    """Bytes of the KV caches, and of all else, in a state of this shape."""
-    shape = dataclasses.replace(loop.shape, seats=num_rows, capacity=capacity)
-    state = jax.eval_shape(lambda: loop.empty(shape))
+def _of_shard(loop: Loop | ShardedLoop) -> Loop:
+    return loop.loop if isinstance(loop, ShardedLoop) else loop
+
+
+def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, capacity: int) -> tuple[int, int]:
+    """Bytes of the KV caches, and of all else, in a state of this shape; what one device holds of
+    that of a shard, where there are some."""
+    of_shard = _of_shard(loop)
+    shape = dataclasses.replace(of_shard.shape, seats=num_rows, capacity=capacity)
+    state = jax.eval_shape(lambda: of_shard.empty(shape))
+    if isinstance(loop, ShardedLoop):
+        state = loop.state_of_device(state)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
     kv_bytes = num_bytes([node for node in nodes if isinstance(node, KVCache)])
     return kv_bytes, num_bytes(state) - kv_bytes
 
 
-def _does_not_fit(loop: Loop, memory: Memory) -> str:
+def _does_not_fit(loop: Loop | ShardedLoop, memory: Memory) -> str:
     """The refusal, with the largest seats and the largest capacity that fit."""
     free = memory.free_bytes
     assert free is not None
+    of_shard = _of_shard(loop)
+    scheduler, given = of_shard.scheduler, of_shard.shape.seats
+    num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
 
     def fits(seats: int, capacity: int) -> bool:
-        return sum(_state_bytes(loop, loop.scheduler.num_residents(seats), capacity)) <= free
+        return sum(_state_bytes(loop, scheduler.num_residents(seats), capacity)) <= free
 
-    seats = _largest(lambda n: fits(n, memory.capacity), loop.shape.seats)
-    blocks = _largest(lambda n: fits(loop.shape.seats, n * BLOCK), memory.capacity // BLOCK)
+    seats = _largest(lambda n: fits(n, memory.capacity), given)
+    blocks = _largest(lambda n: fits(given, n * BLOCK), memory.capacity // BLOCK)
     advice = []
     if seats:
-        advice.append(f"{seats} seats of this capacity")
+        advice.append(f"{num_shards * seats} seats of this capacity")
     if blocks:
         advice.append(f"a capacity of {blocks * BLOCK} with these seats")
     return (
-        f"{loop.shape.seats} seats of capacity {memory.capacity} were given, whose KV and buffers "
-        f"need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
+        f"{num_shards * given} seats of capacity {memory.capacity} were given, whose KV and "
+        f"buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
         f"{in_units(memory.weights_bytes)} of weights; "
         + (
             f"the most that fits is {' or '.join(advice)}."

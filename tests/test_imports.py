@@ -20,6 +20,7 @@ LAYERS = [
     ("telemetry",),
     ("decoding",),
     ("plain",),
+    ("sharding",),
     ("requests", "environment"),
     ("loops",),
     ("memory", "serving"),

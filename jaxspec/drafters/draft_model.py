@@ -19,8 +19,8 @@ from jax import lax
 
 from jaxspec.cache import KVCache
 from jaxspec.drafters.base import EngineShape, Outcome
-from jaxspec.errors import ModelError
-from jaxspec.models.base import Model
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.models.base import Model, param_specs
 from jaxspec.prefill import prefill_chunk
 from jaxspec.sampling import draw_draft
 from jaxspec.types import Draft, PyTree, Rows, Window, chain_parents
@@ -64,6 +64,14 @@ class DraftModel:
     def params(self) -> PyTree:
         """The draft model's."""
         return self.model.params
+
+    def param_specs(self, num_shards: int) -> PyTree:
+        """How a mesh axis `model` splits the draft model; one that it does not divide is replicated
+        (every device runs all of it, which a small model hardly feels)."""
+        try:
+            return param_specs(self.model, num_shards)
+        except SettingError:
+            return param_specs(self.model, 1)
 
     def check(self, target: Model) -> None:
         """Raises `ModelError` if the two tokenizers give one id to different tokens."""

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxspec.drafters.base import Drafter, EngineShape, Outcome
 from jaxspec.errors import SettingError
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, param_specs
 from jaxspec.types import Draft, PyTree, Rows, chain_parents
 
 
@@ -63,6 +64,11 @@ class Oracle:
         for index, sequence in enumerate(self.sequences):
             table[index, : len(sequence)] = sequence
         return {"table": jnp.asarray(table), "cost": self.cost_of.params if self.cost_of else ()}
+
+    def param_specs(self, num_shards: int) -> PyTree:
+        """How a mesh axis `model` splits them: the costing drafter's say."""
+        cost = param_specs(self.cost_of, num_shards) if self.cost_of else ()
+        return {"table": PartitionSpec(), "cost": cost}
 
     def check(self, target: Model) -> None:
         """Checks the costing drafter, if there is one."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxspec import cache as kv
 from jaxspec.errors import PromptError
@@ -25,6 +26,10 @@ from jaxspec.types import PyTree, Window
 @runtime_checkable
 class Model(Protocol):
     """A language model as pure functions.
+
+    A model may also have a method `param_specs(num_shards)`: the `PartitionSpec` of each of its
+    `params` over a mesh axis `model` of so many devices (see `LanguageModel`). Without it every
+    device of such an axis holds, and runs, all of the model.
 
     Attributes:
       name: for reports.
@@ -68,6 +73,21 @@ class Model(Protocol):
     def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
         """Logits `[..., V]` fp32 of hidden states `[..., E]`."""
         ...
+
+
+def param_specs(owner: Any, num_shards: int) -> PyTree:
+    """How a mesh axis `model` splits `owner.params`: what its method of that name says, or nowhere.
+
+    Args:
+      owner: a model, or a drafter.
+      num_shards: devices of the axis.
+
+    Returns:
+      a `PartitionSpec` for each parameter.
+    """
+    if num_shards > 1 and hasattr(owner, "param_specs"):
+        return owner.param_specs(num_shards)
+    return jax.tree.map(lambda _: PartitionSpec(), owner.params)
 
 
 class TextTokenizer:
@@ -240,6 +260,15 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """Compute and cache dtype."""
         return self.params["embedding"].dtype
+
+    def param_specs(self, num_shards: int) -> PyTree:
+        """How a mesh axis `model` of `num_shards` devices splits `params`.
+
+        Raises:
+          SettingError: it does not divide the heads, the feed-forward or the vocabulary.
+        """
+        specs = decoder.param_specs(self.config, num_shards)
+        return {name: specs[name] for name in self.params}
 
     def init_cache(self, num_rows: int, capacity: int) -> kv.KVCache:
         """A cache of `num_rows` rows of `capacity` slots in the model's dtype."""

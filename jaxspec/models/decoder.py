@@ -16,9 +16,11 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxspec import cache as kv
 from jaxspec.attention import Attention, block_attention, causal_attention
+from jaxspec.errors import SettingError
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
 from jaxspec.types import Window
@@ -53,6 +55,47 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     if not c.is_tied:
         shapes["head"] = (c.width, c.vocab_size)
     return shapes
+
+
+def param_specs(config: ModelConfig, num_shards: int) -> dict[str, Any]:
+    """The parameter pytree with each leaf's `PartitionSpec` over a mesh axis `model`.
+
+    Attention is split by KV head, the feed-forward by its hidden units, embedding and head by the
+    vocabulary, so that partial results meet only behind attention, feed-forward, embedding and head
+    (Megatron-LM, 1909.08053). A tied model has a spec for the head that may be kept besides the
+    embedding.
+
+    Raises:
+      SettingError: `num_shards` does not divide one of these.
+    """
+    for size, what in (
+        (config.num_kv_heads, "KV heads"),
+        (config.feed_forward_width, "hidden units of a feed-forward"),
+        (config.vocab_size, "tokens in the vocabulary"),
+    ):
+        if size % num_shards:
+            raise SettingError(
+                f"A mesh whose model axis has {num_shards} devices was given for a model with "
+                f"{size} {what}; that number must be a multiple of the devices, so give the model "
+                f"axis a divisor of it."
+            )
+    specs = jax.tree.map(lambda _: P(), param_shapes(config), is_leaf=_is_shape)
+    split = {
+        "qkv": P(None, "model"),
+        "qkv_bias": P("model"),
+        "output": P("model"),
+        "gate_up": P(None, None, "model"),
+        "down": P("model"),
+    }
+    layers = tuple(
+        {name: split.get(name, spec) for name, spec in layer.items()} for layer in specs["layers"]
+    )
+    return {
+        **specs,
+        "layers": layers,
+        "embedding": P("model"),
+        "head": P(None, "model"),
+    }
 
 
 def num_params(config: ModelConfig) -> int:

@@ -90,8 +90,12 @@ def attention_inputs(
 
 
 def feed_forward(params: LayerParams, x: jax.Array) -> jax.Array:
-    """SwiGLU: `down(silu(gate x) * up x)`; `gate_up` is `[E, 2, F]`."""
-    gate, up = jnp.split(project(x, params["gate_up"]), 2, axis=-1)
+    """SwiGLU: `down(silu(gate x) * up x)`; `gate_up` is `[E, 2, F]`.
+
+    It is not flattened: a `model` mesh axis splits F, and would have to move the weights for it.
+    """
+    both = jnp.tensordot(x, params["gate_up"], axes=1, precision=precision_of(x.dtype))
+    gate, up = both[..., 0, :], both[..., 1, :]
     return project(jax.nn.silu(gate) * up, params["down"])
 
 

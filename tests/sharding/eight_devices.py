@@ -1,0 +1,340 @@
+"""What `test_meshes` runs in a process of its own, on eight virtual devices.
+
+Data-parallel: every shard is alone, no collective. Tensor-parallel: the same promises within the
+mesh, and rounding between meshes. Sabotage shows that the checks can fail.
+"""
+
+import re
+
+import driver
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from driver import Driver
+
+import jaxspec
+from jaxspec import sharding
+from jaxspec.audit.judge import Finding, judge
+from jaxspec.audit.scoring import Scorer
+from jaxspec.models import decoder
+from jaxspec.plain import PlainLoop
+from jaxspec.requests import SamplingParams
+from jaxspec.schedulers import Continuous
+
+GREEDY = SamplingParams(max_tokens=12)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
+LENGTHS = (1, 30, 70, 2, 129, 5, 66, 12, 9, 64, 65, 3, 40, 1, 100, 8)
+COLLECTIVE = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|collective-permute|collective-broadcast|reduce-scatter)"
+    r"(?:-start)?\(.*"
+)
+
+
+def collectives(compiled):
+    """Lines of a program on which devices talk to each other."""
+    return [match[0] for match in COLLECTIVE.finditer(compiled.as_text())]
+
+
+def requests(params=GREEDY, lengths=LENGTHS):
+    """Prompts of tokens below 61, by row."""
+    return {row: (prompt, params) for row, prompt in enumerate(toy.prompts(lengths))}
+
+
+def moved(by_row, shift):
+    """The same requests in other rows, among other neighbours."""
+    rows = list(np.random.default_rng(shift).permutation(16))
+    return {int(rows[row]): request for row, request in by_row.items()}, rows
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """Eight shards of one device."""
+    return Driver(driver.mesh(data=8), driver.draft_model())
+
+
+@pytest.fixture(scope="module")
+def one():
+    """One device."""
+    return Driver(driver.mesh(data=1), driver.draft_model())
+
+
+@pytest.fixture(scope="module")
+def two_by_four():
+    """Two shards of four devices."""
+    return Driver(driver.mesh(data=2, model=4), driver.draft_model())
+
+
+def alone(one, by_row, **options):
+    """Outputs of requests decoded one at a time on one device."""
+    return {row: one.generate({0: request}, **options)[0] for row, request in by_row.items()}
+
+
+def test_shards_do_not_talk(eight, two_by_four):
+    for name in ("admit", "prefill", "run"):
+        assert not collectives(eight.compiled(name))
+    assert collectives(two_by_four.compiled("run"))  # the search finds what is there
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_request_is_the_same_on_every_shard_and_on_one_device(eight, one, params):
+    by_row = requests(params)
+    together = eight.generate(by_row)
+    kept = {row: eight.live_kv(row) for row in (0, 4, 14)}
+    shuffled, rows = moved(by_row, 3)
+    again = eight.generate(shuffled)
+    assert {row: again[rows[row]] for row in by_row} == together
+    for row, before in kept.items():
+        for ours, theirs in zip(eight.live_kv(rows[row]), before, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    few = dict(list(by_row.items())[2:6])
+    assert alone(one, few) == {row: together[row] for row in few}
+    assert len(set(map(tuple, together.values()))) > 8
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("which", ["eight", "two_by_four"])
+def test_speculative_equals_plain_bit_for_bit(which, params, request):
+    on_mesh = request.getfixturevalue(which)
+    num_rows = 2 * on_mesh.loop.num_shards
+    by_row = requests(params, LENGTHS[:num_rows])
+    plain = on_mesh.generate(by_row, draft_length=0)
+    plain_kv = [on_mesh.live_kv(row) for row in by_row]
+    spoil(on_mesh)
+    drafted = on_mesh.generate(by_row)
+    assert drafted == plain
+    for row in by_row:
+        for ours, theirs in zip(on_mesh.live_kv(row), plain_kv[row], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert np.sum(on_mesh.state.counts.num_draft_tokens) > 0
+
+
+def spoil(on_mesh):
+    """All KV becomes NaN: what an earlier run left cannot stand in for what this one forgets."""
+    nan = jax.jit(
+        lambda cache: jax.tree.map(
+            lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, cache
+        ),
+        out_shardings=on_mesh.loop.state_shardings.cache,
+    )
+    on_mesh.state = on_mesh.state.replace(cache=nan(on_mesh.state.cache))
+
+
+def test_every_shard_counts_its_own_rounds(eight):
+    before = np.asarray(eight.state.num_rounds)
+    by_row = {
+        2: ([1, 2, 3], SamplingParams(max_tokens=2)),
+        9: ([1, 2, 3], SamplingParams(max_tokens=20)),
+    }
+    eight.generate(by_row, draft_length=0)
+    num_rounds = np.asarray(eight.state.num_rounds) - before
+    assert num_rounds.tolist() == [0, 2, 0, 0, 20, 0, 0, 0]
+    assert eight.state.drafter.num_steps.shape == (8,)
+
+
+def test_a_shard_with_nothing_to_read_keeps_its_state(eight):
+    eight.put({row: (prompt, GREEDY) for row, prompt in enumerate(toy.prompts([90] * 16))})
+    before = jax.device_get(eight.state)
+    rows, starts = np.full((8,), -1, np.int32), np.full((8,), 0, np.int32)
+    rows[5] = 1
+    spoil(eight)
+    eight.state = eight.prefill(eight.params, eight.state, rows, starts)
+    after = jax.device_get(eight.state)
+    for layer in after.cache.layers:
+        is_written = ~np.isnan(layer.k.reshape(8, 2, 2, -1)).all(axis=-1)
+        assert np.argwhere(is_written).tolist() == [[5, 1, 0]]
+    for ours, theirs in zip(
+        jax.tree.leaves(after.replace(cache=(), drafter=())),
+        jax.tree.leaves(before.replace(cache=(), drafter=())),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    eight.generate({row: ([1], SamplingParams(max_tokens=1)) for row in range(16)})
+
+
+def test_the_state_is_donated_and_nothing_is_compiled_again(eight, two_by_four):
+    for on_mesh in (eight, two_by_four):
+        num_rows = 2 * on_mesh.loop.num_shards
+        on_mesh.generate(requests(lengths=LENGTHS[:num_rows]))
+        before = [program._cache_size() for program in on_mesh.programs()]
+        assert before == [1, 1, 1]
+        old = on_mesh.state
+        on_mesh.generate(requests(SAMPLED, lengths=LENGTHS[::-1][:num_rows]), draft_length=2)
+        assert [program._cache_size() for program in on_mesh.programs()] == before
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        state = jax.eval_shape(on_mesh.loop.init)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache.layers))
+        for name in ("admit", "prefill", "run"):
+            compiled = on_mesh.compiled(name)
+            assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes / 8
+            assert not re.search(
+                r"= f32\[(4,128|512),\d+\]\S* (copy|convert|transpose|gather)\(", compiled.as_text()
+            )
+
+
+def test_rows_that_wait_are_seated_on_their_own_shard(one):
+    scheduler = Continuous(waiting=2)
+    on_mesh = Driver(driver.mesh(data=4), driver.draft_model(), scheduler=scheduler)
+    assert on_mesh.loop.held.seats == 16
+    by_row = requests()
+    together = on_mesh.generate(by_row)
+    few = dict(list(by_row.items())[4:12])
+    assert alone(one, few) == {row: together[row] for row in few}
+
+
+def test_plain_decoding_needs_no_drafter(eight):
+    plain = Driver(driver.mesh(data=2, model=4))
+    by_row = requests(lengths=LENGTHS[:4])
+    assert_equal_or_tie(plain, by_row, plain.generate(by_row), eight.generate(by_row))
+
+
+def assert_equal_or_tie(on_mesh, by_row, ours, theirs):
+    scorer = None
+    for row, (prompt, params) in by_row.items():
+        if ours[row] == theirs[row]:
+            continue
+        scorer = scorer or Scorer(on_mesh.target, capacity=driver.CAPACITY)
+        found = judge(
+            scorer,
+            prompt_ids=prompt,
+            output_ids=ours[row],
+            reference_ids=theirs[row],
+            params=params,
+        )
+        assert found is not None
+        assert found.finding == Finding.TIE, (row, found)
+
+
+# Tensor-parallel.
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_across_meshes_outputs_are_equal_or_ties_and_kv_is_close(two_by_four, one, params):
+    by_row = requests(params, LENGTHS[1:5])
+    ours, theirs = two_by_four.generate(by_row), alone(one, by_row)
+    assert_equal_or_tie(two_by_four, by_row, ours, theirs)
+    assert sum(ours[row] == theirs[row] for row in by_row) >= 3
+    for row, request in by_row.items():
+        one.generate({0: request})
+        if ours[row] == theirs[row]:
+            for mine, other in zip(two_by_four.live_kv(row), one.live_kv(0), strict=True):
+                np.testing.assert_allclose(mine, other, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_request_is_alone_within_the_mesh(two_by_four, params):
+    by_row = requests(params, LENGTHS[1:5])
+    together = two_by_four.generate(by_row)
+    turned = two_by_four.generate({(row + 3) % 4: request for row, request in by_row.items()})
+    assert {row: turned[(row + 3) % 4] for row in by_row} == together
+    for row, request in by_row.items():
+        assert two_by_four.generate({3 - row: request})[3 - row] == together[row]
+
+
+def test_logits_are_close_across_meshes(two_by_four):
+    model = two_by_four.target
+    tokens = jnp.asarray(toy.prompts([40, 40]), jnp.int32)
+    segments = jnp.zeros_like(tokens)
+    logits = jax.jit(decoder.training_logits, static_argnums=0)
+    split = logits(model.config, two_by_four.params["target"], tokens, segments)
+    whole = logits(model.config, model.params, tokens, segments)
+    np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-4)
+    assert not np.array_equal(split, whole)  # two programs, two roundings: it is not vacuous
+
+
+def test_only_partial_sums_travel_and_only_within_a_shard(two_by_four):
+    for name in ("prefill", "run"):
+        found = collectives(two_by_four.compiled(name))
+        assert found
+        for line in found:
+            assert line.startswith("all-reduce"), line  # no weight and no KV is gathered
+            groups = re.search(r"replica_groups=(\[2,4\]<=\[8\]|\{\{0,1,2,3\},\{4,5,6,7\}\})", line)
+            assert groups, line
+
+
+def test_each_device_holds_its_part_of_the_weights_and_of_the_kv(two_by_four):
+    parameters = two_by_four.params["target"]
+    layer = parameters["layers"][0]
+    for array, axis in (
+        (parameters["embedding"], 0),
+        (parameters["head"], 1),
+        (layer["qkv"], 1),
+        (layer["output"], 0),
+        (layer["gate_up"], 2),
+        (layer["down"], 0),
+    ):
+        part = array.sharding.shard_shape(array.shape)
+        assert part[axis] * 4 == array.shape[axis]
+        assert np.prod(part) * 4 == array.size
+    for cache in (two_by_four.state.cache, two_by_four.state.drafter.cache):
+        pages = cache.layers[0].k
+        assert pages.sharding.shard_shape(pages.shape) == (
+            pages.shape[0] // 2,
+            pages.shape[1],
+            pages.shape[2] // 4,
+        )
+
+
+class Replicated:
+    """A user's model: no word on how it may be split."""
+
+    def __init__(self, model):
+        self.name, self.params, self.tokenizer = model.name, model.params, None
+        self.vocab_size, self.eos_token_ids = model.vocab_size, ()
+        self.init_cache, self.forward, self.logits = model.init_cache, model.forward, model.logits
+
+
+def test_models_that_cannot_be_split_are_replicated(one):
+    by_row = requests(lengths=LENGTHS[1:3])
+    theirs = alone(one, by_row)
+    narrow = driver.draft_model(num_kv_heads=1, num_query_heads=2)
+    on_mesh = Driver(driver.mesh(data=1, model=2), narrow)
+    assert on_mesh.state.cache.layers[0].k.sharding.shard_shape((4, 128, 32))[-1] == 16
+    pages = on_mesh.state.drafter.cache.layers[0].k
+    assert pages.sharding.shard_shape(pages.shape) == pages.shape
+    assert_equal_or_tie(on_mesh, by_row, on_mesh.generate(by_row), theirs)
+
+    model = Replicated(driver.target(num_layers=1))
+    own = Driver(driver.mesh(data=1, model=2), jaxspec.NGram(), model=model)
+    assert not collectives(own.compiled("run"))
+    assert own.generate(by_row) == own.generate(by_row, draft_length=0)
+
+
+def test_explicit_axes_and_their_order_do_not_matter():
+    explicit = jax.make_mesh((4, 2), ("model", "data"))
+    ours = sharding.check_mesh(explicit)
+    assert ours.axis_names == ("data", "model")
+    assert ours.devices.tolist() == explicit.devices.T.tolist()
+    assert sharding.num_data_shards(ours) == 2
+    assert sharding.num_model_shards(ours) == 4
+
+
+# Sabotage: each of these is a bug that the checks above must see.
+
+
+def test_a_chunk_of_another_shards_row_is_seen(monkeypatch):
+    """Every shard reads the chunk that shard 0 wants."""
+    real = sharding.ShardedLoop.prefill
+
+    def wrong(self, params, state, rows, starts):
+        return real(self, params, state, rows, jnp.broadcast_to(starts[:1], starts.shape))
+
+    by_row = requests(lengths=LENGTHS[:4])
+    model = driver.target(num_layers=1)
+    right = Driver(driver.mesh(data=2), model=model).generate(by_row)
+    monkeypatch.setattr(sharding.ShardedLoop, "prefill", wrong)
+    assert Driver(driver.mesh(data=2), model=model).generate(by_row) != right
+
+
+def test_a_program_that_talks_is_seen(monkeypatch):
+    """All shards run until the last of them has ended."""
+    real = PlainLoop.run
+
+    def wrong(self, params, state, num_rounds, min_running):
+        return real(self, params, state, jax.lax.pmax(num_rounds, "data"), min_running)
+
+    model = driver.target(num_layers=1)
+    assert not collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))
+    monkeypatch.setattr(PlainLoop, "run", wrong)
+    assert collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))

@@ -1,0 +1,181 @@
+"""What `test_meshes` runs in a process of its own: `Engine(mesh=...)` on eight virtual devices."""
+
+import jax
+import numpy as np
+import pytest
+import ties
+import toy
+
+import jaxspec
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.requests import SamplingParams
+from jaxspec.schedulers import Continuous, Pool, Static
+
+LENGTHS = (1, 30, 70, 2, 129, 5, 66, 12, 9, 64, 65, 3)
+PARAMS = [
+    SamplingParams(max_tokens=4 + 3 * (i % 5), temperature=0.8 * (i % 2), top_k=20, seed=i)
+    for i in range(len(LENGTHS))
+]
+
+
+def target():
+    return toy.model(vocab_size=64, num_kv_heads=4)
+
+
+def engine(mesh, scheduler=None, *, seats=8, layout="ragged"):
+    draft = jaxspec.DraftModel(toy.model(seed=1, vocab_size=64, num_kv_heads=4, num_layers=1))
+    return Engine(
+        target(),
+        draft,
+        scheduler=scheduler,
+        layout=layout,
+        seats=seats,
+        capacity=256,
+        prefill_chunk=64,
+        rounds_per_sync=4,
+        mesh=mesh,
+    )
+
+
+def token_ids(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return toy.prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def one():
+    """One device, with the seats of a shard."""
+    return engine(None, seats=2)
+
+
+@pytest.fixture(scope="module")
+def expected(one, prompts):
+    return token_ids(one.generate(prompts, PARAMS))
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four shards of one device; axes `Explicit`, as `make_mesh` makes them."""
+    return engine(jax.make_mesh((4,), ("data",)))
+
+
+@pytest.mark.parametrize("scheduler", [Continuous(), Static(), Pool(window_size=3)])
+def test_outputs_are_those_of_one_device_with_the_seats_of_a_shard(
+    four, prompts, expected, scheduler
+):
+    on_mesh = four
+    if not isinstance(scheduler, Continuous):
+        on_mesh = engine(four.mesh, scheduler)
+    seen = []
+    assert token_ids(on_mesh.generate(prompts, PARAMS, on_progress=seen.append)) == expected
+    assert all(rounds > 0 for rounds in np.asarray(on_mesh.state.num_rounds))  # all shards worked
+    assert seen[-1].num_finished == len(prompts)
+    assert seen[-1].num_rounds == int(np.sum(on_mesh.state.num_rounds))
+
+
+def test_the_aligned_layout_aligns_the_rows_of_a_shard(four, one, prompts):
+    on_mesh = engine(four.mesh, Static(), layout="aligned")
+    assert_equal_or_ties(
+        on_mesh.target, on_mesh.generate(prompts, PARAMS), one.generate(prompts, PARAMS)
+    )
+    assert on_mesh.state.schedule.num_slots_moved.shape == (4,)
+    assert np.sum(on_mesh.state.schedule.num_slots_moved) > 0
+
+
+def assert_equal_or_ties(target, completions, witness):
+    for ours, theirs, params in zip(completions, witness, PARAMS, strict=True):
+        ties.divergences(target, [ours], [theirs], params)
+
+
+def test_speculative_equals_plain_and_order_does_not_matter(four, prompts, expected):
+    assert token_ids(four.generate(prompts, PARAMS, speculate=False)) == expected
+    backwards = four.generate(prompts[::-1], PARAMS[::-1])
+    assert token_ids(backwards)[::-1] == expected
+
+
+def test_nothing_is_compiled_again(four, prompts):
+    four.generate(prompts, PARAMS)
+    programs = (four._admit, four._prefill, four._run, four._init)
+    assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+
+
+def test_requests_one_by_one(four, prompts, expected):
+    ids = [four.submit(prompt, params) for prompt, params in zip(prompts, PARAMS, strict=True)]
+    victim = four.submit(prompts[1], SamplingParams(max_tokens=100))
+    done = {completion.request_id: completion for completion in four.step()}
+    four.cancel(victim)
+    while four.has_unfinished:
+        done |= {completion.request_id: completion for completion in four.step()}
+    assert [done[name].token_ids for name in ids] == expected
+    assert done[victim].stop_reason == "cancelled"
+    pieces = list(four.stream(prompts[4], PARAMS[4]))
+    assert [token for piece in pieces for token in piece.token_ids] == list(expected[4])
+
+
+def test_rows_are_shared_out_evenly(four):
+    for _ in range(4):
+        four.submit([1, 2, 3], SamplingParams(max_tokens=50))
+    four.step()
+    held = np.array([ticket is not None for ticket in four._rows]).reshape(4, -1)
+    assert held.sum(axis=1).tolist() == [1, 1, 1, 1]
+    while four.has_unfinished:
+        four.step()
+
+
+def test_new_weights_go_where_the_old_ones_are(four, prompts, expected):
+    other = toy.model(seed=5, vocab_size=64, num_kv_heads=4)
+    old = target().params
+    four.update_params(target=other.params)
+    assert token_ids(four.generate(prompts, PARAMS)) != expected
+    four.update_params(target=old)
+    assert token_ids(four.generate(prompts, PARAMS)) == expected
+    assert four._run._cache_size() == 1
+
+
+def test_two_by_four(one, prompts):
+    on_mesh = engine(jax.make_mesh((2, 4), ("data", "model")), seats=4)
+    completions = on_mesh.generate(prompts, PARAMS)
+    together = token_ids(completions)
+    assert token_ids(on_mesh.generate(prompts, PARAMS, speculate=False)) == together
+    assert [on_mesh.generate([prompts[i]], PARAMS[i])[0].token_ids for i in (4, 7)] == [
+        together[i] for i in (4, 7)
+    ]
+    witness = one.generate(prompts, PARAMS)
+    assert_equal_or_ties(on_mesh.target, completions, witness)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(completions, witness, strict=True)) > 8
+    assert on_mesh.describe()["mesh"] == {"data": 2, "model": 4}
+    memory, state = on_mesh.memory, on_mesh.state
+    part = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    weights = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(on_mesh._params)]
+    assert memory.num_devices == 8
+    assert (memory.state_bytes, memory.weights_bytes) == (part, sum(weights))
+    assert "on each of 8 devices" in memory.sentence
+
+
+def test_meshes_that_do_not_fit_are_refused():
+    with pytest.raises(SettingError, match=r"6 seats were given .* 4 shards"):
+        engine(jax.make_mesh((4,), ("data",)), seats=6)
+    with pytest.raises(SettingError, match=r"axes \(batch\)"):
+        engine(jax.make_mesh((4,), ("batch",)))
+    with pytest.raises(SettingError, match=r"model axis has 8 devices .* 4 KV heads"):
+        engine(jax.make_mesh((1, 8), ("data", "model")))
+
+
+def test_a_mesh_of_some_devices_says_so(caplog):
+    engine(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    assert "using 4 of 8 CPUs" in caplog.text
+    caplog.clear()
+    engine(jax.make_mesh((8,), ("data",)))
+    assert "using" not in caplog.text
+
+
+def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
+    need = engine(jax.make_mesh((8,), ("data",)), Static(), seats=32).memory.state_bytes
+    monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: 8 * (need - 1))
+    with pytest.raises(SettingError, match=r"32 seats .* the most that fits is 24 seats"):
+        engine(jax.make_mesh((8,), ("data",)), Static(), seats=32)

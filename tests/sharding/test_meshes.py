@@ -1,0 +1,96 @@
+"""Meshes, on eight virtual devices: two modules of tests, each in a process of its own, for the
+suite has one device."""
+
+import ast
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+
+import jax
+import numpy as np
+import pytest
+import toy
+from jax.sharding import Mesh
+
+from jaxspec import sharding
+from jaxspec.errors import SettingError
+
+HERE = pathlib.Path(__file__).parent
+MODULES = ("eight_devices.py", "engine_on_eight_devices.py")
+NAMES = [
+    (module, node.name)
+    for module in MODULES
+    for node in ast.parse((HERE / module).read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+]
+
+
+@functools.cache
+def failures(module):
+    """What went wrong in a module's tests, by name; an empty list where all cases of one passed."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", f"--junitxml={path}"]
+        done = subprocess.run(
+            [*command, str(HERE / module)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+            cwd=HERE.parent.parent,
+        )
+        assert path.exists(), done.stdout + done.stderr
+        found = {}
+        for case in ElementTree.parse(path).iter("testcase"):
+            failed = found.setdefault(case.get("name", "").split("[")[0], [])
+            failed += [child.text for child in case if not child.tag.startswith("system-")]
+    return found
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_on_eight_devices(module, name):
+    assert name in failures(module)
+    assert not failures(module)[name], "\n".join(map(str, failures(module)[name]))
+
+
+def mesh(*axes):
+    """A mesh of one device with these axes."""
+    return Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(axes)), axes)
+
+
+@pytest.mark.parametrize("axes", [("model",), ("data", "expert"), ("batch",)])
+def test_other_axes_are_refused(axes):
+    with pytest.raises(SettingError, match=rf"axes \({', '.join(axes)}\)"):
+        sharding.check_mesh(mesh(*axes))
+
+
+class Wide:
+    """As much of a mesh as its sizes."""
+
+    def __init__(self):
+        self.shape = {"data": 3, "model": 4}
+
+
+def test_seats_that_the_data_axis_does_not_divide_are_refused():
+    assert sharding.seats_per_shard(6, Wide()) == 2
+    with pytest.raises(SettingError, match=r"8 seats were given .* 3 shards"):
+        sharding.seats_per_shard(8, Wide())
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"num_kv_heads": 2}, "2 KV heads"),
+        ({"feed_forward_width": 50}, "50 hidden units"),
+        ({"vocab_size": 61}, "61 tokens in the vocabulary"),
+    ],
+)
+def test_a_model_that_the_model_axis_does_not_divide_is_refused(changes, what):
+    fits = {"num_kv_heads": 4, "vocab_size": 64, "num_layers": 1}
+    toy.model(**fits).param_specs(4)
+    with pytest.raises(SettingError, match=f"model axis has 4 devices .* {what}"):
+        toy.model(**(fits | changes)).param_specs(4)
