@@ -22,6 +22,7 @@ LAYERS = [
     ("requests", "environment"),
     ("loops",),
     ("memory", "serving"),
+    ("analysis",),
     ("engine", "prompts"),
     ("training", "bench", "audit", "testing"),
     ("commands",),
