@@ -9,6 +9,7 @@ program (equal), and against the window-1 loop (equal, or a proven tie within ro
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -172,7 +173,7 @@ class DecodeBench:
             floor_ms = 1e3 * self._floor_s(batch_size, length, ceilings)
             runs.append(
                 {
-                    "drafter": self.drafter.name if length else "none",
+                    "drafter": public_name(self.drafter.name) if length else "none",
                     "batch_size": batch_size,
                     "draft_length": length,
                     "window": engines[index].shape.window,
@@ -246,8 +247,7 @@ class DecodeBench:
         del state
         seconds = time_in_turns(list(parts.values()), self.repeats)
         ms = {
-            name: 1e3 * statistics.median(times)
-            for name, times in zip(parts, seconds, strict=True)
+            name: 1e3 * statistics.median(times) for name, times in zip(parts, seconds, strict=True)
         }
         whole = ms.pop("round")
         split = {name: ms.get(name, 0.0) for name in ("draft", "target", "verify")}
@@ -275,7 +275,7 @@ class DecodeBench:
     ) -> dict[str, Any]:
         """Constants fitted to forward passes of each model and of both, and their errors."""
         windows = sorted({1, *(length + 1 for length in self.draft_lengths)})
-        contexts = (self.context, 4 * self.context)
+        contexts = (self.context, 2 * self.context, 4 * self.context)
         models = {"target": self.target, "draft": self.draft_model}
         measured = {}
         for name, model in models.items():
@@ -379,6 +379,13 @@ def agreement(
         )
         num_not_ties += divergence is not None and divergence.finding != Finding.TIE
     return num_equal, num_not_ties
+
+
+def public_name(name: str) -> str:
+    """A model's, drafter's or file's name without the directories of this machine."""
+    kind, colon, rest = name.rpartition(":")
+    path = pathlib.Path(rest)
+    return f"{kind}{colon}{path.name}" if path.exists() else name
 
 
 def peak_memory(program: stages.Repeated) -> dict[str, Any]:

@@ -126,9 +126,7 @@ class HuggingFace:
 
         longest = max(map(len, batch))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch])
-        mask = torch.tensor(
-            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
-        )
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
         with torch.inference_mode():
             output = self.target.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, **settings
@@ -174,9 +172,7 @@ def _at_batch(
         ngram = dataclasses.replace(bench, drafter=NGram())
         ours |= {f"ngram {_name(length)}": ngram.engine(1, length) for length in lengths[1:]}
     theirs = {
-        "hf greedy": lambda: hf.greedy(
-            bench.prompts, batch_size=batch_size, max_tokens=max_tokens
-        )
+        "hf greedy": lambda: hf.greedy(bench.prompts, batch_size=batch_size, max_tokens=max_tokens)
     }
     if batch_size == 1:
         for length in (None, *bench.draft_lengths):

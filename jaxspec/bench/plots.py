@@ -32,7 +32,7 @@ def plot_decode(document: Mapping[str, Any]) -> Any:
     batches = sorted({run["batch_size"] for run in runs})
     config = document["config"]
     drafter = next((run["drafter"] for run in runs if run["draft_length"]), "no drafter")
-    figure.suptitle(f"{_base(config['target'])}, {_base(drafter)}")
+    figure.suptitle(f"{config['target']}, {drafter}")
 
     for length, marker in zip(lengths, itertools.cycle(MARKERS), strict=False):
         line = [run for run in runs if run["draft_length"] == length]
@@ -119,9 +119,3 @@ def _dress(axes: Any, x: str, y: str, title: str) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-
-
-def _base(name: str) -> str:
-    """The last part of a path, and a name as it is."""
-    kind, _, rest = name.rpartition(":")
-    return f"{kind}: {pathlib.PurePath(rest).name}" if kind else pathlib.PurePath(rest).name

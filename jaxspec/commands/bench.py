@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import compile_times
-from jaxspec.bench.decode import DecodeBench
+from jaxspec.bench.decode import DecodeBench, public_name
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
 from jaxspec.bench.plots import write_plot
 from jaxspec.checkpoint import load_model
@@ -109,9 +109,7 @@ class DecodeCommand:
             against = []
             if self.against is not None:
                 hf = HuggingFace.load(self.target, draft, dtype=self.dtype)
-                against = compare(
-                    bench, hf, batch_sizes=self.batch_sizes, repeats=self.repeats
-                )
+                against = compare(bench, hf, batch_sizes=self.batch_sizes, repeats=self.repeats)
             results = bench.run()
             status.update("measuring compile times in another process")
             results["compile"] = compile_times(
@@ -129,7 +127,9 @@ class DecodeCommand:
         name = "sample prompts" if self.prompts is None else self.prompts.name
         document = make_document(
             "bench decode",
-            dataclasses.replace(self, target=_name(self.target), draft=draft and _name(draft)),
+            dataclasses.replace(
+                self, target=public_name(self.target), draft=draft and public_name(draft)
+            ),
             **{**results, "holds": holds},
             against=against,
             inputs={} if self.prompts is None else {name: sha256_of(self.prompts)},
@@ -246,9 +246,9 @@ class PredictCommand:
             "bench predict",
             dataclasses.replace(
                 self,
-                target=_name(self.target),
-                draft=_name(self.draft),
-                device=_name(self.device),
+                target=public_name(self.target),
+                draft=public_name(self.draft),
+                device=public_name(self.device),
             ),
             target_device=devices[0].to_json(),
             draft_device=devices[1].to_json(),
@@ -530,9 +530,3 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
 def _ends_section(rows: Sequence[Mapping[str, Any]], index: int) -> bool:
     """Whether the next row is of another batch size."""
     return index + 1 < len(rows) and rows[index + 1]["batch_size"] != rows[index]["batch_size"]
-
-
-def _name(name: str) -> str:
-    """A model's or file's name without the directories of this machine."""
-    path = pathlib.Path(name)
-    return path.name if path.exists() else name
