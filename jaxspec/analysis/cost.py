@@ -20,6 +20,7 @@ where there is one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -261,8 +262,8 @@ def fit_device(
 ) -> Fit:
     """A device whose predicted passes fit the measured ones, by least squares on relative errors.
 
-    Every third measurement is held out. Rates cannot exceed the ceilings, so a kind of work that
-    the measurements say nothing about gets the ceiling instead of infinity.
+    A third of the measurements is held out (`is_held_out`). Rates cannot exceed the ceilings, so a
+    kind of work that the measurements say nothing about gets the ceiling instead of infinity.
 
     Args:
       measured: at least 6 passes; several batches, windows and contexts tell the constants apart.
@@ -280,15 +281,17 @@ def fit_device(
             f"{len(measured)} measured passes were given; fitting four constants and holding out a "
             "third takes at least 6, so measure more batch sizes or draft lengths."
         )
-    fitted = [point for index, point in enumerate(measured) if index % 3 != 2]
-    held_out = measured[2::3]
-    # Seconds per byte, KV byte, FLOP and layer; the first three have a least value.
-    least = np.array([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 0.0])
-    fastest = min(p.seconds / (p.work.config.num_layers + 1) for p in fitted)
-    scale = np.array([*least[:3], fastest])
+    is_out = is_held_out(len(measured))
+    fitted = [point for point, out in zip(measured, is_out, strict=True) if not out]
+    held_out = [point for point, out in zip(measured, is_out, strict=True) if out]
+    # Logarithms of the seconds per byte, KV byte, FLOP and layer. Rates have a least value, and a
+    # layer at most what the quickest pass leaves for each of its own.
+    quickest = min(p.seconds / (p.work.config.num_layers + 1) for p in fitted)
+    lowest = np.log([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 1e-9])
+    highest = np.append(lowest[:3] + np.log(1e4), max(np.log(quickest), lowest[3] + 1))
 
-    def device_of(constants: np.ndarray) -> Device:
-        weights, kv, product, layer = (float(value) for value in constants * scale)
+    def device_of(logs: np.ndarray) -> Device:
+        weights, kv, product, layer = (float(value) for value in np.exp(logs))
         return Device(
             name=name,
             bytes_per_s=1 / weights,
@@ -299,16 +302,21 @@ def fit_device(
             source=source,
         )
 
-    def residuals(constants: np.ndarray) -> np.ndarray:
-        device = device_of(constants)
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        device = device_of(logs)
         return np.array([device.pass_s(p.work) / p.seconds - 1 for p in fitted])
 
-    # A sum of maxima has kinks, so several starts: how far below its ceiling each rate may be.
-    lowest = np.array([1.0, 1.0, 1.0, 0.0])
-    highest = np.array([1e4, 1e4, 1e4, 1e4])
-    starts = [(2, 2, 2, 0.5), (1.1, 5, 5, 0.1), (5, 5, 1.1, 0.1), (5, 1.1, 2, 0.9), (10, 10, 10, 1)]
+    # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
+    # by one of these factors, each with dear and with cheap layers.
+    starts = [
+        np.append(lowest[:3] + np.log(factors), highest[3] + np.log(share))
+        for factors in itertools.product((1.5, 6.0), repeat=3)
+        for share in (0.03, 0.5)
+    ]
     solutions = [
-        optimize.least_squares(residuals, start, bounds=(lowest, highest), x_scale="jac")
+        optimize.least_squares(
+            residuals, np.clip(start, lowest + 1e-6, highest - 1e-6), bounds=(lowest, highest)
+        )
         for start in starts
     ]
     device = device_of(min(solutions, key=lambda solution: solution.cost).x)
@@ -317,6 +325,12 @@ def fit_device(
         return tuple(abs(device.pass_s(p.work) / p.seconds - 1) for p in points)
 
     return Fit(device=device, errors=errors(fitted), held_out_errors=errors(held_out))
+
+
+def is_held_out(num_points: int) -> list[bool]:
+    """Which of so many measurements a fit leaves out: a third, drawn without regard to order."""
+    chosen = np.random.default_rng(0).permutation(num_points)[: num_points // 3]
+    return [index in set(chosen.tolist()) for index in range(num_points)]
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -24,7 +24,7 @@ from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
 from jaxspec.bench import stages
 from jaxspec.bench.floor import Ceilings, measure_ceilings, time_in_turns
-from jaxspec.cache import BLOCK
+from jaxspec.cache import BLOCK, round_up_to_block
 from jaxspec.decoding import SpeculativeLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -52,6 +52,7 @@ class DecodeBench:
       batch_sizes: seats.
       draft_lengths: tokens drafted per round.
       repeats: timed runs of each engine.
+      slots: per row; None for what the longest prompt needs.
       say: told what is being done.
     """
 
@@ -64,13 +65,15 @@ class DecodeBench:
     batch_sizes: Sequence[int]
     draft_lengths: Sequence[int]
     repeats: int
+    slots: int | None = None
     say: Say = lambda message: None
 
     @property
     def capacity(self) -> int:
-        """The same for all engines."""
+        """Slots per row, the same for all engines, in whole blocks."""
         longest = max(map(len, self.prompts)) + self.params.max_tokens
-        return longest + max(self.draft_lengths) + 1
+        needed = longest + max(self.draft_lengths) + 1
+        return round_up_to_block(max(needed, self.slots or 0))
 
     @property
     def draft_model(self) -> LanguageModel | None:
@@ -112,6 +115,7 @@ class DecodeBench:
             "num_prompts": len(self.prompts),
             "prompt_tokens": [len(prompt) for prompt in self.prompts],
             "context": self.context,
+            "capacity": self.capacity,
             "ceilings": {name: dataclasses.asdict(value) for name, value in ceilings.items()},
             "runs": runs,
             "cost_model": {name: value for name, value in model.items() if name != "pair"},
@@ -275,7 +279,8 @@ class DecodeBench:
     ) -> dict[str, Any]:
         """Constants fitted to forward passes of each model and of both, and their errors."""
         windows = sorted({1, *(length + 1 for length in self.draft_lengths)})
-        contexts = (self.context, 2 * self.context, 4 * self.context)
+        most = self.capacity - max(windows)
+        contexts = (most // 4, most // 2, most)
         models = {"target": self.target, "draft": self.draft_model}
         measured = {}
         for name, model in models.items():
@@ -286,6 +291,7 @@ class DecodeBench:
                     batches=sorted(set(self.batch_sizes)),
                     windows=windows,
                     contexts=contexts,
+                    capacity=self.capacity,
                     repeats=self.repeats,
                 )
         everything = [point for points in measured.values() for point in points]
@@ -324,9 +330,9 @@ class DecodeBench:
                         "context": point.work.context,
                         "ms": 1e3 * point.seconds,
                         "predicted_ms": 1e3 * fits[name].device.pass_s(point.work),
-                        "is_held_out": index % 3 == 2,
+                        "is_held_out": is_out,
                     }
-                    for index, point in enumerate(points)
+                    for point, is_out in zip(points, cost.is_held_out(len(points)), strict=True)
                 ]
                 for name, points in measured.items()
             },

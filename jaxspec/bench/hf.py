@@ -170,18 +170,18 @@ def _at_batch(
     ours = {_name(length): bench.engine(batch_size, length) for length in lengths}
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
-        ours |= {f"ngram {_name(length)}": ngram.engine(1, length) for length in lengths[1:]}
+        ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths[1:]}
     theirs = {
         "hf greedy": lambda: hf.greedy(bench.prompts, batch_size=batch_size, max_tokens=max_tokens)
     }
     if batch_size == 1:
         for length in (None, *bench.draft_lengths):
-            setting = "defaults" if length is None else f"draft length {length}"
+            setting = "defaults" if length is None else f"matched {length}"
             if hf.draft is not None:
                 theirs[f"hf assisted, {setting}"] = lambda length=length: hf.assisted(
                     bench.prompts, max_tokens=max_tokens, draft_length=length
                 )
-            theirs[f"hf prompt lookup, {setting}"] = lambda length=length: hf.lookup(
+            theirs[f"hf lookup, {setting}"] = lambda length=length: hf.lookup(
                 bench.prompts, max_tokens=max_tokens, draft_length=length
             )
 
@@ -231,7 +231,7 @@ def _at_batch(
 
 
 def _name(draft_length: int) -> str:
-    return f"draft length {draft_length}" if draft_length else "plain"
+    return f"drafted {draft_length}" if draft_length else "plain"
 
 
 def versions() -> dict[str, str]:

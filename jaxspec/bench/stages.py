@@ -1,8 +1,8 @@
 """What a round spends its time on: its stages compiled apart, and forward passes on a grid.
 
 A stage is timed inside a loop of its own on the device, as it runs inside the decode loop: no
-dispatch, no transfer. Its inputs are those of a real state in mid-decode; each repetition is made
-to depend on the one before, or XLA would compute once what does not change.
+dispatch, no transfer. Its inputs are those of a real state in mid-decode, and made to look new in
+every repetition, or XLA would compute once what does not change.
 """
 
 from __future__ import annotations
@@ -58,10 +58,8 @@ class Repeated:
             shapes = jax.eval_shape(stage, params, fixed, moving)[1]
             nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-            def body(_, carry):
-                moving, outputs = carry
-                again, _ = lax.optimization_barrier((fixed, outputs))
-                return stage(params, again, moving)
+            def body(index, carry):
+                return stage(params, changing(fixed, index), carry[0])
 
             return lax.fori_loop(0, num_times, body, (moving, nothing))
 
@@ -79,6 +77,20 @@ class Repeated:
         if memory is None:
             return None
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def changing(tree: PyTree, index: jax.Array) -> PyTree:
+    """The same values, but to the compiler others in every iteration `index` of a loop.
+
+    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
+    drops them first).
+    """
+    zero = jnp.minimum(index, 0)
+
+    def change(leaf: jax.Array) -> jax.Array:
+        return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
+
+    return jax.tree.map(change, tree)
 
 
 def mid_decode(
@@ -101,12 +113,27 @@ def mid_decode(
     state: DecodeState = jax.tree.map(jnp.copy, engine.state)
     engine.reset()
     every_row = jnp.zeros((seats,), jnp.int32)
-    return state.replace(
+    state = state.replace(
         finish=every_row + Finish.RUNNING,
         limit=every_row + engine.longest_prompt + 1,
         draft_limit=every_row + draft_length,
         stop_tokens=jnp.full_like(state.stop_tokens, -1),
     )
+    loop = engine._loop
+    if not isinstance(loop, SpeculativeLoop):
+        return state
+
+    # The last round of a row that has room for one token drafts nothing, so the drafter may lag.
+    @jax.jit
+    def catch_up(params, state, row):
+        drafter = loop.drafter.catch_up(
+            loop.held, params["drafter"], state.drafter, rows_of(state), row
+        )
+        return state.replace(drafter=drafter)
+
+    for row in range(seats):
+        state = catch_up(loop.params, state, np.int32(row))
+    return state
 
 
 def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, Repeated]:
@@ -210,26 +237,27 @@ def _copy(tree: PyTree) -> PyTree:
 
 
 def forward_runs(
-    model: LanguageModel, *, batch: int, window: int, contexts: Sequence[int]
+    model: LanguageModel, *, batch: int, window: int, contexts: Sequence[int], capacity: int
 ) -> list[tuple[Pass, Run]]:
     """A forward pass with the head behind each of several contexts, one compiled program for all.
 
     What the cache holds makes no difference to the time, so it holds zeros.
+
+    Args:
+      contexts: committed slots before the window.
+      capacity: slots per row, as many as the engine's that the times are to speak for.
     """
-    longest = max(contexts) + window
-    cache = model.init_cache(batch, longest)
+    cache = model.init_cache(batch, capacity)
 
     def program(params, cache, start, num_times):
         positions = start + jnp.arange(window, dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, (batch, window))
         tokens = jnp.zeros((batch, window), jnp.int32)
 
-        def body(_, carry):
-            cache, logits = carry
-            inputs, _ = lax.optimization_barrier(((tokens, positions), logits))
-            again, places = inputs
+        def body(index, carry):
+            again, places = changing((tokens, positions), index)
             where = Window(start=places[:, 0], positions=places, slots=places)
-            cache, (_, logits) = _score(model, params, again, where, cache)
+            cache, (_, logits) = _score(model, params, again, where, carry[0])
             return cache, logits
 
         logits = jnp.zeros((batch, window, model.vocab_size), jnp.float32)
@@ -267,13 +295,16 @@ def measure_passes(
     batches: Sequence[int],
     windows: Sequence[int],
     contexts: Sequence[int],
+    capacity: int,
     repeats: int,
 ) -> list[Measured]:
     """Median seconds of forward passes at every combination, all of them timed in turns."""
     passes = [
         pair
         for batch, window in itertools.product(batches, windows)
-        for pair in forward_runs(model, batch=batch, window=window, contexts=contexts)
+        for pair in forward_runs(
+            model, batch=batch, window=window, contexts=contexts, capacity=capacity
+        )
     ]
     seconds = time_in_turns([run for _, run in passes], repeats)
     return [

@@ -68,6 +68,9 @@ class DecodeCommand:
     """0 is greedy."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of parameters, compute and cache."""
+    capacity: int | None = None
+    """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
+    up to it."""
     repeats: int = 5
     """Timed runs of each kind; medians count."""
     against: Literal["hf"] | None = None
@@ -104,6 +107,7 @@ class DecodeCommand:
                 batch_sizes=self.batch_sizes,
                 draft_lengths=self.draft_lengths,
                 repeats=self.repeats,
+                slots=self.capacity,
                 say=status.update,
             )
             against = []

@@ -112,8 +112,8 @@ def test_tables_fit_80_columns(document, capsys):
     console = bench.Console(width=80)
     pair = {
         "batch_size": 8,
-        "hf": "hf prompt lookup, draft length 4",
-        "ours": "ngram draft length 4",
+        "hf": "hf assisted, matched 16",
+        "ours": "n-gram 16",
         "hf_tokens_per_s": 1234.0,
         "tokens_per_s": 12345.0,
         "ratio_to_hf": 3.5,
@@ -251,6 +251,10 @@ def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
     expected = engine.generate(prompts, SamplingParams(max_tokens=18, ignore_eos=True))
     assert np.array_equal(middle.num_committed, [4 + 6, 11 + 6])
     loop = engine._loop
+    draft, _ = loop.drafter.propose(
+        loop.shape, loop.params["drafter"], middle.drafter, stages.rows_of(middle)
+    )
+    assert np.array_equal(draft.num_valid, [3, 3])
     rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(loop, params), state))
     after = rounds(loop.params, middle)
     for row, (prompt, completion) in enumerate(zip(prompts, expected, strict=True)):
