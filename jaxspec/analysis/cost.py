@@ -5,7 +5,8 @@ A forward pass of a model with L layers over B rows, a window of T tokens and S 
     max(W / bandwidth, 2 P B T / rate)                  products of the layers, weights read once
     + max((W_head + 8 B T V) / bandwidth, ... / rate)   head, logits written and read in fp32
     + max(KV / kv_bandwidth, 4 B T S Q H L / rate)      attention over the live slots
-    + (L + 1) layer_s                                   launches, norms; the head is one more layer
+    + (L (1 + S / block) + 1) step_s                    what runs one after the other: the layers,
+                                                        their blocks of KV, the head
 
 and a speculative round N draft passes of one token, a target pass of N + 1, and `round_s` for
 verifying and committing. A sum of maxima per kind of kernel is tighter than one maximum of sums
@@ -45,7 +46,8 @@ class Pass:
       window: T, tokens of each row.
       context: S, live slots of each row, the window's own included.
       itemsize: bytes of a parameter and of a component of the KV cache.
-      block: slots that attention reads at a time, so that partly filled blocks are counted whole.
+      block: slots that attention reads at a time, one block after the other, so that partly filled
+        ones are counted whole; None where one kernel reads them all.
     """
 
     config: ModelConfig
@@ -53,7 +55,7 @@ class Pass:
     window: int
     context: float
     itemsize: int = 2
-    block: int = 1
+    block: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -95,8 +97,18 @@ class Pass:
         return sum(flops for _, flops in self.kernels())
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of KV that attention reads one after the other; 0 where one kernel reads all."""
+        return math.ceil(self.context / self.block) if self.block else 0
+
+    @property
+    def num_steps(self) -> int:
+        """What runs one after the other: layers, the blocks of each, the head."""
+        return self.config.num_layers * (1 + self.num_blocks) + 1
+
+    @property
     def _slots(self) -> float:
-        return math.ceil(self.context / self.block) * self.block
+        return self.num_blocks * self.block if self.block else self.context
 
     def kernels(self) -> tuple[tuple[float, float], ...]:
         """Bytes and FLOPs of the layers' products, of the head, and of attention."""
@@ -122,7 +134,8 @@ class Device:
       bytes_per_s: at which weights and logits stream.
       kv_bytes_per_s: at which attention reads live KV.
       flops_per_s: of products in the model's dtype.
-      layer_s: of every layer whatever it computes.
+      step_s: of everything that waits for what came before it, whatever it computes: launches,
+        small kernels, synchronisation.
       round_s: of a round besides its forward passes: verify, commit, the loop.
       source: where the constants come from, in words.
     """
@@ -131,7 +144,7 @@ class Device:
     bytes_per_s: float
     kv_bytes_per_s: float
     flops_per_s: float
-    layer_s: float
+    step_s: float
     round_s: float
     source: str
 
@@ -142,7 +155,7 @@ class Device:
             max(layers[0] / self.bytes_per_s, layers[1] / self.flops_per_s)
             + max(head[0] / self.bytes_per_s, head[1] / self.flops_per_s)
             + max(attention[0] / self.kv_bytes_per_s, attention[1] / self.flops_per_s)
-            + (work.config.num_layers + 1) * self.layer_s
+            + work.num_steps * self.step_s
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -187,7 +200,7 @@ def _datasheet(name: str, *, bytes_per_s: float, flops_per_s: float) -> Device:
         bytes_per_s=0.75 * bytes_per_s,
         kv_bytes_per_s=0.75 * bytes_per_s,
         flops_per_s=0.65 * flops_per_s,
-        layer_s=8e-6,
+        step_s=8e-6,
         round_s=40e-6,
         source=_ASSUMED,
     )
@@ -210,7 +223,7 @@ def ceiling(device: Device) -> Device:
         bytes_per_s=device.bytes_per_s / 0.75,
         kv_bytes_per_s=device.kv_bytes_per_s / 0.75,
         flops_per_s=device.flops_per_s / 0.65,
-        layer_s=0.0,
+        step_s=0.0,
         round_s=0.0,
         source="datasheet peaks without overheads: a ceiling",
     )
@@ -284,20 +297,20 @@ def fit_device(
     is_out = is_held_out(len(measured))
     fitted = [point for point, out in zip(measured, is_out, strict=True) if not out]
     held_out = [point for point, out in zip(measured, is_out, strict=True) if out]
-    # Logarithms of the seconds per byte, KV byte, FLOP and layer. Rates have a least value, and a
-    # layer at most what the quickest pass leaves for each of its own.
-    quickest = min(p.seconds / (p.work.config.num_layers + 1) for p in fitted)
+    # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a least value, and a
+    # step takes at most what the quickest pass leaves for each of its own.
+    quickest = min(p.seconds / p.work.num_steps for p in fitted)
     lowest = np.log([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 1e-9])
     highest = np.append(lowest[:3] + np.log(1e4), max(np.log(quickest), lowest[3] + 1))
 
     def device_of(logs: np.ndarray) -> Device:
-        weights, kv, product, layer = (float(value) for value in np.exp(logs))
+        weights, kv, product, step = (float(value) for value in np.exp(logs))
         return Device(
             name=name,
             bytes_per_s=1 / weights,
             kv_bytes_per_s=1 / kv,
             flops_per_s=1 / product,
-            layer_s=layer,
+            step_s=step,
             round_s=round_s,
             source=source,
         )
@@ -307,7 +320,7 @@ def fit_device(
         return np.array([device.pass_s(p.work) / p.seconds - 1 for p in fitted])
 
     # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
-    # by one of these factors, each with dear and with cheap layers.
+    # by one of these factors, each with dear and with cheap steps.
     starts = [
         np.append(lowest[:3] + np.log(factors), highest[3] + np.log(share))
         for factors in itertools.product((1.5, 6.0), repeat=3)
@@ -364,7 +377,7 @@ class Pair:
       draft: architecture of a draft model; None if the drafter runs no model (n-gram).
       draft_device: constants for its passes.
       itemsize: bytes of a parameter.
-      block: slots that attention reads at a time.
+      block: see `Pass`.
       drafter_s: seconds per round of a drafter that runs no model.
     """
 
@@ -373,7 +386,7 @@ class Pair:
     draft: ModelConfig | None
     draft_device: Device
     itemsize: int = 2
-    block: int = 1
+    block: int | None = None
     drafter_s: float = 0.0
 
     def target_s(self, *, batch: int, window: int, context: float) -> float:

@@ -21,6 +21,7 @@ from jaxspec.bench.compile_time import compile_times
 from jaxspec.bench.decode import DecodeBench, public_name
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
 from jaxspec.bench.plots import write_plot
+from jaxspec.cache import BLOCK
 from jaxspec.checkpoint import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
@@ -234,6 +235,8 @@ class PredictCommand:
             draft=draft,
             draft_device=devices[1],
             itemsize=self.bytes_per_value,
+            # Datasheets are taken to run attention as one kernel; what was fitted read blocks.
+            block=None if self.device in cost.DEVICES else BLOCK,
         )
         best = None
         if self.device in cost.DEVICES:

@@ -21,7 +21,7 @@ DEVICE = cost.Device(
     bytes_per_s=2e12,
     kv_bytes_per_s=1e12,
     flops_per_s=3e14,
-    layer_s=5e-6,
+    step_s=5e-6,
     round_s=3e-5,
     source="invented",
 )
@@ -30,7 +30,7 @@ PAIR = cost.Pair(target=TARGET, target_device=DEVICE, draft=DRAFT, draft_device=
 
 def grid(config):
     for batch, window, context in itertools.product((1, 8, 64), (1, 4, 16), (128, 4096)):
-        yield cost.Pass(config=config, batch=batch, window=window, context=context)
+        yield cost.Pass(config=config, batch=batch, window=window, context=context, block=512)
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -54,11 +54,12 @@ def test_work_of_a_pass_by_hand():
         (32 * 61 * 4 + 2 * 4 * 6 * 61, 2 * 32 * 61 * 6),
         (kv, 4 * 6 * slots * 4 * 8 * 2),
     )
+    assert work.num_steps == 2 * (1 + 2) + 1  # two blocks of 8 slots
     assert work.num_bytes == (layers + 32 * 61) * 4 + kv
 
 
 def test_a_pass_is_bound_by_bytes_at_small_batches_and_by_products_at_large_ones():
-    bare = dataclasses.replace(DEVICE, layer_s=0.0)
+    bare = dataclasses.replace(DEVICE, step_s=0.0)
     small, twice = (cost.Pass(config=TARGET, batch=b, window=1, context=1) for b in (1, 2))
     assert bare.pass_s(twice) < 1.01 * bare.pass_s(small)
     large, twice = (cost.Pass(config=TARGET, batch=b, window=8, context=1) for b in (512, 1024))
@@ -72,7 +73,7 @@ def test_a_fit_finds_the_constants_that_made_the_times():
         for work in grid(config)
     ]
     fit = fit_to(measured)
-    for name in ("bytes_per_s", "kv_bytes_per_s", "flops_per_s", "layer_s"):
+    for name in ("bytes_per_s", "kv_bytes_per_s", "flops_per_s", "step_s"):
         assert getattr(fit.device, name) == pytest.approx(getattr(DEVICE, name), rel=1e-3), name
     assert max(fit.held_out_errors) < 1e-3
     assert len(fit.errors) + len(fit.held_out_errors) == len(measured)
@@ -153,7 +154,7 @@ def test_emitted_per_round_is_the_sum_of_the_series():
 
 def test_search_equals_the_closed_form_where_its_assumptions_hold():
     # Batch 1 at a tiny context: the target's pass hardly depends on its window.
-    bare = dataclasses.replace(DEVICE, layer_s=0.0, round_s=0.0, flops_per_s=1e18)
+    bare = dataclasses.replace(DEVICE, step_s=0.0, round_s=0.0, flops_per_s=1e18)
     pair = dataclasses.replace(PAIR, target_device=bare, draft_device=bare)
     for acceptance in (0.5, 0.7, 0.8):
         ratio = pair.cost_ratio(batch=1, context=1)
@@ -211,7 +212,7 @@ def test_a_device_is_read_back():
 
 
 @pytest.mark.parametrize(
-    "change", [{"bytes_per_s": 0}, {"layer_s": -1.0}, {"flops_per_s": math.inf}, {"round_s": "1"}]
+    "change", [{"bytes_per_s": 0}, {"step_s": -1.0}, {"flops_per_s": math.inf}, {"round_s": "1"}]
 )
 def test_a_device_with_impossible_constants_is_refused(change):
     with pytest.raises(SettingError, match=next(iter(change))):
@@ -220,6 +221,6 @@ def test_a_device_with_impossible_constants_is_refused(change):
 
 def test_a_device_that_lacks_a_constant_is_refused():
     fields = DEVICE.to_json()
-    del fields["layer_s"]
-    with pytest.raises(SettingError, match="layer_s"):
+    del fields["step_s"]
+    with pytest.raises(SettingError, match="step_s"):
         cost.Device.from_json(fields)
