@@ -24,6 +24,7 @@ LAYERS = [
     ("requests", "environment"),
     ("loops",),
     ("memory", "serving"),
+    ("analysis",),
     ("engine", "prompts"),
     ("training", "bench", "audit", "testing", "analysis"),
     ("commands",),

@@ -1,0 +1,504 @@
+"""What a round costs, and what speculation gains: a roofline with four constants of a device.
+
+A forward pass of a model with L layers over B rows, a window of T tokens and S live slots takes
+
+    max(W / bandwidth, 2 P B T / rate)                  products of the layers, weights read once
+    + max((W_head + 8 B T V) / bandwidth, ... / rate)   head, logits written and read in fp32
+    + max(KV / kv_bandwidth, 4 B T S Q H L / rate)      attention over the live slots
+    + (L (1 + S / block) + 1) step_s                    what runs one after the other: the layers,
+                                                        their blocks of KV, the head
+
+and a speculative round N draft passes of one token, a target pass of N + 1, and `round_s` for
+verifying and committing. A sum of maxima per kind of kernel is tighter than one maximum of sums
+(Williams et al. 2009 for the roofline; Yuan et al., 2402.16363, for its use on decoding). The
+constants come from a measured grid of passes (`fit_device`) or from a datasheet (`DEVICES`).
+
+Speed-ups follow Leviathan et al., 2211.17192: with a the chance that a drafted token is accepted, a
+round of N drafts emits (1 - a^(N + 1)) / (1 - a). Measured acceptance by position takes its place
+where there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import optimize, special
+
+from jaxspec.errors import SettingError
+from jaxspec.models.config import ModelConfig
+
+LOGITS_PASSES = 2  # fp32 logits are written once and read once
+LONGEST_DRAFT = 16  # searched for the best draft length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of a model, head included.
+
+    Attributes:
+      config: the model's.
+      batch: B, rows.
+      window: T, tokens of each row.
+      context: S, live slots of each row, the window's own included.
+      itemsize: bytes of a parameter and of a component of the KV cache.
+      block: slots that attention reads at a time, one block after the other, so that partly filled
+        ones are counted whole; None where one kernel reads them all.
+    """
+
+    config: ModelConfig
+    batch: int
+    window: int
+    context: float
+    itemsize: int = 2
+    block: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all rows."""
+        return self.batch * self.window
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of the products of all layers."""
+        c = self.config
+        attention = c.width * (2 * c.num_query_heads + 2 * c.num_kv_heads) * c.head_size
+        return c.num_layers * (attention + 3 * c.width * c.feed_forward_width)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the product with the head."""
+        return self.config.width * self.config.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that the pass reads; of the embedding only B T rows, which are not counted."""
+        return (self.layer_params + self.head_params) * self.itemsize
+
+    @property
+    def kv_bytes(self) -> float:
+        """Live KV that the pass reads, and the window's that it writes."""
+        c = self.config
+        per_slot = 2 * c.num_layers * c.num_kv_heads * c.head_size * self.itemsize
+        return per_slot * (self.batch * self._slots + self.num_tokens)
+
+    @property
+    def num_bytes(self) -> float:
+        """Weights and live KV: what must be read."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def num_flops(self) -> float:
+        """FLOPs of all products, two per multiply-add."""
+        return sum(flops for _, flops in self.kernels())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of KV that attention reads one after the other; 0 where one kernel reads all."""
+        return math.ceil(self.context / self.block) if self.block else 0
+
+    @property
+    def num_steps(self) -> int:
+        """What runs one after the other: layers, the blocks of each, the head."""
+        return self.config.num_layers * (1 + self.num_blocks) + 1
+
+    @property
+    def _slots(self) -> float:
+        return self.num_blocks * self.block if self.block else self.context
+
+    def kernels(self) -> tuple[tuple[float, float], ...]:
+        """Bytes and FLOPs of the layers' products, of the head, and of attention."""
+        c = self.config
+        logits_bytes = LOGITS_PASSES * 4 * self.num_tokens * c.vocab_size
+        attention_flops = 4 * self.num_tokens * self._slots * c.num_query_heads * c.head_size
+        return (
+            (self.layer_params * self.itemsize, 2.0 * self.layer_params * self.num_tokens),
+            (
+                self.head_params * self.itemsize + logits_bytes,
+                2.0 * self.head_params * self.num_tokens,
+            ),
+            (self.kv_bytes, attention_flops * c.num_layers),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the cost model knows of a device.
+
+    Attributes:
+      name: for reports.
+      bytes_per_s: at which weights and logits stream.
+      kv_bytes_per_s: at which attention reads live KV.
+      flops_per_s: of products in the model's dtype.
+      step_s: of everything that waits for what came before it, whatever it computes: launches,
+        small kernels, synchronisation.
+      round_s: of a round besides its forward passes: verify, commit, the loop.
+      source: where the constants come from, in words.
+    """
+
+    name: str
+    bytes_per_s: float
+    kv_bytes_per_s: float
+    flops_per_s: float
+    step_s: float
+    round_s: float
+    source: str
+
+    def pass_s(self, work: Pass) -> float:
+        """Seconds of a forward pass."""
+        layers, head, attention = work.kernels()
+        return (
+            max(layers[0] / self.bytes_per_s, layers[1] / self.flops_per_s)
+            + max(head[0] / self.bytes_per_s, head[1] / self.flops_per_s)
+            + max(attention[0] / self.kv_bytes_per_s, attention[1] / self.flops_per_s)
+            + work.num_steps * self.step_s
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Device:
+        """The device that `to_json` wrote.
+
+        Raises:
+          SettingError: a constant is missing, or is not a number it can be.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in fields]
+        if missing:
+            raise SettingError(
+                f"The device lacks {', '.join(missing)}; give a document of `jaxspec bench decode "
+                "--json`."
+            )
+        for name in set(names) - {"name", "source"}:
+            value = fields[name]
+            is_rate = name.endswith("per_s")
+            is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
+            if not is_number or (is_rate and value == 0):
+                raise SettingError(
+                    f"The device has {name} {value!r}; it must be a finite number, "
+                    f"{'above' if is_rate else 'at least'} 0."
+                )
+        return cls(**{name: fields[name] for name in names})
+
+
+_ASSUMED = (
+    "datasheet peaks (dense bf16), 75 % of the bandwidth and 65 % of the rate, 8 us per layer, "
+    "40 us per round: inferred, not measured"
+)
+
+
+def _datasheet(name: str, *, bytes_per_s: float, flops_per_s: float) -> Device:
+    return Device(
+        name=name,
+        bytes_per_s=0.75 * bytes_per_s,
+        kv_bytes_per_s=0.75 * bytes_per_s,
+        flops_per_s=0.65 * flops_per_s,
+        step_s=8e-6,
+        round_s=40e-6,
+        source=_ASSUMED,
+    )
+
+
+# Memory bandwidth and dense bf16 tensor rate of NVIDIA's datasheets.
+DEVICES: dict[str, Device] = {
+    "a100": _datasheet("a100", bytes_per_s=2.039e12, flops_per_s=312e12),
+    "h100": _datasheet("h100", bytes_per_s=3.35e12, flops_per_s=989e12),
+    "h200": _datasheet("h200", bytes_per_s=4.8e12, flops_per_s=989e12),
+    "l40s": _datasheet("l40s", bytes_per_s=0.864e12, flops_per_s=362e12),
+    "l4": _datasheet("l4", bytes_per_s=0.3e12, flops_per_s=121e12),
+}
+
+
+def ceiling(device: Device) -> Device:
+    """A device of `DEVICES` at its datasheet's peaks, without any overhead: nothing can beat it."""
+    return dataclasses.replace(
+        device,
+        bytes_per_s=device.bytes_per_s / 0.75,
+        kv_bytes_per_s=device.kv_bytes_per_s / 0.75,
+        flops_per_s=device.flops_per_s / 0.65,
+        step_s=0.0,
+        round_s=0.0,
+        source="datasheet peaks without overheads: a ceiling",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A forward pass and the seconds it took."""
+
+    work: Pass
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A device fitted to measurements.
+
+    Attributes:
+      device: the constants.
+      errors: relative error of each fitted measurement, |predicted / measured - 1|.
+      held_out_errors: of the measurements that were not fitted.
+    """
+
+    device: Device
+    errors: tuple[float, ...]
+    held_out_errors: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Constants, and median and worst errors."""
+        return {
+            "device": self.device.to_json(),
+            "num_fitted": len(self.errors),
+            "error_median": _median(self.errors),
+            "error_worst": max(self.errors),
+            "num_held_out": len(self.held_out_errors),
+            "held_out_error_median": _median(self.held_out_errors),
+            "held_out_error_worst": max(self.held_out_errors, default=None),
+        }
+
+
+def fit_device(
+    measured: Sequence[Measured],
+    *,
+    name: str,
+    source: str,
+    most_bytes_per_s: float,
+    most_flops_per_s: float,
+    round_s: float = 0.0,
+) -> Fit:
+    """A device whose predicted passes fit the measured ones, by least squares on relative errors.
+
+    A third of the measurements is held out (`is_held_out`). Rates cannot exceed the ceilings, so a
+    kind of work that the measurements say nothing about gets the ceiling instead of infinity.
+
+    Args:
+      measured: at least 6 passes; several batches, windows and contexts tell the constants apart.
+      name: of the device.
+      source: of the measurements, in words.
+      most_bytes_per_s: measured ceiling of the bandwidth.
+      most_flops_per_s: measured ceiling of the rate of products.
+      round_s: passed on.
+
+    Raises:
+      SettingError: too few measurements.
+    """
+    if len(measured) < 6:
+        raise SettingError(
+            f"{len(measured)} measured passes were given; fitting four constants and holding out a "
+            "third takes at least 6, so measure more batch sizes or draft lengths."
+        )
+    is_out = is_held_out(len(measured))
+    fitted = [point for point, out in zip(measured, is_out, strict=True) if not out]
+    held_out = [point for point, out in zip(measured, is_out, strict=True) if out]
+    # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a least value, and a
+    # step takes at most what the quickest pass leaves for each of its own.
+    quickest = min(p.seconds / p.work.num_steps for p in fitted)
+    lowest = np.log([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 1e-9])
+    highest = np.append(lowest[:3] + np.log(1e4), max(np.log(quickest), lowest[3] + 1))
+
+    def device_of(logs: np.ndarray) -> Device:
+        weights, kv, product, step = (float(value) for value in np.exp(logs))
+        return Device(
+            name=name,
+            bytes_per_s=1 / weights,
+            kv_bytes_per_s=1 / kv,
+            flops_per_s=1 / product,
+            step_s=step,
+            round_s=round_s,
+            source=source,
+        )
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        device = device_of(logs)
+        return np.array([device.pass_s(p.work) / p.seconds - 1 for p in fitted])
+
+    # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
+    # by one of these factors, each with dear and with cheap steps.
+    starts = [
+        np.append(lowest[:3] + np.log(factors), highest[3] + np.log(share))
+        for factors in itertools.product((1.5, 6.0), repeat=3)
+        for share in (0.03, 0.5)
+    ]
+    solutions = [
+        optimize.least_squares(
+            residuals, np.clip(start, lowest + 1e-6, highest - 1e-6), bounds=(lowest, highest)
+        )
+        for start in starts
+    ]
+    device = device_of(min(solutions, key=lambda solution: solution.cost).x)
+
+    def errors(points: Sequence[Measured]) -> tuple[float, ...]:
+        return tuple(abs(device.pass_s(p.work) / p.seconds - 1) for p in points)
+
+    return Fit(device=device, errors=errors(fitted), held_out_errors=errors(held_out))
+
+
+def is_held_out(num_points: int) -> list[bool]:
+    """Which of so many measurements a fit leaves out: a third, drawn without regard to order."""
+    chosen = np.random.default_rng(0).permutation(num_points)[: num_points // 3]
+    return [index in set(chosen.tolist()) for index in range(num_points)]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
+def geometric(acceptance: float, draft_length: int) -> tuple[float, ...]:
+    """Cumulative acceptance by position if each drafted token is accepted with one probability."""
+    return tuple(acceptance ** (index + 1) for index in range(draft_length))
+
+
+def emitted_per_round(cumulative: Sequence[float]) -> float:
+    """Tokens that a round emits, the target's own included: 1 + sum of the cumulative acceptance.
+
+    Args:
+      cumulative: chance that at least n + 1 drafted tokens are accepted, for each position n.
+    """
+    return 1.0 + sum(cumulative)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target with its drafter on devices of their own constants.
+
+    On a CPU whose caches hold one model and not the other, constants fitted to each of them say
+    more than one device for both.
+
+    Attributes:
+      target: architecture of the target.
+      target_device: constants for its passes, and `round_s`.
+      draft: architecture of a draft model; None if the drafter runs no model (n-gram).
+      draft_device: constants for its passes.
+      itemsize: bytes of a parameter.
+      block: see `Pass`.
+      drafter_s: seconds per round of a drafter that runs no model.
+    """
+
+    target: ModelConfig
+    target_device: Device
+    draft: ModelConfig | None
+    draft_device: Device
+    itemsize: int = 2
+    block: int | None = None
+    drafter_s: float = 0.0
+
+    def target_s(self, *, batch: int, window: int, context: float) -> float:
+        """Seconds of a target pass over `window` tokens behind `context` slots."""
+        return self.target_device.pass_s(self._pass(self.target, batch, window, context + window))
+
+    def draft_step_s(self, *, batch: int, context: float) -> float:
+        """Seconds of one draft step."""
+        if self.draft is None:
+            return 0.0
+        return self.draft_device.pass_s(self._pass(self.draft, batch, 1, context + 1))
+
+    def plain_s(self, *, batch: int, context: float) -> float:
+        """Seconds of a step of window-1 plain decoding."""
+        step_s = self.target_s(batch=batch, window=1, context=context)
+        return step_s + self.target_device.round_s
+
+    def round_s(
+        self, *, batch: int, draft_length: int, context: float, all_accepted: float = 0.0
+    ) -> float:
+        """Seconds of a speculative round.
+
+        Args:
+          all_accepted: chance that a row's draft is accepted in full. The draft model reads the
+            last of such a draft first in the next round, which is one pass more if any row did.
+        """
+        num_steps = draft_length + 1.0 - (1.0 - all_accepted) ** batch
+        target_s = self.target_s(batch=batch, window=draft_length + 1, context=context)
+        draft_s = num_steps * self.draft_step_s(batch=batch, context=context) + self.drafter_s
+        return draft_s + target_s + self.target_device.round_s
+
+    def speed_up(self, *, batch: int, context: float, cumulative: Sequence[float]) -> float:
+        """Over window-1 plain decoding, at the draft length `len(cumulative)`."""
+        round_s = self.round_s(
+            batch=batch,
+            draft_length=len(cumulative),
+            context=context,
+            all_accepted=cumulative[-1],
+        )
+        plain_s = self.plain_s(batch=batch, context=context)
+        return emitted_per_round(cumulative) * plain_s / round_s
+
+    def best_draft_length(
+        self, *, batch: int, context: float, acceptance: float | Sequence[float]
+    ) -> tuple[int, float]:
+        """Draft length with the largest predicted speed-up, by search, and that speed-up; (0, 1.0)
+        where plain decoding is predicted to be fastest.
+
+        Args:
+          acceptance: of each token alike, searched up to `LONGEST_DRAFT`; or measured cumulative
+            acceptance by position, searched up to its length.
+        """
+        if isinstance(acceptance, (int, float)):
+            acceptance = geometric(acceptance, LONGEST_DRAFT)
+        best = (0, 1.0)
+        for length in range(1, len(acceptance) + 1):
+            gain = self.speed_up(batch=batch, context=context, cumulative=acceptance[:length])
+            best = max(best, (length, gain), key=lambda pair: pair[1])
+        return best
+
+    def cost_ratio(self, *, batch: int, context: float) -> float:
+        """c of Leviathan et al.: a draft step over a target step."""
+        step_s = self.draft_step_s(batch=batch, context=context)
+        return step_s / self.plain_s(batch=batch, context=context)
+
+    def _pass(self, config: ModelConfig, batch: int, window: int, context: float) -> Pass:
+        return Pass(
+            config=config,
+            batch=batch,
+            window=window,
+            context=context,
+            itemsize=self.itemsize,
+            block=self.block,
+        )
+
+
+def closed_form_speed_up(acceptance: float, draft_length: int, cost_ratio: float) -> float:
+    """Theorem 3.8 of Leviathan et al.: (1 - a^(N+1)) / ((1 - a) (N c + 1)).
+
+    It takes a target pass to cost the same whatever its window.
+    """
+    emitted = emitted_per_round(geometric(acceptance, draft_length))
+    return emitted / (draft_length * cost_ratio + 1.0)
+
+
+def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
+    """The draft length that maximises `closed_form_speed_up`; 0 where none gains.
+
+    With x = -ln a, its derivative vanishes at N = (-1 - W(-exp(-1 - x (1 / c - 1)))) / x - 1 / c on
+    the lower branch of Lambert's W; the better of the whole numbers around it is taken.
+
+    Args:
+      acceptance: a, in [0, 1).
+      cost_ratio: c, above 0.
+
+    Raises:
+      SettingError: out of these ranges (a drafter that is free or always right has no best length).
+    """
+    if not 0.0 <= acceptance < 1.0 or not cost_ratio > 0.0:
+        raise SettingError(
+            f"An acceptance of {acceptance:g} and a cost ratio of {cost_ratio:g} were given; the "
+            "first must be from 0 up to, not including, 1, and the second above 0."
+        )
+    # A draft of one token gains a against c; longer ones do not gain where it does not.
+    if acceptance <= cost_ratio:
+        return 0
+    x = -math.log(acceptance)
+    # W(-exp(-y)) for y so large that exp underflows: its expansion -y - ln y.
+    y = 1 + x * (1 / cost_ratio - 1)
+    w = special.lambertw(-math.exp(-y), -1).real if y < 700 else -y - math.log(y)
+    peak = (-1 - w) / x - 1 / cost_ratio
+    around = {max(1, math.floor(peak)), max(1, math.ceil(peak))}
+    return max(
+        sorted(around), key=lambda length: closed_form_speed_up(acceptance, length, cost_ratio)
+    )

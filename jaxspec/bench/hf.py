@@ -1,0 +1,244 @@
+"""`transformers` on the same weights, prompt ids and limits: greedy, assisted, prompt lookup.
+
+One Hugging Face directory serves both sides: `load_model` converts it, torch loads it as it is.
+Needs the `parity` extra (torch).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxspec.bench.decode import DecodeBench, agreement
+from jaxspec.drafters.ngram import NGram
+from jaxspec.engine import Engine
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.requests import Completion
+
+LOOKUP_TOKENS = 10  # of prompt lookup where nothing is matched, as transformers' guide has it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HuggingFace:
+    """Models of `transformers`, decoding greedily to a fixed length.
+
+    Attributes:
+      target: an `AutoModelForCausalLM`.
+      draft: another, or None.
+    """
+
+    target: Any
+    draft: Any | None
+
+    @classmethod
+    def load(cls, target: str, draft: str | None, *, dtype: str) -> HuggingFace:
+        """Loads both from directories, or hub ids that are in the local cache.
+
+        Raises:
+          SettingError: torch is not installed.
+          ModelError: `transformers` cannot load one of them.
+        """
+        try:
+            import torch
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            raise SettingError(
+                "--against hf was given, but torch is not installed; install the `parity` extra."
+            ) from error
+
+        def load(name: str) -> Any:
+            try:
+                model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+            except (OSError, ValueError) as error:
+                raise ModelError(
+                    f"transformers cannot load {os.path.basename(name)}; --against hf needs a "
+                    "Hugging Face directory or hub id for both models."
+                ) from error
+            # EOS is ignored on both sides, so that every run emits as many tokens.
+            model.generation_config.eos_token_id = None
+            model.generation_config.pad_token_id = 0
+            model.generation_config.do_sample = False
+            return model.eval()
+
+        return cls(target=load(target), draft=load(draft) if draft else None)
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], *, batch_size: int, max_tokens: int
+    ) -> list[list[int]]:
+        """Outputs of consecutive batches, padded on the left."""
+        outputs = []
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            outputs += self._generate(batch, max_tokens=max_tokens)
+        return outputs
+
+    def assisted(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, draft_length: int | None
+    ) -> list[list[int]]:
+        """Outputs of assisted generation, one prompt at a time.
+
+        Args:
+          draft_length: drafted in every round, on a constant schedule and at threshold 0; None for
+            the defaults.
+        """
+        assert self.draft is not None
+        config = self.draft.generation_config
+        kept = config.to_dict()
+        if draft_length is not None:
+            config.num_assistant_tokens = draft_length
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0
+        try:
+            return [
+                self._generate([prompt], max_tokens=max_tokens, assistant_model=self.draft)[0]
+                for prompt in prompts
+            ]
+        finally:
+            # The default schedule moves its length from call to call; no run hands it to the next.
+            for name in (
+                "num_assistant_tokens",
+                "num_assistant_tokens_schedule",
+                "assistant_confidence_threshold",
+            ):
+                setattr(config, name, kept.get(name))
+
+    def lookup(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, draft_length: int | None
+    ) -> list[list[int]]:
+        """Outputs of prompt lookup, one prompt at a time; `draft_length` as in `assisted`."""
+        settings: dict[str, Any] = {"prompt_lookup_num_tokens": draft_length or LOOKUP_TOKENS}
+        if draft_length is not None:
+            settings["max_matching_ngram_size"] = NGram().prompt_lookup_max
+        return [
+            self._generate([prompt], max_tokens=max_tokens, **settings)[0] for prompt in prompts
+        ]
+
+    def _generate(
+        self, batch: Sequence[Sequence[int]], *, max_tokens: int, **settings: Any
+    ) -> list[list[int]]:
+        import torch
+
+        longest = max(map(len, batch))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        with torch.inference_mode():
+            output = self.target.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, **settings
+            )
+        return output[:, longest:].tolist()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the systems that are compared.
+
+    Attributes:
+      name: for reports.
+      decode: every prompt's output.
+    """
+
+    name: str
+    decode: Callable[[], Sequence[Sequence[int]]]
+
+
+def compare(
+    bench: DecodeBench, hf: HuggingFace, *, batch_sizes: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Both libraries in turns, A B A B; ratios are medians over the turns.
+
+    At every batch size: greedy against the window-1 loop and every draft length. At batch 1 also
+    assisted generation and prompt lookup, by their defaults and with each draft length matched,
+    against the same engines and against the n-gram drafter's.
+    """
+    comparisons = []
+    for batch_size in batch_sizes:
+        comparisons += _at_batch(bench, hf, batch_size, repeats)
+    return comparisons
+
+
+def _at_batch(
+    bench: DecodeBench, hf: HuggingFace, batch_size: int, repeats: int
+) -> list[dict[str, Any]]:
+    max_tokens = bench.params.max_tokens
+    lengths = [0, *bench.draft_lengths]
+    ours = {_name(length): bench.engine(batch_size, length) for length in lengths}
+    if batch_size == 1 and not isinstance(bench.drafter, NGram):
+        ngram = dataclasses.replace(bench, drafter=NGram())
+        ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths[1:]}
+    theirs = {
+        "hf greedy": lambda: hf.greedy(bench.prompts, batch_size=batch_size, max_tokens=max_tokens)
+    }
+    if batch_size == 1:
+        for length in (None, *bench.draft_lengths):
+            setting = "defaults" if length is None else f"matched {length}"
+            if hf.draft is not None:
+                theirs[f"hf assisted, {setting}"] = lambda length=length: hf.assisted(
+                    bench.prompts, max_tokens=max_tokens, draft_length=length
+                )
+            theirs[f"hf lookup, {setting}"] = lambda length=length: hf.lookup(
+                bench.prompts, max_tokens=max_tokens, draft_length=length
+            )
+
+    completions: dict[str, list[Completion]] = {}
+    outputs: dict[str, Sequence[Sequence[int]]] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in (*theirs, *ours)}
+
+    def decode_ours(name: str, engine: Engine) -> None:
+        completions[name] = engine.generate(bench.prompts, bench.params)
+
+    def decode_theirs(name: str) -> None:
+        outputs[name] = theirs[name]()
+
+    for repeat in range(-1, repeats):  # the first turn compiles and warms up
+        for name in seconds:
+            bench.say(f"batch {batch_size}, {name}: run {repeat + 1} of {repeats}")
+            started_s = time.perf_counter()
+            if name in ours:
+                decode_ours(name, ours[name])
+            else:
+                decode_theirs(name)
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - started_s)
+    num_tokens = len(bench.prompts) * max_tokens
+    found = []
+    for name in theirs:
+        for own in ours:
+            pairs = [a / b for a, b in zip(seconds[name], seconds[own], strict=True)]
+            num_equal, num_not_ties = agreement(bench.target, completions[own], outputs[name])
+            found.append(
+                {
+                    "batch_size": batch_size,
+                    "hf": name,
+                    "ours": own,
+                    "exactness": ours[own].exactness,
+                    "ratio_to_hf": statistics.median(pairs),
+                    "ratios": pairs,
+                    "hf_tokens_per_s": num_tokens / statistics.median(seconds[name]),
+                    "tokens_per_s": num_tokens / statistics.median(seconds[own]),
+                    "hf_run_s": seconds[name],
+                    "run_s": seconds[own],
+                    "num_equal": num_equal,
+                    "num_not_ties": num_not_ties,
+                }
+            )
+    return found
+
+
+def _name(draft_length: int) -> str:
+    return f"drafted {draft_length}" if draft_length else "plain"
+
+
+def versions() -> dict[str, str]:
+    """Of torch and transformers."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+
+
+def is_directory(name: str) -> bool:
+    """Whether a model's name is a Hugging Face directory (its `config.json` says so)."""
+    return (pathlib.Path(name) / "config.json").is_file()

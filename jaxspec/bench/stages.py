@@ -1,0 +1,313 @@
+"""What a round spends its time on: its stages compiled apart, and forward passes on a grid.
+
+A stage is timed inside a loop of its own on the device, as it runs inside the decode loop: no
+dispatch, no transfer. Its inputs are those of a real state in mid-decode, and made to look new in
+every repetition, or XLA would compute once what does not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.analysis.cost import Measured, Pass
+from jaxspec.bench.floor import time_in_turns
+from jaxspec.cache import BLOCK
+from jaxspec.decoding import (
+    SpeculativeLoop,
+    commit,
+    drafted_prefix,
+    make_window,
+    newest_token,
+    rows_of,
+    window_tokens,
+)
+from jaxspec.drafters.base import Outcome
+from jaxspec.engine import Engine
+from jaxspec.models.base import LanguageModel
+from jaxspec.requests import SamplingParams
+from jaxspec.types import DecodeState, Draft, Finish, PyTree, Window, chain_parents
+
+Stage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+Run = Callable[[int], None]
+
+
+class Repeated:
+    """A stage, ready to be run `num_times` in one compiled loop.
+
+    Args:
+      stage: `(params, fixed, moving) -> (moving, outputs)`.
+      params: of the models.
+      fixed: inputs, the same in every repetition.
+      moving: what the stage updates in place (caches); taken over, the caller's arrays are gone.
+    """
+
+    def __init__(self, stage: Stage, params: PyTree, fixed: PyTree, moving: PyTree):
+        self._params, self._fixed, self._moving = params, fixed, moving
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def program(params, fixed, moving, num_times):
+            shapes = jax.eval_shape(stage, params, fixed, moving)[1]
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+            def body(index, carry):
+                return stage(params, changing(fixed, index), carry[0])
+
+            return lax.fori_loop(0, num_times, body, (moving, nothing))
+
+        self._program = program
+
+    def __call__(self, num_times: int) -> None:
+        """Runs the stage so often and waits for it."""
+        self._moving, outputs = self._program(self._params, self._fixed, self._moving, num_times)
+        jax.block_until_ready(outputs)
+
+    def program_bytes(self) -> int | None:
+        """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
+        compiled = self._program.lower(self._params, self._fixed, self._moving, 1).compile()
+        memory = compiled.memory_analysis()
+        if memory is None:
+            return None
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def changing(tree: PyTree, index: jax.Array) -> PyTree:
+    """The same values, but to the compiler others in every iteration `index` of a loop.
+
+    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
+    drops them first).
+    """
+    zero = jnp.minimum(index, 0)
+
+    def change(leaf: jax.Array) -> jax.Array:
+        return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
+
+    return jax.tree.map(change, tree)
+
+
+def mid_decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, num_tokens: int, draft_length: int
+) -> DecodeState:
+    """A state of `engine` whose seats are all taken and have emitted `num_tokens` each.
+
+    The rows are decoded to that length, and set running again with all the room there is.
+
+    Args:
+      engine: with a static scheduler, so that every row has a seat.
+      prompts: token ids, repeated until they fill the seats.
+      num_tokens: emitted by every row.
+      draft_length: what the rows ask for from there on; 0 decodes plainly.
+    """
+    seats = engine.shape.seats
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    chosen = list(itertools.islice(itertools.cycle(prompts), seats))
+    engine.generate(chosen, params)
+    state: DecodeState = jax.tree.map(jnp.copy, engine.state)
+    engine.reset()
+    every_row = jnp.zeros((seats,), jnp.int32)
+    state = state.replace(
+        finish=every_row + Finish.RUNNING,
+        limit=every_row + engine.longest_prompt + 1,
+        draft_limit=every_row + draft_length,
+        stop_tokens=jnp.full_like(state.stop_tokens, -1),
+    )
+    loop = engine._loop
+    if not isinstance(loop, SpeculativeLoop):
+        return state
+
+    # The last round of a row that has room for one token drafts nothing, so the drafter may lag.
+    @jax.jit
+    def catch_up(params, state, row):
+        drafter = loop.drafter.catch_up(
+            loop.held, params["drafter"], state.drafter, rows_of(state), row
+        )
+        return state.replace(drafter=drafter)
+
+    for row in range(seats):
+        state = catch_up(loop.params, state, np.int32(row))
+    return state
+
+
+def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, Repeated]:
+    """`draft`, `target`, `verify`, `commit` and the whole `round`, each repeated on `state`.
+
+    `target` is the forward pass with the head. `commit` is bookkeeping: the state's and the
+    drafter's. The state is copied.
+    """
+    params, shape = loop.params, loop.shape
+
+    @jax.jit
+    def prepare(params, state):
+        rows = rows_of(state)
+        draft, drafter_state = loop.drafter.propose(shape, params["drafter"], state.drafter, rows)
+        window = make_window(state, draft, is_chain=loop.drafter.is_chain)
+        tokens, prefix = window_tokens(state, draft), drafted_prefix(draft, window)
+        _, (hidden, logits) = _score(loop.target, params["target"], tokens, window, state.cache)
+        verdict = loop.verifier.verify(logits, draft, rows, prefix)
+        return rows, draft, drafter_state, tokens, window, prefix, hidden, logits, verdict
+
+    rows, draft, drafter_state, tokens, window, prefix, hidden, logits, verdict = prepare(
+        params, state
+    )
+    bare = state.replace(cache=(), drafter=())
+
+    def draft_stage(params, rows, drafter_state):
+        draft, drafter_state = loop.drafter.propose(shape, params["drafter"], drafter_state, rows)
+        return drafter_state, draft
+
+    def target_stage(params, fixed, cache):
+        return _score(loop.target, params["target"], *fixed, cache)
+
+    def verify_stage(params, fixed, moving):
+        return moving, loop.verifier.verify(*fixed)
+
+    def commit_stage(params, fixed, drafter_state):
+        bare, draft, verdict, hidden = fixed
+        after = commit(bare, draft, verdict)
+        outcome = Outcome(
+            draft=draft,
+            verdict=verdict,
+            hidden=hidden,
+            num_committed_before=bare.num_committed,
+        )
+        drafter_state = loop.drafter.commit(
+            shape, params["drafter"], drafter_state, rows_of(after), outcome
+        )
+        return drafter_state, after
+
+    return {
+        "draft": Repeated(draft_stage, params, rows, _copy(drafter_state)),
+        "target": Repeated(target_stage, params, (tokens, window), _copy(state.cache)),
+        "verify": Repeated(verify_stage, params, (logits, draft, rows, prefix), ()),
+        "commit": Repeated(
+            commit_stage, params, (bare, draft, verdict, hidden), _copy(drafter_state)
+        ),
+        "round": _whole(loop.round, params, state),
+    }
+
+
+def plain_stages(loop: Any, state: DecodeState) -> dict[str, Repeated]:
+    """`target` and the whole `round` of the window-1 loop (`jaxspec.plain`)."""
+    nothing = jnp.zeros((loop.shape.seats,), jnp.int32)
+    draft = Draft(
+        tokens=jnp.zeros((loop.shape.seats, 0), jnp.int32),
+        parents=chain_parents(loop.shape.seats, 0),
+        num_valid=nothing,
+    )
+    window = make_window(state, draft, is_chain=True)
+
+    def target_stage(params, fixed, cache):
+        return _score(loop.target, params, *fixed, cache)
+
+    return {
+        "target": Repeated(
+            target_stage, loop.params, (newest_token(state), window), _copy(state.cache)
+        ),
+        "round": _whole(loop.step, loop.params, state),
+    }
+
+
+def _score(model, params, tokens, window, cache):
+    hidden, cache = model.forward(params, tokens, window, cache)
+    return cache, (hidden, model.logits(params, hidden))
+
+
+def _whole(round_: Callable[[PyTree, DecodeState], DecodeState], params, state: DecodeState):
+    """The same round over and over: caches move on, all else is as it was."""
+
+    def stage(params, bare, moving):
+        cache, drafter = moving
+        after = round_(params, bare.replace(cache=cache, drafter=drafter))
+        return (after.cache, after.drafter), after.replace(cache=(), drafter=())
+
+    bare = state.replace(cache=(), drafter=())
+    return Repeated(stage, params, bare, _copy((state.cache, state.drafter)))
+
+
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def forward_runs(
+    model: LanguageModel, *, batch: int, window: int, contexts: Sequence[int], capacity: int
+) -> list[tuple[Pass, Run]]:
+    """A forward pass with the head behind each of several contexts, one compiled program for all.
+
+    What the cache holds makes no difference to the time, so it holds zeros.
+
+    Args:
+      contexts: committed slots before the window.
+      capacity: slots per row, as many as the engine's that the times are to speak for.
+    """
+    cache = model.init_cache(batch, capacity)
+
+    def program(params, cache, start, num_times):
+        positions = start + jnp.arange(window, dtype=jnp.int32)
+        positions = jnp.broadcast_to(positions, (batch, window))
+        tokens = jnp.zeros((batch, window), jnp.int32)
+
+        def body(index, carry):
+            again, places = changing((tokens, positions), index)
+            where = Window(start=places[:, 0], positions=places, slots=places)
+            cache, (_, logits) = _score(model, params, again, where, carry[0])
+            return cache, logits
+
+        logits = jnp.zeros((batch, window, model.vocab_size), jnp.float32)
+        return lax.fori_loop(0, num_times, body, (cache, logits))
+
+    compiled = jax.jit(program, donate_argnums=1)
+    held = [cache]
+
+    def at(context: int) -> Run:
+        def run(num_times: int) -> None:
+            held[0], logits = compiled(model.params, held[0], np.int32(context), num_times)
+            jax.block_until_ready(logits)
+
+        return run
+
+    return [
+        (
+            Pass(
+                config=model.config,
+                batch=batch,
+                window=window,
+                context=context + window,
+                itemsize=model.dtype.itemsize,
+                block=BLOCK,
+            ),
+            at(context),
+        )
+        for context in contexts
+    ]
+
+
+def measure_passes(
+    model: LanguageModel,
+    *,
+    batches: Sequence[int],
+    windows: Sequence[int],
+    contexts: Sequence[int],
+    capacity: int,
+    repeats: int,
+) -> list[Measured]:
+    """Median seconds of forward passes at every combination, all of them timed in turns."""
+    passes = [
+        pair
+        for batch, window in itertools.product(batches, windows)
+        for pair in forward_runs(
+            model, batch=batch, window=window, contexts=contexts, capacity=capacity
+        )
+    ]
+    seconds = time_in_turns([run for _, run in passes], repeats)
+    return [
+        Measured(work=work, seconds=statistics.median(times))
+        for (work, _), times in zip(passes, seconds, strict=True)
+    ]

@@ -1,0 +1,330 @@
+"""`jaxspec bench`: its documents, tables and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax import lax
+
+from jaxspec import cli as command_line
+from jaxspec.analysis import cost
+from jaxspec.bench import stages
+from jaxspec.bench.compile_time import compile_times
+from jaxspec.bench.decode import agreement
+from jaxspec.bench.floor import Ceilings, measure_ceilings, time_in_turns
+from jaxspec.commands import bench
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.models.registry import PRESETS
+from jaxspec.requests import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch):
+    monkeypatch.setitem(command_line.COMMANDS, "bench", bench.BenchCommand)
+
+
+@pytest.fixture(scope="module")
+def document(models, tmp_path_factory):
+    """One decode bench, compile times left out: they take processes of their own."""
+    plot = tmp_path_factory.mktemp("plots") / "rates.png"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
+        command = bench.DecodeCommand(
+            target=str(models.target),
+            draft=str(models.draft),
+            batch_sizes=(2,),
+            draft_lengths=(2,),
+            limit=3,
+            max_prompt_tokens=8,
+            max_tokens=6,
+            repeats=1,
+            plot=plot,
+        )
+        found = command.run(bench.Console(quiet=True))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    return json.loads(json.dumps(found))
+
+
+def fake_compile(batch_size):
+    return {"cold_s": 2.0, "persistent_s": 1.0, "batch_size": batch_size}
+
+
+def test_decode_compares_every_draft_length_with_plain(document):
+    runs = document["runs"]
+    assert [(run["batch_size"], run["draft_length"]) for run in runs] == [(2, 0), (2, 2)]
+    assert document["holds"] is True
+    for run in runs:
+        assert run["equal_to_plain"] is True
+        assert run["num_not_ties"] == 0
+        assert run["num_tokens"] == 3 * 6
+        assert len(run["run_s"]) == 1
+        assert run["window"] == run["draft_length"] + 1
+        assert run["memory"]["bytes"] > 0
+        assert run["memory"]["source"]
+        split = run["stages_ms"]
+        parts = split["draft"] + split["target"] + split["verify"] + split["other"]
+        assert parts == pytest.approx(run["round_ms"])
+        assert run["fraction_of_floor"] == pytest.approx(run["floor_ms"] / run["round_ms"])
+    plain, drafted = runs
+    assert plain["speedup_vs_plain"] == 1
+    assert plain["stages_ms"]["draft"] == 0
+    assert drafted["stages_ms"]["draft"] > 0
+    assert drafted["stages_ms"]["verify"] > 0
+    ratio = plain["run_s"][0] / drafted["run_s"][0]
+    assert drafted["speedup_vs_plain"] == pytest.approx(ratio)
+
+
+def test_the_floor_is_bytes_over_the_bandwidth_that_was_measured(document):
+    ceilings = document["ceilings"]["target"]
+    bandwidth = max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"])
+    plain = document["runs"][0]
+    assert plain["floor_ms"] >= 1e3 * ceilings["num_bytes"] / bandwidth  # weights alone
+    assert document["runs"][1]["floor_ms"] > plain["floor_ms"]
+
+
+def test_decode_fits_the_cost_model_and_holds_points_out(document):
+    model = document["cost_model"]
+    assert set(model["fits"]) == {"all", "target", "draft"}
+    for name, points in model["passes"].items():
+        fit = model["fits"][name]
+        assert len(points) == 1 * 2 * 3  # batches, windows, contexts
+        held_out = [p for p in points if p["is_held_out"]]
+        assert fit["num_held_out"] == len(held_out) == len(points) // 3
+        errors = [abs(p["predicted_ms"] / p["ms"] - 1) for p in held_out]
+        assert fit["held_out_error_worst"] == pytest.approx(max(errors))
+        cost.Device.from_json(fit["device"])
+    assert all(run["predicted"]["round_ms"] > 0 for run in document["runs"])
+    assert document["round_error"]["worst"] >= document["round_error"]["median"]
+
+
+def test_documents_name_no_directories(document, models):
+    assert str(models.target.parent) not in json.dumps(document)
+
+
+def test_tables_fit_80_columns(document, capsys):
+    console = bench.Console(width=80)
+    pair = {
+        "batch_size": 8,
+        "hf": "hf assisted, matched 16",
+        "ours": "n-gram 16",
+        "hf_tokens_per_s": 1234.0,
+        "tokens_per_s": 12345.0,
+        "ratio_to_hf": 3.5,
+        "num_equal": 24,
+    }
+    for table in (
+        bench.runs_table(document["runs"]),
+        bench.stages_table(document["runs"]),
+        bench.against_table([pair]),
+    ):
+        console.print(table)
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "3.50x" in shown
+
+
+def test_predict_reads_the_constants_of_a_document(document, models, tmp_path, cli):
+    path = tmp_path / "device.json"
+    path.write_text("a table\n" + json.dumps(document) + "\n")
+    own = ["--target", models.target, "--draft", models.draft]
+    result = cli("bench", "predict", *own, "--device", path, "--batch", "2", "--json")
+    fits = document["cost_model"]["fits"]
+    assert result.document["target_device"] == fits["target"]["device"]
+    assert result.document["draft_device"] == fits["draft"]["device"]
+    other = cli(
+        *("bench", "predict", "--target", "qwen3-8b", "--draft", "qwen3-0.6b"),
+        *("--device", path, "--batch", "2", "--json"),
+    )
+    assert other.document["target_device"] == fits["all"]["device"]
+
+
+def test_predict_prints_the_table(cli):
+    result = cli(
+        *("bench", "predict", "--target", "qwen3-8b", "--draft", "qwen3-0.6b"),
+        *("--device", "h200", "--batch", "1..64", "--json"),
+    )
+    assert result.status == 0
+    assert "not measured" in " ".join(result.out.split())
+    predictions = result.document["predictions"]
+    assert [p["batch_size"] for p in predictions[::3]] == [1, 2, 4, 8, 16, 32, 64]
+    for found in predictions:
+        assert 1 <= found["speedup"] <= found["ceiling_speedup"]
+        expected = found["plain_tokens_per_s"] * found["speedup"]
+        assert found["tokens_per_s"] == pytest.approx(expected)
+    # 8.2 B parameters in bf16, but for the embedding, at 4.8 TB/s: no step can be faster.
+    floor_ms = 1e3 * 2 * 7.5e9 / 4.8e12
+    assert predictions[0]["plain_ms"] > floor_ms
+    longest = [p["draft_length"] for p in predictions if p["acceptance"] == 0.8]
+    assert longest[0] > longest[-1] > 0
+
+
+def test_predict_takes_measured_acceptance(cli):
+    result = cli(
+        *("bench", "predict", "--target", "vicuna-7b", "--draft", "vicuna-68m"),
+        *("--batch", "1", "--per-position", "0.8", "0.6", "0.1", "--json"),
+    )
+    (found,) = result.document["predictions"]
+    pair = cost.Pair(
+        target=PRESETS["vicuna-7b"],
+        target_device=cost.DEVICES["h200"],
+        draft=PRESETS["vicuna-68m"],
+        draft_device=cost.DEVICES["h200"],
+    )
+    where = {"batch": 1, "context": 1024}
+    assert (found["draft_length"], found["speedup"]) == pair.best_draft_length(
+        **where, acceptance=(0.8, 0.6, 0.1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("1..64", [1, 2, 4, 8, 16, 32, 64]), ("3..10", [3, 6, 10]), ("1,8", [1, 8]), ("5", [5])],
+)
+def test_batches(text, sizes):
+    assert bench.parse_batches(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "8..1", "1..x", "1,-2", "0..4"])
+def test_batches_that_make_no_sense_are_refused(text):
+    with pytest.raises(SettingError, match=r"1\.\.64"):
+        bench.parse_batches(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--drafter", "none"], "nothing to compare"),
+        (["--batch-sizes", "0"], "--batch-sizes 0"),
+        (["--draft-lengths", "0"], "--draft-lengths 0"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--against", "hf"], "no Hugging Face directory"),
+    ],
+)
+def test_decode_refuses(refused, options, expected):
+    assert expected in refused("bench", "decode", *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--device", "abacus"], "neither one of"),
+        (["--acceptance", "1.0"], "chances"),
+        (["--per-position", "0.5", "0.6"], "cumulative"),
+        (["--context", "0"], "at least 1"),
+    ],
+)
+def test_predict_refuses(refused, options, expected):
+    pair = ["--target", "qwen3-8b", "--draft", "qwen3-0.6b"]
+    assert expected in refused("bench", "predict", *pair, *options)
+
+
+def test_agreement_tells_a_fault_from_equality():
+    target = toy.model()
+    done = Engine(target, seats=2, capacity=128).generate(
+        toy.prompts([5, 9]), SamplingParams(max_tokens=8)
+    )
+    theirs = [list(completion.token_ids) for completion in done]
+    assert agreement(target, done, theirs) == (2, 0)
+    theirs[1][4] = (theirs[1][4] + 1) % toy.VOCAB  # sabotage
+    assert agreement(target, done, theirs) == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(toy.model(), DraftModel(toy.model(seed=1)), draft_length=3, seats=2, capacity=128)
+
+
+@pytest.fixture(scope="module")
+def middle(engine):
+    return stages.mid_decode(engine, toy.prompts([4, 11]), num_tokens=6, draft_length=3)
+
+
+def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
+    prompts = toy.prompts([4, 11])
+    expected = engine.generate(prompts, SamplingParams(max_tokens=18, ignore_eos=True))
+    assert np.array_equal(middle.num_committed, [4 + 6, 11 + 6])
+    loop = engine._loop
+    draft, _ = loop.drafter.propose(
+        loop.shape, loop.params["drafter"], middle.drafter, stages.rows_of(middle)
+    )
+    assert np.array_equal(draft.num_valid, [3, 3])
+    rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(loop, params), state))
+    after = rounds(loop.params, middle)
+    for row, (prompt, completion) in enumerate(zip(prompts, expected, strict=True)):
+        first = len(prompt)
+        assert after.num_committed[row] >= first + 18
+        assert after.tokens[row, first : first + 18].tolist() == list(completion.token_ids)
+
+
+def again(loop, params):
+    return lambda _, state: loop.round(params, state)
+
+
+def test_stages_are_those_of_a_round(engine, middle):
+    parts = stages.speculative_stages(engine._loop, middle)
+    assert set(parts) == {"draft", "target", "verify", "commit", "round"}
+    seconds = time_in_turns(list(parts.values()), repeats=1)
+    assert all(times[0] > 0 for times in seconds)
+
+
+def test_a_repeated_stage_computes_every_time():
+    """XLA must not move what does not change out of the loop, as it does with a sort."""
+
+    def stage(params, fixed, moving):
+        return moving + 1, jnp.sort(fixed + params, axis=0)
+
+    matrix = jnp.ones((64, 64))
+    repeated = stages.Repeated(stage, matrix, matrix, jnp.int32(0))
+    repeated(5)
+    assert repeated._moving == 5
+
+    def sorts_once(program):
+        text = jax.jit(program).lower(matrix, matrix, jnp.int32(0), 5).compile().as_text()
+        assert " sort(" in text
+        return " sort(" in text[text.index("ENTRY") :]
+
+    assert not sorts_once(repeated._program)
+
+    def naive(params, fixed, moving, num_times):  # sabotage: nothing depends on the last time
+        return lax.fori_loop(
+            0, num_times, lambda _, c: stage(params, fixed, c[0]), (moving, jnp.zeros_like(fixed))
+        )
+
+    assert sorts_once(naive)
+
+
+def test_ceilings_are_measured():
+    ceilings = measure_ceilings(1 << 16, jnp.float32, repeats=1)
+    assert ceilings.bytes_per_s > 1e6
+    assert ceilings.matmul_flops_per_s > 1e6
+
+
+def test_the_floor_is_the_larger_of_two():
+    ceilings = Ceilings(
+        num_bytes=1,
+        copy_bytes_per_s=10.0,
+        read_bytes_per_s=20.0,
+        matmul_flops_per_s=100.0,
+        dtype="float32",
+    )
+    assert ceilings.floor_s(40.0, 100.0) == 2.0
+    assert ceilings.floor_s(40.0, 1000.0) == 10.0
+
+
+@pytest.mark.slow
+def test_compile_times_come_from_processes(models):
+    options = ["--target", str(models.target), "--drafter", "ngram", "--capacity", "128"]
+    found = compile_times(options, batch_size=2)
+    assert found["cold_s"] > found["persistent_s"] > 0  # seconds against tenths
+
+
+def test_a_process_that_fails_is_reported(tmp_path):
+    with pytest.raises(SettingError, match="failed"):
+        compile_times(["--target", str(tmp_path / "nothing")], batch_size=1)
