@@ -14,6 +14,7 @@ from rich.console import Console
 
 from convert.command import ConvertCommand
 from jaxspec.commands.audit import AuditCommand
+from jaxspec.commands.bench import BenchCommand
 from jaxspec.commands.cache import CacheCommand
 from jaxspec.commands.demo import DemoCommand
 from jaxspec.commands.environment import EnvCommand
@@ -25,6 +26,7 @@ COMMANDS = {
     "demo": DemoCommand,
     "generate": GenerateCommand,
     "audit": AuditCommand,
+    "bench": BenchCommand,
     "convert": ConvertCommand,
     "cache": CacheCommand,
     "train": TrainCommand,

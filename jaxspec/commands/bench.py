@@ -27,9 +27,9 @@ from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import VERIFIERS
 from jaxspec.commands.progress import working
-from jaxspec.engine import check_draft_length
 from jaxspec.environment import sha256_of
 from jaxspec.errors import SettingError
+from jaxspec.loops import check_draft_length
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.prompts import encode_prompts, read_prompts, sample_prompts

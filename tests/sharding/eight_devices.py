@@ -271,8 +271,8 @@ def test_each_device_holds_its_part_of_the_weights_and_of_the_kv(two_by_four):
         pages = cache.layers[0].k
         assert pages.sharding.shard_shape(pages.shape) == (
             pages.shape[0] // 2,
-            pages.shape[1],
-            pages.shape[2] // 4,
+            pages.shape[1] // 4,
+            *pages.shape[2:],
         )
 
 
