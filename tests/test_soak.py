@@ -123,7 +123,6 @@ def test_the_check_sees_what_is_lost_given_twice_or_of_another_request(engine):
         "twice": dict(found) | {whole[0]: found[whole[0]] * 2},
         "another's": dict(found) | {whole[0]: found[other]},
     }
-    for fault, changed in broken.items():
+    for changed in broken.values():
         with pytest.raises(AssertionError):
             check(expected, changed, cancelled)
-            pytest.fail(f"{fault} passed")
