@@ -25,7 +25,7 @@ from jaxspec.cache import BLOCK
 from jaxspec.checkpoint import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
-from jaxspec.commands.generate import VERIFIERS
+from jaxspec.commands.generate import SCHEDULERS, VERIFIERS
 from jaxspec.commands.progress import working
 from jaxspec.environment import sha256_of
 from jaxspec.errors import SettingError
@@ -34,9 +34,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.prompts import encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests import SamplingParams
-from jaxspec.schedulers import Continuous, Pool, Static
-
-SCHEDULERS = {"static": Static, "continuous": Continuous, "pool": Pool}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,13 @@ from jaxspec.requests import (
     SamplingParams,
     make_requests,
 )
+from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.telemetry import import_extra
 from jaxspec.types import Origin
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical
 
 VERIFIERS = {"coupled": Coupled, "rejection": Rejection, "block": Block, "typical": Typical}
+SCHEDULERS = {"continuous": Continuous, "static": Static, "pool": Pool}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,9 @@ class GenerateCommand:
     """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
     batch_size: int = 8
     """Prompts decoded together; fewer if there are fewer."""
+    scheduler: Literal["continuous", "static", "pool"] = "continuous"
+    """Which rows take part in a round. continuous fills a free seat at once; static decodes batch
+    after batch, as EQSPEC does; pool is EXSPEC's."""
     layout: Layout = "ragged"
     """Where KV stands. ragged moves none; aligned pads rows on the left and moves them after every
     round, as EQSPEC does, for comparison."""
@@ -179,6 +184,7 @@ class GenerateCommand:
             verifier=VERIFIERS[self.verifier](),
             draft_length=self.draft_length,
             window=self.window,
+            scheduler=SCHEDULERS[self.scheduler](),
             layout=self.layout,
             check_invariants=self.check_invariants,
             seats=min(self.batch_size, len(lines) * self.n),
@@ -186,6 +192,7 @@ class GenerateCommand:
             max_logprobs=self.logprobs,
             trace=self.trace_level if self.trace is not None else None,
         )
+        print(engine.memory.sentence, file=sys.stderr)
         params = self._params(target)
         num_prompts = len(lines)
         requests = make_requests(
@@ -480,12 +487,17 @@ def summary(
 def _batches(
     engine: Engine, requests: Sequence[Request], progress: DecodingProgress
 ) -> Iterator[tuple[list[Completion], float]]:
-    """Completions of `requests`, as the batches they were decoded in, and each batch's seconds."""
-    for first in range(0, len(requests), engine.shape.seats):
-        started_s = time.perf_counter()
-        batch = requests[first : first + engine.shape.seats]
-        completions = list(engine.run(batch, on_progress=progress.batch_at(first)))
-        yield completions, time.perf_counter() - started_s
+    """Completions of `requests` in order, as many at a time as there are seats, and the seconds
+    since those before them."""
+    started_s, batch = time.perf_counter(), []
+    for completion in engine.run(requests, on_progress=progress.batch_at(0)):
+        batch.append(completion)
+        if len(batch) == engine.shape.seats:
+            ended_s = time.perf_counter()
+            yield batch, ended_s - started_s
+            started_s, batch = ended_s, []
+    if batch:
+        yield batch, time.perf_counter() - started_s
 
 
 def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str:
@@ -617,7 +629,8 @@ def spec_bench_line(
 ) -> dict[str, Any]:
     """A line of Spec-Bench's model_answer file (first turn).
 
-    `wall_time` is the batch's time divided by its rows, prefill included.
+    `wall_time` is the time since the last batch of lines divided by the lines of this one, prefill
+    included.
     """
     return {
         "question_id": line.fields["question_id"],

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 
 from jaxspec import engine
@@ -32,7 +32,6 @@ class DecodingProgress:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("prompts"),
-            TimeRemainingColumn(compact=True),
             TextColumn("[dim]{task.fields[detail]}"),
             console=console,
             transient=True,
@@ -61,10 +60,11 @@ class DecodingProgress:
         def show(seen: engine.Progress) -> None:
             self._num_tokens = earlier + seen.num_emitted_tokens
             elapsed_s = time.perf_counter() - self._started_s
-            self._bar.update(
-                self._task,
-                completed=num_before + seen.num_finished,
-                detail=f"{self._num_tokens} tokens, {self._num_tokens / elapsed_s:.0f} tokens/s",
-            )
+            detail = f"{self._num_tokens} tokens, {self._num_tokens / elapsed_s:.0f} tokens/s"
+            if seen.acceptance is not None:
+                detail += f", {seen.acceptance:.0%} of drafts accepted"
+            if seen.time_left_s:
+                detail += f", at most {seen.time_left_s:.0f} s left"
+            self._bar.update(self._task, completed=num_before + seen.num_finished, detail=detail)
 
         return show
