@@ -24,7 +24,6 @@ LAYERS = [
     ("requests", "environment"),
     ("loops",),
     ("memory", "serving"),
-    ("analysis",),
     ("engine", "prompts"),
     ("training", "bench", "audit", "testing", "analysis"),
     ("commands",),

@@ -1,1 +1,1 @@
-"""Models of what was measured: what a round costs, and what speculation gains."""
+"""What was measured, made sense of: costs of rounds, acceptance, drafters prompt by prompt."""

@@ -27,6 +27,7 @@ from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import SCHEDULERS, VERIFIERS
 from jaxspec.commands.progress import working
+from jaxspec.commands.study import StudyCommand
 from jaxspec.environment import sha256_of
 from jaxspec.errors import SettingError
 from jaxspec.loops import check_draft_length
@@ -306,11 +307,12 @@ class PredictCommand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Measure speed (`decode`), or predict it (`predict`)."""
+    """Measure speed (`decode`), predict it (`predict`), or repeat the published study (`study`)."""
 
     bench: Annotated[
         Annotated[DecodeCommand, tyro.conf.subcommand("decode")]
-        | Annotated[PredictCommand, tyro.conf.subcommand("predict")],
+        | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
+        | Annotated[StudyCommand, tyro.conf.subcommand("study")],
         tyro.conf.arg(name=""),
     ]
 

@@ -1,0 +1,511 @@
+"""Drafters compared on the same prompts, prompt by prompt.
+
+Prompts differ far more than drafters do: a list of names is drafted well by anything, a poem by
+nothing. So what is compared is the difference on each prompt, and its interval comes from drawing
+prompts anew (Efron's bootstrap, bias-corrected and accelerated).
+
+Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. A
+prompt's own time inside a batch cannot be measured; wall time is that of the whole batch of
+prompts, in runs that take turns, and is given as the ratio of two runs of one turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.audit.judge import Divergence, Finding, judge
+from jaxspec.audit.levels import divergence_json
+from jaxspec.audit.probe import probe
+from jaxspec.audit.scoring import Scorer
+from jaxspec.drafters.base import Drafter
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
+from jaxspec.requests import (
+    Acceptance,
+    Completion,
+    Prompt,
+    Request,
+    SamplingParams,
+    make_requests,
+)
+
+METRICS: dict[str, Callable[[Acceptance], float]] = {
+    "rounds": lambda own: float(own.num_rounds),
+    "emitted per round": lambda own: own.emitted_per_round,
+}
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 9999
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean over prompts and where it may lie.
+
+    Attributes:
+      mean: over the prompts.
+      low: lower end of the `CONFIDENCE` interval; NaN for a single prompt.
+      high: upper end.
+      num_prompts: that the mean is taken over.
+    """
+
+    mean: float
+    low: float
+    high: float
+    num_prompts: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the sign is certain, at that confidence."""
+        return self.low > 0 or self.high < 0
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Fields; an end that is not known is null."""
+        fields = dataclasses.asdict(self)
+        return {name: None if np.isnan(value) else value for name, value in fields.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One drafter's runs.
+
+    Attributes:
+      label: as it was given.
+      engine: `Engine.describe()`.
+      completions: one per request, in order.
+      run_s: seconds of each timed run over all requests, prompts read included.
+      compile_s: seconds before the first run.
+      num_unequal_to_plain: outputs that differ from the same program with every draft marked
+        invalid; None for plain decoding itself, which is that program's window-1 counterpart.
+      divergences: where outputs part from the first candidate's, judged, by index of the request.
+      must_be_equal: whether not even a tie may part them from the first candidate's: both score
+        windows of one width, and the start-up probe has found no fault with this machine.
+    """
+
+    label: str
+    engine: dict[str, Any]
+    completions: tuple[Completion, ...]
+    run_s: tuple[float, ...]
+    compile_s: float
+    num_unequal_to_plain: int | None
+    divergences: dict[int, Divergence]
+    must_be_equal: bool
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Totals over all requests."""
+        return Acceptance.total([completion.acceptance for completion in self.completions])
+
+    @property
+    def holds(self) -> bool:
+        """Whether the outputs are what they must be."""
+        findings = [divergence.finding for divergence in self.divergences.values()]
+        agrees = not findings if self.must_be_equal else set(findings) <= {Finding.TIE}
+        return agrees and not self.num_unequal_to_plain
+
+    def values(self, metric: str) -> np.ndarray:
+        """`[num_requests]` float64, a metric of `METRICS` for each request."""
+        of = METRICS[metric]
+        return np.array([of(completion.acceptance) for completion in self.completions])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterComparison:
+    """What `compare` found. Everything is relative to the first candidate.
+
+    Attributes:
+      candidates: in the order in which they were given.
+      categories: of each request.
+      seed: of the bootstrap.
+    """
+
+    candidates: tuple[Candidate, ...]
+    categories: tuple[str, ...]
+    seed: int = 0
+
+    @property
+    def baseline(self) -> Candidate:
+        """The first candidate."""
+        return self.candidates[0]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all outputs are equal, or part at proven ties where programs differ."""
+        return all(candidate.holds for candidate in self.candidates)
+
+    @property
+    def category_names(self) -> tuple[str, ...]:
+        """In the order in which they first appear."""
+        return tuple(dict.fromkeys(self.categories))
+
+    def values(self, metric: str, label: str, category: str | None = None) -> Interval:
+        """A candidate's metric, over all prompts or those of one category."""
+        values = self._named(label).values(metric)
+        return self._interval(values[self._is_in(category)])
+
+    def difference(
+        self, metric: str, label: str, other: str, category: str | None = None
+    ) -> Interval:
+        """By how much a candidate's metric exceeds another's on the same prompt."""
+        values = self._named(label).values(metric) - self._named(other).values(metric)
+        return self._interval(values[self._is_in(category)])
+
+    def speedups(self, label: str) -> np.ndarray:
+        """`[repeats]` float64: the first candidate's seconds over this one's, turn by turn."""
+        return np.array(self.baseline.run_s) / np.array(self._named(label).run_s)
+
+    def _named(self, label: str) -> Candidate:
+        return next(candidate for candidate in self.candidates if candidate.label == label)
+
+    def _is_in(self, category: str | None) -> np.ndarray:
+        return np.array([category in (None, own) for own in self.categories])
+
+    def _interval(self, values: np.ndarray) -> Interval:
+        return mean_interval(values, seed=self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, with the differences of every pair."""
+        labels = [candidate.label for candidate in self.candidates]
+        return {
+            "holds": self.holds,
+            "baseline": labels[0],
+            "confidence": CONFIDENCE,
+            "num_prompts": len(self.categories),
+            "candidates": [
+                {
+                    "label": candidate.label,
+                    "engine": candidate.engine,
+                    "acceptance": candidate.acceptance.to_json(),
+                    "tokens_per_s": [
+                        candidate.acceptance.num_emitted_tokens / run_s for run_s in candidate.run_s
+                    ],
+                    "speedup": self.speedups(candidate.label).tolist(),
+                    "run_s": list(candidate.run_s),
+                    "compile_s": candidate.compile_s,
+                    "holds": candidate.holds,
+                    "num_unequal_to_plain": candidate.num_unequal_to_plain,
+                    "num_unequal_to_baseline": len(candidate.divergences),
+                    "divergences": [
+                        {"request": index, **divergence_json(divergence)}
+                        for index, divergence in candidate.divergences.items()
+                    ],
+                    "by_category": {
+                        category: {
+                            metric: self.values(metric, candidate.label, category).to_json()
+                            for metric in METRICS
+                        }
+                        for category in self.category_names
+                    },
+                }
+                for candidate in self.candidates
+            ],
+            "differences": [
+                {
+                    "metric": metric,
+                    "label": label,
+                    "other": other,
+                    **self.difference(metric, label, other).to_json(),
+                }
+                for metric in METRICS
+                for label, other in self.pairs()
+            ],
+            "prompts": [
+                {
+                    "category": category,
+                    **{
+                        metric: {
+                            candidate.label: float(candidate.values(metric)[index])
+                            for candidate in self.candidates
+                        }
+                        for metric in METRICS
+                    },
+                }
+                for index, category in enumerate(self.categories)
+            ],
+        }
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Labels of every two candidates, the later one first."""
+        labels = [candidate.label for candidate in self.candidates]
+        return [(label, other) for i, label in enumerate(labels) for other in labels[:i]]
+
+    def plot(self) -> Any:
+        """A matplotlib figure: emitted tokens per round by category, and speed-ups.
+
+        Raises:
+          SettingError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise SettingError(
+                "A plot was asked for, and matplotlib is not installed; install it, or leave the "
+                "plot out."
+            ) from error
+        names = [*self.category_names, "all"] if len(self.category_names) > 1 else ["all"]
+        height = 1.6 + 0.2 * len(names) * len(self.candidates)
+        figure = Figure(figsize=(9.6, height), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        step = 0.8 / len(self.candidates)
+        for index, candidate in enumerate(self.candidates):
+            found = [
+                self.values("emitted per round", candidate.label, None if name == "all" else name)
+                for name in names
+            ]
+            mean = np.array([interval.mean for interval in found])
+            ends = np.array([(interval.low, interval.high) for interval in found]).T
+            left.errorbar(
+                mean,
+                np.arange(len(names)) + step * (index - (len(self.candidates) - 1) / 2),
+                xerr=np.abs(np.nan_to_num(ends - mean)),
+                fmt="o",
+                markersize=4,
+                capsize=2,
+                label=candidate.label,
+            )
+            ratios = self.speedups(candidate.label)
+            right.plot(ratios, np.full(len(ratios), index), "o", alpha=0.5, markersize=4)
+            right.plot(np.median(ratios), index, "|", color="black", markersize=14)
+        left.set(
+            yticks=range(len(names)),
+            yticklabels=names,
+            xlabel=f"emitted tokens per round\nmean over prompts, {CONFIDENCE:.0%} interval",
+        )
+        left.invert_yaxis()
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+        right.set(
+            yticks=[],
+            xlabel=f"wall time of {self.baseline.label} / its own\neach turn, and their median",
+            ylim=(len(self.candidates) - 0.5, -0.5),
+        )
+        for axes in (left, right):
+            axes.axvline(1, color="#888", linewidth=1)
+            axes.spines[["top", "right"]].set_visible(False)
+        return figure
+
+
+def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
+    """The mean of `values` and its bootstrap interval (BCa, Efron 1987).
+
+    Args:
+      values: `[n]` float64, at least one.
+      seed: of the resampling.
+    """
+    # Importing scipy.stats takes a second, and importing jaxspec imports this module.
+    from scipy import stats
+
+    mean, low, high = float(np.mean(values)), float("nan"), float("nan")
+    if len(values) > 1 and np.ptp(values) == 0:  # resampling changes nothing, and BCa is undefined
+        low = high = mean
+    elif len(values) > 1:
+        found = stats.bootstrap(
+            (values,),
+            np.mean,
+            confidence_level=CONFIDENCE,
+            n_resamples=NUM_RESAMPLES,
+            rng=np.random.default_rng(seed),
+        ).confidence_interval
+        low, high = float(found.low), float(found.high)
+    return Interval(mean=mean, low=low, high=high, num_prompts=len(values))
+
+
+def compare(
+    target: Model,
+    drafters: Mapping[str, Drafter | None],
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    categories: Sequence[str] | None = None,
+    draft_length: int = 4,
+    window: int | None = None,
+    seats: int = 8,
+    capacity: int = 1024,
+    repeats: int = 5,
+    seed: int = 0,
+    on_stage: Callable[[str], None] | None = None,
+) -> DrafterComparison:
+    """Drafters on the same prompts, seeds and window: rounds, emitted tokens per round, wall time.
+
+    `None` is plain decoding by the window-1 loop, the fastest there is: the baseline of time. Each
+    drafter's outputs are compared with plain decoding in its own program, where every token must be
+    equal, and with the first candidate's: equal too if both score windows of one width (where the
+    start-up probe holds), equal or parted at proven ties if they do not.
+
+    Args:
+      target: the model that all of them draft for.
+      drafters: by label, at least two; None decodes plainly. The first is the baseline.
+      prompts: each text, token ids or a list of chat messages.
+      params: one for all, or one each; default `SamplingParams()`. Requests without a seed are
+        given one, the same for every drafter.
+      categories: of each prompt; default all in one.
+      draft_length: tokens proposed per round.
+      window: tokens scored per round by all that draft; default `draft_length + 1`.
+      seats: prompts decoded together.
+      capacity: slots per row for prompt and output.
+      repeats: timed runs of each; candidates take turns.
+      seed: of the bootstrap.
+      on_stage: told in words what is being done.
+
+    Raises:
+      PromptError, SettingError, ModelError: as `Engine` and `Engine.generate`.
+
+    Example:
+      >>> import jaxspec
+      >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
+      >>> comparison = jaxspec.compare(
+      ...     target,
+      ...     {"plain": None, "n-gram": jaxspec.NGram(), "draft": jaxspec.DraftModel(draft)},
+      ...     ["Once upon a time", "def main():", "1, 2, 3, 4, 5, 6, "],
+      ...     jaxspec.SamplingParams(max_tokens=32, ignore_eos=True),
+      ...     capacity=128,
+      ...     repeats=1,
+      ... )
+      >>> comparison.holds
+      True
+      >>> comparison.difference("rounds", "draft", "plain").mean < 0
+      True
+    """
+    tell = on_stage or (lambda _: None)
+    _check(drafters, prompts, categories, repeats)
+    engines = {
+        label: Engine(
+            target,
+            drafter,
+            draft_length=draft_length,
+            window=window if drafter is not None else None,
+            seats=min(seats, max(len(prompts), 1)),
+            capacity=capacity,
+        )
+        for label, drafter in drafters.items()
+    }
+    requests = make_requests(
+        prompts,
+        params if params is not None else SamplingParams(),
+        target,
+        longest=min(engine.longest_prompt for engine in engines.values()),
+    )
+    compile_s = {}
+    for label, engine in engines.items():
+        tell(f"compiling {label}")
+        started_s = time.perf_counter()
+        engine.generate([[0, 0]], SamplingParams(max_tokens=1))
+        compile_s[label] = time.perf_counter() - started_s
+    plain = {}
+    for label, engine in engines.items():
+        if engine.drafter is not None:
+            tell(f"{label}: the same program, drafts marked invalid")
+            plain[label] = list(engine.run(requests, speculate=False))
+    seconds = {label: [] for label in engines}
+    outputs = {}
+    # Turns: a slow moment of the machine falls on all of them.
+    for repeat in range(repeats):
+        for label, engine in engines.items():
+            tell(f"run {repeat + 1} of {repeats}: {label}")
+            started_s = time.perf_counter()
+            outputs[label] = list(engine.run(requests))
+            seconds[label].append(time.perf_counter() - started_s)
+
+    tell("judging outputs")
+    first = next(iter(engines))
+    divergences = {
+        label: _divergences(target, requests, outputs[label], outputs[first]) for label in engines
+    }
+    must_be_equal = {
+        label: _must_be_equal(engine, engines[first], parted=bool(divergences[label]))
+        for label, engine in engines.items()
+    }
+    if categories is None:
+        categories = ["all"] * len(prompts)
+    each = [params] * len(prompts) if not isinstance(params, Sequence) else params
+    return DrafterComparison(
+        candidates=tuple(
+            Candidate(
+                label=label,
+                engine=engine.describe(),
+                completions=tuple(outputs[label]),
+                run_s=tuple(seconds[label]),
+                compile_s=compile_s[label],
+                num_unequal_to_plain=(
+                    _num_unequal(outputs[label], plain[label]) if label in plain else None
+                ),
+                divergences=divergences[label],
+                must_be_equal=must_be_equal[label],
+            )
+            for label, engine in engines.items()
+        ),
+        # A prompt that asks for n completions is n requests.
+        categories=tuple(
+            category
+            for category, own in zip(categories, each, strict=True)
+            for _ in range(own.n if own is not None else 1)
+        ),
+        seed=seed,
+    )
+
+
+def _check(
+    drafters: Mapping[str, Drafter | None],
+    prompts: Sequence[Prompt],
+    categories: Sequence[str] | None,
+    repeats: int,
+) -> None:
+    if len(drafters) < 2:
+        raise SettingError(
+            f"{len(drafters)} drafters were given to compare; give at least two, None (plain "
+            "decoding) among them if a speed-up is wanted."
+        )
+    if not prompts:
+        raise SettingError("No prompts were given to compare drafters on; give at least one.")
+    if categories is not None and len(categories) != len(prompts):
+        raise SettingError(
+            f"{len(categories)} categories were given for {len(prompts)} prompts; give one each."
+        )
+    if repeats < 1:
+        raise SettingError(f"repeats {repeats} was given; it must be at least 1.")
+
+
+def _num_unequal(outputs: Sequence[Completion], references: Sequence[Completion]) -> int:
+    pairs = zip(outputs, references, strict=True)
+    return sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
+
+
+def _divergences(
+    target: Model,
+    requests: Sequence[Request],
+    outputs: Sequence[Completion],
+    references: Sequence[Completion],
+) -> dict[int, Divergence]:
+    """Where outputs part from references, judged, by index of the request."""
+    parted = [
+        index
+        for index, (ours, theirs) in enumerate(zip(outputs, references, strict=True))
+        if ours.token_ids != theirs.token_ids
+    ]
+    if not parted:
+        return {}
+    longest = max(len(c.prompt_token_ids + c.token_ids) for c in (*outputs, *references))
+    scorer = Scorer(target, capacity=longest)
+    found = {
+        index: judge(
+            scorer,
+            prompt_ids=requests[index].prompt_token_ids,
+            output_ids=outputs[index].token_ids,
+            reference_ids=references[index].token_ids,
+            params=requests[index].params,
+        )
+        for index in parted
+    }
+    return {index: divergence for index, divergence in found.items() if divergence is not None}
+
+
+def _must_be_equal(engine: Engine, other: Engine, *, parted: bool) -> bool:
+    """Whether the two engines' outputs must agree in every token. The probe is run only if they
+    do not."""
+    if engine is other or engine.shape.window != other.shape.window:
+        return engine is other
+    return not parted or (probe(engine).holds and probe(other).holds)

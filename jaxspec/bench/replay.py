@@ -1,0 +1,137 @@
+"""What a scheduler would do with rows whose rounds are known: by a few lines of plain Python.
+
+A row's output does not depend on its neighbours or on the round it is decoded in, so what it emits
+round by round is a list that belongs to it. Any schedule can then be counted without decoding
+anything again, and the compiled schedulers have an independent witness.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxspec.types import Origin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A request's history.
+
+    Attributes:
+      prompt_length: tokens before its first round.
+      emitted: tokens of each of its rounds.
+    """
+
+    prompt_length: int
+    emitted: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What a schedule amounts to; see `types.ScheduleCounts`.
+
+    Attributes:
+      num_rounds: until every row has ended.
+      num_rows: rows decoded, summed over rounds.
+      num_grouped_rounds: rounds that filled every seat with rows of one length.
+      num_grouped_rows: rows decoded that had the length of another row of their round.
+    """
+
+    num_rounds: int
+    num_rows: int
+    num_grouped_rounds: int
+    num_grouped_rows: int
+
+    @property
+    def grouping_by_calls(self) -> float:
+        """Share of rounds whose seats all held rows of one length, as the paper counts."""
+        return self.num_grouped_rounds / self.num_rounds
+
+    @property
+    def grouping_by_rows(self) -> float:
+        """Share of decoded rows that had the length of a neighbour."""
+        return self.num_grouped_rows / self.num_rows
+
+
+def emitted_by_round(origins: Sequence[Origin]) -> tuple[int, ...]:
+    """Tokens emitted in each round of an output: each ends with the target's own token."""
+    emitted, current = [], 0
+    for origin in origins:
+        current += 1
+        if origin != Origin.ACCEPTED:
+            emitted.append(current)
+            current = 0
+    return (*emitted, current) if current else tuple(emitted)
+
+
+def replay_pool(
+    rows: Sequence[Row],
+    *,
+    seats: int,
+    window_size: int,
+    layout: Literal["ragged", "aligned"] = "ragged",
+) -> Schedule:
+    """EXSPEC's pool (2510.22876, algorithm 2): the first group of `seats` rows of one length in a
+    window of resident rows, or else its first rows.
+
+    Args:
+      rows: in order of arrival.
+      seats: rows of a round.
+      window_size: resident rows; a row that ends is replaced before the next round.
+      layout: `aligned` counts padding as length, as the published code does: rows decoded together
+        without being a group are padded to the longest of them, and keep that padding.
+    """
+    queue = collections.deque(_Running(row) for row in rows if row.emitted)
+    window: list[_Running] = []
+    num_rounds = num_rows = num_grouped_rounds = num_grouped_rows = 0
+    while True:
+        window = [row for row in window if row.emits]
+        while queue and len(window) < window_size:
+            window.append(queue.popleft())
+        if not window:
+            break
+        chosen = _first_group(window, seats) or window[:seats]
+        lengths = collections.Counter(row.length for row in chosen)
+        num_rounds += 1
+        num_rows += len(chosen)
+        num_grouped_rounds += len(lengths) == 1 and len(chosen) == seats
+        num_grouped_rows += sum(n for n in lengths.values() if n > 1)
+        if layout == "aligned" and len(lengths) > 1:
+            longest = max(row.num_committed for row in chosen)
+            for row in chosen:
+                row.length = longest
+        for row in chosen:
+            row.advance()
+    return Schedule(
+        num_rounds=num_rounds,
+        num_rows=num_rows,
+        num_grouped_rounds=num_grouped_rounds,
+        num_grouped_rows=num_grouped_rows,
+    )
+
+
+class _Running:
+    """A row on its way; `length` counts its padding, if there is any."""
+
+    def __init__(self, row: Row):
+        self.num_committed = self.length = row.prompt_length
+        self.emits = collections.deque(row.emitted)
+
+    def advance(self) -> None:
+        """One round."""
+        num_emitted = self.emits.popleft()
+        self.num_committed += num_emitted
+        self.length += num_emitted
+
+
+def _first_group(window: Sequence[_Running], seats: int) -> list[_Running] | None:
+    """The first `seats` rows of one length, scanning in order of arrival."""
+    buckets: dict[int, list[_Running]] = {}
+    for row in window:
+        bucket = buckets.setdefault(row.length, [])
+        bucket.append(row)
+        if len(bucket) == seats:
+            return bucket
+    return None
