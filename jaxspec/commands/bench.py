@@ -27,9 +27,9 @@ from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import VERIFIERS
 from jaxspec.commands.progress import working
-from jaxspec.engine import check_draft_length
 from jaxspec.environment import sha256_of
 from jaxspec.errors import SettingError
+from jaxspec.loops import check_draft_length
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.prompts import encode_prompts, read_prompts, sample_prompts
@@ -53,6 +53,8 @@ class DecodeCommand:
     """What decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"
     """Which rows take part in a round."""
+    layout: Literal["ragged", "aligned"] = "ragged"
+    """Where KV stands; `aligned` pads and realigns rows as EQSPEC does."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     """Batch sizes to measure."""
     draft_lengths: tuple[int, ...] = (2, 4, 6)
@@ -96,6 +98,7 @@ class DecodeCommand:
                 drafter=make_drafter(target),
                 verifier=VERIFIERS[self.verifier](),
                 scheduler=SCHEDULERS[self.scheduler](),
+                layout=self.layout,
                 prompts=encode_prompts(
                     lines[: self.limit], target, max_prompt_tokens=self.max_prompt_tokens
                 ),
