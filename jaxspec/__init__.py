@@ -8,6 +8,7 @@ import warnings as _warnings
 _os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from jaxspec import types
+from jaxspec.analysis.compare import DrafterComparison, compare
 from jaxspec.analysis.plots import plot_acceptance
 from jaxspec.checkpoint import load_model, save_model
 from jaxspec.drafters.base import Drafter, StatelessDrafter
@@ -46,6 +47,7 @@ __all__ = [
     "Coupled",
     "DraftModel",
     "Drafter",
+    "DrafterComparison",
     "Engine",
     "JaxspecError",
     "LanguageModel",
@@ -70,6 +72,7 @@ __all__ = [
     "StreamOutput",
     "Typical",
     "Verifier",
+    "compare",
     "load_model",
     "plot_acceptance",
     "random_model",

@@ -16,6 +16,7 @@ from convert.command import ConvertCommand
 from jaxspec.commands.audit import AuditCommand
 from jaxspec.commands.bench import BenchCommand
 from jaxspec.commands.cache import CacheCommand
+from jaxspec.commands.compare import CompareCommand
 from jaxspec.commands.demo import DemoCommand
 from jaxspec.commands.environment import EnvCommand
 from jaxspec.commands.generate import GenerateCommand
@@ -27,6 +28,7 @@ COMMANDS = {
     "generate": GenerateCommand,
     "audit": AuditCommand,
     "bench": BenchCommand,
+    "compare": CompareCommand,
     "convert": ConvertCommand,
     "cache": CacheCommand,
     "train": TrainCommand,

@@ -51,6 +51,8 @@ class DecodeCommand:
     """What decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"
     """Which rows take part in a round."""
+    layout: Literal["ragged", "aligned"] = "ragged"
+    """Where KV stands; `aligned` pads and realigns rows as EQSPEC does."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     """Batch sizes to measure."""
     draft_lengths: tuple[int, ...] = (2, 4, 6)
@@ -94,6 +96,7 @@ class DecodeCommand:
                 drafter=make_drafter(target),
                 verifier=VERIFIERS[self.verifier](),
                 scheduler=SCHEDULERS[self.scheduler](),
+                layout=self.layout,
                 prompts=encode_prompts(
                     lines[: self.limit], target, max_prompt_tokens=self.max_prompt_tokens
                 ),

@@ -23,6 +23,7 @@ from jaxspec.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests import SamplingParams
+from jaxspec.schedulers import Static
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +239,14 @@ def test_agreement_tells_a_fault_from_equality():
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(toy.model(), DraftModel(toy.model(seed=1)), draft_length=3, seats=2, capacity=128)
+    return Engine(
+        toy.model(),
+        DraftModel(toy.model(seed=1)),
+        scheduler=Static(),
+        draft_length=3,
+        seats=2,
+        capacity=128,
+    )
 
 
 @pytest.fixture(scope="module")
