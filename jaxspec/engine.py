@@ -242,6 +242,11 @@ class Engine:
         self._prefill = donating(self._loop.prefill)
         self._run: Any = donating(self._loop.run)
         if check_invariants:
+            if self.mesh is not None:
+                raise SettingError(
+                    "check_invariants was given with a mesh; pages are local to a shard there, so "
+                    "leave the mesh out to hunt a fault, or the check."
+                )
             self._run = layouts.CheckedRun(
                 self._run, window=self.shape.window, regroups=self.scheduler.regroups
             )

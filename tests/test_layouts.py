@@ -91,6 +91,7 @@ def test_the_ragged_schedulers_agree_to_the_bit(setting):
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+@pytest.mark.slow
 def test_plain_decoding_and_trees_run_aligned(setting):
     target, prompts, witness, _, scorer = setting
     plain = Engine(target, seats=SEATS, capacity=CAPACITY, layout="aligned", check_invariants=True)
@@ -258,6 +259,7 @@ def _forward_through_run_layers(config, params, tokens, window, cache):
     return decoder.run_layers(config, params, decoder.embed(params, tokens), window, cache)
 
 
+@pytest.mark.slow
 def test_committed_kv_is_that_of_a_row_read_alone_unless_rotary_positions_are_slots(
     setting, monkeypatch
 ):
@@ -293,6 +295,9 @@ def test_committed_kv_is_that_of_a_row_read_alone_unless_rotary_positions_are_sl
     assert largest_difference() > 1e-2
 
 
-def test_an_unknown_layout_is_refused(setting):
+def test_an_unknown_layout_and_a_check_on_a_mesh_are_refused(setting):
+    mesh = jax.make_mesh((1,), ("data",))
+    with pytest.raises(SettingError, match="check_invariants was given with a mesh"):
+        engine_for(setting, "aligned", mesh=mesh, check_invariants=True)
     with pytest.raises(SettingError, match=r"layout 'diagonal' was given.*ragged, aligned"):
         engine_for(setting, "diagonal")
