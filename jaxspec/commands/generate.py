@@ -192,7 +192,6 @@ class GenerateCommand:
             max_logprobs=self.logprobs,
             trace=self.trace_level if self.trace is not None else None,
         )
-        print(engine.memory.sentence, file=sys.stderr)
         params = self._params(target)
         num_prompts = len(lines)
         requests = make_requests(
@@ -217,6 +216,7 @@ class GenerateCommand:
 
         completions: list[Completion] = []
         compile_s = decode_s = 0.0
+        print(engine.memory.sentence, file=sys.stderr)
         if num_done < len(requests):
             compile_s = warm_up(engine)
         with DecodingProgress(len(requests) - num_done) as progress:

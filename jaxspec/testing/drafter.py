@@ -21,6 +21,7 @@ from jaxspec.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests import Request, SamplingParams
+from jaxspec.schedulers import Static
 from jaxspec.testing.demands import (
     CHUNK,
     MAX_TOKENS,
@@ -189,6 +190,7 @@ class _DrafterBench:
             self.target,
             self.drafter,
             verifier=_Scripted(marker=self.marker),
+            scheduler=Static(),  # a row per seat
             draft_length=self.num_nodes,
             seats=ROWS,
             capacity=self.capacity,

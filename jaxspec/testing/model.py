@@ -224,10 +224,7 @@ class _ModelBench:
         told = [[*c.prompt_token_ids, *c.token_ids] for c in self.plain]
         told = [[*one, *[0] * (self.longest - len(one))] for one in told]
         # What the drafter knows is a parameter: the compiled programs stay.
-        engine._params = {
-            **engine._params,
-            "drafter": Oracle(told, acceptance=0.6).params,
-        }
+        engine.update_params(draft=Oracle(told, acceptance=0.6).params)
         self.drafted = engine.generate(self.prompts, self.requests)
         return engine
 
