@@ -164,7 +164,8 @@ def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, R
         return drafter_state, draft
 
     def target_stage(params, fixed, cache):
-        return _score(loop.target, params["target"], *fixed, cache)
+        tokens, window = fixed
+        return _score(loop.target, params["target"], tokens, window, cache)
 
     def verify_stage(params, fixed, moving):
         return moving, loop.verifier.verify(*fixed)
@@ -205,7 +206,8 @@ def plain_stages(loop: Any, state: DecodeState) -> dict[str, Repeated]:
     window = make_window(state, draft, is_chain=True)
 
     def target_stage(params, fixed, cache):
-        return _score(loop.target, params, *fixed, cache)
+        token, window = fixed
+        return _score(loop.target, params, token, window, cache)
 
     return {
         "target": Repeated(
