@@ -208,6 +208,11 @@ class Engine:
             is_processed = logprobs_mode == "processed_logprobs"
             logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
         self.mesh = None if mesh is None else check_mesh(mesh)
+        if check_invariants and mesh is not None:
+            raise SettingError(
+                "check_invariants was given with a mesh, and it reads the state of one device "
+                "only; leave the mesh out to hunt the fault."
+            )
         loop = make_loop(
             target,
             drafter,

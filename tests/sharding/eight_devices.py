@@ -169,7 +169,7 @@ def test_the_state_is_donated_and_nothing_is_compiled_again(eight, two_by_four):
             compiled = on_mesh.compiled(name)
             assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes / 8
             assert not re.search(
-                r"= f32\[(4,128|512),\d+\]\S* (copy|convert|transpose|gather)\(", compiled.as_text()
+                r"= f32\[4,\d+,128,\d+\]\S* (copy|convert|transpose|gather)\(", compiled.as_text()
             )
 
 
@@ -290,7 +290,8 @@ def test_models_that_cannot_be_split_are_replicated(one):
     theirs = alone(one, by_row)
     narrow = driver.draft_model(num_kv_heads=1, num_query_heads=2)
     on_mesh = Driver(driver.mesh(data=1, model=2), narrow)
-    assert on_mesh.state.cache.layers[0].k.sharding.shard_shape((4, 128, 32))[-1] == 16
+    pages = on_mesh.state.cache.layers[0].k
+    assert pages.sharding.shard_shape(pages.shape)[1] * 2 == pages.shape[1] == 4
     pages = on_mesh.state.drafter.cache.layers[0].k
     assert pages.sharding.shard_shape(pages.shape) == pages.shape
     assert_equal_or_tie(on_mesh, by_row, on_mesh.generate(by_row), theirs)

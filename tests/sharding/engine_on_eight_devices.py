@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pandas
 import pytest
 import ties
 import toy
@@ -164,6 +165,28 @@ def test_meshes_that_do_not_fit_are_refused():
         engine(jax.make_mesh((4,), ("batch",)))
     with pytest.raises(SettingError, match=r"model axis has 8 devices .* 4 KV heads"):
         engine(jax.make_mesh((1, 8), ("data", "model")))
+
+
+def test_traces_are_those_of_one_device(prompts):
+    model = toy.model(vocab_size=64, num_kv_heads=4, num_layers=1)
+    frames = []
+    for mesh, seats in ((None, 2), (jax.make_mesh((2,), ("data",)), 4)):
+        traced = Engine(
+            model, jaxspec.NGram(), seats=seats, capacity=256, mesh=mesh, trace="tokens"
+        )
+        completions = traced.generate(prompts, SamplingParams(max_tokens=20))
+        frames.append((completions.rounds(), completions.tokens()))
+    assert len(frames[0][1]) > 0
+    for both in zip(*frames, strict=True):
+        # The engine's rounds are counted by each shard for itself.
+        ours, theirs = (frame.drop(columns="engine_round", errors="ignore") for frame in both)
+        pandas.testing.assert_frame_equal(ours, theirs)
+
+
+def test_invariants_are_checked_on_one_device_only():
+    mesh = jax.make_mesh((4,), ("data",))
+    with pytest.raises(SettingError, match=r"check_invariants was given with a mesh"):
+        Engine(target(), seats=4, capacity=128, mesh=mesh, check_invariants=True)
 
 
 def test_a_mesh_of_some_devices_says_so(caplog):
