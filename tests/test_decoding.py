@@ -202,7 +202,7 @@ def test_a_draft_whose_values_are_no_numbers_changes_nothing_before_it():
 
 
 def test_rows_that_have_ended_do_not_keep_a_batch_from_being_greedy(engines):
-    state = engines[2]._loop.init()
+    state = engines[2]._loop.empty(engines[2].shape)
     s = state.sampling
     finish = jnp.array([Finish.STOP_TOKEN, Finish.RUNNING], jnp.int32)
     for name, value in (("temperature", 1.0), ("presence_penalty", 1.0), ("min_length", 9)):
@@ -244,7 +244,14 @@ def test_take_seat_and_put_on_a_drawn_example():
 
 
 def test_window_of_a_tree_on_a_drawn_example(target):
-    engine = Engine(target, toy.WrongDrafter(), draft_length=4, seats=2, capacity=128)
+    engine = Engine(
+        target,
+        toy.WrongDrafter(),
+        scheduler=jaxspec.Static(),
+        draft_length=4,
+        seats=2,
+        capacity=128,
+    )
     engine.generate([[1] * 10, [2] * 20], SamplingParams(max_tokens=1))
     state = engine._state.replace(finish=jnp.asarray([0, 1], jnp.int32))
     # root -> 0, root -> 1, 1 -> 2, 2 -> 3 (invalid: hangs from the root)

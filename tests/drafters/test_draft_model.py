@@ -49,7 +49,13 @@ def seen_kv(state, draft):
 def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models):
     target, draft = models
     engine = Engine(
-        target, jaxspec.DraftModel(draft), draft_length=4, seats=3, capacity=128, rounds_per_sync=1
+        target,
+        jaxspec.DraftModel(draft),
+        scheduler=jaxspec.Static(),
+        draft_length=4,
+        seats=3,
+        capacity=128,
+        rounds_per_sync=1,
     )
     requests = jaxspec.requests.make_requests(
         toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), target, longest=100
@@ -66,7 +72,14 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
 
 def test_the_check_above_catches_a_stale_slot(models):
     target, draft = models
-    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, seats=3, capacity=128)
+    engine = Engine(
+        target,
+        jaxspec.DraftModel(draft),
+        scheduler=jaxspec.Static(),
+        draft_length=4,
+        seats=3,
+        capacity=128,
+    )
     engine.generate(toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40))
     drafter = engine._state.drafter
     stale = engine._state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
@@ -78,7 +91,14 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     target, _ = models
     drafter = jaxspec.DraftModel(target)  # always right, once it has read the context
     engine = Engine(
-        target, drafter, draft_length=4, seats=1, capacity=256, prefill_chunk=16, rounds_per_sync=3
+        target,
+        drafter,
+        scheduler=jaxspec.Static(),
+        draft_length=4,
+        seats=1,
+        capacity=256,
+        prefill_chunk=16,
+        rounds_per_sync=3,
     )
     prompt = toy.prompts((50,))[0]
     truth = Engine(target, seats=1, capacity=256).generate([prompt], SamplingParams(max_tokens=60))

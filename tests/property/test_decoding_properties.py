@@ -73,6 +73,7 @@ def make_engine():
     return Engine(
         target,
         Scripted(),
+        scheduler=jaxspec.Static(),  # the script goes by rows
         draft_length=WINDOW - 1,
         seats=SEATS,
         capacity=CAPACITY,
