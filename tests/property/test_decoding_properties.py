@@ -20,6 +20,7 @@ from jaxspec import decoding
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.engine import Engine
 from jaxspec.requests import SamplingParams
+from jaxspec.schedulers import Static
 from jaxspec.types import Draft, Origin, Window, chain_parents
 
 SEATS, CAPACITY, WINDOW, SIZE = 3, 128, 6, 17
@@ -73,7 +74,7 @@ def make_engine():
     return Engine(
         target,
         Scripted(),
-        scheduler=jaxspec.Static(),  # the script goes by rows
+        scheduler=Static(),  # the script goes by rows
         draft_length=WINDOW - 1,
         seats=SEATS,
         capacity=CAPACITY,
