@@ -287,7 +287,14 @@ class Bench:
             note = "kept"
         else:
             self.console.print(f"[dim]{name} ...", end="\r", highlight=False)
-            result = {"name": name, "settings": self.settings, **measure()}
+            # Whoever reads a time should know what else the machine was doing.
+            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+            result = {
+                "name": name,
+                "settings": self.settings,
+                "load_average": load,
+                **measure(),
+            }
             result["provenance"] = self.provenance(result.get("engine", {}))
             write_atomically(path, json.dumps(result).encode() + b"\n")
             note = f"{time.perf_counter() - started_s:.1f} s"

@@ -175,7 +175,9 @@ def test_findings_see_what_is_broken(committed):
     ragged["outputs_sha256"] = "0" * 64
     ragged["equivalence"]["num_faults"] += 1
     cells["grouping"]["replays"][0]["replayed"]["num_rounds"] += 1
+    ragged["load_average"] = 100.0
     text = " ".join(study_report.findings(cells))
+    assert "Times are not to be trusted" in text
     assert "NOT the same" in text
     assert "and 1 otherwise" in text
     assert "does NOT agree" in text
