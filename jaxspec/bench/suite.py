@@ -73,7 +73,7 @@ class Plan:
     places: tuple[tuple[int, int], ...]
     acceptances: tuple[float, ...] = (0.6, 0.7, 0.8)
     draft_length: int = 4
-    num_rounds: int = 16
+    num_rounds: int = 32
     dtype: str = "bfloat16"
     ceiling_bytes: int = 1 << 32
 
@@ -277,7 +277,7 @@ def _measure(
                 **run,
                 "speedup": run["tokens_per_s"] / plain["tokens_per_s"],
                 "speedup_at_floor": run["emitted_per_round"] * plain["floor_ms"] / run["floor_ms"],
-                "speedup_predicted": _predicted(target, draft, cell, acceptance, length),
+                "speedup_predicted": _predicted(target, draft, cell, run),
             }
         )
     statistics_of_device = jax.local_devices()[0].memory_stats() or {}
@@ -293,10 +293,10 @@ def _predicted(
     target: LanguageModel,
     draft: LanguageModel,
     cell: Mapping[str, Any],
-    acceptance: float,
-    draft_length: int,
+    run: Mapping[str, Any],
 ) -> float | None:
-    """Speed-up by the cost model with the datasheet's constants; None for a device without one."""
+    """Speed-up by the cost model, at what the run emitted and with the datasheet's constants; None
+    for a device that has none."""
     kind = jax.local_devices()[0].device_kind.lower()
     device = next((device for name, device in cost.DEVICES.items() if name in kind.split()), None)
     if device is None:
@@ -308,11 +308,9 @@ def _predicted(
         draft_device=device,
         itemsize=jnp.dtype(target.dtype).itemsize,
     )
-    return pair.speed_up(
-        batch=cell["batch_size"],
-        context=cell["context"],
-        cumulative=cost.geometric(acceptance, draft_length),
-    )
+    where = {"batch": cell["batch_size"], "context": cell["context"]}
+    round_s = pair.round_s(**where, draft_length=run["draft_length"])
+    return run["emitted_per_round"] * pair.plain_s(**where) / round_s
 
 
 class _Program:
@@ -466,7 +464,7 @@ def plot_suite(document: Mapping[str, Any]) -> Any:
         ) from error
     cells = [cell for cell in document["cells"] if cell["outcome"] == "measured"]
     height = 2 + 0.35 * max(len(cells), 1)
-    figure = Figure(figsize=(13, height), layout="constrained")
+    figure = Figure(figsize=(14, height), layout="constrained")
     plain, speculative, gains = figure.subplots(1, 3, sharey=True)
     kinds = " ".join(document["devices"]["kinds"])
     figure.suptitle(f"random weights, oracle drafts; {kinds}")
@@ -479,7 +477,7 @@ def plot_suite(document: Mapping[str, Any]) -> Any:
         axis.barh(y, [run["round_ms"] for run in runs], color="C0", label="measured")
         axis.barh(y, [run["floor_ms"] for run in runs], height=0.3, color="C1", label="floor")
         axis.set(title=title, xlim=(0, None))
-        axis.legend()
+    plain.legend(loc="upper left", bbox_to_anchor=(0, -0.1))
     for index in range(max((len(cell["speculative"]) for cell in cells), default=0)):
         runs = [cell["speculative"][index] for cell in cells]
         label = f"at acceptance {runs[0]['acceptance']:g}"
@@ -487,9 +485,9 @@ def plot_suite(document: Mapping[str, Any]) -> Any:
         ideal = [run["speedup_at_floor"] for run in runs]
         gains.plot(ideal, y, "|", color=f"C{index}", markersize=10)
     gains.axvline(1.0, color="black", linewidth=0.5)
-    gains.set(title="speed-up over plain (bars: both at their floors)", xlim=(0, None))
-    if cells:
-        gains.legend()
+    gains.set(title="speed-up over plain", xlim=(0, None))
+    gains.plot([], [], "|", color="black", markersize=10, label="were both at their floors")
+    gains.legend(loc="upper left", bbox_to_anchor=(0, -0.1))
     names = [" ".join(f"{cell[name]}" for name in CELL) for cell in cells]
     plain.set_yticks(y, names)
     plain.invert_yaxis()
