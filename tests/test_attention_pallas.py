@@ -259,8 +259,11 @@ def test_models_are_loaded_with_it_and_refuse_what_it_cannot_do(model):
 
 # Where there is a GPU
 
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+
 
 @pytest.mark.accelerator
+@needs_gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("heads", "group"), [(8, 4), (2, 16), (4, 1)])
 def test_the_compiled_kernel_equals_block_attention(dtype, heads, group):
@@ -274,11 +277,13 @@ def test_the_compiled_kernel_equals_block_attention(dtype, heads, group):
         capacity=2048,
         fill=np.nan,
     )
-    assert distance(inputs, dtype) < ROUNDING[dtype]
-    assert distance(inputs, dtype, sliding_window=200) < ROUNDING[dtype]
+    rounding = max(ROUNDING[dtype], 1e-5)  # sums of up to 1900 slots, and another exponential
+    assert distance(inputs, dtype) < rounding
+    assert distance(inputs, dtype, sliding_window=200) < rounding
 
 
 @pytest.mark.accelerator
+@needs_gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_compiled_kernel_is_alone_with_its_row(dtype):
     settings = {"dtype": dtype, "heads": 8, "group": 4, "size": 128, "capacity": 2048}
@@ -286,3 +291,20 @@ def test_the_compiled_kernel_is_alone_with_its_row(dtype):
     for starts in ([1900, 3], [700, 1900], [2000, 1900, 1, 40]):
         together = run(*setup(starts, 5, **settings), dtype=dtype)
         np.testing.assert_array_equal(np.asarray(together, np.float32)[starts.index(1900)], alone)
+
+
+@pytest.mark.accelerator
+@needs_gpu
+@pytest.mark.parametrize("attention", ["xla", "pallas"])
+def test_a_compiled_round_gives_plain_tokens_whoever_the_neighbours_are(attention):
+    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64), "width": 256}
+    ours = dataclasses.replace(toy.model(dtype=jnp.bfloat16, **shape), attention=attention)
+    engine = Engine(ours, NGram(), draft_length=4, seats=4, capacity=1024)
+    prompts = toy.prompts((3, 700, 20, 300, 5, 128))
+    params = SamplingParams(max_tokens=100)
+    speculative = engine.generate(prompts, params)
+    assert sum(done.acceptance.num_accepted_tokens for done in speculative) > 0
+    plain = engine.generate(prompts, params, speculate=False)
+    for prompt, ours, theirs in zip(prompts, speculative, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert engine.generate([prompt], params)[0].token_ids == ours.token_ids
