@@ -20,7 +20,8 @@ module and `attention` everything speaks of positions, whatever the layout; the 
 a `table` that is either an array of page numbers or an `AlignedTable`, and add `first_slot` where
 there is one.
 
-Only this module knows how KV is stored. Within a page heads come before slots: attention multiplies
+Only this module knows how KV is stored, and the kernels of `attention_pallas`, which read the pages
+themselves. Within a page heads come before slots: attention multiplies
 head by head, and wherever slots came first XLA:CPU would transpose every block that it reads, which
 costs more than the products. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU
 otherwise converts the whole cache to fp32 in every round.

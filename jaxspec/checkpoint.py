@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder, registry
-from jaxspec.models.base import LanguageModel, TextTokenizer
+from jaxspec.models.base import AttentionName, LanguageModel, TextTokenizer, check_attention
 from jaxspec.models.config import ModelConfig
 from jaxspec.types import PyTree
 
@@ -359,6 +359,7 @@ def load_converted(
     name: str | None = None,
     dtype: Any = None,
     sharding: Any = None,
+    attention: AttentionName = "xla",
 ) -> LanguageModel:
     """The model in a converted directory; arguments as in `load_model`."""
     directory = Path(directory)
@@ -379,6 +380,7 @@ def load_converted(
         eos_token_ids=tuple(fields["eos_token_ids"]),
         tokenizer=_load_tokenizer(directory, tuple(fields["prefix_token_ids"])),
         generation_config=fields["generation_config"],
+        attention=attention,
     )
 
 
@@ -459,7 +461,12 @@ def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextT
 
 
 def load_model(
-    src: str | os.PathLike, *, dtype: Any = None, revision: str | None = None, sharding: Any = None
+    src: str | os.PathLike,
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+    sharding: Any = None,
+    attention: AttentionName = "xla",
 ) -> LanguageModel:
     """Loads a model from whatever names one.
 
@@ -475,22 +482,29 @@ def load_model(
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device.
+      attention: `xla`, or `pallas` for a kernel of our own on a GPU (see `LanguageModel`).
 
     Raises:
+      SettingError: unknown attention.
       ModelError: nothing of that name is found, or its architecture is not supported.
       CheckpointError: it is found and cannot be read, converted or cached.
     """
     name = os.fspath(src)
+    check_attention(attention)
     dtype = None if dtype is None else parse_dtype(dtype)
     if name in DEMO_MODELS:
         assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
         with importlib.resources.as_file(assets) as directory:
             converted = _convert_cached(directory, name=name)
-        return load_converted(converted, name=name, dtype=dtype, sharding=sharding)
+        return load_converted(
+            converted, name=name, dtype=dtype, sharding=sharding, attention=attention
+        )
     if name.startswith("random:"):
         if dtype is None:
             dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        return registry.random_model(name.removeprefix("random:"), dtype=dtype, sharding=sharding)
+        return registry.random_model(
+            name.removeprefix("random:"), dtype=dtype, sharding=sharding, attention=attention
+        )
 
     directory = Path(name).expanduser()
     if not directory.exists():
@@ -505,7 +519,7 @@ def load_model(
             f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
             f"one (no config.json); {_WHAT_NAMES_A_MODEL}."
         )
-    return load_converted(converted, name=name, dtype=dtype, sharding=sharding)
+    return load_converted(converted, name=name, dtype=dtype, sharding=sharding, attention=attention)
 
 
 _WHAT_NAMES_A_MODEL = (

@@ -14,6 +14,7 @@ LAYERS = [
     ("errors", "types"),
     ("sampling", "cache"),
     ("attention", "layouts"),
+    ("attention_pallas",),
     ("models",),
     ("checkpoint", "prefill"),
     ("drafters", "verifiers", "schedulers"),

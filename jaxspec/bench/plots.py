@@ -95,7 +95,15 @@ def write_plot(document: Mapping[str, Any], path: pathlib.Path) -> None:
     Raises:
       SettingError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = plot_decode(document)
+    save_figure(plot_decode(document), path)
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> None:
+    """Writes a matplotlib figure; the suffix of `path` names the format.
+
+    Raises:
+      SettingError: the file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 from rich import box
 from rich.console import Console
@@ -20,7 +21,8 @@ from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import compile_times
 from jaxspec.bench.decode import DecodeBench, public_name
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
-from jaxspec.bench.plots import write_plot
+from jaxspec.bench.plots import save_figure, write_plot
+from jaxspec.bench.suite import DRY_RUN, GPU, plot_suite, run_suite
 from jaxspec.cache import BLOCK
 from jaxspec.checkpoint import load_model
 from jaxspec.commands.documents import make_document
@@ -309,13 +311,70 @@ class PredictCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SuiteCommand:
+    """Published pairs with random weights at serving shapes, plain and speculative, on a GPU."""
+
+    out: pathlib.Path
+    """JSON file to write, after every cell."""
+    device: Literal["gpu"] = "gpu"
+    """What to run on."""
+    dry_run: bool = False
+    """The same code with tiny models, wherever JAX runs: a trial, whose figures mean nothing."""
+    budget_s: float = 480.0
+    """Seconds after which no cell is begun; the most telling ones come first."""
+    repeats: int = 3
+    """Timed runs of each kind; medians count."""
+    resume: bool = False
+    """Keep the cells that --out holds already, and go on with the others."""
+    plot: pathlib.Path | None = None
+    """Image file to write at the end (extra `analysis`)."""
+    json: bool = False
+    """End with one line of JSON on standard output."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Prints the table; returns the JSON document."""
+        if self.repeats < 1:
+            raise SettingError(f"--repeats {self.repeats} was given; it must be at least 1.")
+        if not self.dry_run and jax.default_backend() != "gpu":
+            raise SettingError(
+                f"The suite was asked for on a GPU, and JAX runs on {jax.default_backend()}; "
+                "install the `cuda` extra on a machine with a GPU, or try it with --dry-run."
+            )
+        # A resumed suite is the same one, given more time.
+        config = {"device": self.device, "dry_run": self.dry_run, "repeats": self.repeats}
+        with working("") as status:
+            document = run_suite(
+                DRY_RUN if self.dry_run else GPU,
+                self.out,
+                budget_s=self.budget_s,
+                repeats=self.repeats,
+                config=config,
+                resume=self.resume,
+                say=status.update,
+            )
+        console.print(suite_table(document["cells"]))
+        if self.dry_run:
+            console.print("A dry run: these figures mean nothing.", style="dim")
+        if document.get("num_waiting"):
+            console.print(
+                f"{document['num_waiting']} cells were not reached; go on with --resume.",
+                style="dim",
+            )
+        if self.plot is not None:
+            save_figure(plot_suite(document), self.plot)
+        return document
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Measure speed (`decode`), predict it (`predict`), or repeat the published study (`study`)."""
+    """Measure speed (`decode`; on a GPU `suite`), predict it (`predict`), or repeat the published
+    study (`study`)."""
 
     bench: Annotated[
         Annotated[DecodeCommand, tyro.conf.subcommand("decode")]
         | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
-        | Annotated[StudyCommand, tyro.conf.subcommand("study")],
+        | Annotated[StudyCommand, tyro.conf.subcommand("study")]
+        | Annotated[SuiteCommand, tyro.conf.subcommand("suite")],
         tyro.conf.arg(name=""),
     ]
 
@@ -496,6 +555,39 @@ def predictions_table(predictions: Sequence[Mapping[str, Any]]) -> Table:
             "" if peak is None else f"{peak:.2f}x",
             "" if acceptance is None else str(found["closed_form_draft_length"]),
             end_section=_ends_section(predictions, index),
+        )
+    return table
+
+
+def suite_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per cell: plain decoding, and speculation at the oracle's highest acceptance."""
+    table = _table(
+        "suite (random weights, oracle drafts)",
+        "pair",
+        "batch",
+        "context",
+        "attention",
+        "plain ms",
+        "of floor",
+        "round ms",
+        "of floor",
+        "tokens/s",
+        "speed-up",
+    )
+    for cell in cells:
+        where = [str(cell[name]) for name in ("pair", "batch_size", "context", "attention")]
+        if cell["outcome"] != "measured":
+            table.add_row(*where, cell["outcome"])
+            continue
+        plain, best = cell["plain"], cell["speculative"][-1]
+        table.add_row(
+            *where,
+            f"{plain['round_ms']:.2f}",
+            f"{plain['fraction_of_floor']:.0%}",
+            f"{best['round_ms']:.2f}",
+            f"{best['fraction_of_floor']:.0%}",
+            f"{best['tokens_per_s']:.0f}",
+            f"{best['speedup']:.2f} at {best['acceptance']:g}",
         )
     return table
 

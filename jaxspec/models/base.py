@@ -10,17 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspec import cache as kv
-from jaxspec.errors import PromptError
+from jaxspec.attention import Attention, block_attention
+from jaxspec.attention_pallas import pallas_attention
+from jaxspec.errors import PromptError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.types import PyTree, Window
+
+AttentionName: TypeAlias = Literal["xla", "pallas"]
+ATTENTIONS: Mapping[str, Attention] = {"xla": block_attention, "pallas": pallas_attention}
+
+
+def check_attention(name: str) -> None:
+    """Raises `SettingError` unless an attention backend has this name."""
+    if name not in ATTENTIONS:
+        raise SettingError(
+            f"There is no attention {name!r}; choose one of {', '.join(ATTENTIONS)}."
+        )
 
 
 @runtime_checkable
@@ -235,6 +248,12 @@ class LanguageModel:
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults, as read; nothing applies them
         silently.
+      attention: `xla`, or `pallas` for the kernel of `attention_pallas`: for GPUs, and not on a
+        mesh that splits the model (elsewhere it is interpreted, for tests). They sum in another
+        order, so outputs differ at ties within rounding.
+
+    Raises:
+      SettingError: unknown attention.
     """
 
     name: str
@@ -243,8 +262,10 @@ class LanguageModel:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: TextTokenizer | None = None
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attention: AttentionName = "xla"
 
     def __post_init__(self):
+        check_attention(self.attention)
         # XLA:CPU multiplies a few rows by a transposed matrix three times slower, so there a tied
         # head is kept a second time, transposed.
         if "head" not in self.params and jax.default_backend() == "cpu":
@@ -265,8 +286,14 @@ class LanguageModel:
         """How a mesh axis `model` of `num_shards` devices splits `params`.
 
         Raises:
-          SettingError: it does not divide the heads, the feed-forward or the vocabulary.
+          SettingError: it does not divide the heads, the feed-forward or the vocabulary, or the
+            attention cannot be split.
         """
+        if num_shards > 1 and self.attention != "xla":
+            raise SettingError(
+                f"The model {self.name} has attention={self.attention!r}, which a mesh axis model "
+                f"of {num_shards} devices cannot split; load it with attention='xla'."
+            )
         specs = decoder.param_specs(self.config, num_shards)
         return {name: specs[name] for name in self.params}
 
@@ -283,7 +310,8 @@ class LanguageModel:
 
     def forward(self, params, tokens, window, cache):
         """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
-        return decoder.forward(self.config, params, tokens, window, cache)
+        attention = ATTENTIONS[self.attention]
+        return decoder.forward(self.config, params, tokens, window, cache, attention=attention)
 
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import AttentionName, LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
 
 PRESETS: dict[str, ModelConfig] = {
@@ -106,7 +106,12 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def random_model(
-    preset: str | ModelConfig, *, dtype=jnp.bfloat16, seed: int = 0, sharding=None
+    preset: str | ModelConfig,
+    *,
+    dtype=jnp.bfloat16,
+    seed: int = 0,
+    sharding=None,
+    attention: AttentionName = "xla",
 ) -> LanguageModel:
     """A model of a preset's (or any) architecture with random weights, built on the device.
 
@@ -115,6 +120,7 @@ def random_model(
       dtype: parameters, compute and cache.
       seed: of the weights.
       sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
+      attention: see `LanguageModel`.
 
     Raises:
       ModelError: unknown preset.
@@ -126,4 +132,4 @@ def random_model(
     else:
         raise ModelError(f"There is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
-    return LanguageModel(name=name, config=config, params=params)
+    return LanguageModel(name=name, config=config, params=params, attention=attention)

@@ -1,0 +1,310 @@
+"""The attention kernel, interpreted, against block attention; compiled where there is a GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ties
+import toy
+
+from jaxspec import Engine, NGram, SamplingParams, attention_pallas, load_model
+from jaxspec import cache as kv
+from jaxspec.attention import block_attention
+from jaxspec.attention_pallas import SPLIT_LENGTH, is_supported, pallas_attention
+from jaxspec.errors import SettingError
+from jaxspec.models.config import RopeConfig
+from jaxspec.types import Window
+
+SIZE = 16
+ROUNDING = {jnp.float32: 2e-6, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}
+
+
+def setup(
+    starts,
+    window_length,
+    *,
+    dtype=jnp.float32,
+    heads=2,
+    group=3,
+    size=SIZE,
+    capacity=512,
+    **garbage,
+):
+    """Queries of a window behind each of `starts`, and a cache of random KV: each row's the same
+    whoever its neighbours are, in pages that are not in order; `fill` beyond the window."""
+    num_rows = len(starts)
+    start = jnp.asarray(starts, jnp.int32)
+    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)
+    cache = kv.init_cache(
+        num_layers=1,
+        num_rows=num_rows,
+        capacity=capacity,
+        num_kv_heads=heads,
+        head_size=size,
+        dtype=dtype,
+    )
+    shuffled = np.random.default_rng(9).permutation(cache.table.size)
+    table = jnp.asarray(shuffled.reshape(cache.table.shape), jnp.int32)
+
+    def random(seed, *shape):
+        # By slot and not by capacity: the same numbers in a longer row.
+        return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+    slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (num_rows, capacity))
+    k, v = (
+        np.stack([random(which + int(begin), capacity, heads, size) for begin in starts])
+        for which in (1000, 2000)
+    )
+    fill = garbage.get("fill", 0.0)
+    for row, begin in enumerate(starts):
+        k[row, begin + window_length :] = v[row, begin + window_length :] = fill
+    layer = kv.write(
+        cache.layers[0], table, jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype), slots
+    )
+    queries = np.stack([random(int(begin), 8, heads * group, size) for begin in starts])
+    queries = jnp.asarray(queries[:, :window_length]).astype(dtype)
+    window = Window(start=start, positions=positions, slots=positions)
+    return queries, layer, table, window
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "dtype", "sliding_window"))
+def run(*inputs, backend=pallas_attention, dtype=jnp.float32, sliding_window=None):
+    return backend(*inputs, dtype=dtype, sliding_window=sliding_window)
+
+
+def distance(inputs, dtype=jnp.float32, **settings):
+    """The largest difference to block attention, which has a dense reference of its own."""
+    ours = run(*inputs, dtype=dtype, **settings)
+    assert ours.dtype == dtype
+    theirs = run(*inputs, backend=block_attention, dtype=dtype, **settings)
+    return np.abs(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32)).max()
+
+
+CASES = [
+    # starts, T, dtype, K, G, sliding window
+    ([0, 1, 127], 1, jnp.float32, 2, 4, None),
+    ([125, 128, 255], 4, jnp.float32, 1, 1, None),
+    ([3, 250, 380, 40], 8, jnp.float32, 2, 2, None),
+    ([253, 256, 507], 5, jnp.float32, 3, 7, 130),
+    ([60, 400], 3, jnp.float32, 2, 3, 1),
+    ([0, 300], 5, jnp.bfloat16, 2, 4, None),
+    ([130, 270], 2, jnp.bfloat16, 1, 16, 100),
+    ([20, 383], 8, jnp.float16, 2, 1, None),
+]
+
+
+@pytest.mark.parametrize(("starts", "window_length", "dtype", "heads", "group", "sliding"), CASES)
+def test_equals_block_attention(starts, window_length, dtype, heads, group, sliding):
+    inputs = setup(starts, window_length, dtype=dtype, heads=heads, group=group, fill=np.nan)
+    assert distance(inputs, dtype, sliding_window=sliding) < ROUNDING[dtype]
+
+
+def test_the_check_above_catches_a_query_that_sees_one_slot_too_many():
+    queries, layer, table, window = setup([40, 256], 4)
+    shifted = window.replace(positions=window.positions + 1)
+    ours = run(queries, layer, table, shifted)
+    theirs = run(queries, layer, table, window, backend=block_attention)
+    assert np.abs(ours - theirs).max() > 1e-2
+
+
+def test_partial_sums_that_nobody_wrote_are_not_read(monkeypatch):
+    inputs = setup([3, 300], 4, capacity=1024)
+    assert distance(inputs) < ROUNDING[jnp.float32]
+
+    # Sabotage: the splits beyond a row's end are put together too.
+    combine = attention_pallas._combine_splits
+
+    def greedy(extents_ref, *references, tiles_per_split):
+        class Everything:
+            def __getitem__(self, index):
+                return (0, 1024 // SPLIT_LENGTH * tiles_per_split)[index[1]]
+
+        combine(Everything(), *references, tiles_per_split=tiles_per_split)
+
+    monkeypatch.setattr(attention_pallas, "_combine_splits", greedy)
+    spoilt = pallas_attention(*inputs, dtype=jnp.float32)
+    assert not np.all(np.isfinite(spoilt))
+
+
+def test_neighbours_and_seats_change_no_bit():
+    alone = np.asarray(run(*setup([300], 4)))[0]
+    for starts, seat in (([300, 0], 0), ([17, 300], 1), ([500, 300, 128], 1)):
+        together = run(*setup(starts, 4))
+        np.testing.assert_array_equal(together[seat], alone)
+
+
+def test_capacity_changes_no_bit():
+    short, long = (
+        run(*setup([300, 5], 4, capacity=capacity, heads=1, group=1)) for capacity in (512, 1024)
+    )
+    # Random KV is drawn row by row of slots, so that the same slots hold the same numbers.
+    np.testing.assert_array_equal(short, long)
+
+
+def test_what_follows_in_the_window_changes_no_bit():
+    queries, layer, table, window = setup([254, 60], 4)
+    whole = np.asarray(run(queries, layer, table, window))
+    # Other drafts behind the first two entries: their queries, keys and values.
+    other = setup([11, 12], 4)
+    queries = queries.at[:, 2:].set(other[0][:, 2:])
+    k, v = kv.read_slots(other[1], other[2], window.slots[:, 2:], jnp.float32)
+    layer = kv.write(layer, table, k + 1, v - 1, window.slots[:, 2:])
+    changed = np.asarray(run(queries, layer, table, window))
+    np.testing.assert_array_equal(changed[:, :2], whole[:, :2])
+    assert np.any(changed[:, 2:] != whole[:, 2:])
+    # Nor does a narrower window whose queries fill the same tile.
+    narrow = window.replace(positions=window.positions[:, :2], slots=window.slots[:, :2])
+    narrow = run(queries[:, :2], layer, table, narrow)
+    np.testing.assert_array_equal(narrow, whole[:, :2])
+
+
+def test_garbage_changes_no_bit_even_if_it_is_nan():
+    clean, dirty = (setup([5, 130, 255], 4, fill=fill) for fill in (0.0, np.nan))
+    np.testing.assert_array_equal(run(*clean), run(*dirty))
+
+
+def test_padded_rows_see_no_padding():
+    queries, layer, pages, window = setup([60, 126], 4)
+    k, v = kv.read_slots(
+        layer, pages, jnp.broadcast_to(jnp.arange(130, dtype=jnp.int32), (2, 130)), jnp.float32
+    )
+    table = kv.AlignedTable(pages=pages, first_slot=jnp.asarray([200, 3], jnp.int32))
+    nan = jax.tree.map(lambda stored: jnp.full_like(stored, jnp.nan), layer)
+    slots = jnp.arange(130, dtype=jnp.int32)
+    slots = jnp.where(slots < window.start[:, None] + 4, slots, -1)
+    padded = kv.write(nan, table, k, v, slots)
+    for sliding_window in (None, 70):
+        ours = run(queries, padded, table, window, sliding_window=sliding_window)
+        theirs = run(
+            queries, layer, pages, window, backend=block_attention, sliding_window=sliding_window
+        )
+        np.testing.assert_allclose(ours, theirs, atol=ROUNDING[jnp.float32])
+
+
+@pytest.mark.parametrize(
+    ("window_length", "size", "is_tree"), [(4, SIZE, True), (8, 8, False), (8, 24, False)]
+)
+def test_what_the_kernel_cannot_do_is_left_to_block_attention(window_length, size, is_tree):
+    queries, layer, table, window = setup([40, 200], window_length, size=size)
+    if is_tree:
+        depths = jnp.broadcast_to(jnp.arange(window_length), (2, window_length, window_length))
+        window = window.replace(paths=depths.astype(jnp.int32))
+    assert not is_supported(window, group=3, head_size=size)
+    inputs = queries, layer, table, window
+    np.testing.assert_array_equal(run(*inputs), run(*inputs, backend=block_attention))
+
+
+def test_the_kernel_takes_short_windows_only():
+    window = setup([40, 200], 8)[-1]
+    assert is_supported(window, group=16, head_size=128)
+    assert not is_supported(window, group=17, head_size=128)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="later versions compile as they lower, with the driver"
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_triton_takes_it(dtype):
+    # The shapes of a published model, and no GPU: as far as the code that Triton would compile.
+    inputs = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
+    compiled = jax.jit(functools.partial(pallas_attention, dtype=dtype, interpret=False))
+    text = compiled.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 2
+
+
+PARAMS = SamplingParams(max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def model():
+    rope = RopeConfig(theta=1e4, rotary_size=SIZE)
+    return toy.model(head_size=SIZE, rope=rope, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    ours = dataclasses.replace(model, attention="pallas")
+    return Engine(ours, NGram(), draft_length=3, seats=2, capacity=384, prefill_chunk=256)
+
+
+def test_a_model_with_the_kernel_decodes_the_same_or_parts_at_ties(model, engine):
+    prompts = toy.prompts((3, 240, 20))
+    ours = engine.generate(prompts, PARAMS)
+    theirs = Engine(model, seats=2, capacity=384, prefill_chunk=256).generate(prompts, PARAMS)
+    divergences = ties.divergences(model, ours, theirs, PARAMS)
+    assert len(divergences) < len(prompts)
+
+
+def test_speculation_and_neighbours_change_no_token(engine):
+    prompts = toy.prompts((3, 240, 20))
+    speculative = engine.generate(prompts, PARAMS)
+    assert sum(done.acceptance.num_accepted_tokens for done in speculative) > 0
+    plain = engine.generate(prompts, PARAMS, speculate=False)
+    for ours, theirs in zip(speculative, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+    assert engine.generate([prompts[1]], PARAMS)[0].token_ids == speculative[1].token_ids
+
+
+def test_models_are_loaded_with_it_and_refuse_what_it_cannot_do(model):
+    assert load_model("demo-draft", attention="pallas").attention == "pallas"
+    with pytest.raises(SettingError, match="no attention 'cudnn'; choose one of xla, pallas"):
+        load_model("demo-draft", attention="cudnn")  # pyright: ignore
+    ours = dataclasses.replace(model, attention="pallas")
+    with pytest.raises(SettingError, match="cannot split"):
+        ours.param_specs(2)
+
+
+# Where there is a GPU
+
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+
+
+@pytest.mark.accelerator
+@needs_gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("heads", "group"), [(8, 4), (2, 16), (4, 1)])
+def test_the_compiled_kernel_equals_block_attention(dtype, heads, group):
+    inputs = setup(
+        [0, 127, 300, 1900],
+        5,
+        dtype=dtype,
+        heads=heads,
+        group=group,
+        size=128,
+        capacity=2048,
+        fill=np.nan,
+    )
+    rounding = max(ROUNDING[dtype], 1e-5)  # sums of up to 1900 slots, and another exponential
+    assert distance(inputs, dtype) < rounding
+    assert distance(inputs, dtype, sliding_window=200) < rounding
+
+
+@pytest.mark.accelerator
+@needs_gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_compiled_kernel_is_alone_with_its_row(dtype):
+    settings = {"dtype": dtype, "heads": 8, "group": 4, "size": 128, "capacity": 2048}
+    alone = np.asarray(run(*setup([1900], 5, **settings), dtype=dtype), np.float32)[0]
+    for starts in ([1900, 3], [700, 1900], [2000, 1900, 1, 40]):
+        together = run(*setup(starts, 5, **settings), dtype=dtype)
+        np.testing.assert_array_equal(np.asarray(together, np.float32)[starts.index(1900)], alone)
+
+
+@pytest.mark.accelerator
+@needs_gpu
+@pytest.mark.parametrize("attention", ["xla", "pallas"])
+def test_a_compiled_round_gives_plain_tokens_whoever_the_neighbours_are(attention):
+    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64), "width": 256}
+    ours = dataclasses.replace(toy.model(dtype=jnp.bfloat16, **shape), attention=attention)
+    engine = Engine(ours, NGram(), draft_length=4, seats=4, capacity=1024)
+    prompts = toy.prompts((3, 700, 20, 300, 5, 128))
+    params = SamplingParams(max_tokens=100)
+    speculative = engine.generate(prompts, params)
+    assert sum(done.acceptance.num_accepted_tokens for done in speculative) > 0
+    plain = engine.generate(prompts, params, speculate=False)
+    for prompt, ours, theirs in zip(prompts, speculative, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert engine.generate([prompt], params)[0].token_ids == ours.token_ids
