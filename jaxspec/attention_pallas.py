@@ -7,6 +7,9 @@ flash-decoding (Dao et al., 2023): a first kernel gives every row, KV head and s
 `SPLIT_LENGTH` slots a program of its own, and a second one puts the splits of a row together. A
 program without a live slot ends at once and writes nothing.
 
+No GPU has run it yet: `SPLIT_LENGTH` and the tiles are reckoned, not tuned. JAX 0.12 still takes
+Triton kernels and warns that a later version will not.
+
 A row's bits are those that `block_attention` promises. Where a split begins, and the order in which
 splits are summed, depend on absolute slots only: not on the batch, not on neighbours, not on which
 window entries are meant. What a query does not see leaves its sums exactly as they were.
