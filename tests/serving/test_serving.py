@@ -18,6 +18,7 @@ import toy
 
 import jaxspec.serving.engine as module
 from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
+from jaxspec import cache as kv
 from jaxspec.cache import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.errors import PromptError, SettingError
@@ -280,20 +281,14 @@ def test_a_drafter_left_behind_is_noticed(engine_of, requests, expected):
     assert [request.acceptance for request in served] != [done.acceptance for done in expected]
 
 
-def with_nan(tree, from_slot=0):
-    """Every cache in `tree` with NaN from a slot on (of pages in order)."""
+def with_nan(tree, num_live=0):
+    """Every cache in `tree` with NaN behind the first `num_live` slots of each row."""
 
-    def spoil(array):
-        flat = array.reshape(-1, array.shape[-1])
-        return flat.at[from_slot:].set(jnp.nan).reshape(array.shape)
+    def spoil(cache):
+        return kv.with_garbage(cache, jnp.full(cache.table.shape[:1], num_live, jnp.int32))
 
-    def visit(node):
-        return jax.tree.map(spoil, node) if isinstance(node, tuple) else node
-
-    cache, drafter = tree.cache, tree.drafter
     return tree.replace(
-        cache=cache.replace(layers=visit(cache.layers)),
-        drafter=drafter.replace(cache=drafter.cache.replace(layers=visit(drafter.cache.layers))),
+        cache=spoil(tree.cache), drafter=tree.drafter.replace(cache=spoil(tree.drafter.cache))
     )
 
 
@@ -301,7 +296,7 @@ def test_garbage_is_never_read(engine_of, requests, expected):
     engine = engine_of("draft_model")
 
     def prefill(prompt, params):
-        return with_nan(engine.prefill(prompt, params), from_slot=len(prompt) - 1)
+        return with_nan(engine.prefill(prompt, params), num_live=len(prompt) - 1)
 
     state = with_nan(engine.init_decode_state())
     served = serve(engine, requests, seed=7, state=state, prefill=prefill)
