@@ -31,6 +31,7 @@ from jaxspec.audit.judge import (
 from jaxspec.audit.probe import ProbeReport, live_kv, probe
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests import Acceptance, Completion, Prompt, Request, SamplingParams, make_requests
 from jaxspec.verifiers import Verifier
@@ -311,8 +312,16 @@ def audit_engine(
       on_stage: told in words what is being done.
 
     Raises:
-      PromptError, SettingError: as `Engine.generate`.
+      PromptError, SettingError: as `Engine.generate`; or the engine has the aligned layout or a
+        mesh, which the levels do not speak of.
     """
+    if engine.layout != "ragged" or engine.mesh is not None:
+        raise SettingError(
+            f"An engine with the {engine.layout} layout"
+            f"{' on a mesh' if engine.mesh is not None else ''} was given to the audit, whose "
+            "levels are those of the ragged layout on one device; audit that one, or hand it this "
+            "engine's outputs as another system's (audit_outputs)."
+        )
     tell = on_stage or (lambda _: None)
     if engine.max_logprobs is not None:
         each = params if params is not None else SamplingParams()

@@ -14,6 +14,7 @@ from jaxspec import decoding
 from jaxspec.audit.judge import Finding
 from jaxspec.audit.levels import Level, StudyMetrics, audit_engine, promise_of
 from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
 from jaxspec.prompts import sample_prompts
 from jaxspec.requests import SamplingParams
 from jaxspec.verifiers import rejection
@@ -158,3 +159,9 @@ def test_the_embedded_pair(dtype, temperature):
     audit = audit_engine(engine, prompts, params)
     assert audit.holds, audit.sentence
     assert audit.study is not None
+
+
+def test_an_aligned_engine_is_not_judged_by_the_levels_of_the_ragged_one():
+    engine = Engine(toy.model(), jaxspec.NGram(), layout="aligned", seats=1, capacity=128)
+    with pytest.raises(SettingError, match="the aligned layout was given to the audit"):
+        audit_engine(engine, [[1, 2, 3]])
