@@ -255,7 +255,7 @@ def test_padding_that_is_attended_is_caught(setting, monkeypatch):
         engine.generate(setting[1], params())
 
 
-def _forward_through_run_layers(config, params, tokens, window, cache):
+def _forward_through_run_layers(config, params, tokens, window, cache, **_):
     return decoder.run_layers(config, params, decoder.embed(params, tokens), window, cache)
 
 
