@@ -283,7 +283,7 @@ def test_committed_kv_is_that_of_a_row_read_alone_unless_rotary_positions_are_sl
     real = decoder.layers.rotary_angles
     offset = []
 
-    def forward(config, params, tokens, window, cache):
+    def forward(config, params, tokens, window, cache, **_):
         table = cache.table if window.rows is None else cache.table[window.rows]
         offset[:] = [table.first_slot[:, None]] if isinstance(table, kv.AlignedTable) else [0]
         return _forward_through_run_layers(config, params, tokens, window, cache)
