@@ -7,7 +7,6 @@ Needs the `parity` extra (torch).
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import statistics
@@ -232,11 +231,6 @@ def _at_batch(
 
 def _name(draft_length: int) -> str:
     return f"drafted {draft_length}" if draft_length else "plain"
-
-
-def versions() -> dict[str, str]:
-    """Of torch and transformers."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
 
 def is_directory(name: str) -> bool:
