@@ -500,7 +500,13 @@ def _stale_kv(after: OpenState, at: Place) -> OpenState:
 def _stale_length(after: OpenState, at: Place) -> OpenState:
     old = jnp.minimum(at.state.num_committed[at.row], jnp.asarray(at.seat.limit) - 1)
     kept = jnp.where(after.is_reused[at.row], old, 0)
-    return after.replace(num_committed=after.num_committed.at[at.row].max(kept))
+    # A row that seems longer than the prompt that is read to it would wait for the rest for ever.
+    is_longer = kept > after.num_committed[at.row]
+    finish = jnp.where(is_longer, Finish.RUNNING, after.finish[at.row])
+    return after.replace(
+        num_committed=after.num_committed.at[at.row].max(kept),
+        finish=after.finish.at[at.row].set(finish),
+    )
 
 
 # Padding that is never taken off.
@@ -602,7 +608,8 @@ def _stop_in_prompt(after: OpenState, at: Place) -> OpenState:
     slot = jnp.arange(after.tokens.shape[1], dtype=jnp.int32)
     is_prompt = slot < after.num_committed[at.row]
     is_stop = is_any_of(after.tokens[at.row][None], after.stop_tokens[at.row][None])[0]
-    ends = jnp.any(is_prompt & is_stop) & (after.finish[at.row] == Finish.RUNNING)
+    is_live = (after.finish[at.row] == Finish.RUNNING) | (after.finish[at.row] == Finish.READING)
+    ends = jnp.any(is_prompt & is_stop) & is_live
     finish = jnp.where(ends, jnp.int32(Finish.STOP_TOKEN), after.finish[at.row])
     return after.replace(finish=after.finish.at[at.row].set(finish))
 
