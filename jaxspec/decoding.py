@@ -108,6 +108,12 @@ class SpeculativeLoop:
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
         """State after one chunk of a seat's prompt, read by the target and by the drafter."""
+        return self.catch_up(params, self.read_prompt(params, state, row, start), row)
+
+    def read_prompt(
+        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    ) -> DecodeState:
+        """State after one chunk of a seat's prompt, read by the target only: the drafter lags."""
         stop = jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1)
         cache = prefill_chunk(
             self.target,
@@ -119,10 +125,19 @@ class SpeculativeLoop:
             stop=stop,
             chunk=self.shape.prefill_chunk,
         )
+        return note_read(state.replace(cache=cache), row, stop)
+
+    def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
+        """State after the drafter has read a chunk of what it has not seen of a row."""
         drafter = self.drafter.catch_up(
             self.held, params["drafter"], state.drafter, rows_of(state), row
         )
-        return note_read(state.replace(cache=cache, drafter=drafter), row, stop)
+        return state.replace(drafter=drafter)
+
+    def lag(self, state: DecodeState) -> jax.Array:
+        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+        lag = self.drafter.lag(state.drafter, rows_of(state))
+        return jnp.zeros_like(state.num_committed) if lag is None else lag
 
     def run(
         self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
@@ -649,7 +664,7 @@ def count(
     is_counted = num_emitted > 0
     num_drafted = jnp.where(is_counted, draft.num_valid, 0)
     num_accepted = jnp.minimum(verdict.num_accepted, num_emitted)
-    depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+    depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)
     of_round = AcceptanceCounts(
         num_rounds=is_counted,
         num_drafts=num_drafted > 0,

@@ -18,13 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import layouts
-from jaxspec.decoding import LogprobsConfig
+from jaxspec.adaptive import Choice, DraftLengthController, measure_round_times
+from jaxspec.decoding import LogprobsConfig, SpeculativeLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.errors import QueueFullError, RequestError, SettingError
+from jaxspec.ladder import make_ladder
 from jaxspec.layouts import Layout
 from jaxspec.loops import (
+    DEFAULT_DRAFT_LENGTH,
+    DraftLength,
+    Exactness,
     check_draft_length,
+    check_exactness,
     home_of,
     longest_prompt,
     make_loop,
@@ -121,9 +127,14 @@ class Engine:
         on the left so that those in seats end at one slot, and moves them after every round, as
         2510.22876 does. Its output equals the ragged one's except at ties within rounding.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
-      draft_length: tokens proposed per round, 1 to `window - 1`.
-      window: T, tokens scored per round; default `draft_length + 1`. Runs that should agree bit for
-        bit must share it.
+      draft_length: tokens proposed per round, 1 to `window - 1`; or `auto`, which chooses between 0
+        and `window - 1` as the rows go on, by their acceptance and by what rounds cost here (see
+        `jaxspec.adaptive`), which is measured before the first request.
+      exactness: `bitwise` scores every token in a window of one width, so that outputs do not
+        depend on drafts to the bit. `ties` scores no more than the drafts need, down to plain steps
+        of one token where nothing is drafted: faster, and equal except at ties within rounding.
+      window: T, tokens scored per round, or at most with `ties`; default `draft_length + 1`, and 5
+        with `auto`. Runs that should agree bit for bit must share it.
       seats: B, rows of a batch; of all data shards together, if there is a mesh. A scheduler's own
         numbers of rows are of each shard.
       capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
@@ -171,7 +182,8 @@ class Engine:
         verifier: Verifier | None = None,
         scheduler: Scheduler | None = None,
         layout: Layout = "ragged",
-        draft_length: int = 4,
+        draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
+        exactness: Exactness = "bitwise",
         window: int | None = None,
         seats: int = 8,
         capacity: int = 1024,
@@ -192,6 +204,10 @@ class Engine:
         self.layout: Layout = layout
         self.max_logprobs = max_logprobs
         self.logprobs_mode = logprobs_mode
+        self.is_adaptive = draft_length == "auto" and drafter is not None
+        if draft_length == "auto":
+            window = DEFAULT_DRAFT_LENGTH + 1 if window is None and drafter is not None else window
+            draft_length = DEFAULT_DRAFT_LENGTH if window is None else window - 1
         self.draft_length = draft_length if drafter is not None else 0
         self.rounds_per_sync = rounds_per_sync
         self.max_queue = max_queue
@@ -227,6 +243,11 @@ class Engine:
             logprobs=logprobs,
             trace=None if trace is None else TraceConfig(level=trace),
         )
+        check_exactness(exactness)
+        ladder = {loop.shape.window: loop}
+        if exactness == "ties" and isinstance(loop, SpeculativeLoop):
+            ladder = make_ladder(loop)
+        self.windows = tuple(ladder)
         self._shard_loop, self._rows_per_shard = loop, loop.held.seats
         self._loop = loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
         self.shape = dataclasses.replace(loop.shape, seats=seats)
@@ -245,16 +266,20 @@ class Engine:
         donating = functools.partial(jax.jit, donate_argnums=1, out_shardings=home)
         self._admit = donating(self._loop.admit)
         self._prefill = donating(self._loop.prefill)
-        self._run: Any = donating(self._loop.run)
-        if check_invariants:
-            if self.mesh is not None:
-                raise SettingError(
-                    "check_invariants was given with a mesh; pages are local to a shard there, so "
-                    "leave the mesh out to hunt a fault, or the check."
+        runs: dict[int, Any] = {}
+        for width, rung in ladder.items():
+            on_mesh = rung if self.mesh is None else ShardedLoop(loop=rung, mesh=self.mesh)
+            runs[width] = donating(on_mesh.run)
+            if check_invariants:
+                runs[width] = layouts.CheckedRun(
+                    runs[width], window=width, regroups=self.scheduler.regroups
                 )
-            self._run = layouts.CheckedRun(
-                self._run, window=self.shape.window, regroups=self.scheduler.regroups
-            )
+        self._run: Any = runs.pop(self.shape.window)
+        self._narrow_runs = runs
+        if self.is_adaptive:
+            self._read_prompt = donating(self._loop.read_prompt)
+            self._catch_up = donating(self._loop.catch_up)
+            self._lag = jax.jit(self._loop.lag)
         self._end_rows = jax.jit(_end_rows, donate_argnums=0, out_shardings=home)
         self._init = jax.jit(self._loop.init, out_shardings=home)
         self._state: DecodeState | None = None
@@ -271,6 +296,8 @@ class Engine:
         self._numbers, self._arrivals = itertools.count(), itertools.count()
         self._is_closed = False
         self._shared_step: asyncio.Future[None] | None = None
+        self._controller: DraftLengthController | None = None
+        self._choice: Choice | None = None  # of the rounds that `_collect` looks at next
         num_used = 1 if self.mesh is None else self.mesh.devices.size
         if jax.local_device_count() > num_used:
             _log.warning("this engine is %s", devices_sentence(devices(num_used)))
@@ -282,11 +309,18 @@ class Engine:
 
     @property
     def exactness(self) -> str:
-        """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding: the
-        aligned layout), `law` (the target's law) or `lossy`."""
+        """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding:
+        asked for, or the aligned layout), `law` (the target's law) or `lossy`."""
         if self.verifier.is_coupled:
-            return "bitwise" if self.layout == "ragged" else "ties"
+            return "bitwise" if self.layout == "ragged" and len(self.windows) == 1 else "ties"
         return "law" if self.verifier.is_lossless else "lossy"
+
+    @property
+    def rounds_by_draft_length(self) -> dict[int, int]:
+        """With `draft_length="auto"`: rounds run so far at each length it chose, 0 being plain
+        decoding; empty otherwise."""
+        chosen = {} if self._controller is None else self._controller.num_rounds
+        return dict(sorted(chosen.items()))
 
     def metrics(self) -> dict[str, Any]:
         """Counters of the engine's life, in vLLM's names; any thread may ask (see
@@ -304,7 +338,8 @@ class Engine:
             "layout": self.layout,
             "scheduler": self.scheduler.name,
             "num_residents": self.num_residents,
-            "draft_length": self.draft_length,
+            "draft_length": "auto" if self.is_adaptive else self.draft_length,
+            "windows": list(self.windows),
             "exactness": self.exactness,
             "promise": self.verifier.promise,
             "mesh": None if self.mesh is None else dict(self.mesh.shape),
@@ -704,6 +739,7 @@ class Engine:
 
     def _enqueue(self, *tickets: Ticket, is_limited: bool = True) -> None:
         """Lets tickets wait for rows. Those of a list have no names that others could use."""
+        self._prepare()
         with self._lock:
             if self._is_closed:
                 raise RequestError(
@@ -830,18 +866,24 @@ class Engine:
             oldest.setdefault(row // self._rows_per_shard, (row, ticket))
         if not oldest:
             return False
-        self._prefill_rows({row: ticket.num_read for row, ticket in oldest.values()})
+        # While nothing is drafted the drafter reads nothing either.
+        rests = self._controller is not None and self._controller.draft_length == 0
+        self._prefill_rows(
+            {row: ticket.num_read for row, ticket in oldest.values()},
+            self._read_prompt if rests else self._prefill,
+        )
         for _, ticket in oldest.values():
             ticket.num_read += self.shape.prefill_chunk
         return True
 
-    def _prefill_rows(self, starts: Mapping[int, int]) -> None:
+    def _prefill_rows(self, starts: Mapping[int, int], prefill: Any = None) -> None:
         """Reads a chunk of the prompts of some rows, of no more than one on a shard."""
         rows, first = np.full((2, self._num_shards), -1, np.int32)
         for row, start in starts.items():
             shard, rows[shard] = divmod(row, self._rows_per_shard)
             first[shard] = start
-        self._state = self._prefill(
+        prefill = self._prefill if prefill is None else prefill
+        self._state = prefill(
             self._params, self.state, self._per_shard(rows), self._per_shard(first)
         )
 
@@ -865,7 +907,18 @@ class Engine:
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self._queue:
             min_running[:] = self.scheduler.min_running(self.shape.seats // self._num_shards)
-        self._state = self._run(
+        longest = max(held[row].draft_length for row in running)
+        if self._controller is not None and longest > 0:
+            num_rounds = self._choose_draft_length(num_rounds)
+        if self._choice is not None:
+            longest = min(longest, self._choice.draft_length)
+        self._run_at(longest, num_rounds, min_running)
+
+    def _run_at(self, draft_length: int, num_rounds: int, min_running: np.ndarray) -> None:
+        """Runs rounds in the narrowest window there is for so many drafts."""
+        width = min(width for width in self.windows if width > draft_length)
+        run = self._narrow_runs.get(width, self._run)
+        self._state = run(
             self._params, self.state, np.int32(num_rounds), self._per_shard(min_running)
         )
 
@@ -894,8 +947,11 @@ class Engine:
         tokens, num_committed, finish, counts = jax.device_get(
             (state.tokens if is_read else None, state.num_committed, state.finish, state.counts)
         )
+        before = {row: ticket.acceptance for row, ticket in held.items()}
         stopped, ended = [], []
         for row, ticket in held.items():
+            # The loop would be called for ever without decoding such a row.
+            assert finish[row] != Finish.READING or ticket.num_unread > 0, "its prompt was read"
             first, last = len(ticket.request.prompt_token_ids), int(num_committed[row])
             ticket.acceptance = Acceptance.of_row(counts, row, num_emitted=last - first)
             output = tokens[row, first:last].tolist() if ticket.reads_output else []
@@ -906,6 +962,7 @@ class Engine:
                 ended.append(row)
             elif ticket.is_streamed:
                 ticket.note_news(self.target.tokenizer, output)
+        self._note_drafts(held, before)
         self._metrics.update(
             ended=[held[row].acceptance for row in ended],
             running=[ticket.acceptance for row, ticket in held.items() if row not in ended],
@@ -938,6 +995,94 @@ class Engine:
             )
             with self._lock:
                 self._finish(ticket, completion)
+
+    # Adaptive draft length.
+
+    def _prepare(self) -> None:
+        """Measures, before the first request, what the controller of draft lengths has to know."""
+        if not self.is_adaptive or self._controller is not None or self._is_closed:
+            return
+        with self._device_lock:
+            if self._controller is None:
+                times = measure_round_times(
+                    _MadeUpRequests(self), longest=self.shape.window - 1, room=self.longest_prompt
+                )
+                self._state = None
+                self._controller = DraftLengthController(times)
+
+    def _choose_draft_length(self, num_rounds: int) -> int:
+        """Sets the draft length of all rows for the next rounds; returns after how many to choose
+        again."""
+        assert self._controller is not None
+        lags = self._lags()
+        num_chunks = sum(-(-lag // self.shape.prefill_chunk) for lag in lags.values())
+        self._choice = self._controller.choose(
+            context=self._longest_context, num_rounds=num_rounds, num_unread_chunks=num_chunks
+        )
+        if self._choice.draft_length > 0:
+            self._catch_up_rows(lags)
+        self._limit_drafts(self._choice.draft_length)
+        return self._choice.num_rounds
+
+    def _lags(self) -> dict[int, int]:
+        """Committed tokens that the drafter has not seen, of running rows that would draft and for
+        which the next round will not make up."""
+        lags = jax.device_get(self._lag(self.state))
+        return {
+            row: int(lags[row])
+            for row, ticket in self._held.items()
+            if ticket.num_unread <= 0 and ticket.draft_length > 0 and lags[row] > 1
+        }
+
+    def _catch_up_rows(self, lags: Mapping[int, int]) -> int:
+        """Lets the drafter read what it has not seen of some rows; returns the chunks read."""
+        num_chunks = 0
+        for row, lag in lags.items():
+            rows = np.full((self._num_shards,), -1, np.int32)
+            shard, rows[shard] = divmod(row, self._rows_per_shard)
+            for _ in range(0, lag, self.shape.prefill_chunk):
+                self._state = self._catch_up(self._params, self.state, self._per_shard(rows))
+                num_chunks += 1
+        return num_chunks
+
+    def _limit_drafts(self, draft_length: int) -> None:
+        """Lets no row draft more than so many tokens per round, nor more than it asked for."""
+        limits = np.zeros((len(self._rows),), np.int32)
+        for row, ticket in self._held.items():
+            limits[row] = min(ticket.draft_length, draft_length)
+        place = self.state.draft_limit.sharding
+        self._state = self.state.replace(draft_limit=jax.device_put(limits, place))
+
+    @property
+    def _longest_context(self) -> int:
+        """Committed tokens of the longest running row, at the last look."""
+        return max(
+            len(ticket.request.prompt_token_ids) + ticket.acceptance.num_emitted_tokens
+            for ticket in self._running
+        )
+
+    def _note_drafts(self, held: Mapping[int, Ticket], before: Mapping[int, Acceptance]) -> None:
+        """Tells the controller what came of its choice."""
+        choice, self._choice = self._choice, None
+        if choice is None or self._controller is None:
+            return
+        new = [
+            (before[row], ticket.acceptance)
+            for row, ticket in held.items()
+            if ticket.draft_length >= choice.draft_length and ticket.num_unread <= 0
+        ]
+        num_row_rounds = [now.num_rounds - then.num_rounds for then, now in new]
+        positions = range(choice.draft_length)
+        self._controller.note(
+            draft_length=choice.draft_length,
+            context=self._longest_context,
+            num_rounds=max(num_row_rounds, default=0),
+            num_row_rounds=sum(num_row_rounds),
+            num_accepted_at=[
+                sum(now.num_accepted_at(j) - then.num_accepted_at(j) for then, now in new)
+                for j in positions
+            ],
+        )
 
     def _seat_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
         """Puts a request into a row; its prompt has still to be read."""
@@ -1063,6 +1208,40 @@ class StreamOutput:
     token_ids: tuple[int, ...]
     text: str
     completion: Completion | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _MadeUpRequests:
+    """What an empty engine decodes to measure its rounds; see `adaptive.Rounds`."""
+
+    engine: Engine
+
+    def seat(self, prompt_length: int) -> None:
+        engine = self.engine
+        engine._state = None
+        params = SamplingParams(max_tokens=engine.shape.capacity, ignore_eos=True)
+        for index, row in enumerate(engine._free_rows()[: engine.shape.seats]):
+            prompt = (0,) * (prompt_length if index == 0 else 1)
+            request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+            engine._admit_request(row, request, index, engine.draft_length)
+
+    def run(self, draft_length: int, num_rounds: int) -> None:
+        engine = self.engine
+        limits = np.full((len(engine._rows),), draft_length, np.int32)
+        state = engine.state
+        engine._state = state.replace(
+            draft_limit=jax.device_put(limits, state.draft_limit.sharding)
+        )
+        min_running = np.ones((engine._num_shards,), np.int32)
+        engine._run_at(draft_length, num_rounds, min_running)
+        jax.block_until_ready(engine._state)
+
+    def catch_up(self) -> int:
+        engine = self.engine
+        lags = jax.device_get(engine._lag(engine.state))
+        num_chunks = engine._catch_up_rows({r: int(n) for r, n in enumerate(lags) if n > 1})
+        jax.block_until_ready(engine._state)
+        return num_chunks
 
 
 def _like(old: PyTree, given: PyTree, name: str) -> PyTree:

@@ -6,7 +6,7 @@ long a prompt may be, where a row ends.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -26,6 +26,9 @@ from jaxspec.types import Finish, PyTree
 from jaxspec.verifiers import Verifier
 
 Loop: TypeAlias = SpeculativeLoop | PlainLoop
+Exactness: TypeAlias = Literal["bitwise", "ties"]
+DraftLength: TypeAlias = int | Literal["auto"]
+DEFAULT_DRAFT_LENGTH = 4
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 
 
@@ -116,6 +119,15 @@ def make_loop(
         layout=layout,
         trace=trace,
     )
+
+
+def check_exactness(exactness: str) -> None:
+    """Raises `SettingError` unless it is a promise that an engine can be asked for."""
+    if exactness not in get_args(Exactness):
+        raise SettingError(
+            f"exactness {exactness!r} was given; it must be 'bitwise' (one window width, equal to "
+            "the bit) or 'ties' (the narrowest window that serves, equal except at ties)."
+        )
 
 
 def check_draft_length(draft_length: int, window: int) -> None:

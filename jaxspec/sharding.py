@@ -262,12 +262,44 @@ class ShardedLoop:
           rows: `[D]` int32, the row among its shard's own; -1 reads nothing there.
           starts: `[D]` int32, the chunk's first token.
         """
+        return self._on_rows(self.loop.prefill, params, state, rows, starts)
+
+    def read_prompt(
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """`prefill` for the target only."""
+        return self._on_rows(self._speculative.read_prompt, params, state, rows, starts)
+
+    def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
+        """State after the drafter has read a chunk of what it has not seen of one row on each
+        shard."""
+
+        def catch_up(params, state, row, _):
+            return self._speculative.catch_up(params, state, row)
+
+        return self._on_rows(catch_up, params, state, rows, rows)
+
+    def lag(self, state: DecodeState) -> jax.Array:
+        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+
+        def on_shard(state):
+            return self._speculative.lag(self._inside(state))
+
+        return self._on_shards(on_shard, (P(DATA),))(state)
+
+    @property
+    def _speculative(self) -> SpeculativeLoop:
+        assert isinstance(self.loop, SpeculativeLoop), "plain decoding has no drafter"
+        return self.loop
+
+    def _on_rows(
+        self, function, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """`function(params, state, row, start)` of one row on each shard, or of none."""
 
         def on_shard(params, state, row, start):
             return self._if(
-                row[0] >= 0,
-                lambda state: self.loop.prefill(params, state, row[0], start[0]),
-                state,
+                row[0] >= 0, lambda state: function(params, state, row[0], start[0]), state
             )
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(DATA)))

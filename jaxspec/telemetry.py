@@ -229,6 +229,11 @@ def _write(state: DecodeState, new: Trace, num_emitted: jax.Array) -> Trace:
     place = jnp.where(num_emitted > 0, state.counts.num_rounds, num_rounds)
 
     def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
+        # A round narrower than the engine's window drafts fewer nodes than there is room for.
+        missing = [
+            (0, size - num) for size, num in zip(buffer.shape[2:], values.shape[1:], strict=True)
+        ]
+        values = jnp.pad(values, [(0, 0), *missing])
         return buffer.at[row, place].set(values, mode="drop", unique_indices=True)
 
     written = {
@@ -276,6 +281,11 @@ class Acceptance:
     def per_position(self) -> tuple[float, ...]:
         """Cumulative acceptance by draft position: accepted at i / rounds that drafted (vLLM's)."""
         return tuple(n / self.num_drafts for n in self.num_accepted_tokens_per_pos[: self.depth])
+
+    def num_accepted_at(self, position: int) -> int:
+        """Rounds that accepted this position (from 0) and all before it."""
+        counts = self.num_accepted_tokens_per_pos
+        return counts[position] if position < len(counts) else 0
 
     @property
     def depth(self) -> int:

@@ -31,12 +31,14 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine import Engine
 from jaxspec.environment import devices
 from jaxspec.layouts import Layout
+from jaxspec.loops import DraftLength, Exactness
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests import Acceptance, Completion, SamplingParams
 from jaxspec.schedulers import Scheduler, Static
 from jaxspec.verifiers import Verifier
 
 Say = Callable[[str], None]
+PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,9 @@ class DecodeBench:
         model = self.drafter.model if isinstance(self.drafter, DraftModel) else None
         return model if isinstance(model, LanguageModel) else None
 
-    def engine(self, batch_size: int, draft_length: int, **changes: Any) -> Engine:
-        """A speculative engine, or the window-1 plain loop at draft length 0."""
+    def engine(self, batch_size: int, draft_length: DraftLength, **changes: Any) -> Engine:
+        """A speculative engine, or the window-1 plain loop at draft length 0. One that chooses its
+        draft length has the window of the longest."""
         settings: dict[str, Any] = {
             "seats": batch_size,
             "capacity": self.capacity,
@@ -97,6 +100,8 @@ class DecodeBench:
         settings |= changes
         if draft_length == 0:
             return Engine(self.target, **settings)
+        if draft_length == "auto":
+            settings["window"] = max(self.draft_lengths) + 1
         return Engine(
             self.target,
             self.drafter,
@@ -106,16 +111,19 @@ class DecodeBench:
         )
 
     def run(self) -> dict[str, Any]:
-        """Everything that a document holds: `runs`, `cost_model`, `holds`."""
+        """Everything that a document holds: `runs` of fixed draft lengths, `adaptive` ones under
+        both promises, `cost_model`, `holds`."""
         ceilings = self._ceilings()
-        runs = []
+        runs, adaptive = [], []
         for batch_size in self.batch_sizes:
-            runs += self._compare(batch_size, ceilings)
+            fixed, chosen = self._compare(batch_size, ceilings)
+            runs += fixed
+            adaptive += chosen
         model = self._cost_model(ceilings, runs)
         for run in runs:
             run["predicted"] = self._predict(model["pair"], run)
         _add_predicted_speed_up(runs)
-        equal = [run["equal_to_plain"] for run in runs]
+        equal = [run["equal_to_plain"] for run in (*runs, *adaptive)]
         return {
             "num_prompts": len(self.prompts),
             "prompt_tokens": [len(prompt) for prompt in self.prompts],
@@ -123,10 +131,11 @@ class DecodeBench:
             "capacity": self.capacity,
             "ceilings": {name: dataclasses.asdict(value) for name, value in ceilings.items()},
             "runs": runs,
+            "adaptive": adaptive,
             "cost_model": {name: value for name, value in model.items() if name != "pair"},
             "round_error": _round_error(runs),
             "holds": all(value is not False for value in equal)
-            and all(run["num_not_ties"] == 0 for run in runs),
+            and all(run["num_not_ties"] == 0 for run in (*runs, *adaptive)),
         }
 
     @property
@@ -146,10 +155,13 @@ class DecodeBench:
                 found[name] = measure_ceilings(work.weight_bytes, model.dtype)
         return found
 
-    def _compare(self, batch_size: int, ceilings: dict[str, Ceilings]) -> list[dict[str, Any]]:
-        """Plain decoding and every draft length at one batch size."""
-        lengths = (0, *self.draft_lengths)
-        engines = [self.engine(batch_size, length) for length in lengths]
+    def _compare(
+        self, batch_size: int, ceilings: dict[str, Ceilings]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Plain decoding and every draft length at one batch size; and those that choose theirs."""
+        lengths: list[DraftLength] = [0, *self.draft_lengths, *(["auto"] * len(PROMISES))]
+        engines = [self.engine(batch_size, length) for length in (0, *self.draft_lengths)]
+        engines += [self.engine(batch_size, "auto", exactness=promise) for promise in PROMISES]
         compile_s, references = [], []
         for engine, length in zip(engines, lengths, strict=True):
             self.say(f"batch {batch_size}, {_label(length)}: compiling")
@@ -172,43 +184,43 @@ class DecodeBench:
                 outputs[index] = engine.generate(self.prompts, self.params)
                 seconds[repeat, index] = time.perf_counter() - started_s
                 rounds[index] = int(engine.state.num_rounds) - first_round
-        witness = outputs[0]
-        runs = []
-        for index, length in enumerate(lengths):
+        runs, adaptive = [], []
+        for index, (engine, length) in enumerate(zip(engines, lengths, strict=True)):
             total = Acceptance.total([done.acceptance for done in outputs[index]])
             run_s = statistics.median(seconds[:, index].tolist())
+            run = {
+                "drafter": public_name(self.drafter.name) if length else "none",
+                "batch_size": batch_size,
+                "draft_length": length,
+                "window": engine.shape.window,
+                "exactness": engine.exactness,
+                "promise": engine.describe()["promise"],
+                "tokens_per_s": total.num_emitted_tokens / run_s,
+                "speedup_vs_plain": float(np.median(seconds[:, 0] / seconds[:, index])),
+                "num_tokens": total.num_emitted_tokens,
+                "loop_rounds": rounds[index],
+                "emitted_per_round": total.emitted_per_round,
+                "per_position_acceptance": list(total.per_position),
+                **self._agreement(engine, outputs[index], references[index], outputs[0]),
+                "compile_s": compile_s[index],
+                "run_s": seconds[:, index].tolist(),
+            }
+            if length == "auto":
+                chosen = engine.rounds_by_draft_length
+                adaptive.append(run | {"windows": engine.windows, "rounds_by_draft_length": chosen})
+                continue
             self.say(f"batch {batch_size}, {_label(length)}: stages of a round")
-            parts = self._stages(engines[index], length)
+            parts = self._stages(engine, length)
             floor_ms = 1e3 * self._floor_s(batch_size, length, ceilings)
-            runs.append(
-                {
-                    "drafter": public_name(self.drafter.name) if length else "none",
-                    "batch_size": batch_size,
-                    "draft_length": length,
-                    "window": engines[index].shape.window,
-                    "exactness": engines[index].exactness,
-                    "promise": engines[index].describe()["promise"],
-                    "tokens_per_s": total.num_emitted_tokens / run_s,
-                    "speedup_vs_plain": float(np.median(seconds[:, 0] / seconds[:, index])),
-                    "num_tokens": total.num_emitted_tokens,
-                    "loop_rounds": rounds[index],
-                    "emitted_per_round": total.emitted_per_round,
-                    "per_position_acceptance": list(total.per_position),
-                    **parts,
-                    "floor_ms": floor_ms,
-                    "fraction_of_floor": floor_ms / parts["round_ms"],
-                    **self._agreement(index, outputs, references, witness),
-                    "compile_s": compile_s[index],
-                    "run_s": seconds[:, index].tolist(),
-                }
-            )
-        return runs
+            floor = {"floor_ms": floor_ms, "fraction_of_floor": floor_ms / parts["round_ms"]}
+            runs.append(run | parts | floor)
+        return runs, adaptive
 
     def _agreement(
         self,
-        index: int,
-        outputs: Sequence[Sequence[Completion]],
-        references: Sequence[Sequence[Completion]],
+        engine: Engine,
+        outputs: Sequence[Completion],
+        references: Sequence[Completion],
         witness: Sequence[Completion],
     ) -> dict[str, Any]:
         """How outputs agree with plain decoding in the same program and in the window-1 loop.
@@ -223,14 +235,14 @@ class DecodeBench:
             return {"equal_to_plain": None, "num_equal_to_window_1": None, "num_not_ties": 0}
         same = [
             ours.token_ids == theirs.token_ids
-            for ours, theirs in zip(outputs[index], references[index], strict=True)
+            for ours, theirs in zip(outputs, references, strict=True)
         ]
         num_equal, num_not_ties = agreement(
-            self.target, outputs[index], [done.token_ids for done in witness]
+            self.target, outputs, [done.token_ids for done in witness]
         )
         return {
-            # Aligned rows round by their neighbours' lengths, so there only ties are promised.
-            "equal_to_plain": all(same) if self.layout == "ragged" else None,
+            # Where only ties are promised, plain decoding may round otherwise.
+            "equal_to_plain": None if engine.exactness == "ties" else all(same),
             "num_equal_to_window_1": num_equal,
             "num_not_ties": num_not_ties,
         }
@@ -424,7 +436,7 @@ def _work(model: LanguageModel, *, batch: int, window: int, context: int) -> cos
     )
 
 
-def _label(draft_length: int) -> str:
+def _label(draft_length: DraftLength) -> str:
     return f"draft length {draft_length}" if draft_length else "plain"
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxspec.bench.decode import DecodeBench, agreement
+from jaxspec.bench.decode import PROMISES, DecodeBench, agreement
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import Engine
 from jaxspec.errors import ModelError, SettingError
@@ -151,7 +151,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Both libraries in turns, A B A B; ratios are medians over the turns.
 
-    At every batch size: greedy against the window-1 loop and every draft length. At batch 1 also
+    At every batch size: greedy against the window-1 loop, every draft length, and the draft length
+    that is chosen by itself under both promises. At batch 1 also
     assisted generation and prompt lookup, by their defaults and with each draft length matched,
     against the same engines and against the n-gram drafter's.
     """
@@ -167,6 +168,10 @@ def _at_batch(
     max_tokens = bench.params.max_tokens
     lengths = [0, *bench.draft_lengths]
     ours = {_name(length): bench.engine(batch_size, length) for length in lengths}
+    ours |= {
+        f"auto, {promise}": bench.engine(batch_size, "auto", exactness=promise)
+        for promise in PROMISES
+    }
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
         ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths[1:]}

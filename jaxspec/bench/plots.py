@@ -42,6 +42,12 @@ def plot_decode(document: Mapping[str, Any]) -> Any:
         style = {"marker": marker, "color": colour, "label": label}
         rates.plot(sizes, [run["tokens_per_s"] for run in line], **style)
         gains.plot(sizes, [run["speedup_vs_plain"] for run in line], **style)
+    for promise, colour in (("bitwise", "grey"), ("ties", "black")):
+        line = [run for run in document["adaptive"] if run["exactness"] == promise]
+        sizes, label = [run["batch_size"] for run in line], f"draft length auto, {promise}"
+        style = {"marker": "*", "color": colour, "linestyle": "--", "label": label}
+        rates.plot(sizes, [run["tokens_per_s"] for run in line], **style)
+        gains.plot(sizes, [run["speedup_vs_plain"] for run in line], **style)
     drafted = [run for run in runs if run["draft_length"]]
     for index, size in enumerate(batches):
         line = [run for run in drafted if run["batch_size"] == size]

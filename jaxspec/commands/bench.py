@@ -125,6 +125,7 @@ class DecodeCommand:
             )
         holds = results["holds"] and all(pair["num_not_ties"] == 0 for pair in against)
         console.print(runs_table(results["runs"]))
+        console.print(adaptive_table(results["adaptive"]))
         console.print(stages_table(results["runs"]))
         if against:
             console.print(against_table(against))
@@ -477,6 +478,31 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
             "" if is_plain else f"{run['predicted']['speedup']:.2f}x",
             f"{run['emitted_per_round']:.2f}",
             "" if is_plain else equal,
+            end_section=_ends_section(runs, index),
+        )
+    return table
+
+
+def adaptive_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Rates of draft lengths that choose themselves, under both promises."""
+    table = _table(
+        "draft length auto",
+        "batch",
+        "exactness",
+        "tokens/s",
+        "speed-up",
+        "emitted\n/round",
+        "rounds by draft length",
+    )
+    for index, run in enumerate(runs):
+        chosen = ", ".join(f"{n}: {count}" for n, count in run["rounds_by_draft_length"].items())
+        table.add_row(
+            str(run["batch_size"]),
+            run["exactness"],
+            f"{run['tokens_per_s']:.0f}",
+            f"{run['speedup_vs_plain']:.2f}x",
+            f"{run['emitted_per_round']:.2f}",
+            chosen,
             end_section=_ends_section(runs, index),
         )
     return table

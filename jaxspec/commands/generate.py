@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -26,7 +26,7 @@ from jaxspec.engine import Engine
 from jaxspec.environment import sha256_of
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.layouts import Layout
-from jaxspec.loops import check_draft_length
+from jaxspec.loops import DEFAULT_DRAFT_LENGTH, DraftLength, Exactness, check_draft_length
 from jaxspec.models.base import LanguageModel
 from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
 from jaxspec.requests import (
@@ -64,10 +64,15 @@ class GenerateCommand:
     `prompt`, `prompt_token_ids` or `messages`."""
     max_tokens: int = 64
     """Tokens to emit per prompt at most."""
-    draft_length: int = 4
-    """Tokens drafted per round."""
+    draft_length: DraftLength = DEFAULT_DRAFT_LENGTH
+    """Tokens drafted per round; auto chooses as it goes, by acceptance and by what rounds cost on
+    this machine, down to none."""
+    exactness: Exactness = "bitwise"
+    """bitwise: every token is scored in a window of one width, so that outputs do not depend on
+    drafts to the bit. ties: in the narrowest that drafts need; equal except at ties in rounding."""
     window: int | None = None
-    """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
+    """Tokens scored per round; default: draft length + 1, with auto 5. Runs that share it agree bit
+    for bit."""
     batch_size: int = 8
     """Prompts decoded together; fewer if there are fewer."""
     scheduler: Literal["continuous", "static", "pool"] = "continuous"
@@ -149,8 +154,9 @@ class GenerateCommand:
         self._check_sampling()
         make_drafter = choose_drafter(self.drafter, self.draft, dtype=self.dtype)
         if make_drafter is not None:
-            window = self.draft_length + 1 if self.window is None else self.window
-            check_draft_length(self.draft_length, window)
+            if self.draft_length != "auto":
+                window = self.draft_length + 1 if self.window is None else self.window
+                check_draft_length(self.draft_length, window)
         elif self.window not in (None, 1):
             raise SettingError(
                 f"--window {self.window} was given without a drafter; add --draft MODEL or "
@@ -183,6 +189,7 @@ class GenerateCommand:
             drafter,
             verifier=VERIFIERS[self.verifier](),
             draft_length=self.draft_length,
+            exactness=self.exactness,
             window=self.window,
             scheduler=SCHEDULERS[self.scheduler](),
             layout=self.layout,
@@ -242,7 +249,14 @@ class GenerateCommand:
         if file is None:
             show_completions(console, completions)
         console.print(
-            summary(total, len(completions), num_done, rate=rate, output=self.output),
+            summary(
+                total,
+                len(completions),
+                num_done,
+                rate=rate,
+                output=self.output,
+                rounds_by_draft_length=engine.rounds_by_draft_length,
+            ),
             markup=False,
             highlight=False,
         )
@@ -257,6 +271,7 @@ class GenerateCommand:
             num_resumed=num_done,
             num_completions=len(completions),
             acceptance=total.to_json(),
+            rounds_by_draft_length=engine.rounds_by_draft_length,
             trace_files=trace_files,
             tokens_per_s=rate,
             load_s=load_s,
@@ -471,6 +486,7 @@ def summary(
     *,
     rate: float | None,
     output: pathlib.Path | None,
+    rounds_by_draft_length: Mapping[int, int],
 ) -> str:
     """What was done, in a sentence."""
     text = f"{num_completions} completions, {total.num_emitted_tokens} tokens"
@@ -479,6 +495,9 @@ def summary(
             f" in {total.num_rounds} rounds, {total.emitted_per_round:.2f} per round, {rate:.0f} "
             "tokens/s"
         )
+    if rounds_by_draft_length:
+        chosen = ", ".join(f"{n}: {count}" for n, count in rounds_by_draft_length.items())
+        text += f"; rounds by draft length {chosen}"
     if num_resumed:
         text += f"; {num_resumed} were finished before"
     return text + (f"; written to {output}" if output is not None else "")
@@ -514,6 +533,8 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
     sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
     settings = [engine.target.name, shape, dtypes, sampling, format]
+    if len(engine.windows) > 1:  # which of them a token was scored in decides ties
+        settings.append(engine.windows)
     if is_sampled and not engine.verifier.is_coupled:
         described = engine.describe()
         settings += [described[name] for name in ("verifier", "drafter", "draft_length")]

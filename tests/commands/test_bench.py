@@ -82,6 +82,18 @@ def test_decode_compares_every_draft_length_with_plain(document):
     assert drafted["speedup_vs_plain"] == pytest.approx(ratio)
 
 
+def test_decode_shows_both_promises_with_a_draft_length_that_chooses_itself(document):
+    bitwise, ties = document["adaptive"]
+    assert (bitwise["exactness"], ties["exactness"]) == ("bitwise", "ties")
+    assert (bitwise["windows"], ties["windows"]) == ([3], [1, 3])
+    assert bitwise["equal_to_plain"] is True
+    assert ties["equal_to_plain"] is None
+    for run in (bitwise, ties):
+        assert run["num_not_ties"] == 0
+        assert set(run["rounds_by_draft_length"]) <= {"0", "1", "2"}
+        assert sum(run["rounds_by_draft_length"].values()) > 0
+
+
 def test_the_floor_is_bytes_over_the_bandwidth_that_was_measured(document):
     ceilings = document["ceilings"]["target"]
     bandwidth = max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"])
@@ -122,6 +134,7 @@ def test_tables_fit_80_columns(document, capsys):
     }
     for table in (
         bench.runs_table(document["runs"]),
+        bench.adaptive_table(document["adaptive"]),
         bench.stages_table(document["runs"]),
         bench.against_table([pair]),
     ):

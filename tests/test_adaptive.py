@@ -1,0 +1,391 @@
+"""The draft length that chooses itself: the controller in a world of chances, then in engines."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import ties
+import tiny
+import toy
+
+import jaxspec
+from jaxspec import adaptive
+from jaxspec import engine as engine_module
+from jaxspec.adaptive import DraftLengthController, RoundTimes
+from jaxspec.drafters.base import StatelessDrafter
+from jaxspec.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.ladder import ladder_windows
+from jaxspec.requests import SamplingParams
+
+LONGEST = 4
+
+
+def times(plain=1.0, step=0.1, window=0.05, chunk=1.0, long=1.0):
+    """Round times that grow with the draft length; `long` times as long at the long context."""
+    short = tuple(plain + n * (step + window) for n in range(LONGEST + 1))
+    return RoundTimes(
+        short_context=0,
+        long_context=1000,
+        short_s=short,
+        long_s=tuple(long * s for s in short),
+        chunk_s=chunk,
+    )
+
+
+class World:
+    """Rows whose drafts are accepted with a given chance, decoded as a controller chooses."""
+
+    def __init__(self, controller, *, num_rows=8, seed=0):
+        self.controller, self.num_rows = controller, num_rows
+        self.random = np.random.default_rng(seed)
+        self.lag, self.chosen = 0, []
+
+    def decode(self, chance, num_rounds):
+        """Tokens emitted and seconds taken by so many rounds."""
+        controller, emitted, seconds, done = self.controller, 0, 0.0, 0
+        while done < num_rounds:
+            chunks = self.num_rows * -(-self.lag // 128)
+            choice = controller.choose(context=100, num_rounds=32, num_unread_chunks=chunks)
+            n, rounds = choice.draft_length, choice.num_rounds
+            self.chosen.append(n)
+            right = self.random.random((rounds, self.num_rows, n)) < chance
+            accepted = np.cumprod(right, axis=2)
+            emitted += rounds * self.num_rows + int(accepted.sum())
+            seconds += rounds * controller.times.of(n, 100)
+            seconds += chunks * controller.times.chunk_s if n else 0
+            self.lag = 0 if n else min(self.lag + rounds, 512)  # rows end, others come
+            controller.note(
+                draft_length=n,
+                context=100,
+                num_rounds=rounds,
+                num_row_rounds=rounds * self.num_rows,
+                num_accepted_at=accepted.sum(axis=(0, 1)).tolist(),
+            )
+            done += rounds
+        return emitted, seconds
+
+
+def speed(world, chance, num_rounds=4000):
+    """Tokens per second beside plain decoding's."""
+    emitted, seconds = world.decode(chance, num_rounds)
+    return emitted / seconds / (world.num_rows / world.controller.times.of(0, 100))
+
+
+@pytest.mark.parametrize(
+    ("chance", "best"), [(0.95, LONGEST), (0.0, 0), (0.05, 0)], ids=["right", "wrong", "poor"]
+)
+def test_it_finds_the_best_draft_length(chance, best):
+    world = World(DraftLengthController(times()))
+    speed(world, chance)
+    assert np.mean(np.array(world.chosen[20:]) == best) > 0.9
+    by_rate = [
+        sum(chance**j for j in range(n + 1)) / times().of(n, 100) for n in range(LONGEST + 1)
+    ]
+    assert int(np.argmax(by_rate)) == best  # the case is what it says it is
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.05, 0.1])
+@pytest.mark.parametrize("chunk", [0.0, 1.0, 50.0])
+def test_once_drafts_were_declined_it_stays_within_three_percent_of_plain_decoding(chance, chunk):
+    world = World(DraftLengthController(times(chunk=chunk)))
+    while world.controller.draft_length != 0:
+        world.decode(chance, 1)
+    assert speed(world, chance) > 0.97
+
+
+def test_the_check_above_sees_trials_that_cost_too_much(monkeypatch):
+    monkeypatch.setattr(adaptive, "TRIAL_SHARE", 1.0)
+    world = World(DraftLengthController(times(chunk=1.0)))
+    while world.controller.draft_length != 0:
+        world.decode(0.0, 1)
+    assert speed(world, 0.0) < 0.97
+
+
+def test_drafts_that_become_good_are_found_again():
+    world = World(DraftLengthController(times(chunk=0.2)))
+    world.decode(0.0, 2000)
+    assert world.controller.draft_length == 0
+    world.decode(0.9, 3000)
+    assert world.controller.draft_length == LONGEST
+    assert speed(world, 0.9) > 1.5
+
+
+def test_it_keeps_its_mind_between_equals():
+    """Where two draft lengths are equally fast, noise makes it change seldom."""
+    chance = 0.5
+    equal = 1 + chance + chance**2  # E(2); E(1) = 1.5, so t(2) / t(1) = 1.75 / 1.5
+    base = times()
+    seconds = (1.0, 1.5 * 0.7, equal * 0.7, 9.0, 9.0)
+    world = World(DraftLengthController(dataclasses.replace(base, short_s=seconds, long_s=seconds)))
+    world.decode(chance, 6000)
+    chosen = np.array(world.chosen)
+    assert set(chosen[5:].tolist()) <= {1, 2}
+    assert np.sum(chosen[1:] != chosen[:-1]) < 0.05 * len(chosen)
+
+
+def test_times_are_linear_between_the_contexts_that_were_measured():
+    measured = times(long=3.0)
+    assert measured.of(2, 0) == pytest.approx(1.3)
+    assert measured.of(2, 500) == pytest.approx(2.6)
+    assert measured.of(2, 10**6) == pytest.approx(3.9)
+
+
+class Clockwork:
+    """Made-up rounds that take known times by a clock of their own."""
+
+    def __init__(self):
+        self.now_s, self.calls = 0.0, []
+
+    def seat(self, prompt_length):
+        self.calls.append(prompt_length)
+
+    def run(self, draft_length, num_rounds):
+        is_long = self.calls[-1] > 1
+        is_first = len(self.calls) == 1
+        per_round = (1 + draft_length) * (2 if is_long else 1) + 100 * is_first
+        self.now_s += num_rounds * per_round
+
+    def catch_up(self):
+        self.now_s += 6.0
+        return 3
+
+
+@pytest.mark.parametrize("room", [200, 5000])
+def test_round_times_are_measured_without_what_compiling_takes(monkeypatch, room):
+    clockwork = Clockwork()
+    monkeypatch.setattr(adaptive.time, "perf_counter", lambda: clockwork.now_s)
+    found = adaptive.measure_round_times(clockwork, longest=3, room=room)
+    assert found.short_s == pytest.approx((1, 2, 3, 4))
+    assert found.long_s == pytest.approx((2, 4, 6, 8) if room == 5000 else (1, 2, 3, 4))
+    assert found.chunk_s == pytest.approx(2.0)
+
+
+def test_the_ladder_doubles_up_to_the_widest_window():
+    assert ladder_windows(2) == (1, 2)
+    assert ladder_windows(5) == (1, 3, 5)
+    assert ladder_windows(8) == (1, 3, 5, 8)
+    assert ladder_windows(17) == (1, 3, 5, 9, 17)
+
+
+# Engines: of one layer and one window pair, for every window is a program to compile.
+
+PROMPTS = toy.prompts((3, 20, 1, 40, 7))
+PARAMS = [
+    SamplingParams(max_tokens=30 + 4 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+FIXED = RoundTimes(  # drafts must be accepted to be worth their while
+    short_context=0, long_context=1, short_s=(1, 1.3, 1.6), long_s=(1, 1.3, 1.6), chunk_s=1e-6
+)
+
+
+def of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.model(eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def make(target):
+    """Makes engines of one shape; the adaptive ones with fixed times, so that nothing is left to
+    the clock."""
+
+    def make(drafter=None, **settings):
+        made = Engine(
+            target,
+            drafter,
+            scheduler=jaxspec.Static(),
+            seats=2,
+            capacity=256,
+            prefill_chunk=16,
+            rounds_per_sync=4,
+            **settings,
+        )
+        if made.is_adaptive:
+            made._controller = DraftLengthController(FIXED)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain_engine(make):
+    return make()
+
+
+@pytest.fixture(scope="module")
+def plain(plain_engine):
+    return plain_engine.generate(PROMPTS, PARAMS)
+
+
+def wrong():
+    """A draft model of the target's shape, so that its weights can be replaced by the target's."""
+    return jaxspec.DraftModel(tiny.model(seed=5, eos_token_ids=()))
+
+
+def assert_equal_or_ties(target, completions, witness, params):
+    for ours, theirs, its_own in zip(completions, witness, params, strict=True):
+        ties.divergences(target, [ours], [theirs], its_own)
+
+
+def test_bitwise_outputs_do_not_depend_on_the_choice(make):
+    made = make(wrong(), draft_length="auto", window=3)
+    expected = of(made.generate(PROMPTS, PARAMS, speculate=False))
+    assert made._controller.draft_length is None
+    assert of(made.generate(PROMPTS, PARAMS)) == expected
+    assert made._controller.draft_length == 0
+    assert made._controller.num_rounds[2] > 0
+    assert made.exactness == "bitwise"
+    assert made.windows == (3,)
+    assert made._run._cache_size() == made._prefill._cache_size() == 1
+
+
+@pytest.fixture(scope="module")
+def adaptive_engine(make):
+    return make(wrong(), draft_length="auto", exactness="ties", window=3)
+
+
+def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_right(
+    adaptive_engine, plain_engine, target
+):
+    """Wrong weights, then right ones: the drafter rests, its prompts are not read, and it returns
+    with everything read."""
+    made, long = adaptive_engine, SamplingParams(max_tokens=150, ignore_eos=True)
+
+    def check(completions):
+        prompts = [completion.prompt_token_ids for completion in completions]
+        witness = plain_engine.generate(prompts, long)
+        assert_equal_or_ties(target, completions, witness, [long] * len(prompts))
+
+    check(made.generate(PROMPTS, long))
+    assert made._controller.draft_length == 0
+    # No trial is worth this.
+    made._controller.times = dataclasses.replace(FIXED, chunk_s=1e9)
+    num_rounds, num_read = dict(made._controller.num_rounds), int(made.state.drafter.num_positions)
+    check(made.generate(PROMPTS, long))
+    assert int(made.state.drafter.num_positions) == num_read
+    assert made._controller.num_rounds[0] > num_rounds.pop(0)
+    assert {n: made._controller.num_rounds[n] for n in num_rounds} == num_rounds
+
+    made._controller.times = FIXED
+    made.update_params(draft=target.params)
+    check(made.generate(PROMPTS * 4, long))
+    assert made._controller.draft_length == 2
+    assert made._controller.acceptance()[0] > 0.9
+    assert {program._cache_size() for program in made._narrow_runs.values()} == {1}
+    assert made._catch_up._cache_size() == made._read_prompt._cache_size() == 1
+
+
+def test_single_requests_adapt_too(adaptive_engine, target, plain):
+    made = adaptive_engine
+    made.update_params(draft=wrong().params)
+    made._controller = DraftLengthController(FIXED)
+    names = [made.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
+    done = {}
+    while made.has_unfinished:
+        done |= {c.request_id: c for c in made.step()}
+    assert_equal_or_ties(target, [done[name] for name in names], plain, PARAMS)
+    assert made.rounds_by_draft_length[0] > made.rounds_by_draft_length[2] > 0
+
+
+@pytest.fixture(scope="module")
+def oracle_engine(make, plain):
+    oracle = jaxspec.Oracle(toy.sequences(plain), acceptance=0.8)
+    return make(oracle, draft_length=4, exactness="ties", trace="tokens")
+
+
+def test_the_narrowest_rung_is_plain_decoding_to_the_bit(oracle_engine, plain):
+    made = oracle_engine
+    assert made.windows == (1, 3, 5)
+    assert made.exactness == "ties"
+    assert of(made.generate(PROMPTS, PARAMS, speculate=False)) == of(plain)
+    assert made._run._cache_size() == 0  # only plain steps were compiled
+
+
+def test_short_drafts_are_scored_in_short_windows(oracle_engine, target, plain):
+    """Requests of one draft length take the rung that it needs, and are traced as ever."""
+    made = oracle_engine
+    done = made.generate(PROMPTS, PARAMS, draft_length=2)
+    assert made._narrow_runs[3]._cache_size() == 1
+    assert made._run._cache_size() == 0
+    assert_equal_or_ties(target, done, plain, PARAMS)
+    tokens, rounds = done.tokens(), done.rounds()
+    assert len(tokens) == rounds["drafted"].sum() > 0
+    assert tokens["accepted"].sum() == rounds["accepted"].sum() > 0
+    assert rounds["drafted"].max() == 2
+    assert tokens["node"].max() == 1
+    assert rounds["emitted"].sum() == sum(len(c.token_ids) for c in done)
+    for completion in done:
+        acceptance = completion.acceptance
+        assert acceptance.num_emitted_tokens == (
+            acceptance.num_rounds + acceptance.num_accepted_tokens
+        )
+
+
+def test_a_round_of_the_wrong_width_is_seen(oracle_engine, plain, target, monkeypatch):
+    """Were drafts committed beyond the window that scored them, the outputs would differ."""
+    made = oracle_engine
+    wrong_rung = made._narrow_runs[1]
+    monkeypatch.setitem(made._narrow_runs, 3, lambda *args: skip_a_token(wrong_rung(*args)))
+    done = made.generate(PROMPTS[:1], PARAMS[:1], draft_length=2)
+    with pytest.raises(AssertionError):
+        assert_equal_or_ties(target, done, plain[:1], PARAMS[:1])
+
+
+def skip_a_token(state):
+    """The state with every newest token replaced by its successor."""
+    row = jax.numpy.arange(len(state.num_committed))
+    newest = state.num_committed - 1
+    return state.replace(tokens=state.tokens.at[row, newest].add(1))
+
+
+def test_engines_measure_their_rounds_before_the_first_request(target, monkeypatch):
+    made = Engine(
+        target,
+        wrong(),
+        scheduler=jaxspec.Static(),
+        draft_length="auto",
+        window=2,
+        seats=2,
+        capacity=128,
+    )
+    seen = []
+    real = engine_module.measure_round_times
+    monkeypatch.setattr(
+        engine_module, "measure_round_times", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1]
+    )
+    done = made.generate(PROMPTS[:3], PARAMS[:3])
+    [measured] = seen
+    assert len(measured.short_s) == len(measured.long_s) == 2
+    assert min(*measured.short_s, *measured.long_s) > 0
+    assert made.metrics()["num_requests"] == 3
+    assert made.metrics()["num_emitted_tokens"] == sum(len(c.token_ids) for c in done)
+    made.generate(PROMPTS[:1], PARAMS[:1])
+    assert len(seen) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowKeeper(StatelessDrafter):
+    """Keeps a state as large as the window."""
+
+    name: str = "window-keeper"
+
+    def init(self, shape):
+        return jax.numpy.zeros((shape.seats, shape.window))
+
+    def propose(self, shape, params, state, rows):
+        return toy.WrongDrafter().propose(shape, params, state, rows)[0], state
+
+
+def test_what_does_not_fit_is_refused(target):
+    with pytest.raises(SettingError, match="window-keeper, which keeps a state that depends on"):
+        Engine(target, WindowKeeper(), exactness="ties", capacity=128)
+    with pytest.raises(SettingError, match="exactness 'exact' was given"):
+        Engine(target, toy.WrongDrafter(), exactness="exact", capacity=128)
