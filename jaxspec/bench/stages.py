@@ -124,13 +124,7 @@ def mid_decode(
         return state
 
     # The last round of a row that has room for one token drafts nothing, so the drafter may lag.
-    @jax.jit
-    def catch_up(params, state, row):
-        drafter = loop.drafter.catch_up(
-            loop.held, params["drafter"], state.drafter, rows_of(state), row
-        )
-        return state.replace(drafter=drafter)
-
+    catch_up = jax.jit(loop.catch_up)
     for row in range(seats):
         state = catch_up(loop.params, state, np.int32(row))
     return state

@@ -5,9 +5,11 @@ import numpy as np
 import pandas
 import pytest
 import ties
+import tiny
 import toy
 
 import jaxspec
+from jaxspec.adaptive import DraftLengthController, RoundTimes
 from jaxspec.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests import SamplingParams
@@ -88,9 +90,9 @@ def test_the_aligned_layout_aligns_the_rows_of_a_shard(four, one, prompts):
     assert np.sum(on_mesh.state.schedule.num_slots_moved) > 0
 
 
-def assert_equal_or_ties(target, completions, witness):
-    for ours, theirs, params in zip(completions, witness, PARAMS, strict=True):
-        ties.divergences(target, [ours], [theirs], params)
+def assert_equal_or_ties(target, completions, witness, params=PARAMS):
+    for ours, theirs, its_own in zip(completions, witness, params, strict=True):
+        ties.divergences(target, [ours], [theirs], its_own)
 
 
 def test_speculative_equals_plain_and_order_does_not_matter(four, prompts, expected):
@@ -202,3 +204,38 @@ def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
     monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: 8 * (need - 1))
     with pytest.raises(SettingError, match=r"32 seats .* the most that fits is 24 seats"):
         engine(jax.make_mesh((8,), ("data",)), Static(), seats=32)
+
+
+def test_draft_lengths_choose_themselves_on_a_mesh():
+    """Wrong weights are declined, right ones are found again; nothing is compiled twice."""
+    model, draft = tiny.model(eos_token_ids=()), tiny.model(seed=5, eos_token_ids=())
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    prompts = toy.prompts(LENGTHS[:7])
+    expected = Engine(model, seats=2, capacity=256, prefill_chunk=16).generate(prompts, params)
+    adaptive = Engine(
+        model,
+        jaxspec.DraftModel(draft),
+        draft_length="auto",
+        exactness="ties",
+        window=3,
+        seats=4,
+        capacity=256,
+        prefill_chunk=16,
+        rounds_per_sync=4,
+        mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]),
+    )
+    seconds = (1, 1.3, 1.6)
+    times = RoundTimes(
+        short_context=0, long_context=1, short_s=seconds, long_s=seconds, chunk_s=1e-6
+    )
+    adaptive._controller = DraftLengthController(times)
+    assert_equal_or_ties(model, adaptive.generate(prompts, params), expected, [params] * 7)
+    declined = adaptive.rounds_by_draft_length
+    assert declined[0] > declined[2] > 0
+    adaptive.update_params(draft=model.params)
+    done = adaptive.generate(prompts * 8, params)
+    assert_equal_or_ties(model, done, list(expected) * 8, [params] * 56)
+    chosen = adaptive.rounds_by_draft_length
+    assert chosen[2] - declined[2] > chosen[0] - declined[0]
+    programs = (adaptive._run, adaptive._narrow_runs[1], adaptive._catch_up, adaptive._read_prompt)
+    assert {program._cache_size() for program in programs} == {1}
