@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import functools
 import itertools
 import logging
 import threading
@@ -17,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import layouts
+from jaxspec import compilation, layouts
 from jaxspec.adaptive import Choice, DraftLengthController, measure_round_times
+from jaxspec.compilation import Compiled, OnProgram, Program
 from jaxspec.decoding import LogprobsConfig, SpeculativeLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.environment import devices, devices_sentence, use_compilation_cache
@@ -263,25 +263,43 @@ class Engine:
             self._params, home = self._loop.place(self._params), self._loop.state_shardings
         elif home is not None:
             self._params = jax.device_put(self._params, home)
-        donating = functools.partial(jax.jit, donate_argnums=1, out_shardings=home)
-        self._admit = donating(self._loop.admit)
-        self._prefill = donating(self._loop.prefill)
-        runs: dict[int, Any] = {}
+        self._home = home
+        whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
+
+        def program(what: str, function: Callable, window: int | None = None, **options: Any) -> Any:
+            window = self.shape.window if window is None else window
+            name = f"the {what} of {whose}, {seats} seat{'s' * (seats > 1)}, window {window}"
+            return Program(jax.jit(function, **options), name)
+
+        updating = {"donate_argnums": 1, "out_shardings": home}
+        self._init = program("empty state", self._loop.init, out_shardings=home)
+        self._admit = program("admission", self._loop.admit, **updating)
+        self._prefill = program("prefill", self._loop.prefill, **updating)
+        rounds = {}
         for width, rung in ladder.items():
             on_mesh = rung if self.mesh is None else ShardedLoop(loop=rung, mesh=self.mesh)
-            runs[width] = donating(on_mesh.run)
-            if check_invariants:
+            rounds[width] = program("decode round", on_mesh.run, width, **updating)
+        runs: dict[int, Any] = dict(rounds)
+        if check_invariants:
+            for width, run in rounds.items():
                 runs[width] = layouts.CheckedRun(
-                    runs[width], window=width, regroups=self.scheduler.regroups
+                    run, window=width, regroups=self.scheduler.regroups
                 )
         self._run: Any = runs.pop(self.shape.window)
         self._narrow_runs = runs
+        own = []
         if self.is_adaptive:
-            self._read_prompt = donating(self._loop.read_prompt)
-            self._catch_up = donating(self._loop.catch_up)
-            self._lag = jax.jit(self._loop.lag)
-        self._end_rows = jax.jit(_end_rows, donate_argnums=0, out_shardings=home)
-        self._init = jax.jit(self._loop.init, out_shardings=home)
+            self._read_prompt = program("target's prefill", self._loop.read_prompt, **updating)
+            self._catch_up = program("catching up", self._loop.catch_up, **updating)
+            self._lag = program("lag", self._loop.lag)
+            own = [self._read_prompt, self._catch_up, self._lag]
+        self._end_rows = program(
+            "cancellation", _end_rows, donate_argnums=0, out_shardings=home
+        )
+        self._rounds = tuple(rounds.values())
+        self._programs = compilation.numbered(
+            self._init, self._admit, self._prefill, *self._rounds, *own, self._end_rows
+        )
         self._state: DecodeState | None = None
 
         # Who waits, and who has a row. `_lock` guards these and is held for moments; `_device_lock`
@@ -640,6 +658,40 @@ class Engine:
             if target is not None and dataclasses.is_dataclass(self.target):
                 model: Any = self.target
                 self.target = dataclasses.replace(model, params=parts["target"])
+
+    def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
+        """Compiles every program that the engine will use, ahead of its first request.
+
+        Nothing is decoded and no state is made; the first request compiles nothing then. Without a
+        warm-up each program is compiled at its first use. Programs that take long say so
+        (`jaxspec.compilation`). May be called by any thread.
+
+        Args:
+          on_program: called before each program is compiled, with a name for `str`, `number` and
+            `num_programs`.
+
+        Returns:
+          of each program its name, the seconds it took, and whether the persistent cache held it.
+        """
+        state = compilation.shapes_at(jax.eval_shape(self._loop.init), self._home)
+        rows = np.zeros((self._num_shards,), np.int32)
+        per_shard, number = self._per_shard(rows), np.int32(0)
+        [request] = make_requests([[0]], SamplingParams(), self.target, longest=1)
+        seat = make_seat(request, self._shard_loop, draft_length=0)
+        arguments = {
+            self._init: (),
+            self._admit: (self._params, state, number, seat),
+            self._prefill: (self._params, state, per_shard, per_shard),
+            **{run: (self._params, state, number, per_shard) for run in self._rounds},
+        }
+        if self.is_adaptive:
+            arguments |= {
+                self._read_prompt: (self._params, state, per_shard, per_shard),
+                self._catch_up: (self._params, state, per_shard),
+                self._lag: (state,),
+            }
+        arguments[self._end_rows] = (state, np.zeros((len(self._rows),), bool), number)
+        return compilation.warm_up(arguments, on_program)
 
     def shutdown(self) -> None:
         """Cancels what has not ended, lets go of the device's state, and refuses requests from now

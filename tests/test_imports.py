@@ -22,7 +22,7 @@ LAYERS = [
     ("decoding",),
     ("plain", "adaptive"),
     ("ladder", "sharding"),
-    ("requests", "environment"),
+    ("requests", "environment", "compilation"),
     ("loops",),
     ("memory", "serving"),
     ("engine", "prompts"),

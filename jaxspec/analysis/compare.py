@@ -391,8 +391,8 @@ def compare(
     )
     compile_s = {}
     for label, engine in engines.items():
-        tell(f"compiling {label}")
         started_s = time.perf_counter()
+        engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
         compile_s[label] = time.perf_counter() - started_s
     plain = {}

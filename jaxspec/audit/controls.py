@@ -37,6 +37,7 @@ from jaxspec import sampling
 from jaxspec.audit.faults import FAULTS, Fault, OpenState, installed
 from jaxspec.audit.judge import ALPHA, Divergence, Finding, judge
 from jaxspec.audit.scoring import Scorer
+from jaxspec.compilation import Program
 from jaxspec.decoding import SpeculativeLoop, empty_state
 from jaxspec.drafters.base import Drafter, EngineShape, StatelessDrafter
 from jaxspec.engine import Engine
@@ -621,7 +622,8 @@ class LawScene:
             draft_limit=every * self.num_nodes,
             sampling=values,
         )
-        state = jax.jit(loop.run)(loop.params, state, jnp.int32(self.num_tokens), jnp.int32(1))
+        run = Program(jax.jit(loop.run), f"the decode round of {self.num_rows} tiny rows")
+        state = run(loop.params, state, jnp.int32(self.num_tokens), jnp.int32(1))
         return np.asarray(state.tokens[:, 1 : 1 + self.num_tokens])
 
     def _sampling(self, every: jax.Array) -> RowSampling:

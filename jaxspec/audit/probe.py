@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import cache as kv
+from jaxspec.compilation import Program
 from jaxspec.engine import Engine
 from jaxspec.models.base import Model
 from jaxspec.requests import SamplingParams, make_requests
@@ -156,7 +157,10 @@ def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
     firsts = num_tokens - window + 1
     at_first = []
     # Compiled here, for once: a function kept for later would keep the parameters alive.
-    score = jax.jit(functools.partial(_score_window, engine.target, window))
+    score = Program(
+        jax.jit(functools.partial(_score_window, engine.target, window)),
+        f"the probe of {engine.target.name}, {seats} seats, window {window}",
+    )
     for start in range(firsts):
         logits, cache = score(params, cache, tokens[:, start : start + window], np.int32(start))
         at_first.append(np.asarray(logits[:, 0]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxspec import cache as kv
 from jaxspec import sampling
+from jaxspec.compilation import Program, numbered
 from jaxspec.errors import ModelError, PromptError
 from jaxspec.loops import MAX_STOP_TOKENS
 from jaxspec.models.base import Model
@@ -101,13 +102,22 @@ class Scorer:
         self.capacity = kv.round_up_to_block(capacity + SEGMENT)
         self._wide = with_dtype(target, jnp.float32)
         self._own = with_dtype(target, own)
-        self._read_wide = jax.jit(functools.partial(self._read, self._wide, chunk=SEGMENT))
-        self._read_own = jax.jit(functools.partial(self._read, self._own, chunk=PROMPT_CHUNK))
-        self._score = jax.jit(self._score_segment, donate_argnums=1)
-        self._rescore = {
-            width: jax.jit(functools.partial(self._rescore_segment, width=width), donate_argnums=1)
-            for width in WIDTHS
-        }
+
+        def program(what: str, dtype: Any, function: Callable, **donated: Any) -> Program:
+            name = f"the {what} of {target.name} in {jnp.dtype(dtype).name}"
+            return Program(jax.jit(function, **donated), name)
+
+        read_wide = functools.partial(self._read, self._wide, chunk=SEGMENT)
+        self._read_wide = program("reading of prompts", jnp.float32, read_wide)
+        read_own = functools.partial(self._read, self._own, chunk=PROMPT_CHUNK)
+        self._read_own = program("reading of prompts", own, read_own)
+        self._score = program("scoring", jnp.float32, self._score_segment, donate_argnums=1)
+        self._rescore = {}
+        for width in WIDTHS:
+            rescore = functools.partial(self._rescore_segment, width=width)
+            what = f"scoring {width} at a time"
+            self._rescore[width] = program(what, own, rescore, donate_argnums=1)
+        numbered(self._read_wide, self._read_own, self._score, *self._rescore.values())
 
     @property
     def rounding(self) -> float:

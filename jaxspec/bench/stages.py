@@ -21,6 +21,7 @@ from jax import lax
 from jaxspec.analysis.cost import Measured, Pass
 from jaxspec.bench.floor import time_in_turns
 from jaxspec.cache import BLOCK
+from jaxspec.compilation import Program
 from jaxspec.decoding import (
     SpeculativeLoop,
     commit,
@@ -63,7 +64,8 @@ class Repeated:
 
             return lax.fori_loop(0, num_times, body, (moving, nothing))
 
-        self._program = program
+        what = stage.__name__.replace("_", " ")
+        self._program = Program(program, f"the {what}, to be timed by itself")
 
     def __call__(self, num_times: int) -> None:
         """Runs the stage so often and waits for it."""
@@ -219,13 +221,13 @@ def _score(model, params, tokens, window, cache):
 def _whole(round_: Callable[[PyTree, DecodeState], DecodeState], params, state: DecodeState):
     """The same round over and over: caches move on, all else is as it was."""
 
-    def stage(params, bare, moving):
+    def whole_round(params, bare, moving):
         cache, drafter = moving
         after = round_(params, bare.replace(cache=cache, drafter=drafter))
         return (after.cache, after.drafter), after.replace(cache=(), drafter=())
 
     bare = state.replace(cache=(), drafter=())
-    return Repeated(stage, params, bare, _copy((state.cache, state.drafter)))
+    return Repeated(whole_round, params, bare, _copy((state.cache, state.drafter)))
 
 
 def _copy(tree: PyTree) -> PyTree:
@@ -259,7 +261,10 @@ def forward_runs(
         logits = jnp.zeros((batch, window, model.vocab_size), jnp.float32)
         return lax.fori_loop(0, num_times, body, (cache, logits))
 
-    compiled = jax.jit(program, donate_argnums=1)
+    compiled = Program(
+        jax.jit(program, donate_argnums=1),
+        f"the forward pass of {model.name}, {batch} rows, window {window}",
+    )
     held = [cache]
 
     def at(context: int) -> Run:

@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.bench.floor import Ceilings, measure_ceilings
+from jaxspec.compilation import Program
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.environment import provenance
@@ -353,10 +354,13 @@ class _Program:
         self._start = jax.device_get(state.replace(cache=(), drafter=()))
         self._state = state
         self._restart(plan.draft_length)
-        started_s = time.perf_counter()
-        run = jax.jit(loop.run, donate_argnums=1)
-        self._run = run.lower(self._params, self._state, np.int32(1), np.int32(1)).compile()
-        self.compile_s = time.perf_counter() - started_s
+        program = Program(
+            jax.jit(loop.run, donate_argnums=1),
+            f"the decode round of {target.name}, {batch} seats, window {loop.shape.window}",
+        )
+        arguments = (self._params, self._state, np.int32(1), np.int32(1))
+        self.compile_s = program.compile(*arguments).seconds
+        self._run = program.lower(*arguments).compile()  # which finds it compiled
         memory = self._run.memory_analysis()
         self.num_bytes = memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoint import load_model
+from jaxspec.compilation import Program
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine import Engine
 from jaxspec.environment import provenance
@@ -184,13 +185,14 @@ def overlaps(
         )
         return jnp.sum(jnp.minimum(p, q), axis=-1)[0]
 
+    overlap = Program(of_row, f"the overlap of {target.name} and {draft.name}")
     longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
     found = []
     for completion in completions:
         ids = completion.prompt_token_ids + completion.token_ids
         tokens = np.zeros((1, longest), np.int32)
         tokens[0, : len(ids)] = ids
-        each = np.asarray(of_row(target.params, draft.params, tokens))
+        each = np.asarray(overlap(target.params, draft.params, tokens))
         # The scores after token i are of token i + 1.
         found.append(float(np.mean(each[len(completion.prompt_token_ids) - 1 : len(ids) - 1])))
     return found

@@ -455,12 +455,10 @@ def _for_prompt(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def warm_up(engine: Engine) -> float:
-    """Compiles an engine's programs, and returns the seconds that took."""
+    """Compiles an engine's programs and runs them once; returns the seconds that took."""
     started_s = time.perf_counter()
-    shape = engine.shape
-    with working(
-        f"compiling for batch {shape.seats}, window {shape.window}, capacity {shape.capacity}"
-    ):
+    with working("compiling") as status:
+        engine.warm_up(lambda program: status.update(f"compiling {program}"))
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
     return time.perf_counter() - started_s
 

@@ -34,15 +34,17 @@ the engine is stepped only when the queue of some running seat is empty.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec import compilation
 from jaxspec.cache import KVCache, copy_row
+from jaxspec.compilation import Compiled, OnProgram, Program
 from jaxspec.decoding import Seat, note_read, rows_axis
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.environment import use_compilation_cache
@@ -179,20 +181,68 @@ class ServingEngine:
         )
         self._params = self._loop.params
         self._home = home_of(self._params)
-        donating = functools.partial(jax.jit, donate_argnums=1)
-        self._init = jax.jit(self._loop.init, out_shardings=self._home)
-        self._init_alone = jax.jit(self._alone.init, out_shardings=self._home)
-        self._admit_alone = donating(self._alone.admit)
-        self._prefill = donating(self._alone.prefill)
-        self._insert = donating(self._insert_row)
-        self._generate = donating(self._step)
-        self._free = jax.jit(_free_row, donate_argnums=0)
+        whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
+
+        def program(what: str, function: Callable, **options: Any) -> Any:
+            name = f"the {what} of {whose}, {seats} seats, window {self.shape.window}"
+            return Program(jax.jit(function, **options), name)
+
+        self._init = program("empty state", self._loop.init, out_shardings=self._home)
+        self._init_alone = program("empty row", self._alone.init, out_shardings=self._home)
+        self._admit_alone = program("admission", self._alone.admit, donate_argnums=1)
+        self._prefill = program("prefill", self._alone.prefill, donate_argnums=1)
+        self._insert = program("insertion", self._insert_row, donate_argnums=1)
+        self._generate = program("decode round", self._step, donate_argnums=1)
+        self._free = program("freeing of seats", _free_row, donate_argnums=0)
+        self._programs = compilation.numbered(
+            self._init,
+            self._init_alone,
+            self._admit_alone,
+            self._prefill,
+            self._insert,
+            self._generate,
+            self._free,
+        )
         self._form = _form(jax.eval_shape(self._alone.init))
 
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
         return longest_prompt(self._loop)
+
+    def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
+        """Compiles every function of the engine, so that the first request waits for none.
+
+        Nothing is decoded and no state is made. Functions that take long say so
+        (`jaxspec.compilation`). May be called by any thread.
+
+        Args:
+          on_program: called before each is compiled, with a name for `str`, `number` and
+            `num_programs`.
+
+        Returns:
+          of each its name, the seconds it took, and whether the persistent cache held it.
+        """
+        number = np.int32(0)
+        seat = make_seat(
+            self._make_request([0], SamplingParams(seed=0)), self._loop, draft_length=0
+        )
+        state, row = (
+            compilation.shapes_at(jax.eval_shape(loop.init), self._home)
+            for loop in (self._loop, self._alone)
+        )
+        # A seat that is inserted has been put where the state is.
+        placed = seat if self._home is None else jax.device_put(seat, self._home)
+        arguments = {
+            self._init: (),
+            self._init_alone: (),
+            self._admit_alone: (self._params, row, ALONE, seat),
+            self._prefill: (self._params, row, ALONE, number),
+            self._insert: (self._params, state, number, placed, row.cache, row.drafter),
+            self._generate: (self._params, state, ONE),
+            self._free: (state, number),
+        }
+        return compilation.warm_up(arguments, on_program)
 
     def init_decode_state(self) -> DecodeState:
         """A state in which every seat is empty."""

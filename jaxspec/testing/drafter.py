@@ -15,6 +15,7 @@ from scipy import stats
 
 from jaxspec import cache as kv
 from jaxspec import sampling
+from jaxspec.compilation import Program
 from jaxspec.decoding import SpeculativeLoop, rows_of
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.engine import Engine
@@ -217,7 +218,7 @@ class _DrafterBench:
             rows = rows_of(state)
             return self.drafter.propose(self.shape, params["drafter"], state.drafter, rows)[0]
 
-        return jax.jit(propose)
+        return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
 
     def draft(self, state: DecodeState) -> Draft:
         """What the drafter proposes now, fetched to the host."""
@@ -303,9 +304,14 @@ class _LawBench:
             needs_draft_law=True,
         )
         self.rng = np.random.default_rng(b.seed)
-        self._prepare = jax.jit(self._prepared)
-        self._propose = jax.jit(
-            lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
+        self._prepare = Program(
+            jax.jit(self._prepared), f"the reading of prompts by {self.drafter.name}"
+        )
+        self._propose = Program(
+            jax.jit(
+                lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
+            ),
+            f"the draft of {self.drafter.name}",
         )
 
     def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> Rows:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import cache as kv
+from jaxspec.compilation import Program
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine import Engine
 from jaxspec.models.base import Model
@@ -102,7 +103,8 @@ class _ModelBench:
             hidden, cache = self.model.forward(params, tokens, window, cache)
             return hidden, self.model.logits(params, hidden), cache
 
-        return jax.jit(forward)
+        name = f"the forward pass of {self.model.name}"
+        return Program(jax.jit(forward), name, shapes_vary=True)
 
     @functools.cached_property
     def prefill(self):
@@ -113,7 +115,7 @@ class _ModelBench:
                 self.model, params, cache, tokens, row=row, start=start, stop=stop, chunk=CHUNK
             )
 
-        return jax.jit(prefill)
+        return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
 
     def prefill_row(self, row: int, bounds: Sequence[int]) -> kv.KVCache:
         """A cache in which one row was read in pieces with these ends."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.compilation import Program
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -56,7 +57,7 @@ def measure_acceptance(
     sums = np.zeros(3)
     for start in range(0, num_rows, size):
         batch = data.pack(windows[start : start + size], end_of_text)
-        sums += np.array(_sums(target[0], draft[0], target[1], draft[1], batch), np.float64)
+        sums += np.array(_SUMS(target[0], draft[0], target[1], draft[1], batch), np.float64)
     sampled, greedy, num_tokens = sums.tolist()
     count = max(num_tokens, 1.0)
     return Acceptance(sampled=sampled / count, greedy=greedy / count, num_tokens=int(num_tokens))
@@ -70,3 +71,6 @@ def _sums(target_config, draft_config, target_params, draft_params, batch):
     agrees = jnp.argmax(target, axis=-1) == jnp.argmax(draft, axis=-1)
     weights = batch.weights
     return jnp.sum(kept * weights), jnp.sum(jnp.where(agrees, weights, 0.0)), jnp.sum(weights)
+
+
+_SUMS = Program(_sums, "the measuring of acceptance", shapes_vary=True)

@@ -29,6 +29,7 @@ import rich.progress
 import tokenizers
 from flax import serialization, struct
 
+from jaxspec.compilation import Program
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -293,7 +294,7 @@ def held_out_loss(
     total = weight = 0.0
     for rows in batches_of(num_rows, max(1, 4096 // length)):
         batch = data.pack(windows[rows], end_of_text)
-        total += float(_loss_sum(model, params, batch))
+        total += float(_LOSS_SUM(model, params, batch))
         weight += float(batch.weights.sum())
     return total / weight if weight else math.nan
 
@@ -345,7 +346,7 @@ def train_lm(
     fingerprint = _fingerprint(config, streams, teacher)
     state, first_step = _initial_state(config, model, optimizer, fingerprint, is_resumed)
     step_function = functools.partial(
-        train_step,
+        Program(train_step, "the training step", shapes_vary=True),
         teacher_params=None if teacher is None else teacher.params,
         model=model,
         optimizer=optimizer,
@@ -483,6 +484,9 @@ def _loss_sum(model: ModelConfig, params: PyTree, batch: data.Batch) -> jax.Arra
     return jnp.sum(losses * batch.weights)
 
 
+_LOSS_SUM = Program(_loss_sum, "the held-out loss", shapes_vary=True)
+
+
 def _check_out(config: TrainConfig) -> bool:
     """Whether the run continues an earlier one."""
     path = config.out / _CHECKPOINT
@@ -602,7 +606,7 @@ def _initial_state(
         return TrainState(params=params, optimizer=optimizer.init(params))
 
     if not is_resumed:
-        return jax.jit(init)(), 0
+        return Program(jax.jit(init), "the initial weights")(), 0
     record = _read_checkpoint(config.out / _CHECKPOINT)
     saved = json.loads(record["fingerprint"])
     if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
