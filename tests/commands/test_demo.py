@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxspec.checkpoint import load_model
 from jaxspec.commands import demo
-from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.ngram import NGram
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests import Acceptance, Completion
@@ -100,15 +100,8 @@ class ScriptedEngine:
     prefill_chunk: int
     is_wrong = False
 
-    @property
-    def shape(self):
-        return EngineShape(
-            seats=self.seats,
-            capacity=self.capacity,
-            window=self.draft_length + 1,
-            prefill_chunk=self.prefill_chunk,
-            vocab_size=tiny.VOCAB,
-        )
+    def warm_up(self, on_program=None):
+        return ()
 
     def describe(self):
         return {"seats": self.seats}

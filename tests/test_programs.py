@@ -1,0 +1,318 @@
+"""Programs that say what they compile, and engines that compile theirs ahead of time."""
+
+import itertools
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import compilation
+from jaxspec.compilation import Program, numbered
+from jaxspec.engine import Engine
+from jaxspec.requests import SamplingParams
+from jaxspec.serving import ServingEngine
+
+PATIENCE_S = 0.05
+_constants = itertools.count(1000 * os.getpid())
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(compilation, "PATIENCE_S", PATIENCE_S)
+
+
+def slow(constant=None, *, seconds=6 * PATIENCE_S):
+    """A function that takes long to trace; no other has the same program."""
+    constant = next(_constants) % 2**31 if constant is None else constant
+
+    def function(x):
+        time.sleep(seconds)
+        return x + constant
+
+    return function
+
+
+@pytest.fixture
+def num_compiled():
+    """How many programs have been compiled or loaded since the fixture was made."""
+    names = []
+
+    def note(event, duration, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(more.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield lambda: len(names)
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_long_compile_is_announced_and_timed(monkeypatch, caplog):
+    first, second = numbered(
+        Program(jax.jit(slow(seconds=0)), "nothing much"), Program(jax.jit(slow()), "the long one")
+    )
+    one = np.int32(1)
+    monkeypatch.setattr(compilation, "PATIENCE_S", 1e3)
+    first(one)
+    assert first.compiled.seconds > 0
+    assert not caplog.records
+    monkeypatch.setattr(compilation, "PATIENCE_S", PATIENCE_S)
+    second(one)
+    begun, ended = [record.getMessage() for record in caplog.records]
+    assert begun == "compiling the long one (2 of 2) ..."
+    assert ended.startswith("compiled the long one (2 of 2) in ")
+    assert second.compiled.seconds >= 6 * PATIENCE_S
+    assert f"{second.compiled.seconds:.1f} s" in ended
+    caplog.clear()
+    assert int(second(one)) == int(second(np.int32(1)))
+    assert not caplog.records
+
+
+def test_whether_the_persistent_cache_held_it(impatient, caplog):
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        function = slow()
+        programs = [Program(jax.jit(lambda x: function(x)), "it") for _ in range(2)]
+        found = [program.compile(np.int32(1)).is_cached for program in programs]
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    assert found == [False, True]
+    ends = [record.getMessage() for record in caplog.records][1::2]
+    assert ends[0].endswith(" s (not in the cache)")
+    assert ends[1].endswith(" s (from the cache)")
+
+
+def test_events_that_this_jax_does_not_have_cost_the_word_on_the_cache_only(
+    impatient, caplog, monkeypatch
+):
+    for name in ("CACHE_ASKED", "CACHE_HIT"):
+        monkeypatch.setattr(compilation, name, "/jax/renamed")
+    program = Program(jax.jit(slow()), "it")
+    program(np.int32(1))
+    assert program.compiled.is_cached is None
+    assert caplog.messages[-1].endswith(" s")
+
+
+def test_only_a_program_of_varying_shapes_looks_at_later_ones(impatient, caplog):
+    shapes = [(2,), (3,), (2,)]
+    for shapes_vary, num_lines in ((False, 2), (True, 4)):
+        caplog.clear()
+        program = Program(jax.jit(slow()), "it", shapes_vary=shapes_vary)
+        for shape in shapes:
+            program(np.zeros(shape, np.int32))
+        assert len(caplog.records) == num_lines
+        assert program._cache_size() == 2
+
+
+def test_after_the_first_call_nothing_stands_between():
+    class Counting:
+        def __init__(self, function):
+            self.function, self.num_lowered = function, 0
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+        def lower(self, *args):
+            self.num_lowered += 1
+            return self.function.lower(*args)
+
+    function = Counting(jax.jit(slow(seconds=0)))
+    program = Program(function, "it")
+    for number in range(5):
+        program(np.int32(number))
+    assert function.num_lowered == 1
+
+
+def test_threads_compile_a_program_once(num_compiled):
+    program = Program(jax.jit(slow()), "it")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(program, [np.int32(1)] * 4))
+    assert len({int(value) for value in found}) == 1
+    assert num_compiled() == 1
+
+
+def test_a_trace_that_fails_leaves_nothing_behind(impatient, caplog):
+    fails = [True]
+
+    def function(x):
+        time.sleep(4 * PATIENCE_S)
+        if fails:
+            raise ValueError("not today")
+        return x
+
+    program = Program(jax.jit(function), "it")
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="not today"):
+        program(np.int32(1))
+    assert threading.active_count() == before
+    assert program.compiled is None
+    assert caplog.messages == ["compiling it ..."]
+    fails.clear()
+    assert program(np.int32(5)) == 5
+
+
+CODE = """
+import logging, time, sys
+import jax, numpy as np
+from jaxspec import compilation
+from jaxspec.commands.progress import working
+compilation.PATIENCE_S = 0.05
+def function(x):
+    time.sleep(0.6)
+    return x + 1
+with working("a spinner"):
+    compilation.Program(jax.jit(function), "what is loud")(np.int32(1))
+logging.getLogger("jaxspec").setLevel(logging.ERROR)
+compilation.Program(jax.jit(lambda x: function(x)), "what is quiet")(np.int32(1))
+print("the result")
+"""
+
+
+def run_code(**streams):
+    command = [sys.executable, "-c", CODE]
+    return subprocess.Popen(command, env=os.environ | {"COLUMNS": "60"}, **streams)
+
+
+def test_it_is_said_on_standard_error_unless_logging_is_told_otherwise():
+    done = run_code(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = done.communicate()
+    assert out == "the result\n", err
+    begun, ended = err.strip().split("\n")
+    assert begun == "compiling what is loud ..."
+    assert ended.startswith("compiled what is loud in 0.")
+
+
+def test_lines_stand_above_a_spinner_on_a_terminal():
+    parent, child = pty.openpty()
+    process = run_code(stdout=subprocess.PIPE, stderr=child, text=True)
+    os.close(child)
+    seen = b""
+    while True:
+        try:
+            part = os.read(parent, 4096)
+        except OSError:  # all who could write have gone
+            break
+        if not part:
+            break
+        seen += part
+    os.close(parent)
+    assert process.communicate()[0] == "the result\n"
+    # The spinner's line is erased before a line is written, and drawn again below it.
+    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", seen.decode().replace("\x1b[2K", "\n"))
+    lines = text.replace("\r", "\n").split("\n")
+    assert any("a spinner" in line for line in lines)
+    assert "compiling what is loud ..." in lines
+    assert any(line.startswith("compiled what is loud in ") for line in lines)
+    assert not any("a spinner" in line and "what is loud" in line for line in lines)
+
+
+def live_bytes():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+SMALL = {"seats": 2, "capacity": 128, "prefill_chunk": 16}
+
+
+def make(kind):
+    target = toy.model(num_layers=1)
+    draft = jaxspec.DraftModel(toy.model(seed=1, num_layers=1))
+    return {
+        "plain": lambda: Engine(target, **SMALL),
+        "speculative": lambda: Engine(
+            target, draft, **SMALL, max_logprobs=2, trace="tokens", draft_length=2
+        ),
+        "checked": lambda: Engine(target, **SMALL, check_invariants=True),
+        "serving": lambda: ServingEngine(target, draft, **SMALL, draft_length=2),
+    }[kind]()
+
+
+def use(engine):
+    """Calls everything that an engine compiles."""
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=1)
+    if isinstance(engine, ServingEngine):
+        state = engine.init_decode_state()
+        state = engine.insert(engine.prefill([1] * 40, params), state, 1)
+        state, _ = engine.generate(state)
+        state = engine.insert(engine.prefill([1, 2], SamplingParams()), state, 0)
+        state, _ = engine.generate(engine.free(state, 1))
+        return
+    engine.generate([[1] * 40, [2], [3]], params)
+    engine.submit([1, 2], SamplingParams(max_tokens=80), request_id="x")
+    engine.step()
+    engine.cancel("x")
+    engine.step()
+
+
+@pytest.mark.parametrize("kind", ["plain", "speculative", "serving"])
+def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
+    engine = make(kind)
+    shown, before, bytes_before = [], num_compiled(), live_bytes()
+    compiled = engine.warm_up(lambda program: shown.append(str(program)))
+    assert num_compiled() - before == len(compiled) == len(engine._programs)
+    assert live_bytes() == bytes_before  # no state was made
+    assert shown == [
+        f"{record.name} ({index + 1} of {len(compiled)})" for index, record in enumerate(compiled)
+    ]
+    assert any("decode round of toy0" in name and "2 seats" in name for name in shown)
+    assert all(record.seconds > 0 for record in compiled)
+    before = num_compiled()
+    use(engine)
+    assert num_compiled() == before
+    assert engine.warm_up() == compiled
+    assert num_compiled() == before
+
+
+@pytest.mark.parametrize("kind", ["plain", "serving"])
+def test_the_check_above_catches_a_state_of_another_type(kind, num_compiled, monkeypatch):
+    engine, real = make(kind), compilation.shapes_at
+
+    def other(tree, shardings):
+        weak = jax.ShapeDtypeStruct(tree.finish.shape, jnp.int32, weak_type=True)
+        return real(tree.replace(finish=weak), shardings)
+
+    monkeypatch.setattr(compilation, "shapes_at", other)
+    engine.warm_up()
+    before = num_compiled()
+    use(engine)
+    assert num_compiled() > before
+
+
+def test_an_engine_that_checks_invariants_warms_up_too(num_compiled):
+    engine = make("checked")
+    names = [record.name for record in engine.warm_up()]
+    assert sum("decode round" in name for name in names) == 1
+    engine.generate([[1, 2]], SamplingParams(max_tokens=3))
+    assert engine._programs[-2]._cache_size() == 1  # the round
+
+
+def test_a_warm_up_while_requests_are_decoded_changes_nothing():
+    engine = make("plain")
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+    done = engine.step()
+    engine.warm_up()
+    while engine.has_unfinished:
+        done += engine.step()
+    [expected] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert [completion.token_ids for completion in done] == [expected.token_ids]
+
+
+def test_an_engine_says_which_program_compiles(impatient, caplog):
+    caplog.set_level(logging.WARNING, logger="jaxspec.compilation")
+    make("speculative").generate([[1, 2]], SamplingParams(max_tokens=2))
+    assert any(
+        message.startswith("compiling the decode round of toy0 with draft_model:toy1, 2 seats")
+        and message.endswith("window 3 (4 of 5) ...")
+        for message in caplog.messages
+    )
