@@ -1,26 +1,45 @@
-"""Seconds to compile an engine's programs: with nothing kept, and from the persistent cache.
+"""Seconds to compile an engine's programs: with nothing kept, and from the persistent cache; and
+how they grow with the layers.
 
-Measured in processes of their own, by the `compile_s` of `jaxspec generate`: a process compiles a
-program once, whatever is kept on disk.
+    python -m jaxspec.bench.compile_time --layers 2 4 8 16 36
+
+Layers are unrolled in every program, and a compiler that took the square of their number would make
+a deep model unusable.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import jax
+import numpy as np
+import tyro
+
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine import Engine
+from jaxspec.environment import provenance
 from jaxspec.errors import SettingError
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.registry import random_model
 
 
 def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
     """`cold_s` and `persistent_s`: compiling and running the first call, in an empty compilation
     cache and in the one that this has filled.
+
+    Measured in processes of their own, by the `compile_s` of `jaxspec generate`: a process compiles
+    a program once, whatever is kept on disk.
 
     Args:
       options: of `jaxspec generate` that make the engine (`--target`, `--draft-length`, ...).
@@ -52,3 +71,108 @@ def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
             "`jaxspec generate` with the same models and settings."
         )
     return json.loads(done.stdout.strip().split("\n")[-1])["compile_s"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Compile engines whose targets differ in the number of layers only."""
+
+    layers: tuple[int, ...] = (2, 4, 8, 16, 36)
+    """Of the target, in rising order; the draft model has two."""
+    width: int = 64
+    """Of both models; the compiler works on instructions, whatever the size of their arrays."""
+    batch_size: int = 8
+    """Seats."""
+    draft_length: int = 4
+    """Tokens proposed per round."""
+    capacity: int = 1024
+    """Slots per row."""
+    repeats: int = 3
+    """Times that each engine is compiled, in turns."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters, compute and cache."""
+
+    def run(self) -> dict[str, Any]:
+        """Seconds by number of layers, medians of the repeats; and the growth from each number to
+        the next.
+
+        `cpu_s` is of all threads of this process, and says more than `wall_s` where the machine has
+        other work. `cpu_s_per_added_layer` is the same at every step if compile time is a
+        straight line; `exponent` is 1 if all of it is per layer, and 2 if it goes with the square.
+
+        Raises:
+          SettingError: fewer than two numbers of layers, or not in rising order.
+        """
+        if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
+            raise SettingError(
+                f"The numbers of layers {self.layers} were given; give two or more, rising."
+            )
+        jax.config.update("jax_enable_compilation_cache", False)
+        draft = DraftModel(self._model(2))
+        targets = [self._model(num_layers) for num_layers in self.layers]
+        self._compile(targets[0], draft)  # what is loaded at the first compile
+        times = [[self._compile(target, draft) for target in targets] for _ in range(self.repeats)]
+        cpu_s, wall_s = np.median(np.array([[t[:2] for t in each] for each in times]), axis=0).T
+        programs = [[t[2] for t in each] for each in times]
+        results = []
+        for index, num_layers in enumerate(self.layers):
+            result = {
+                "num_layers": num_layers,
+                "cpu_s": float(cpu_s[index]),
+                "wall_s": float(wall_s[index]),
+                "programs": {
+                    what: statistics.median(each[index][what] for each in programs)
+                    for what in programs[0][index]
+                },
+            }
+            if index:
+                ratio = num_layers / self.layers[index - 1]
+                added_s = cpu_s[index] - cpu_s[index - 1]
+                num_added = num_layers - self.layers[index - 1]
+                result["cpu_s_per_added_layer"] = float(added_s / num_added)
+                result["exponent"] = float(np.log(cpu_s[index] / cpu_s[index - 1]) / np.log(ratio))
+            results.append(result)
+        return {
+            "command": "bench compile_time",
+            "config": dataclasses.asdict(self),
+            "results": results,
+            **provenance(),
+        }
+
+    def _model(self, num_layers: int) -> LanguageModel:
+        head_size = self.width // 4
+        config = ModelConfig(
+            family="qwen3",
+            vocab_size=512,
+            width=self.width,
+            feed_forward_width=2 * self.width,
+            num_layers=num_layers,
+            num_query_heads=4,
+            num_kv_heads=2,
+            head_size=head_size,
+            max_length=self.capacity,
+            norm_epsilon=1e-6,
+            rope=RopeConfig(theta=1e4, rotary_size=head_size),
+            has_qk_norm=True,
+        )
+        return random_model(config, dtype=self.dtype)
+
+    def _compile(
+        self, target: LanguageModel, draft: DraftModel
+    ) -> tuple[float, float, dict[str, float]]:
+        """CPU seconds and seconds to compile a new engine's programs, and seconds of each."""
+        engine = Engine(
+            target,
+            draft,
+            draft_length=self.draft_length,
+            seats=self.batch_size,
+            capacity=self.capacity,
+        )
+        started_s, cpu_started_s = time.perf_counter(), time.process_time()
+        compiled = engine.warm_up()
+        seconds = time.process_time() - cpu_started_s, time.perf_counter() - started_s
+        return *seconds, {each.name.split(" of ")[0]: each.seconds for each in compiled}
+
+
+if __name__ == "__main__":
+    print(json.dumps(tyro.cli(Growth).run()))

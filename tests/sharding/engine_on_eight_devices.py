@@ -107,6 +107,31 @@ def test_nothing_is_compiled_again(four, prompts):
     assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
 
 
+def test_a_warm_up_leaves_nothing_to_compile():
+    names = []
+
+    def note(event, duration, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(more.get("fun_name"))
+
+    model = toy.model(vocab_size=64, num_kv_heads=4, num_layers=1)
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    warm = Engine(model, jaxspec.NGram(), seats=4, capacity=128, prefill_chunk=64, mesh=mesh)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        assert len(warm.warm_up()) == len(names) > 0
+        assert warm._state is None
+        names.clear()
+        warm.generate(toy.prompts((3, 70, 1)), SamplingParams(max_tokens=9, temperature=0.5))
+        warm.submit([1, 2], SamplingParams(max_tokens=100), request_id="x")
+        warm.step()
+        warm.cancel("x")
+        warm.step()
+        assert names == []
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 def test_requests_one_by_one(four, prompts, expected):
     ids = [four.submit(prompt, params) for prompt, params in zip(prompts, PARAMS, strict=True)]
     victim = four.submit(prompts[1], SamplingParams(max_tokens=100))
