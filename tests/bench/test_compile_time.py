@@ -12,6 +12,7 @@ from jaxspec.bench.compile_time import Growth
 from jaxspec.errors import SettingError
 
 
+@pytest.mark.slow
 def test_growth_is_measured_without_the_cache(tmp_path):
     # A cache that holds everything after the first repeat, if it were asked.
     environment = os.environ | {
