@@ -8,10 +8,10 @@ that took and whether the persistent cache held it:
     compiling the decode round of my-model, 8 seats, window 5 (4 of 5) ...
     compiled the decode round of my-model, 8 seats, window 5 (4 of 5) in 41.3 s (not in the cache)
 
-These are warnings of the logger `jaxspec.compilation`: with no logging set up Python prints them on
-standard error (and `rich`, where it draws there, above what it draws); with logging set up they go
-where it says, and `logging.getLogger("jaxspec.compilation").setLevel(logging.ERROR)` keeps them
-back.
+These are records of the logger `jaxspec.compilation`, which prints them on standard error unless it
+has been given handlers of its own. `logging.getLogger("jaxspec.compilation")` takes what any logger
+takes: `.setLevel(logging.WARNING)` keeps them back, `.propagate = True` hands them on to whatever
+logging has been set up, `.handlers.clear()` ends the printing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -26,7 +27,28 @@ from typing import Any, TypeAlias
 
 import jax
 
+
+class _OnStandardError(logging.Handler):
+    """Prints on what is standard error at the time: where `rich` draws, that is its console, which
+    puts the line above the drawing."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints the record."""
+        try:
+            if sys.stderr is not None:
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
 _log = logging.getLogger(__name__)
+if not _log.handlers:
+    # Not left to the root logger: absl, which Orbax logs with, gives that a handler for whatever
+    # standard error was at its first record, with lines of another form.
+    _log.addHandler(_OnStandardError())
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
 
 PATIENCE_S = 2.0  # a wait that needs no word
 
@@ -112,7 +134,7 @@ class Program:
 
         def announce() -> None:
             is_announced.set()
-            _log.warning("compiling %s ...", self)
+            _log.info("compiling %s ...", self)
 
         timer = threading.Timer(PATIENCE_S, announce)
         timer.daemon = True
@@ -129,7 +151,7 @@ class Program:
         compiled = Compiled(name=self.name, seconds=seconds, is_cached=_heard.is_cached)
         if is_announced.is_set():
             cache = {None: "", True: " (from the cache)", False: " (not in the cache)"}
-            _log.warning("compiled %s in %.1f s%s", self, seconds, cache[compiled.is_cached])
+            _log.info("compiled %s in %.1f s%s", self, seconds, cache[compiled.is_cached])
         return compiled
 
     def lower(self, *args, **kwargs) -> Any:

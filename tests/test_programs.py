@@ -28,6 +28,14 @@ PATIENCE_S = 0.05
 _constants = itertools.count(1000 * os.getpid())
 
 
+@pytest.fixture(autouse=True)
+def _heard(caplog):
+    logger = logging.getLogger("jaxspec.compilation")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(compilation, "PATIENCE_S", PATIENCE_S)
@@ -165,16 +173,20 @@ def test_a_trace_that_fails_leaves_nothing_behind(impatient, caplog):
 
 CODE = """
 import logging, time, sys
+import absl.logging
 import jax, numpy as np
 from jaxspec import compilation
 from jaxspec.commands.progress import working
 compilation.PATIENCE_S = 0.05
+with working("what loads a checkpoint"):
+    absl.logging.info("as Orbax does: the root logger keeps this standard error for ever")
+assert logging.root.handlers
 def function(x):
     time.sleep(0.6)
     return x + 1
 with working("a spinner"):
     compilation.Program(jax.jit(function), "what is loud")(np.int32(1))
-logging.getLogger("jaxspec").setLevel(logging.ERROR)
+logging.getLogger("jaxspec.compilation").setLevel(logging.ERROR)
 compilation.Program(jax.jit(lambda x: function(x)), "what is quiet")(np.int32(1))
 print("the result")
 """
@@ -309,7 +321,6 @@ def test_a_warm_up_while_requests_are_decoded_changes_nothing():
 
 
 def test_an_engine_says_which_program_compiles(impatient, caplog):
-    caplog.set_level(logging.WARNING, logger="jaxspec.compilation")
     make("speculative").generate([[1, 2]], SamplingParams(max_tokens=2))
     assert any(
         message.startswith("compiling the decode round of toy0 with draft_model:toy1, 2 seats")

@@ -182,10 +182,10 @@ class ServingEngine:
         self._params = self._loop.params
         self._home = home_of(self._params)
         whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
+        sizes = f"{seats} seat{'s' * (seats > 1)}, window {self.shape.window}"
 
         def program(what: str, function: Callable, **options: Any) -> Any:
-            name = f"the {what} of {whose}, {seats} seats, window {self.shape.window}"
-            return Program(jax.jit(function, **options), name)
+            return Program(jax.jit(function, **options), f"the {what} of {whose}, {sizes}")
 
         self._init = program("empty state", self._loop.init, out_shardings=self._home)
         self._init_alone = program("empty row", self._alone.init, out_shardings=self._home)
