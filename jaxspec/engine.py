@@ -266,7 +266,9 @@ class Engine:
         self._home = home
         whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
 
-        def program(what: str, function: Callable, window: int | None = None, **options: Any) -> Any:
+        def program(
+            what: str, function: Callable, window: int | None = None, **options: Any
+        ) -> Any:
             window = self.shape.window if window is None else window
             name = f"the {what} of {whose}, {seats} seat{'s' * (seats > 1)}, window {window}"
             return Program(jax.jit(function, **options), name)
@@ -293,9 +295,7 @@ class Engine:
             self._catch_up = program("catching up", self._loop.catch_up, **updating)
             self._lag = program("lag", self._loop.lag)
             own = [self._read_prompt, self._catch_up, self._lag]
-        self._end_rows = program(
-            "cancellation", _end_rows, donate_argnums=0, out_shardings=home
-        )
+        self._end_rows = program("cancellation", _end_rows, donate_argnums=0, out_shardings=home)
         self._rounds = tuple(rounds.values())
         self._programs = compilation.numbered(
             self._init, self._admit, self._prefill, *self._rounds, *own, self._end_rows

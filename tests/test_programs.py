@@ -245,6 +245,9 @@ def make(kind):
         "speculative": lambda: Engine(
             target, draft, **SMALL, max_logprobs=2, trace="tokens", draft_length=2
         ),
+        "adaptive": lambda: Engine(
+            target, draft, **SMALL, draft_length="auto", window=3, exactness="ties"
+        ),
         "checked": lambda: Engine(target, **SMALL, check_invariants=True),
         "serving": lambda: ServingEngine(target, draft, **SMALL, draft_length=2),
     }[kind]()
@@ -267,7 +270,7 @@ def use(engine):
     engine.step()
 
 
-@pytest.mark.parametrize("kind", ["plain", "speculative", "serving"])
+@pytest.mark.parametrize("kind", ["plain", "speculative", "adaptive", "serving"])
 def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     engine = make(kind)
     shown, before, bytes_before = [], num_compiled(), live_bytes()
