@@ -538,7 +538,7 @@ class TableDrafter(StatelessDrafter):
 
         def step(node, carry):
             last, tokens, laws = carry
-            token, q = sampling.draw_draft(
+            token, q, _ = sampling.draw_draft(
                 params[last],
                 rows,
                 tokens,
