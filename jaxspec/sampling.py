@@ -19,6 +19,7 @@ output would be biased (block verification most of all).
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -285,6 +286,22 @@ def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
     return greedy_tokens(jnp.log(weights) + gumbel(keys, weights.shape[-1]))[0]
 
 
+class Drawn(NamedTuple):
+    """A chain drafter's tokens for one node.
+
+    Attributes:
+      token: `[B]` int32.
+      law: `[B, V]` fp32, q: what the token was drawn from. None unless asked for; a greedy row's is
+        not used by any verifier.
+      confidence: `[B]` fp32, the token's probability under q; a greedy row's under the softmax of
+        its adjusted logits. None unless asked for.
+    """
+
+    token: jax.Array
+    law: jax.Array | None
+    confidence: jax.Array | None
+
+
 def draw_draft(
     logits: jax.Array,
     rows: Rows,
@@ -295,8 +312,9 @@ def draw_draft(
     is_noise_shared: bool,
     needs_law: bool,
     needs_greedy_law: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """A chain drafter's token for `node`, `[B]` int32, drawn as the row draws its own tokens.
+    needs_confidence: bool = False,
+) -> Drawn:
+    """A chain drafter's token for `node`, drawn as the row draws its own tokens.
 
     Args:
       logits: `[B, V']` of the drafter; ids that the target lacks are never drawn, and V' may be
@@ -307,9 +325,7 @@ def draw_draft(
       is_noise_shared: as in `EngineShape`.
       needs_law: whether to return the law that the token was drawn from.
       needs_greedy_law: whether that of greedy rows is needed too, at temperature 1.
-
-    Returns:
-      the token, and q `[B, V]` fp32 or None. A greedy row's q is not used by any verifier.
+      needs_confidence: whether to return the token's probability.
     """
     logits = logits[:, :vocab_size].astype(jnp.float32)
     missing = vocab_size - logits.shape[1]
@@ -332,13 +348,22 @@ def draw_draft(
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         noisy = drawn_from + gumbel(keys, vocab_size)
         token = greedy_tokens(jnp.where(is_sampled, noisy, adjusted))[0][:, 0]
-        return token, jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_law else None
+        law = jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_law else None
+        is_drawn_from = jnp.where(is_sampled, drawn_from, adjusted)[:, 0]
+        return token, law, is_drawn_from if needs_confidence else None
 
     def take_highest():
-        if not needs_law:
-            return greedy, None
-        if not needs_greedy_law:
-            return greedy, jnp.zeros_like(logits)
-        return greedy, jax.nn.softmax(law_logits(logits[:, None], rows.sampling)[:, 0], axis=-1)
+        law = None
+        if needs_law:
+            law = jnp.zeros_like(logits)
+            if needs_greedy_law:
+                law = jax.nn.softmax(law_logits(logits[:, None], rows.sampling)[:, 0], axis=-1)
+        return greedy, law, logits if needs_confidence else None
 
-    return lax.cond(is_greedy(rows), take_highest, draw)
+    token, law, unnormalised = lax.cond(is_greedy(rows), take_highest, draw)
+    confidence = None
+    if unnormalised is not None:
+        # Behind the conditional: the same sum for a greedy row, whatever its neighbours are.
+        of_token = jnp.take_along_axis(unnormalised, token[:, None], axis=1)[:, 0]
+        confidence = jnp.exp(of_token - jax.nn.logsumexp(unnormalised, axis=1))
+    return Drawn(token=token, law=law, confidence=confidence)

@@ -20,6 +20,7 @@ import pytest
 from jax.experimental import io_callback
 
 from jaxspec import sampling
+from jaxspec.drafters import draft_model
 from jaxspec.types import Draft, Rows, RowSampling, chain_parents
 
 PROMPT_LENGTH = 3
@@ -38,6 +39,7 @@ class Case:
       fixed: `[D, V]`, the token that a deterministic drafter proposes there.
       num_drafted: nodes drafted in the first round and in later ones.
       num_nodes: N, nodes that a draft has room for.
+      min_confidence: behind the first token less likely than this under q, a draft ends.
     """
 
     p: np.ndarray
@@ -45,6 +47,7 @@ class Case:
     fixed: np.ndarray | None = None
     num_drafted: tuple[int, int]
     num_nodes: int = 3
+    min_confidence: float = 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -113,12 +116,13 @@ class Bench:
         jax.effects_barrier()
         return num_accepted, self.seen
 
-    def draw(self, logits, rows, drafted, node) -> tuple[np.ndarray, np.ndarray]:
-        """The key `[B]` that a draft is drawn with, and the law `[B, V]` it reports."""
+    def draw(self, logits, rows, drafted, node) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The key `[B]` that a draft is drawn with, the law `[B, V]` it reports, and the confidence
+        `[B]` in the node's token in `drafted`."""
         self.seen = {}
-        law = np.asarray(self._draw(logits, rows, drafted, node))
+        law, confidence = map(np.asarray, self._draw(logits, rows, drafted, node))
         jax.effects_barrier()
-        return self.seen["draft"], law
+        return self.seen["draft"], law, confidence
 
     def _record(self, name, values):
         def keep(values):
@@ -143,10 +147,11 @@ class Bench:
     def _traced_draw(self, logits, rows, drafted, node):
         def gumbel(keys, vocab_size):
             self._record("draft", jax.random.key_data(keys)[:, 0])
-            return jnp.zeros((*keys.shape, vocab_size), jnp.float32)
+            drawn = jnp.take(drafted, node, axis=1)[:, None]
+            return 1e6 * jax.nn.one_hot(drawn, vocab_size)  # noise that draws the case's token
 
         with replaced(gumbel=gumbel):
-            return sampling.draw_draft(
+            drawn = sampling.draw_draft(
                 logits,
                 rows,
                 drafted,
@@ -154,7 +159,9 @@ class Bench:
                 vocab_size=logits.shape[1],
                 is_noise_shared=self.verifier.is_noise_shared,
                 needs_law=True,
-            )[1]
+                needs_confidence=True,
+            )
+            return drawn.law, drawn.confidence
 
 
 @contextlib.contextmanager
@@ -215,10 +222,11 @@ class ChainRound:
         self.q = None if case.q is None else case.q[depth[:, :-1], self.context[:, :-1]]
 
     def draft(self):
-        """Keys `[M, N]` and laws `[M, N, V]` of the drafts, as `draw_draft` reports them."""
+        """Keys `[M, N]` and laws `[M, N, V]` of the drafts, as `draw_draft` reports them; drafts
+        are ended where its confidence says so."""
         keys, laws = [], []
         for node in range(self.num_nodes):
-            key, law = self.bench.draw(
+            key, law, confidence = self.bench.draw(
                 jnp.asarray(log(self.q[:, node])),
                 make_rows(PROMPT_LENGTH + self.emitted),
                 jnp.asarray(self.drafts, jnp.int32),
@@ -226,6 +234,9 @@ class ChainRound:
             )
             keys.append(raw(key))
             laws.append(law)
+            is_sure = confidence >= self.case.min_confidence
+            self.num_valid = draft_model.end_draft(self.num_valid, node, is_sure=is_sure)
+        self.num_valid = np.asarray(self.num_valid)
         return np.stack(keys, 1), np.stack(laws, 1)
 
     def decide(self, laws, draws):

@@ -563,7 +563,7 @@ def test_scores_that_are_no_numbers_draw_nothing():
 
 def draw(logits, rows, node, *, vocab_size, shared=True, drafted=None):
     drafted = jnp.full((rows.tokens.shape[0], 3), 1, jnp.int32) if drafted is None else drafted
-    return draw_draft(
+    drawn = draw_draft(
         logits,
         rows,
         drafted,
@@ -572,6 +572,7 @@ def draw(logits, rows, node, *, vocab_size, shared=True, drafted=None):
         is_noise_shared=shared,
         needs_law=True,
     )
+    return drawn.token, drawn.law
 
 
 def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens():

@@ -539,7 +539,7 @@ class TableDrafter(StatelessDrafter):
 
         def step(node, carry):
             last, tokens, laws = carry
-            token, q = sampling.draw_draft(
+            token, q, _ = sampling.draw_draft(
                 params[last],
                 rows,
                 tokens,

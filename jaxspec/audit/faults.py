@@ -660,10 +660,10 @@ def _draft_in_another_order(real, pad_token):
         return filtered / jnp.where(values.temperature > 0, values.temperature, 1)[:, None, None]
 
     def draw_draft(logits, rows, drafted, node, **options):
-        _, q = real(logits, rows, drafted, node, **options)
+        drawn = real(logits, rows, drafted, node, **options)
         with mock.patch.object(sampling, "law_logits", law_logits):
-            token, _ = real(logits, rows, drafted, node, **options)
-        return token, q
+            other = real(logits, rows, drafted, node, **options)
+        return drawn._replace(token=other.token)
 
     return draw_draft
 

@@ -48,7 +48,8 @@ class DecodeCommand:
     draft: str | None = None
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`."""
+    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft behind
+    its first token less likely than that), or your own `package.module:factory`."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
     """What decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"

@@ -47,8 +47,9 @@ class CompareCommand:
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """`none` (plain decoding), `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own
-    `package.module:factory`; repeat the option for each."""
+    """`none` (plain decoding), `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`
+    (`draft_model@0.4:MODEL` ends each draft behind its first token less likely than that), or your
+    own `package.module:factory`; repeat the option for each."""
     prompts: pathlib.Path | None = None
     """A file of prompts, as for `generate`; default: the sample prompts of the embedded pair. Its
     lines may name a `category` or `domain`."""

@@ -27,24 +27,27 @@ def choose_drafter(
     Names are checked now, models are loaded when the drafter is made.
 
     Args:
-      drafter: `none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or `package.module:factory`.
-      draft: a model, short for `draft_model:MODEL`.
+      drafter: `none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`,
+        `draft_model@MIN_CONFIDENCE:MODEL` (see `DraftModel`), or `package.module:factory`.
+      draft: a model, short for `draft_model:MODEL`; with it, `drafter` may be `draft_model` or
+        `draft_model@MIN_CONFIDENCE`.
       dtype: of a draft model.
 
     Raises:
       SettingError: both are given, or the name is malformed.
       ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
-    if draft is not None and drafter not in (None, "draft_model"):
+    if drafter is None:
+        drafter = "none" if draft is None else "draft_model"
+    name, _, rest = drafter.partition(":")
+    kind, at, confidence = name.partition("@")
+    if draft is not None and (kind != "draft_model" or rest):
         raise SettingError(
             f"Both --draft {draft} and --drafter {drafter} were given; name one drafter."
         )
-    if draft is not None:
-        return _draft_model(draft, dtype)
-    if drafter in (None, "none"):
+    if drafter == "none":
         return None
-    kind, _, rest = drafter.partition(":")
-    if kind == "ngram":
+    if name == "ngram":
         low, _, high = rest.partition("-")
         if rest and not (low.isdecimal() and high.isdecimal()):
             raise SettingError(
@@ -53,12 +56,13 @@ def choose_drafter(
         ngram = NGram(int(low), int(high)) if rest else NGram()
         return lambda target: ngram
     if kind == "draft_model":
-        if not rest:
+        model = rest or draft
+        if not model:
             raise SettingError(
-                "--drafter draft_model was given without a model; write draft_model:MODEL, or "
-                "--draft MODEL."
+                f"--drafter {name} was given without a model; write {name}:MODEL, or add --draft "
+                "MODEL."
             )
-        return _draft_model(rest, dtype)
+        return _draft_model(model, dtype, _min_confidence(drafter, confidence) if at else 0.0)
     return _of_factory(drafter)
 
 
@@ -70,8 +74,21 @@ def make_drafter(
     return None if make is None else make(target)
 
 
-def _draft_model(name: str, dtype: str | None) -> MakeDrafter:
-    return lambda target: DraftModel(load_model(name, dtype=dtype))
+def _draft_model(name: str, dtype: str | None, min_confidence: float) -> MakeDrafter:
+    return lambda target: DraftModel(load_model(name, dtype=dtype), min_confidence)
+
+
+def _min_confidence(drafter: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise SettingError(
+            f"--drafter {drafter} was given; write draft_model@MIN_CONFIDENCE:MODEL with a "
+            "probability, as in draft_model@0.4:MODEL."
+        )
+    return value
 
 
 def _of_factory(name: str) -> MakeDrafter:

@@ -55,8 +55,9 @@ class GenerateCommand:
     draft: str | None = None
     """A draft model, named like the target."""
     drafter: str | None = None
-    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own
-    `package.module:factory`."""
+    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`.
+    `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft behind its first
+    token less likely than that."""
     prompt: str | None = None
     """One prompt, as text."""
     prompts: pathlib.Path | None = None

@@ -32,7 +32,7 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     Attributes:
       cache: of the draft model.
       num_seen: `[B]` int32, committed tokens whose KV is in it.
-      num_steps: int32 scalar, draft steps of the round in progress.
+      num_steps: `[B]` int32, draft steps that each row took in the round in progress.
       num_positions: int32 scalar, tokens read so far, prompts and drafts, of all rows that drafted
         or were read; what the drafter has cost. It wraps around: take differences.
     """
@@ -49,16 +49,39 @@ class DraftModel:
     parameters: greedily where the row is greedy.
 
     Vocabularies that are padded to different sizes are fine: only ids that both have are proposed.
+
+    With `min_confidence` a row stops drafting early, behind the first token that the draft model
+    was less sure of than that; the round's draft steps end when every row has stopped (Hugging
+    Face's `assistant_confidence_threshold`). The token itself stays in the draft. A draft may end
+    because of tokens it holds, but a token left out because of what it is would bias the output
+    under `rejection` and `block`: the target would draw its successor as if nothing were known.
+
+    Attributes:
+      model: the draft model.
+      min_confidence: probability in [0, 1] under the law that the row's drafts are drawn from; of a
+        greedy row under the softmax of its scores. 0 never stops, and costs nothing.
+
+    Raises:
+      SettingError: `min_confidence` is no probability.
     """
 
     model: Model
+    min_confidence: float = 0.0
     is_chain: bool = dataclasses.field(default=True, init=False)
     is_synthetic: bool = dataclasses.field(default=False, init=False)
 
+    def __post_init__(self):
+        if not 0 <= self.min_confidence <= 1:
+            raise SettingError(
+                f"min_confidence {self.min_confidence} was given; it is a probability, so give a "
+                "number from 0 (drafts never end early) to 1."
+            )
+
     @property
     def name(self) -> str:
-        """`draft_model:NAME`."""
-        return f"draft_model:{self.model.name}"
+        """`draft_model:NAME`, or `draft_model@MIN_CONFIDENCE:NAME`."""
+        confidence = f"@{self.min_confidence:g}" if self.min_confidence else ""
+        return f"draft_model{confidence}:{self.model.name}"
 
     @property
     def params(self) -> PyTree:
@@ -94,7 +117,7 @@ class DraftModel:
         return DraftModelState(
             cache=self.model.init_cache(shape.seats, shape.capacity),
             num_seen=jnp.zeros((shape.seats,), jnp.int32),
-            num_steps=jnp.int32(0),
+            num_steps=jnp.zeros((shape.seats,), jnp.int32),
             num_positions=jnp.int32(0),
         )
 
@@ -127,13 +150,14 @@ class DraftModel:
     def propose(self, shape, params, state: DraftModelState, rows: Rows):
         """A chain; as many steps as the most demanding row asks for, counted at run time.
 
+        A row reads what its own draft needs and nothing else, however long its neighbours draft.
         Rows that lag by more than one token get no draft: their context has a hole.
         """
         seats, num_nodes = shape.seats, shape.num_nodes
+        stops_early = self.min_confidence > 0
         can_draft = rows.num_committed - 2 <= state.num_seen
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         is_drafting = num_valid > 0
-        num_steps = jnp.max(num_valid)
         # A row that drafts nothing writes nothing, and stands where it cannot lengthen the
         # attention.
         newest = rows.num_committed - 1
@@ -157,11 +181,13 @@ class DraftModel:
             token = jnp.take_along_axis(rows.tokens, before, axis=1)[:, 0]
             return read(token, newest - 1, lags, cache)[1]
 
-        def step(node, carry):
-            tokens, laws, cache = carry
+        def step(carry):
+            node, num_steps, num_valid, tokens, laws, cache = carry
             last = lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)[:, 0]
-            hidden, cache = read(last, newest + node, is_drafting, cache)
-            token, q = draw_draft(
+            # A row that has stopped stays where it stood, so that it looks at no unwritten slot.
+            depth = jnp.minimum(node, jnp.maximum(num_valid - 1, 0))
+            hidden, cache = read(last, newest + depth, node < num_valid, cache)
+            drawn = draw_draft(
                 self.model.logits(params, hidden[:, 0]),
                 rows,
                 tokens[:, 1:],
@@ -170,11 +196,16 @@ class DraftModel:
                 is_noise_shared=shape.is_noise_shared,
                 needs_law=shape.needs_draft_law,
                 needs_greedy_law=shape.needs_greedy_law,
+                needs_confidence=stops_early,
             )
-            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], node + 1, axis=1)
-            if q is not None:
-                laws = lax.dynamic_update_slice_in_dim(laws, q[:, None], node, axis=1)
-            return tokens, laws, cache
+            tokens = lax.dynamic_update_slice_in_dim(tokens, drawn.token[:, None], node + 1, axis=1)
+            if drawn.law is not None:
+                laws = lax.dynamic_update_slice_in_dim(laws, drawn.law[:, None], node, axis=1)
+            if drawn.confidence is not None:
+                is_sure = drawn.confidence >= self.min_confidence
+                num_valid = end_draft(num_valid, node, is_sure=is_sure)
+                num_steps = jnp.max(num_valid)
+            return node + 1, num_steps, num_valid, tokens, laws, cache
 
         # Loops of no or one trip, unlike conditionals, pass the cache through without copying it.
         cache = lax.fori_loop(0, jnp.any(lags).astype(jnp.int32), read_unseen, state.cache)
@@ -183,25 +214,34 @@ class DraftModel:
         laws = None
         if shape.needs_draft_law:
             laws = jnp.zeros((seats, num_nodes, shape.vocab_size), jnp.float32)
-        tokens, laws, cache = lax.fori_loop(0, num_steps, step, (tokens, laws, cache))
+        carry = jnp.int32(0), jnp.max(num_valid), num_valid, tokens, laws, cache
+        carry = lax.while_loop(lambda carry: carry[0] < carry[1], step, carry)
+        _, _, num_valid, tokens, laws, cache = carry
         draft = Draft(
             tokens=tokens[:, 1:],
             parents=chain_parents(seats, num_nodes),
             num_valid=num_valid,
             q=laws,
         )
-        num_read = num_steps * jnp.sum(is_drafting, dtype=jnp.int32)
-        num_read += jnp.sum(lags, dtype=jnp.int32)
+        num_read = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
         state = state.replace(
-            cache=cache, num_steps=num_steps, num_positions=state.num_positions + num_read
+            cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_read
         )
         return draft, state
 
     def commit(self, shape, params, state: DraftModelState, rows: Rows, outcome: Outcome):
-        """Of the accepted drafts all but the round's last step's have been seen."""
-        drafted = outcome.draft.num_valid > 0
+        """Of the accepted drafts all but the row's last step's have been seen."""
         seen = outcome.num_committed_before + jnp.minimum(
             outcome.verdict.num_accepted, state.num_steps - 1
         )
-        num_seen = jnp.where(drafted, seen, state.num_seen)
+        num_seen = jnp.where(state.num_steps > 0, seen, state.num_seen)
         return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))
+
+
+def end_draft(num_valid: jax.Array, node: jax.Array, *, is_sure: jax.Array) -> jax.Array:
+    """`num_valid` `[B]` int32 after `node` was drafted: rows that are not sure of it end behind it.
+
+    Whether a node is drafted is thus decided by the nodes before it alone, which is what lossless
+    rules need: given these, it is drawn from q, or the target draws in its place.
+    """
+    return jnp.where(is_sure, num_valid, jnp.minimum(num_valid, node + 1))

@@ -763,7 +763,7 @@ def _shared_noise(b: _DrafterBench) -> str:
             scores = np.log(draft.q) + noise
         tokens = np.asarray(draft.tokens)
         of_token = np.take_along_axis(scores, tokens[..., None], axis=2)[..., 0]
-        missed = (scores.max(axis=2) - of_token > 1e-3) & _is_valid(draft)
+        missed = (of_token < scores.max(axis=2) - 1e-3) & _is_valid(draft)
         num_tokens += int(_is_valid(draft).sum())
         demand(
             not missed.any(),

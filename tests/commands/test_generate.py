@@ -513,9 +513,30 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         (":factory", "There is no drafter"),
         ("ngram:4", "write ngram, or ngram:MIN-MAX"),
         ("ngram:4-2", "1 <= min <= max"),
-        ("draft_model", "was given without a model"),
+        ("draft_model", "--drafter draft_model was given without a model"),
+        ("draft_model@0.4", "write draft_model@0.4:MODEL"),
+        ("draft_model@:x", "as in draft_model@0.4:MODEL"),
+        ("draft_model@half:x", "as in draft_model@0.4:MODEL"),
+        ("draft_model@1.5:x", "as in draft_model@0.4:MODEL"),
+        ("ngram@2:2-4", "No module named"),
     ):
         assert message in refused(*base, "--drafter", name)
+
+
+def test_a_draft_model_that_ends_drafts_early_is_named_in_both_ways(cli, models):
+    base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
+    results = [
+        cli(*base, *drafter, "--json")
+        for drafter in (
+            ("--draft", models.draft),
+            ("--draft", models.draft, "--drafter", "draft_model@0.25"),
+            ("--drafter", f"draft_model@0.25:{models.draft}"),
+        )
+    ]
+    whole, *early = (result.document for result in results)
+    for document in early:
+        assert document["engine"]["drafter"] == f"draft_model@0.25:{models.draft}"
+        assert document["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
 
 
 ONE = ("--prompt", "Once")
@@ -557,6 +578,7 @@ ONE = ("--prompt", "Once")
         ((*ONE, "--limit", "0"), "--limit 0"),
         ((*ONE, "--max-prompt-tokens", "0"), "--max-prompt-tokens 0"),
         ((*ONE, "--draft", "x", "--drafter", "ngram"), "name one drafter"),
+        ((*ONE, "--draft", "x", "--drafter", "draft_model:y"), "name one drafter"),
         ((*ONE, "--resume"), "--resume was given without --output"),
         ((*ONE, "--format", "spec-bench"), "was given without --output"),
         ((*ONE, "--format", "spec-bench", "--output", "o"), "no question_id or no category"),

@@ -12,8 +12,9 @@ import toy
 import jaxspec
 from jaxspec import cache as kv
 from jaxspec.decoding import rows_of
+from jaxspec.drafters import draft_model
 from jaxspec.engine import Engine
-from jaxspec.errors import ModelError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import TextTokenizer
 from jaxspec.prefill import prefill_chunk
 from jaxspec.requests import SamplingParams
@@ -46,11 +47,12 @@ def seen_kv(state, draft):
         yield np.where(is_seen[..., None, None], np.stack([k, v]), 0)
 
 
-def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models):
+@pytest.mark.parametrize("min_confidence", [0.0, 0.25])
+def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models, min_confidence):
     target, draft = models
     engine = Engine(
         target,
-        jaxspec.DraftModel(draft),
+        jaxspec.DraftModel(draft, min_confidence),
         scheduler=jaxspec.Static(),
         draft_length=4,
         seats=3,
@@ -62,12 +64,18 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
     )
     for row, request in enumerate(requests):
         engine._admit_request(row, request, row, 4)
+    draft_lengths = set()
     for _ in range(12):
+        drafter = engine._state.drafter
+        spoilt = kv.with_garbage(drafter.cache, drafter.num_seen)
+        engine._state = engine._state.replace(drafter=drafter.replace(cache=spoilt))
         engine._state = engine._run(engine._params, engine._state, np.int32(1), np.int32(1))
+        draft_lengths.add(tuple(np.asarray(engine._state.drafter.num_steps).tolist()))
         lag = engine._loop.drafter.lag(engine._state.drafter, rows_of(engine._state))
         assert set(np.asarray(lag).tolist()) <= {0, 1}  # one after full acceptance
         kept, fresh = seen_kv(engine._state, draft)
         np.testing.assert_allclose(kept, fresh, atol=1e-4)
+    assert any(len(set(lengths)) > 1 for lengths in draft_lengths) == (min_confidence > 0)
 
 
 def test_the_check_above_catches_a_stale_slot(models):
@@ -129,6 +137,104 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     assert tuple(np.asarray(state.tokens[0, 50:110])) == truth[0].token_ids
     counts = state.counts
     assert int(counts.num_accepted_tokens[0]) == int(counts.num_draft_tokens[0]) > 0
+
+
+@pytest.fixture(scope="module")
+def mid_decode(models):
+    """Shape and state of four rows, greedy and sampled, that have decoded for a while; drafts are
+    wanted with the law of every row."""
+    target, draft = models
+    engine = Engine(
+        target,
+        jaxspec.DraftModel(draft),
+        verifier=jaxspec.Rejection(),
+        scheduler=jaxspec.Static(),
+        draft_length=5,
+        seats=4,
+        capacity=128,
+    )
+    params = [
+        SamplingParams(max_tokens=30, temperature=temperature, top_k=top_k, seed=seed)
+        for seed, (temperature, top_k) in enumerate([(0, 0), (0.7, 0), (1.2, 5), (1, 0)])
+    ]
+    requests = jaxspec.requests.make_requests(
+        toy.prompts((5, 9, 30, 70)), params, target, longest=100
+    )
+    for row, request in enumerate(requests):
+        engine._admit_request(row, request, row, 5)
+    state = engine._run(engine._params, engine._state, np.int32(4), np.int32(1))
+    return dataclasses.replace(engine.shape, needs_greedy_law=True), state
+
+
+def propose(drafter, shape, state, **changes):
+    """The draft and the drafter's state after it."""
+    rows = rows_of(state).replace(**changes)
+    return jax.jit(lambda *given: drafter.propose(shape, *given))(
+        drafter.params, state.drafter, rows
+    )
+
+
+def ends_behind(q, tokens, min_confidence):
+    """Draft lengths `[B]` by the laws `[B, N, V]` and tokens `[B, N]` of whole drafts."""
+    unsure = np.take_along_axis(q, tokens[..., None], axis=2)[..., 0] < min_confidence
+    return np.where(unsure.any(axis=1), unsure.argmax(axis=1) + 1, tokens.shape[1])
+
+
+def test_a_draft_ends_behind_the_first_token_below_min_confidence(models, mid_decode):
+    shape, state = mid_decode
+    whole, _ = propose(jaxspec.DraftModel(models[1]), shape, state)
+    seen = set()
+    for min_confidence in (0.05, 0.1, 0.2):
+        draft, after = propose(jaxspec.DraftModel(models[1], min_confidence), shape, state)
+        length = np.asarray(draft.num_valid)
+        expected = ends_behind(np.asarray(whole.q), np.asarray(whole.tokens), min_confidence)
+        np.testing.assert_array_equal(length, expected)
+        for row in range(4):
+            for ours, theirs in ((draft.tokens, whole.tokens), (draft.q, whole.q)):
+                np.testing.assert_array_equal(ours[row, : length[row]], theirs[row, : length[row]])
+        # The loop ended with the longest draft, and a row has read what its own draft needed.
+        assert not np.any(draft.q[:, length.max() :])
+        num_lagging = np.sum(np.asarray(state.drafter.num_seen < state.num_committed - 1))
+        num_read = int(after.num_positions - state.drafter.num_positions)
+        assert num_read == length.sum() + num_lagging
+        seen |= set(length.tolist())
+    assert len(seen) >= 3
+
+
+def draft_of_a_row(drafter, shape, state, row, *, is_alone):
+    limit = rows_of(state).draft_limit
+    limit = jnp.where(jnp.arange(4) == row, limit, 0) if is_alone else limit
+    draft, _ = propose(drafter, shape, state, draft_limit=limit)
+    length = int(draft.num_valid[row])
+    return np.asarray(draft.tokens)[row, :length].tolist(), np.asarray(draft.q)[row, :length]
+
+
+def whole_batch_ends(num_valid, node, *, is_sure):
+    """As soon as one row is not sure, no row drafts on."""
+    return jnp.where(jnp.all(is_sure), num_valid, jnp.minimum(num_valid, node + 1))
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_where_a_draft_ends_does_not_depend_on_neighbours(
+    models, mid_decode, monkeypatch, is_broken
+):
+    if is_broken:
+        monkeypatch.setattr(draft_model, "end_draft", whole_batch_ends)
+    drafter = jaxspec.DraftModel(models[1], 0.2)
+    same = []
+    for row in range(4):
+        alone, among = (
+            draft_of_a_row(drafter, *mid_decode, row, is_alone=is_alone)
+            for is_alone in (True, False)
+        )
+        same.append(alone[0] == among[0] and np.array_equal(alone[1], among[1]))
+    assert all(same) != is_broken
+
+
+@pytest.mark.parametrize("min_confidence", [-0.1, 1.5, float("nan")])
+def test_a_confidence_that_is_no_probability_is_refused(models, min_confidence):
+    with pytest.raises(SettingError, match="it is a probability"):
+        jaxspec.DraftModel(models[1], min_confidence)
 
 
 def test_vocabularies_padded_differently_are_handled(models):

@@ -32,6 +32,7 @@ def drafters(target, truth):
     return {
         "DraftModel": stranger,
         "DraftModel of the target": own,
+        "DraftModel that ends drafts early": jaxspec.DraftModel(stranger.model, 0.25),
         "NGram": jaxspec.NGram(1, 3),
         "Oracle": jaxspec.Oracle(truth, acceptance=0.7),
         "Oracle with cost": jaxspec.Oracle(truth, acceptance=0.5, cost_of=stranger),

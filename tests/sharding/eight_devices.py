@@ -130,7 +130,7 @@ def test_every_shard_counts_its_own_rounds(eight):
     eight.generate(by_row, draft_length=0)
     num_rounds = np.asarray(eight.state.num_rounds) - before
     assert num_rounds.tolist() == [0, 2, 0, 0, 20, 0, 0, 0]
-    assert eight.state.drafter.num_steps.shape == (8,)
+    assert eight.state.drafter.num_positions.shape == (8,)
 
 
 def test_a_shard_with_nothing_to_read_keeps_its_state(eight):

@@ -4,6 +4,7 @@ See `enumeration`. Each way to break a rule or its noise is caught by the same c
 accepted lengths are those of the theory.
 """
 
+import dataclasses
 import itertools
 
 import enumeration
@@ -15,6 +16,7 @@ from enumeration import Bench, Case, expected_accepted, law_error, make_rows, se
 
 import jaxspec
 from jaxspec import sampling
+from jaxspec.drafters import draft_model
 from jaxspec.types import Draft, chain_parents
 from jaxspec.verifiers import block, chain, coupled, rejection
 
@@ -102,6 +104,29 @@ def test_output_law_of_larger_vocabularies_and_more_rounds(rule, size, num_nodes
             num_nodes=num_nodes,
         )
         assert law_error(bench, case, num_rounds=num_rounds) < ROUNDING
+
+
+SHORT_OF_CONFIDENCE = {
+    f"{name}, min_confidence {bound}": dataclasses.replace(CASES[name], min_confidence=bound)
+    for name in ("random", "flat and peaked", "memoryless", "zero entries")
+    for bound in (0.4, 0.6)
+}
+
+
+@pytest.mark.parametrize("name", SHORT_OF_CONFIDENCE)
+def test_drafts_that_end_early_leave_the_law_alone(bench, name):
+    assert law_error(bench, SHORT_OF_CONFIDENCE[name]) < ROUNDING
+
+
+def without_the_unsure_token(num_valid, node, *, is_sure):
+    """A draft ends before the token that was too unlikely."""
+    return jnp.where(is_sure, num_valid, jnp.minimum(num_valid, node))
+
+
+def test_leaving_out_an_unlikely_token_biases(bench, monkeypatch):
+    monkeypatch.setattr(draft_model, "end_draft", without_the_unsure_token)
+    for case in SHORT_OF_CONFIDENCE.values():
+        assert law_error(bench, case) > 1000 * ROUNDING
 
 
 def test_no_two_draws_of_two_rounds_share_a_key(bench):
@@ -241,7 +266,7 @@ def test_expected_accepted_tokens_where_they_are_known(benches):
 # one for each key, is enumerated completely.
 
 
-def coupled_law(p, q, *, num_nodes=2, num_noises=3):
+def coupled_law(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
     """Law of two rounds of coupled decoding where the noise of each key takes one of
     `num_noises` values with equal chances; the law of the target under such noise; and the share
     of assignments in which the tokens are those of plain decoding."""
@@ -271,9 +296,10 @@ def coupled_law(p, q, *, num_nodes=2, num_noises=3):
             positions = rows.num_committed[:, None] + jnp.arange(num_nodes + 1, dtype=jnp.int32)
             numbers(sampling.position_keys(rows.sampling, positions))
             context, drafts = last, []
+            num_valid = jnp.full((num_worlds,), num_nodes, jnp.int32)
             for node in range(num_nodes):
                 drafted = np.zeros((num_worlds, num_nodes), np.int32)
-                token, _ = sampling.draw_draft(
+                token, _, confidence = sampling.draw_draft(
                     jnp.asarray(enumeration.log(q[emitted + node, context])),
                     rows,
                     jnp.asarray(drafted),
@@ -281,6 +307,10 @@ def coupled_law(p, q, *, num_nodes=2, num_noises=3):
                     vocab_size=size,
                     is_noise_shared=True,
                     needs_law=False,
+                    needs_confidence=True,
+                )
+                num_valid = draft_model.end_draft(
+                    num_valid, node, is_sure=confidence >= min_confidence
                 )
                 context = np.asarray(token)
                 drafts.append(context)
@@ -290,7 +320,7 @@ def coupled_law(p, q, *, num_nodes=2, num_noises=3):
             draft = Draft(
                 tokens=jnp.asarray(drafts, jnp.int32),
                 parents=chain_parents(num_worlds, num_nodes),
-                num_valid=jnp.full((num_worlds,), num_nodes, jnp.int32),
+                num_valid=num_valid,
             )
             prefix = sampling.chain_prefix(rows, draft.tokens)
             verdict = verifier.verify(
@@ -328,9 +358,10 @@ COUPLED_CASES = ("random", "flat and peaked", "equal", "disjoint supports", "zer
 @pytest.mark.parametrize("name", COUPLED_CASES)
 def test_coupled_tokens_are_plain_decodings_for_every_noise(name):
     case = CASES[name]
-    found, expected, share_same = coupled_law(case.p, case.q)
-    assert share_same == 1
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    for min_confidence in (0.0, 0.5):
+        found, expected, share_same = coupled_law(case.p, case.q, min_confidence=min_confidence)
+        assert share_same == 1
+        np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def half_positions(rows_sampling, position, *, real=sampling.position_keys):

@@ -47,7 +47,7 @@ def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
         last = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
         context, drafted, law = last, jnp.zeros((rows, N), jnp.int32), []
         for node in range(N):
-            context, of_node = sampling.draw_draft(
+            context, of_node, _ = sampling.draw_draft(
                 q[emitted + node, context],
                 state,
                 drafted,
