@@ -26,7 +26,8 @@ TRIAL_ROUNDS = 8  # of a trial, and between decisions while little is known
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # what is believed at first, and with what weight
-MEASURED_ROUNDS, MEASUREMENTS = 3, 3  # of every draft length
+MEASURED_ROUNDS, MEASUREMENTS = 9, 3  # of every draft length
+SHORTEST_S = 1e-6  # what a clock may take for nothing
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
 
 
@@ -60,7 +61,7 @@ class Rounds(Protocol):
     """What `measure_round_times` runs: an engine that decodes requests made up for the purpose."""
 
     def seat(self, prompt_length: int) -> None:
-        """Fills the seats with requests of one token, the first one with so many."""
+        """Fills the seats with requests of one token, the first one with so many, and waits."""
         ...
 
     def run(self, draft_length: int, num_rounds: int) -> None:
@@ -73,7 +74,10 @@ class Rounds(Protocol):
 
 
 def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTimes:
-    """Seconds per round of every draft length, each the least of a few measurements in turns.
+    """Seconds per round of every draft length, at a short context and at a long one.
+
+    Of each the least of a few measurements, taken in turns, and the difference between many rounds
+    and one, for what a call costs besides its rounds is shared by more of them in use.
 
     The second context is as long as there is room for, and left out where that is short: a row of
     a few blocks costs little more than one of a single block. One row has it and the others are
@@ -86,37 +90,47 @@ def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTime
       room: tokens of the longest prompt.
     """
     lengths = range(longest, -1, -1)  # plain decoding last: it leaves the drafter behind
-    num_tokens = sum(MEASURED_ROUNDS * (length + 1) for length in lengths)
+    sizes = (1, MEASURED_ROUNDS)
+    num_tokens = {length: sum(sizes) * (length + 1) for length in lengths}
     chunk_s: list[float] = []
 
-    def timed(draft_length: int) -> float:
+    def timed(draft_length: int, num_rounds: int) -> float:
         started_s = time.perf_counter()
-        rounds.run(draft_length, MEASURED_ROUNDS)
-        return (time.perf_counter() - started_s) / MEASURED_ROUNDS
+        rounds.run(draft_length, num_rounds)
+        return time.perf_counter() - started_s
 
-    def all_lengths() -> dict[int, float]:
-        found = {length: timed(length) for length in lengths}
-        started_s = time.perf_counter()
-        num_chunks = rounds.catch_up()
-        if num_chunks:
-            chunk_s.append((time.perf_counter() - started_s) / num_chunks)
-        return found
+    def measure(prompt_length: int) -> tuple[float, ...]:
+        found: dict[tuple[int, int], list[float]] = {}
+        for _ in range(MEASUREMENTS):
+            for length in lengths:
+                if prompt_length == 1:
+                    rounds.seat(prompt_length)
+                for size in sizes:
+                    found.setdefault((length, size), []).append(timed(length, size))
+            started_s = time.perf_counter()
+            num_chunks = rounds.catch_up()
+            if num_chunks:
+                chunk_s.append((time.perf_counter() - started_s) / num_chunks)
+        least = {key: min(seconds) for key, seconds in found.items()}
+        more = MEASURED_ROUNDS - 1
+        return tuple(
+            max(least[n, MEASURED_ROUNDS] - least[n, 1], SHORTEST_S) / more
+            for n in range(longest + 1)
+        )
 
-    def least(repeats: Sequence[dict[int, float]]) -> tuple[float, ...]:
-        return tuple(min(found[n] for found in repeats) for n in range(longest + 1))
-
-    short = []
-    for _ in range(1 + MEASUREMENTS):  # the first one compiles
-        rounds.seat(1)
-        short.append(all_lengths())
-    short_s = long_s = least(short[1:])
-    long_context = room - (1 + MEASUREMENTS) * num_tokens
+    rounds.seat(1)
+    for length in lengths:  # compiles
+        rounds.run(length, 1)
+    rounds.catch_up()
+    short_s = long_s = measure(1)
+    short_context = max(num_tokens.values()) // 2
+    long_context = room - MEASUREMENTS * sum(num_tokens.values())
     if long_context >= WORTH_MEASURING:
         rounds.seat(long_context)
-        long_s = least([all_lengths() for _ in range(MEASUREMENTS)])
+        long_s = measure(long_context)
     return RoundTimes(
-        short_context=num_tokens // 2,
-        long_context=max(long_context, num_tokens // 2),
+        short_context=short_context,
+        long_context=max(long_context, short_context),
         short_s=short_s,
         long_s=long_s,
         chunk_s=min(chunk_s, default=0.0),

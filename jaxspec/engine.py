@@ -39,6 +39,7 @@ from jaxspec.loops import (
 )
 from jaxspec.memory import measure_memory
 from jaxspec.models.base import Model, TextTokenizer
+from jaxspec.plain import PlainLoop
 from jaxspec.requests import (
     Completion,
     Completions,
@@ -291,6 +292,7 @@ class Engine:
         self._narrow_runs = runs
         own = []
         if self.is_adaptive:
+            assert not isinstance(self._loop, PlainLoop), "an adaptive engine has a drafter"
             self._read_prompt = program("target's prefill", self._loop.read_prompt, **updating)
             self._catch_up = program("catching up", self._loop.catch_up, **updating)
             self._lag = program("lag", self._loop.lag)
@@ -316,6 +318,7 @@ class Engine:
         self._shared_step: asyncio.Future[None] | None = None
         self._controller: DraftLengthController | None = None
         self._choice: Choice | None = None  # of the rounds that `_collect` looks at next
+        self._first_round: Any = 0  # before these, by shard
         num_used = 1 if self.mesh is None else self.mesh.devices.size
         if jax.local_device_count() > num_used:
             _log.warning("this engine is %s", devices_sentence(devices(num_used)))
@@ -720,7 +723,7 @@ class Engine:
 
     @property
     def _num_rounds(self) -> int:
-        """Rounds run so far; each shard counts its own."""
+        """Rounds run so far, on all shards together."""
         return int(np.sum(jax.device_get(self.state.num_rounds)))
 
     def reset(self) -> None:
@@ -996,8 +999,14 @@ class Engine:
             return
         is_read = any(ticket.reads_output for ticket in held.values())
         state = self.state
-        tokens, num_committed, finish, counts = jax.device_get(
-            (state.tokens if is_read else None, state.num_committed, state.finish, state.counts)
+        tokens, num_committed, finish, counts, num_rounds = jax.device_get(
+            (
+                state.tokens if is_read else None,
+                state.num_committed,
+                state.finish,
+                state.counts,
+                state.num_rounds,
+            )
         )
         before = {row: ticket.acceptance for row, ticket in held.items()}
         stopped, ended = [], []
@@ -1014,7 +1023,7 @@ class Engine:
                 ended.append(row)
             elif ticket.is_streamed:
                 ticket.note_news(self.target.tokenizer, output)
-        self._note_drafts(held, before)
+        self._note_drafts(held, before, num_rounds)
         self._metrics.update(
             ended=[held[row].acceptance for row in ended],
             running=[ticket.acceptance for row, ticket in held.items() if row not in ended],
@@ -1066,7 +1075,7 @@ class Engine:
         """Sets the draft length of all rows for the next rounds; returns after how many to choose
         again."""
         assert self._controller is not None
-        lags = self._lags()
+        lags, self._first_round = self._lags(), jax.device_get(self.state.num_rounds)
         num_chunks = sum(-(-lag // self.shape.prefill_chunk) for lag in lags.values())
         self._choice = self._controller.choose(
             context=self._longest_context, num_rounds=num_rounds, num_unread_chunks=num_chunks
@@ -1113,8 +1122,16 @@ class Engine:
             for ticket in self._running
         )
 
-    def _note_drafts(self, held: Mapping[int, Ticket], before: Mapping[int, Acceptance]) -> None:
-        """Tells the controller what came of its choice."""
+    def _note_drafts(
+        self, held: Mapping[int, Ticket], before: Mapping[int, Acceptance], num_rounds: np.ndarray
+    ) -> None:
+        """Tells the controller what came of its choice.
+
+        Args:
+          held: requests by row.
+          before: what had become of their drafts at the last look.
+          num_rounds: run so far, by shard if there is a mesh.
+        """
         choice, self._choice = self._choice, None
         if choice is None or self._controller is None:
             return
@@ -1128,7 +1145,7 @@ class Engine:
         self._controller.note(
             draft_length=choice.draft_length,
             context=self._longest_context,
-            num_rounds=max(num_row_rounds, default=0),
+            num_rounds=int(np.max(num_rounds - self._first_round)),
             num_row_rounds=sum(num_row_rounds),
             num_accepted_at=[
                 sum(now.num_accepted_at(j) - then.num_accepted_at(j) for then, now in new)
@@ -1276,6 +1293,7 @@ class _MadeUpRequests:
             prompt = (0,) * (prompt_length if index == 0 else 1)
             request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
             engine._admit_request(row, request, index, engine.draft_length)
+        jax.block_until_ready(engine._state)
 
     def run(self, draft_length: int, num_rounds: int) -> None:
         engine = self.engine

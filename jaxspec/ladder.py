@@ -45,11 +45,17 @@ class NarrowLoop(SpeculativeLoop):
     @functools.cached_property
     def _steps(self) -> SpeculativeLoop | PlainLoop:
         """The loop whose rounds these are, made for this window alone."""
-        settings = _settings(self) | {"shape": dataclasses.replace(self.shape, window=self.window)}
+        shape = dataclasses.replace(self.shape, window=self.window)
         if self.window > 1:
-            return SpeculativeLoop(**settings)
+            return SpeculativeLoop(**{**_settings(self), "shape": shape})
         return PlainLoop(
-            **{field.name: settings[field.name] for field in dataclasses.fields(PlainLoop)}
+            target=self.target,
+            scheduler=self.scheduler,
+            shape=shape,
+            num_stop_tokens=self.num_stop_tokens,
+            logprobs=self.logprobs,
+            layout=self.layout,
+            trace=self.trace,
         )
 
     def round(self, params: PyTree, state: DecodeState) -> DecodeState:

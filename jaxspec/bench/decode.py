@@ -159,8 +159,9 @@ class DecodeBench:
         self, batch_size: int, ceilings: dict[str, Ceilings]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Plain decoding and every draft length at one batch size; and those that choose theirs."""
-        lengths: list[DraftLength] = [0, *self.draft_lengths, *(["auto"] * len(PROMISES))]
-        engines = [self.engine(batch_size, length) for length in (0, *self.draft_lengths)]
+        fixed = (0, *self.draft_lengths)
+        lengths: Sequence[DraftLength] = (*fixed, *("auto" for _ in PROMISES))
+        engines = [self.engine(batch_size, length) for length in fixed]
         engines += [self.engine(batch_size, "auto", exactness=promise) for promise in PROMISES]
         compile_s, references = [], []
         for engine in engines:
