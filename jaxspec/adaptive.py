@@ -8,9 +8,9 @@ running, forgetting slowly. `t(n)` is measured once, with the engine's own progr
 at a long context; shapes are static, so a round costs the same however many seats are taken. Given
 those times, the same acceptance leads to the same choices.
 
-Two things keep it from harm. It changes its mind only for a clear gain. And once plain decoding has
-won, drafts are tried again only when the trial, whatever comes of it, costs a small share of the
-time that was spent without.
+Two things keep it from harm. It drafts, and changes its mind, only for a clear gain. And once plain
+decoding has won, drafts are tried again only when the trial, whatever comes of it, costs a small
+share of the time that was spent without.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-CLEAR_GAIN = 0.05  # by which another draft length must be faster
+CLEAR_GAIN = 0.05  # by which drafts must be faster than none, and another draft length than this
 TRIAL_SHARE = 0.01  # of the time spent in plain decoding, that a trial of drafts may cost
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while little is known
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
@@ -206,8 +206,11 @@ class DraftLengthController:
             if not self._is_trial:
                 return Choice(draft_length=0, num_rounds=num_rounds)
             return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))
-        best = max(range(len(rates)), key=rates.__getitem__)
-        if self._current is None or rates[best] > (1 + CLEAR_GAIN) * rates[self._current]:
+        # Drafts must earn their place: what is gained for certain is plain decoding's rate.
+        worth = [rates[0], *(rate / (1 + CLEAR_GAIN) for rate in rates[1:])]
+        best = max(range(len(worth)), key=worth.__getitem__)
+        needed = 1.0 if best == 0 else 1 + CLEAR_GAIN
+        if self._current is None or worth[best] > needed * worth[self._current]:
             self._current = best
         self._is_trial = False
         if self._current == 0:
