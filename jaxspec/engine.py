@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -1009,20 +1010,25 @@ class Engine:
             )
         )
         before = {row: ticket.acceptance for row, ticket in held.items()}
-        stopped, ended = [], []
+        stopped, unreadable, ended = [], [], []
         for row, ticket in held.items():
             # The loop would be called for ever without decoding such a row.
             assert finish[row] != Finish.READING or ticket.num_unread > 0, "its prompt was read"
             first, last = len(ticket.request.prompt_token_ids), int(num_committed[row])
             ticket.acceptance = Acceptance.of_row(counts, row, num_emitted=last - first)
             output = tokens[row, first:last].tolist() if ticket.reads_output else []
-            ticket.look_for_stop(self.target.tokenizer, output)
-            if ticket.stopped is not None:
-                stopped.append(row)
-            if ticket.stopped is not None or finish[row] not in LIVE:
+            is_live = finish[row] in LIVE
+            try:
+                ticket.look_for_stop(self.target.tokenizer, output)
+                if ticket.stopped is not None:
+                    stopped.append(row)
+                elif is_live and ticket.is_streamed:
+                    ticket.note_news(self.target.tokenizer, output)
+            except Exception:  # of a tokenizer, perhaps the user's own: the others go on
+                _log.exception("the output of request %s cannot be read", ticket.request.request_id)
+                unreadable.append(row)
+            if not is_live or ticket.stopped is not None or row in unreadable:
                 ended.append(row)
-            elif ticket.is_streamed:
-                ticket.note_news(self.target.tokenizer, output)
         self._note_drafts(held, before, num_rounds)
         self._metrics.update(
             ended=[held[row].acceptance for row in ended],
@@ -1031,6 +1037,8 @@ class Engine:
         if stopped:
             # They ran a few rounds too far; what they emitted there is cut off.
             self._end(stopped, Finish.STOP_STRING)
+        if unreadable:
+            self._end(unreadable, Finish.UNREADABLE)
         if ended:
             self._harvest(ended)
 
@@ -1041,19 +1049,24 @@ class Engine:
             ticket = held[row]
             request = ticket.request
             first, last = len(request.prompt_token_ids), int(state.num_committed[row])
-            completion = make_completion(
+            complete = functools.partial(
+                make_completion,
                 request,
                 self.target,
                 token_ids=state.tokens[row, first:last].tolist(),
                 origins=state.origin[row, first:last],
-                finish=Finish(int(state.finish[row])),
                 stop_token=int(state.stop_token[row]),
                 acceptance=ticket.acceptance,
-                stopped=ticket.stopped,
                 trace=row_trace(state.trace, row, ticket.acceptance.num_rounds),
                 logprobs=_logprobs(state, row, first, last, request.params.logprobs),
                 logprobs_mode=self.logprobs_mode,
             )
+            try:
+                finish = Finish(int(state.finish[row]))
+                completion = complete(finish=finish, stopped=ticket.stopped)
+            except Exception:  # of a tokenizer: the tokens are kept, and the others go on
+                _log.exception("the output of request %s cannot be read", request.request_id)
+                completion = complete(finish=Finish.UNREADABLE)
             with self._lock:
                 self._finish(ticket, completion)
 

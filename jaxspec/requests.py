@@ -613,13 +613,14 @@ def make_completion(
     logprobs_mode: str | None = None,
     trace: Trace | None = None,
 ) -> Completion:
-    """The completion of a row that has ended, cut at a stop string if it was `stopped`."""
+    """The completion of a row that has ended, cut at a stop string if it was `stopped`; without
+    text if it is `Finish.UNREADABLE`."""
     if stopped is not None:
         token_ids = token_ids[: stopped.num_tokens]
         origins = origins[: stopped.num_tokens]
         logprobs = logprobs and logprobs[: stopped.num_tokens]
     text, pieces = None, ()
-    if model.tokenizer is not None:
+    if model.tokenizer is not None and finish != Finish.UNREADABLE:
         ended_by_token = finish == Finish.STOP_TOKEN and stopped is None
         text = model.tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
         pieces = tuple(model.tokenizer.pieces(token_ids))
@@ -633,6 +634,7 @@ def make_completion(
             Finish.NON_FINITE: ("abort", "non-finite"),
             Finish.CANCELLED: ("abort", "cancelled"),
             Finish.LOST: ("abort", "device failure"),
+            Finish.UNREADABLE: ("abort", "tokenizer failure"),
         }[finish]
     return Completion(
         request_id=request.request_id,

@@ -46,6 +46,7 @@ class Finish(enum.IntEnum):
     READING = 7  # its prompt is still being read
     CANCELLED = 8
     LOST = 9  # the device lost the batch
+    UNREADABLE = 10  # the tokenizer failed on its output
 
 
 class Window(struct.PyTreeNode, kw_only=True):

@@ -26,6 +26,7 @@ from jaxspec import (
     Static,
 )
 from jaxspec import engine as engine_module
+from jaxspec.models.base import TextTokenizer
 
 SEATS = 2
 PROMPTS = toy.prompts((3, 9, 1, 40, 6, 17))
@@ -335,6 +336,36 @@ def test_a_call_that_loses_the_state_ends_who_had_a_row_and_nobody_else(target, 
             assert done[name].stop_reason == "device failure"
         else:
             assert done[name].token_ids == alone[index].token_ids
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_tokenizer_that_fails_on_one_output_ends_that_request_only(
+    engine, alone, monkeypatch, is_streamed
+):
+    victim = alone[1].token_ids
+    real = TextTokenizer.decode
+
+    def decode(self, token_ids, *args, **kwargs):
+        if token_ids and tuple(token_ids) == victim[: len(token_ids)]:
+            raise RuntimeError("no such text")
+        return real(self, token_ids, *args, **kwargs)
+
+    assert all(done.token_ids[0] != victim[0] for i, done in enumerate(alone) if i != 1)
+    monkeypatch.setattr(TextTokenizer, "decode", decode)
+    names = [engine.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True) if p != PROMPTS[1]]
+    if is_streamed:
+        *_, last = engine.stream(PROMPTS[1], PARAMS[1])
+        failed = last.completion
+    else:
+        [failed] = engine.generate([PROMPTS[1]], PARAMS[1])
+    assert (failed.finish_reason, failed.stop_reason) == ("abort", "tokenizer failure")
+    assert failed.text is None
+    assert failed.token_ids == victim[: len(failed.token_ids)]
+    assert len(failed.token_ids) == len(victim) or is_streamed
+    found = {completion.request_id: completion for completion in drain(engine)}
+    for name, expected in zip(names, [alone[0], *alone[2:]], strict=True):
+        assert found[name].token_ids == expected.token_ids
+        assert found[name].text == expected.text
 
 
 def test_other_weights_need_no_new_trace():
