@@ -139,7 +139,7 @@ def _quick(study: Study) -> Study:
         study,
         max_prompt_tokens=min(study.max_prompt_tokens, 64),
         max_tokens=min(study.max_tokens, 48),
-        repeats=min(study.repeats, 2),
+        repeats=min(study.repeats, 5),
     )
 
 
