@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -448,7 +448,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
-    ) -> Iterator[StreamOutput]:
+    ) -> Generator[StreamOutput, None, None]:
         """Yields what a request emits, as it is emitted; the last piece has the completion.
 
         Takes the arguments of `submit`, and raises what it raises, at once. Other requests are
@@ -461,7 +461,7 @@ class Engine:
         self._enqueue(ticket)
         return self._stream(ticket)
 
-    def _stream(self, ticket: Ticket) -> Iterator[StreamOutput]:
+    def _stream(self, ticket: Ticket) -> Generator[StreamOutput, None, None]:
         try:
             is_done = False
             while not is_done:
@@ -483,7 +483,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
-    ) -> AsyncIterator[StreamOutput]:
+    ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at a time, and
         share the steps. Waits for a place in the queue where `stream` would refuse.
         """
@@ -570,7 +570,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Yields the completions of `requests` in order, each as soon as it and those before it
         have ended. See `generate`. Closing the iterator cancels what has not ended.
         """

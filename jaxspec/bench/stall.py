@@ -14,7 +14,7 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ class Stall:
             "first_token_ms": 1e3 * first_token_s,
         }
 
-    def _gap_ms(self, stream: Iterator[StreamOutput]) -> float:
+    def _gap_ms(self, stream: Generator[StreamOutput, None, None]) -> float:
         started_s = time.perf_counter()
         next(stream)
         return 1e3 * (time.perf_counter() - started_s)
