@@ -171,7 +171,7 @@ class DraftLengthController:
 
     @property
     def draft_length(self) -> int | None:
-        """The newest choice; None before the first."""
+        """What it has settled on, trials apart; None before the first choice."""
         return self._current
 
     def acceptance(self) -> tuple[float, ...]:

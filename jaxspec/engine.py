@@ -387,7 +387,7 @@ class Engine:
           prompt: text, token ids or a list of chat messages.
           params: default `SamplingParams()`; `n` must be 1.
           request_id: a name that no unfinished request has; by default one is made.
-          speculate: False decodes plainly in the same program.
+          speculate: False decodes plainly; see `generate`.
           draft_length: instead of the engine's, up to `window - 1`.
           chat_template: Jinja template for messages instead of the tokenizer's own.
 
@@ -538,8 +538,8 @@ class Engine:
         Args:
           prompts: each text, token ids or a list of chat messages.
           params: one for all, or one each; default `SamplingParams()`.
-          speculate: False runs the same compiled program with every draft marked invalid: plain
-            decoding, to the bit.
+          speculate: False decodes plainly: in the same compiled program with every draft marked
+            invalid, or with `exactness="ties"` in steps of one token.
           draft_length: instead of the engine's, up to `window - 1`; compiles nothing.
           chat_template: Jinja template for messages instead of the tokenizer's own.
           on_progress: called on the host whenever it looks, every `rounds_per_sync` rounds at the
@@ -666,7 +666,8 @@ class Engine:
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program that the engine will use, ahead of its first request.
 
-        Nothing is decoded and no state is made; the first request compiles nothing then. Without a
+        Nothing is decoded and no state is made; the first request compiles nothing then. (With
+        `draft_length="auto"` that request still waits until rounds have been measured.) Without a
         warm-up each program is compiled at its first use. Programs that take long say so
         (`jaxspec.compilation`). May be called by any thread.
 
@@ -1124,6 +1125,10 @@ class Engine:
         limits = np.zeros((len(self._rows),), np.int32)
         for row, ticket in self._held.items():
             limits[row] = min(ticket.draft_length, draft_length)
+        self._set_draft_limits(limits)
+
+    def _set_draft_limits(self, limits: np.ndarray) -> None:
+        """Puts `[B]` int32 where the state has it: elsewhere, the loop would be compiled again."""
         place = self.state.draft_limit.sharding
         self._state = self.state.replace(draft_limit=jax.device_put(limits, place))
 
@@ -1310,11 +1315,7 @@ class _MadeUpRequests:
 
     def run(self, draft_length: int, num_rounds: int) -> None:
         engine = self.engine
-        limits = np.full((len(engine._rows),), draft_length, np.int32)
-        state = engine.state
-        engine._state = state.replace(
-            draft_limit=jax.device_put(limits, state.draft_limit.sharding)
-        )
+        engine._set_draft_limits(np.full((len(engine._rows),), draft_length, np.int32))
         min_running = np.ones((engine._num_shards,), np.int32)
         engine._run_at(draft_length, num_rounds, min_running)
         jax.block_until_ready(engine._state)
