@@ -34,10 +34,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.directories import cache_directory
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder, registry
-from jaxspec.models.base import AttentionName, LanguageModel, TextTokenizer, check_attention
+from jaxspec.models.base import LanguageModel, TextTokenizer
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.kernels import KernelsName, check_kernels, default_kernels
 from jaxspec.types import PyTree
 
 FORMAT_VERSION = 1
@@ -359,7 +361,7 @@ def load_converted(
     name: str | None = None,
     dtype: Any = None,
     sharding: Any = None,
-    attention: AttentionName = "xla",
+    kernels: KernelsName | None = None,
 ) -> LanguageModel:
     """The model in a converted directory; arguments as in `load_model`."""
     directory = Path(directory)
@@ -380,7 +382,7 @@ def load_converted(
         eos_token_ids=tuple(fields["eos_token_ids"]),
         tokenizer=_load_tokenizer(directory, tuple(fields["prefix_token_ids"])),
         generation_config=fields["generation_config"],
-        attention=attention,
+        kernels=kernels or default_kernels(),
     )
 
 
@@ -466,7 +468,7 @@ def load_model(
     dtype: Any = None,
     revision: str | None = None,
     sharding: Any = None,
-    attention: AttentionName = "xla",
+    kernels: KernelsName | None = None,
 ) -> LanguageModel:
     """Loads a model from whatever names one.
 
@@ -482,28 +484,28 @@ def load_model(
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device.
-      attention: `xla`, or `pallas` for a kernel of our own on a GPU (see `LanguageModel`).
+      kernels: `xla`, `native` or `pallas`, see `LanguageModel`; None is `native` on a CPU where
+        there is a C++ compiler, otherwise `xla`.
 
     Raises:
-      SettingError: unknown attention.
+      SettingError: unknown kernels, or such as cannot be used here.
       ModelError: nothing of that name is found, or its architecture is not supported.
       CheckpointError: it is found and cannot be read, converted or cached.
     """
     name = os.fspath(src)
-    check_attention(attention)
+    if kernels is not None:
+        check_kernels(kernels)
     dtype = None if dtype is None else parse_dtype(dtype)
     if name in DEMO_MODELS:
         assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
         with importlib.resources.as_file(assets) as directory:
             converted = _convert_cached(directory, name=name)
-        return load_converted(
-            converted, name=name, dtype=dtype, sharding=sharding, attention=attention
-        )
+        return load_converted(converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels)
     if name.startswith("random:"):
         if dtype is None:
             dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return registry.random_model(
-            name.removeprefix("random:"), dtype=dtype, sharding=sharding, attention=attention
+            name.removeprefix("random:"), dtype=dtype, sharding=sharding, kernels=kernels
         )
 
     directory = Path(name).expanduser()
@@ -519,7 +521,7 @@ def load_model(
             f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
             f"one (no config.json); {_WHAT_NAMES_A_MODEL}."
         )
-    return load_converted(converted, name=name, dtype=dtype, sharding=sharding, attention=attention)
+    return load_converted(converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels)
 
 
 _WHAT_NAMES_A_MODEL = (
@@ -565,14 +567,6 @@ class CachedModel:
     dtype: str
     num_params: int
     num_bytes: int
-
-
-def cache_directory() -> Path:
-    """Where converted models are kept: `$JAXSPEC_CACHE`, or the user's cache directory."""
-    import platformdirs
-
-    chosen = os.environ.get("JAXSPEC_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
 
 
 def cached_models() -> list[CachedModel]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.checkpoint import cache_directory
+from jaxspec.directories import COMPILED_DIRECTORY, cache_directory
 
 PACKAGES = (
     "jaxspec-decoding",
@@ -27,7 +27,6 @@ PACKAGES = (
 )
 
 
-COMPILED_DIRECTORY = ".compiled"  # in the cache directory
 COMPILED_MAX_BYTES = 2 * 2**30
 WORTH_KEEPING_S = 0.3
 

@@ -226,7 +226,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    ours = dataclasses.replace(model, attention="pallas")
+    ours = dataclasses.replace(model, kernels="pallas")
     return Engine(ours, NGram(), draft_length=3, seats=2, capacity=384, prefill_chunk=256)
 
 
@@ -249,10 +249,10 @@ def test_speculation_and_neighbours_change_no_token(engine):
 
 
 def test_models_are_loaded_with_it_and_refuse_what_it_cannot_do(model):
-    assert load_model("demo-draft", attention="pallas").attention == "pallas"
-    with pytest.raises(SettingError, match="no attention 'cudnn'; choose one of xla, pallas"):
-        load_model("demo-draft", attention="cudnn")  # pyright: ignore
-    ours = dataclasses.replace(model, attention="pallas")
+    assert load_model("demo-draft", kernels="pallas").kernels == "pallas"
+    with pytest.raises(SettingError, match="no kernels 'cudnn'; choose one of xla, pallas, native"):
+        load_model("demo-draft", kernels="cudnn")  # pyright: ignore
+    ours = dataclasses.replace(model, kernels="pallas")
     with pytest.raises(SettingError, match="cannot split"):
         ours.param_specs(2)
 
@@ -295,10 +295,10 @@ def test_the_compiled_kernel_is_alone_with_its_row(dtype):
 
 @pytest.mark.accelerator
 @needs_gpu
-@pytest.mark.parametrize("attention", ["xla", "pallas"])
-def test_a_compiled_round_gives_plain_tokens_whoever_the_neighbours_are(attention):
+@pytest.mark.parametrize("kernels", ["xla", "pallas"])
+def test_a_compiled_round_gives_plain_tokens_whoever_the_neighbours_are(kernels):
     shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64), "width": 256}
-    ours = dataclasses.replace(toy.model(dtype=jnp.bfloat16, **shape), attention=attention)
+    ours = dataclasses.replace(toy.model(dtype=jnp.bfloat16, **shape), kernels=kernels)
     engine = Engine(ours, NGram(), draft_length=4, seats=4, capacity=1024)
     prompts = toy.prompts((3, 700, 20, 300, 5, 128))
     params = SamplingParams(max_tokens=100)

@@ -11,10 +11,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # From the bottom up. A module imports from its own line or a line above it.
 LAYERS = [
-    ("errors", "types"),
+    ("errors", "types", "directories"),
     ("sampling", "cache"),
     ("attention", "layouts"),
-    ("attention_pallas",),
+    ("attention_pallas", "native"),
     ("models",),
     ("checkpoint", "prefill"),
     ("drafters", "verifiers", "schedulers"),

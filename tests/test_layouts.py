@@ -20,6 +20,7 @@ from jaxspec.audit.scoring import Scorer
 from jaxspec.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
+from jaxspec.models.kernels import Kernels
 from jaxspec.prefill import prefill_chunk
 from jaxspec.requests import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
@@ -247,7 +248,9 @@ def test_padding_that_is_attended_is_caught(setting, monkeypatch):
         return block_attention(queries, layer, table, window, **settings)
 
     monkeypatch.setattr(
-        decoder, "run_layers", functools.partial(decoder.run_layers, attention=unmasked)
+        decoder,
+        "run_layers",
+        functools.partial(decoder.run_layers, kernels=Kernels(attention=unmasked)),
     )
     monkeypatch.setattr(decoder, "forward", _forward_through_run_layers)
     engine = engine_for(setting, "aligned", check_invariants=True)

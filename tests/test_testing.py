@@ -24,6 +24,7 @@ from jaxspec.engine import Engine
 from jaxspec.errors import ConformanceError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.kernels import Kernels
 from jaxspec.requests import SamplingParams
 from jaxspec.testing import (
     DRAFTER_CHECKS,
@@ -115,7 +116,8 @@ def looking(change):
         def attention(queries, layer, table, window, **options):
             return block_attention(queries, layer, table, change(window), **options)
 
-        return decoder.forward(BASE.config, params, tokens, window, cache, attention=attention)
+        kernels = Kernels(attention=attention)
+        return decoder.forward(BASE.config, params, tokens, window, cache, kernels=kernels)
 
     return spoilt(forward=forward)
 
@@ -128,9 +130,8 @@ def rotating(change):
             return block_attention(queries, layer, table, window, **options)
 
         # Slots do not follow from positions, so KV is stored where it should be.
-        return decoder.forward(
-            BASE.config, params, tokens, change(window), cache, attention=attention
-        )
+        kernels = Kernels(attention=attention)
+        return decoder.forward(BASE.config, params, tokens, change(window), cache, kernels=kernels)
 
     return spoilt(forward=forward)
 

@@ -43,6 +43,7 @@ from jaxspec.decoding import Seat, SpeculativeLoop
 from jaxspec.drafters import draft_model
 from jaxspec.engine import Engine
 from jaxspec.models import decoder, layers
+from jaxspec.models.kernels import Kernels
 from jaxspec.types import DecodeState, Draft, Finish, Origin, Rows, Verdict, Window
 from jaxspec.verifiers import coupled
 
@@ -323,7 +324,8 @@ def _open_layers(real):
         with _replaced(
             layers, "rotary_angles", lambda angles: lambda rope, _: angles(rope, window.rotary)
         ):
-            options["attention"] = open_attention
+            product = options.get("kernels", Kernels()).product
+            options["kernels"] = Kernels(attention=open_attention, product=product)
             return real(config, params, hidden, window, cache, **options)
 
     return run_layers

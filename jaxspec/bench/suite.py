@@ -34,8 +34,9 @@ from jaxspec.drafters.oracle import Oracle
 from jaxspec.environment import provenance
 from jaxspec.errors import SettingError
 from jaxspec.loops import Loop, longest_prompt, make_loop, make_seat
-from jaxspec.models.base import AttentionName, LanguageModel
+from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.kernels import KernelsName
 from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests import SamplingParams, make_requests
 from jaxspec.schedulers import Static
@@ -43,7 +44,7 @@ from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled
 
 Say = Callable[[str], None]
-ATTENTIONS: tuple[AttentionName, ...] = ("xla", "pallas")
+KERNELS: tuple[KernelsName, ...] = ("xla", "pallas")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,10 +86,10 @@ class Plan:
                 "pair": preset.name,
                 "batch_size": batch_size,
                 "context": context,
-                "attention": attention,
+                "kernels": kernels,
             }
-            for (batch_size, context), preset, attention in itertools.product(
-                self.places, self.presets, ATTENTIONS
+            for (batch_size, context), preset, kernels in itertools.product(
+                self.places, self.presets, KERNELS
             )
         ]
 
@@ -201,7 +202,7 @@ def run_suite(
     return document
 
 
-CELL = ("pair", "batch_size", "context", "attention")
+CELL = ("pair", "batch_size", "context", "kernels")
 
 
 def _failure(error: Exception) -> dict[str, str]:
@@ -230,8 +231,8 @@ def _measure(
 ) -> dict[str, Any]:
     """Plain and speculative decoding of one cell."""
     batch, context, length = cell["batch_size"], cell["context"], plan.draft_length
-    target = dataclasses.replace(target, attention=cell["attention"])
-    draft = dataclasses.replace(draft, attention=cell["attention"])
+    target = dataclasses.replace(target, kernels=cell["kernels"])
+    draft = dataclasses.replace(draft, kernels=cell["kernels"])
 
     def floor_ms(draft_length: int) -> float:
         passes = [(target, draft_length + 1), *[(draft, 1)] * draft_length]

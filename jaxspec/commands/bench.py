@@ -593,7 +593,7 @@ def suite_table(cells: Sequence[Mapping[str, Any]]) -> Table:
         "pair",
         "batch",
         "context",
-        "attention",
+        "kernels",
         "plain ms",
         "of floor",
         "round ms",
@@ -602,7 +602,7 @@ def suite_table(cells: Sequence[Mapping[str, Any]]) -> Table:
         "speed-up",
     )
     for cell in cells:
-        where = [str(cell[name]) for name in ("pair", "batch_size", "context", "attention")]
+        where = [str(cell[name]) for name in ("pair", "batch_size", "context", "kernels")]
         if cell["outcome"] != "measured":
             table.add_row(*where, cell["outcome"])
             continue

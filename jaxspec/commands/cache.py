@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -13,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.checkpoint import cache_directory, cached_models, remove_cached_model
+from jaxspec.checkpoint import cached_models, remove_cached_model
 from jaxspec.commands.documents import make_document
-from jaxspec.environment import COMPILED_DIRECTORY
+from jaxspec.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
 from jaxspec.errors import SettingError
 
 COMPILED = "compiled"
@@ -70,18 +71,23 @@ class CacheCommand:
             )
         if compiled_bytes():
             mebibytes = f"{compiled_bytes() / 2**20:.0f}"
-            table.add_row(COMPILED, mebibytes, "", "programs that XLA compiled")
+            table.add_row(COMPILED, mebibytes, "", "compiled programs and CPU kernels")
         console.print(table)
 
 
 def compiled_bytes() -> int:
-    """Size of the compiled programs that are kept."""
-    directory = cache_directory() / COMPILED_DIRECTORY
-    return sum(file.stat().st_size for file in directory.glob("*") if file.is_file())
+    """Size of what has been compiled and is kept: XLA's programs, and the CPU kernels."""
+    files = [file for directory in _compiled_directories() for file in directory.glob("*")]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def remove_compiled() -> int:
-    """Removes the compiled programs that are kept; returns their size."""
+    """Removes what `compiled_bytes` counts; returns it."""
     num_bytes = compiled_bytes()
-    shutil.rmtree(cache_directory() / COMPILED_DIRECTORY, ignore_errors=True)
+    for directory in _compiled_directories():
+        shutil.rmtree(directory, ignore_errors=True)
     return num_bytes
+
+
+def _compiled_directories() -> tuple[Path, ...]:
+    return tuple(cache_directory() / name for name in (COMPILED_DIRECTORY, KERNELS_DIRECTORY))

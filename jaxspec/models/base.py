@@ -10,30 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspec import cache as kv
-from jaxspec.attention import Attention, block_attention
-from jaxspec.attention_pallas import pallas_attention
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.kernels import KERNELS, KernelsName, check_kernels
 from jaxspec.types import PyTree, Window
-
-AttentionName: TypeAlias = Literal["xla", "pallas"]
-ATTENTIONS: Mapping[str, Attention] = {"xla": block_attention, "pallas": pallas_attention}
-
-
-def check_attention(name: str) -> None:
-    """Raises `SettingError` unless an attention backend has this name."""
-    if name not in ATTENTIONS:
-        raise SettingError(
-            f"There is no attention {name!r}; choose one of {', '.join(ATTENTIONS)}."
-        )
 
 
 @runtime_checkable
@@ -248,12 +236,13 @@ class LanguageModel:
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults, as read; nothing applies them
         silently.
-      attention: `xla`, or `pallas` for the kernel of `attention_pallas`: for GPUs, and not on a
-        mesh that splits the model (elsewhere it is interpreted, for tests). They sum in another
-        order, so outputs differ at ties within rounding.
+      kernels: `xla`; `native` for products and attention in C++ on a CPU (`native`); or `pallas`
+        for the attention of `attention_pallas`, for GPUs (elsewhere it is interpreted, for tests).
+        They sum in other orders, so outputs differ at ties within rounding. A mesh that splits the
+        model takes `xla` only.
 
     Raises:
-      SettingError: unknown attention.
+      SettingError: unknown kernels, or such as cannot be used here.
     """
 
     name: str
@@ -262,10 +251,10 @@ class LanguageModel:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: TextTokenizer | None = None
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    attention: AttentionName = "xla"
+    kernels: KernelsName = "xla"
 
     def __post_init__(self):
-        check_attention(self.attention)
+        check_kernels(self.kernels)
         # XLA:CPU multiplies a few rows by a transposed matrix three times slower, so there a tied
         # head is kept a second time, transposed.
         if "head" not in self.params and jax.default_backend() == "cpu":
@@ -287,12 +276,12 @@ class LanguageModel:
 
         Raises:
           SettingError: it does not divide the heads, the feed-forward or the vocabulary, or the
-            attention cannot be split.
+            kernels cannot be split.
         """
-        if num_shards > 1 and self.attention != "xla":
+        if num_shards > 1 and self.kernels != "xla":
             raise SettingError(
-                f"The model {self.name} has attention={self.attention!r}, which a mesh axis model "
-                f"of {num_shards} devices cannot split; load it with attention='xla'."
+                f"The model {self.name} has kernels={self.kernels!r}, which a mesh axis model of "
+                f"{num_shards} devices cannot split; load it with kernels='xla'."
             )
         specs = decoder.param_specs(self.config, num_shards)
         return {name: specs[name] for name in self.params}
@@ -310,9 +299,9 @@ class LanguageModel:
 
     def forward(self, params, tokens, window, cache):
         """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
-        attention = ATTENTIONS[self.attention]
-        return decoder.forward(self.config, params, tokens, window, cache, attention=attention)
+        kernels = KERNELS[self.kernels]
+        return decoder.forward(self.config, params, tokens, window, cache, kernels=kernels)
 
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""
-        return decoder.head(self.config, params, hidden)
+        return decoder.head(self.config, params, hidden, kernels=KERNELS[self.kernels])

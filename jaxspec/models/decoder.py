@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import cache as kv
-from jaxspec.attention import Attention, block_attention, causal_attention
+from jaxspec.attention import causal_attention
 from jaxspec.errors import SettingError
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.kernels import XLA, Kernels
 from jaxspec.types import Window
 
 Params = Mapping[str, Any]
@@ -169,7 +170,7 @@ def run_layers(
     *,
     start: int = 0,
     stop: int | None = None,
-    attention: Attention = block_attention,
+    kernels: Kernels = XLA,
 ) -> tuple[jax.Array, kv.KVCache]:
     """Hidden states `[B, T, E]` after layers `start` to `stop`, their KV written to the cache.
 
@@ -183,35 +184,35 @@ def run_layers(
 
     for index in range(start, stop):
 
-        def attend(queries, keys, values, index=index):
-            # 0 * NaN is NaN: values that are no numbers would reach the queries before them, which
-            # do not see them. As keys they reach those that do.
-            is_finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
-            keys = jnp.where(is_finite, keys, jnp.array(jnp.nan, keys.dtype))
-            values = jnp.where(is_finite, values, jnp.zeros((), values.dtype))
-            written[index] = kv.write(written[index], table, keys, values, window.slots)
-            return attention(
-                queries,
+        def attend(qkv, index=index):
+            heads, written[index] = kernels.attend(
+                config,
+                params["layers"][index],
+                qkv,
+                angles,
                 written[index],
                 table,
                 window,
                 dtype=cache.dtype,
                 sliding_window=config.sliding_window(index),
             )
+            return heads
 
-        hidden = layers.decoder_layer(config, params["layers"][index], hidden, angles, attend)
+        layer = params["layers"][index]
+        hidden = layers.decoder_layer(config, layer, hidden, attend, kernels.product)
     return hidden, cache.replace(layers=tuple(written))
 
 
-def head(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+def head(
+    config: ModelConfig, params: Params, hidden: jax.Array, *, kernels: Kernels = XLA
+) -> jax.Array:
     """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer (not yet normed)."""
-    normed = layers.rms_norm(hidden, params["final_norm"], config.norm_epsilon)
-    weight = params["head"] if "head" in params else params["embedding"].T
-    return jnp.matmul(
-        normed,
-        weight,
-        precision=layers.precision_of(normed.dtype),
-        preferred_element_type=jnp.float32,
+    return kernels.product(
+        hidden,
+        params["head"] if "head" in params else params["embedding"].T,
+        norm=params["final_norm"],
+        epsilon=config.norm_epsilon,
+        dtype=jnp.float32,
     )
 
 
@@ -222,13 +223,13 @@ def forward(
     window: Window,
     cache: kv.KVCache,
     *,
-    attention: Attention = block_attention,
+    kernels: Kernels = XLA,
 ) -> tuple[jax.Array, kv.KVCache]:
     """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache that holds
     them.
     """
     hidden = embed(params, tokens)
-    return run_layers(config, params, hidden, window, cache, attention=attention)
+    return run_layers(config, params, hidden, window, cache, kernels=kernels)
 
 
 def training_logits(
@@ -243,10 +244,11 @@ def training_logits(
     angles = layers.rotary_angles(config.rope, index)
     hidden = embed(params, tokens)
     for layer_index, layer in enumerate(params["layers"]):
-        attend = functools.partial(
-            causal_attention,
-            segments=segments,
-            sliding_window=config.sliding_window(layer_index),
-        )
-        hidden = layers.decoder_layer(config, layer, hidden, angles, attend)
+
+        def attend(qkv, layer=layer, layer_index=layer_index):
+            inputs = layers.attention_inputs(config, layer, qkv, angles)
+            sliding_window = config.sliding_window(layer_index)
+            return causal_attention(*inputs, segments, sliding_window=sliding_window)
+
+        hidden = layers.decoder_layer(config, layer, hidden, attend)
     return head(config, params, hidden)

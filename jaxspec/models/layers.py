@@ -7,6 +7,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,56 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return weight * (wide * scale).astype(x.dtype)
 
 
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight`, flattening the weight's output axes: `[..., in]`, `[in, out...]`."""
-    flat = weight.reshape(weight.shape[0], -1)
-    return jnp.matmul(x, flat, precision=precision_of(x.dtype))
+class Product(Protocol):
+    """A backend of products with weights; see `product`."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        norm: jax.Array | None = None,
+        epsilon: float = 0.0,
+        is_gated: bool = False,
+        residual: jax.Array | None = None,
+        dtype=None,
+    ) -> jax.Array:
+        """Returns `[..., out...]`."""
+        ...
+
+
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    epsilon: float = 0.0,
+    is_gated: bool = False,
+    residual: jax.Array | None = None,
+    dtype=None,
+) -> jax.Array:
+    """`f(x) @ weight + residual` `[..., out...]`, with what stands around a product in a decoder.
+
+    The weight is not flattened: a `model` mesh axis that splits one of its inner axes would have to
+    move it for that.
+
+    Args:
+      x: `[..., in]`; `[..., 2, in]` if it is gated.
+      weight: `[in, out...]`.
+      norm: `[in]` weight of an RMS norm of x (`rms_norm`), or None.
+      epsilon: of the norm.
+      is_gated: x is `silu(x[..., 0, :]) * x[..., 1, :]` (SwiGLU).
+      residual: `[..., out...]` to be added, or None.
+      dtype: of the result; None is that of x.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm, epsilon)
+    if is_gated:
+        x = jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+    made = jnp.tensordot(
+        x, weight, axes=1, precision=precision_of(x.dtype), preferred_element_type=dtype
+    )
+    return made if residual is None else residual + made
 
 
 def rotary_angles(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,19 +116,17 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], rope: RopeConfig) 
 
 
 def attention_inputs(
-    config: ModelConfig, params: LayerParams, x: jax.Array, angles: tuple[jax.Array, jax.Array]
+    config: ModelConfig, params: LayerParams, qkv: jax.Array, angles: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries `[B, T, Q, H]`, keys and values `[B, T, K, H]` of normed hidden states `[B, T, E]`.
+    """Queries `[B, T, Q, H]`, keys and values `[B, T, K, H]` of their projections `qkv`.
 
-    One product makes all three: `qkv` is `[E, K, G + 2, H]`, for each KV head its query heads, then
-    its key, then its value, so that a `model` mesh axis can split it by KV head.
+    One product makes all three, `[B, T, K, G + 2, H]`: for each KV head its query heads, then its
+    key, then its value, so that a `model` mesh axis can split it by KV head.
     """
     group, heads = config.group, config.num_kv_heads
-    qkv = project(x, params["qkv"])
     if config.has_qkv_bias:
-        qkv = qkv + params["qkv_bias"].reshape(-1)
-    qkv = qkv.reshape(*x.shape[:-1], heads, group + 2, config.head_size)
-    queries = qkv[..., :group, :].reshape(*x.shape[:-1], heads * group, config.head_size)
+        qkv = qkv + params["qkv_bias"]
+    queries = qkv[..., :group, :].reshape(*qkv.shape[:2], heads * group, config.head_size)
     keys, values = qkv[..., group, :], qkv[..., group + 1, :]
     if config.has_qk_norm:
         queries = rms_norm(queries, params["q_norm"], config.norm_epsilon)
@@ -89,37 +134,33 @@ def attention_inputs(
     return rotate(queries, angles, config.rope), rotate(keys, angles, config.rope), values
 
 
-def feed_forward(params: LayerParams, x: jax.Array) -> jax.Array:
-    """SwiGLU: `down(silu(gate x) * up x)`; `gate_up` is `[E, 2, F]`.
-
-    It is not flattened: a `model` mesh axis splits F, and would have to move the weights for it.
-    """
-    both = jnp.tensordot(x, params["gate_up"], axes=1, precision=precision_of(x.dtype))
-    gate, up = both[..., 0, :], both[..., 1, :]
-    return project(jax.nn.silu(gate) * up, params["down"])
-
-
 def decoder_layer(
     config: ModelConfig,
     params: LayerParams,
     x: jax.Array,
-    angles: tuple[jax.Array, jax.Array],
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    attend: Callable[[jax.Array], jax.Array],
+    product: Product = product,
 ) -> jax.Array:
     """Hidden states `[B, T, E]` after one layer.
 
-    `attend(queries, keys, values)` returns `[B, T, Q, H]`; where keys and values are kept is its
-    affair (a cache, a training batch).
+    `attend(qkv)` returns heads `[B, T, Q, H]` of what `attention_inputs` takes apart; where keys
+    and values are kept is its affair (a cache, a training batch).
     """
-    normed = rms_norm(x, params["attention_norm"], config.norm_epsilon)
-    heads = attend(*attention_inputs(config, params, normed, angles))
-    mixed = project(heads.reshape(*x.shape[:-1], -1), params["output"].reshape(-1, config.width))
-    if config.has_output_bias:
-        mixed = mixed + params["output_bias"]
+    epsilon = config.norm_epsilon
+    qkv = product(x, params["qkv"], norm=params["attention_norm"], epsilon=epsilon)
+    heads = attend(qkv).reshape(*x.shape[:-1], -1)
+    output = params["output"].reshape(-1, config.width)
+    if config.has_output_bias or config.has_sandwich_norms:
+        mixed = product(heads, output)
+        if config.has_output_bias:
+            mixed = mixed + params["output_bias"]
+        if config.has_sandwich_norms:
+            mixed = rms_norm(mixed, params["post_attention_norm"], epsilon)
+        x = x + mixed
+    else:
+        x = product(heads, output, residual=x)
+    both = product(x, params["gate_up"], norm=params["feed_forward_norm"], epsilon=epsilon)
     if config.has_sandwich_norms:
-        mixed = rms_norm(mixed, params["post_attention_norm"], config.norm_epsilon)
-    x = x + mixed
-    fed = feed_forward(params, rms_norm(x, params["feed_forward_norm"], config.norm_epsilon))
-    if config.has_sandwich_norms:
-        fed = rms_norm(fed, params["post_feed_forward_norm"], config.norm_epsilon)
-    return x + fed
+        fed = product(both, params["down"], is_gated=True)
+        return x + rms_norm(fed, params["post_feed_forward_norm"], epsilon)
+    return product(both, params["down"], is_gated=True, residual=x)

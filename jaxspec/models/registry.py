@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
-from jaxspec.models.base import AttentionName, LanguageModel
+from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.kernels import KernelsName, default_kernels
 
 PRESETS: dict[str, ModelConfig] = {
     "vicuna-7b": ModelConfig(
@@ -111,7 +112,7 @@ def random_model(
     dtype=jnp.bfloat16,
     seed: int = 0,
     sharding=None,
-    attention: AttentionName = "xla",
+    kernels: KernelsName | None = None,
 ) -> LanguageModel:
     """A model of a preset's (or any) architecture with random weights, built on the device.
 
@@ -120,7 +121,8 @@ def random_model(
       dtype: parameters, compute and cache.
       seed: of the weights.
       sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
-      attention: see `LanguageModel`.
+      kernels: see `LanguageModel`; None is `native` on a CPU where there is a C++ compiler,
+        otherwise `xla`.
 
     Raises:
       ModelError: unknown preset.
@@ -132,4 +134,6 @@ def random_model(
     else:
         raise ModelError(f"There is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
-    return LanguageModel(name=name, config=config, params=params, attention=attention)
+    return LanguageModel(
+        name=name, config=config, params=params, kernels=kernels or default_kernels()
+    )

@@ -38,7 +38,7 @@ def measured(tmp_path_factory):
 
 def test_the_oracle_is_accepted_exactly_as_often_as_it_should_be(measured):
     document, _, _ = measured
-    assert [cell["attention"] for cell in document["cells"]] == ["xla", "pallas"]
+    assert [cell["kernels"] for cell in document["cells"]] == ["xla", "pallas"]
     for cell in document["cells"]:
         assert cell["outcome"] == "measured", cell
         assert cell["plain"]["emitted_per_round"] == 1.0
