@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxspec.directories import COMPILED_DIRECTORY, cache_directory
+from jaxspec.models.kernels import default_kernels
 
 PACKAGES = (
     "jaxspec-decoding",
@@ -56,7 +57,8 @@ def versions() -> dict[str, str]:
 
 
 def devices(num_used: int = 1) -> dict[str, Any]:
-    """Platform, kinds and number of devices, and how many of them an engine uses."""
+    """Platform, kinds and number of devices, how many of them an engine uses, and the kernels that
+    models are loaded with."""
     local = jax.local_devices()
     return {
         "platform": jax.default_backend(),
@@ -65,6 +67,7 @@ def devices(num_used: int = 1) -> dict[str, Any]:
         "num_used": num_used,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
+        "kernels": default_kernels(),
     }
 
 

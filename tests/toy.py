@@ -36,12 +36,18 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**fields)
 
 
-def model(*, seed=0, dtype=jnp.float32, eos_token_ids=(), **changes) -> LanguageModel:
+def model(
+    *, seed=0, dtype=jnp.float32, eos_token_ids=(), kernels="xla", **changes
+) -> LanguageModel:
     """A random model with weights so large that its greedy output wanders instead of repeating."""
     shape = config(**changes)
     params = decoder.init_params(shape, jax.random.key(seed), dtype, stddev=0.4)
     return LanguageModel(
-        name=f"toy{seed}", config=shape, params=params, eos_token_ids=tuple(eos_token_ids)
+        name=f"toy{seed}",
+        config=shape,
+        params=params,
+        eos_token_ids=tuple(eos_token_ids),
+        kernels=kernels,
     )
 
 

@@ -24,7 +24,7 @@ from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
 from jaxspec.bench import stages
 from jaxspec.bench.floor import Ceilings, measure_ceilings, time_in_turns
-from jaxspec.cache import BLOCK, round_up_to_block
+from jaxspec.cache import round_up_to_block
 from jaxspec.decoding import SpeculativeLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -335,12 +335,13 @@ class DecodeBench:
             draft=self.draft_model.config if self.draft_model else None,
             draft_device=fits["draft" if self.draft_model else "target"].device,
             itemsize=self.target.dtype.itemsize,
-            block=BLOCK,
+            block=stages.block_read_by(self.target),
             drafter_s=0.0 if self.draft_model else _drafter_s(runs),
         )
         return {
             "target": self.target.config.to_json(),
             "draft": self.draft_model.config.to_json() if self.draft_model else None,
+            "block": pair.block,
             "fits": {name: fit.to_json() for name, fit in fits.items()},
             "passes": {
                 name: [

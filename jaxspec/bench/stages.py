@@ -282,12 +282,17 @@ def forward_runs(
                 window=window,
                 context=context + window,
                 itemsize=model.dtype.itemsize,
-                block=BLOCK,
+                block=block_read_by(model),
             ),
             at(context),
         )
         for context in contexts
     ]
+
+
+def block_read_by(model: LanguageModel) -> int | None:
+    """Slots of KV that the model's attention reads at a time, as `cost.Pass` wants it."""
+    return BLOCK if model.kernels == "xla" else None
 
 
 def measure_passes(

@@ -21,6 +21,7 @@ import numpy as np
 import tyro
 
 from jaxspec.checkpoint import load_model
+from jaxspec.directories import write_atomically
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine import Engine, StreamOutput
 from jaxspec.environment import provenance
@@ -113,4 +114,4 @@ if __name__ == "__main__":
     if command.json is None:
         print(text, end="")
     else:
-        command.json.write_text(text)
+        write_atomically(command.json, text.encode())

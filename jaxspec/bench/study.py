@@ -34,8 +34,9 @@ from jaxspec.bench import published
 from jaxspec.bench.anatomy import clocked, time_parts
 from jaxspec.bench.replay import Row, emitted_by_round, replay_pool
 from jaxspec.bench.schedulers import list_scheduling
-from jaxspec.bench.study_report import write_atomically, write_report
+from jaxspec.bench.study_report import write_report
 from jaxspec.checkpoint import cached_models, is_converted, load_model, read_manifest
+from jaxspec.directories import write_atomically
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle

@@ -10,9 +10,7 @@ import base64
 import io
 import itertools
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 
 from jaxspec.audit.report import Grid
 from jaxspec.bench import published_figures as theirs
+from jaxspec.directories import write_atomically
 from jaxspec.errors import SettingError
 
 Cell = dict[str, Any]
@@ -83,29 +82,6 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
         published=f"{theirs.SOURCE}; {theirs.HARDWARE}",
     )
     write_atomically(output / "study.html", page.encode())
-
-
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that appears whole or not at all; its directory is made.
-
-    Raises:
-      SettingError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            try:
-                file.write(content)
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise SettingError(
-            f"The result {path} cannot be written ({error.strerror}); name another --output."
-        ) from error
 
 
 # ---- what was found, in words

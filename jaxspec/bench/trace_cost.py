@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 from jaxspec.checkpoint import load_model
+from jaxspec.directories import write_atomically
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine import Engine
 from jaxspec.environment import provenance
@@ -133,4 +134,4 @@ if __name__ == "__main__":
     if command.json is None:
         print(text, end="")
     else:
-        command.json.write_text(text)
+        write_atomically(command.json, text.encode())

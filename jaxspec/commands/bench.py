@@ -23,7 +23,6 @@ from jaxspec.bench.decode import DecodeBench, public_name
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
 from jaxspec.bench.plots import save_figure, write_plot
 from jaxspec.bench.suite import DRY_RUN, GPU, plot_suite, run_suite
-from jaxspec.cache import BLOCK
 from jaxspec.checkpoint import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
@@ -233,15 +232,14 @@ class PredictCommand:
         batches = parse_batches(self.batch)
         self._check()
         target, draft = (model_config(name) for name in (self.target, self.draft))
-        devices = find_devices(self.device, target, draft)
+        target_device, draft_device, block = find_devices(self.device, target, draft)
         pair = cost.Pair(
             target=target,
-            target_device=devices[0],
+            target_device=target_device,
             draft=draft,
-            draft_device=devices[1],
+            draft_device=draft_device,
             itemsize=self.bytes_per_value,
-            # Datasheets are taken to run attention as one kernel; what was fitted read blocks.
-            block=None if self.device in cost.DEVICES else BLOCK,
+            block=block,
         )
         best = None
         if self.device in cost.DEVICES:
@@ -253,7 +251,9 @@ class PredictCommand:
             for acceptance in (self.acceptance if not self.per_position else (None,))
         ]
         console.print(predictions_table(predictions))
-        console.print(f"{devices[0].name}: {devices[0].source}.", style="dim", highlight=False)
+        console.print(
+            f"{target_device.name}: {target_device.source}.", style="dim", highlight=False
+        )
         document = make_document(
             "bench predict",
             dataclasses.replace(
@@ -262,8 +262,8 @@ class PredictCommand:
                 draft=public_name(self.draft),
                 device=public_name(self.device),
             ),
-            target_device=devices[0].to_json(),
-            draft_device=devices[1].to_json(),
+            target_device=target_device.to_json(),
+            draft_device=draft_device.to_json(),
             predictions=predictions,
         )
         return document
@@ -425,8 +425,9 @@ def model_config(name: str) -> ModelConfig:
 
 def find_devices(
     name: str, target: ModelConfig, draft: ModelConfig
-) -> tuple[cost.Device, cost.Device]:
-    """Devices for the passes of target and draft: of a datasheet, or fitted.
+) -> tuple[cost.Device, cost.Device, int | None]:
+    """Devices for the passes of target and draft, of a datasheet or fitted, and the block of KV
+    that attention reads there at a time (None: as one kernel, which datasheets are taken to run).
 
     A document whose pair is the one asked for lends the constants that were fitted to each model;
     for another pair those that were fitted to both are used.
@@ -435,11 +436,12 @@ def find_devices(
       SettingError: there is no such device or document.
     """
     if name in cost.DEVICES:
-        return cost.DEVICES[name], cost.DEVICES[name]
+        return cost.DEVICES[name], cost.DEVICES[name], None
     try:
         text = pathlib.Path(name).read_text(encoding="utf-8")
         document = json.loads(text.strip().split("\n")[-1])
         model = document["cost_model"]
+        block = model["block"]
         fits = {kind: fit["device"] for kind, fit in model["fits"].items()}
         is_same = (model["target"], model["draft"]) == tuple(
             json.loads(json.dumps(config.to_json())) for config in (target, draft)
@@ -451,7 +453,7 @@ def find_devices(
         ) from error
     names = ("target", "draft") if is_same else ("all", "all")
     of_target, of_draft = (cost.Device.from_json(fits[kind]) for kind in names)
-    return of_target, of_draft
+    return of_target, of_draft, block
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:

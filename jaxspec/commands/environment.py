@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from jaxspec import native
 from jaxspec.commands.documents import make_document
 from jaxspec.environment import devices_sentence
 
@@ -29,6 +31,9 @@ class EnvCommand:
         table.add_row("commit", document["commit"] or "not a checkout")
         table.add_row("host", devices["host"])
         table.add_row("devices", f"{devices['num_devices']} x {', '.join(devices['kinds'])}")
+        is_lacking = devices["platform"] == "cpu" and devices["kernels"] != "native"
+        why = f" (not native: {native.problem()})" if is_lacking else ""
+        table.add_row("kernels", devices["kernels"] + escape(why))
         console.print(table)
         console.print(f"jaxspec is {devices_sentence(devices)}.")
         return document

@@ -124,8 +124,7 @@ def check_kernels(name: str) -> None:
             )
         if native.problem() is not None:
             raise SettingError(
-                f"kernels='native' was given, but {native.problem()}; install a C++ compiler, or "
-                f"choose 'xla'."
+                f"kernels='native' was given, but {native.problem()}; install one, or choose 'xla'."
             )
 
 

@@ -96,7 +96,8 @@ def _build() -> pathlib.Path:
                 timeout=TIMEOUT_S,
             )
         except subprocess.CalledProcessError as error:
-            said = next((line for line in error.stderr.splitlines() if "error" in line), "")
+            errors = [line for line in error.stderr.splitlines() if "error" in line]
+            said = errors[0] if errors else f"exit status {error.returncode}"
             raise _BuildError(f"{compiler} could not compile {SOURCE.name}: {said}") from error
         except subprocess.TimeoutExpired as error:
             raise _BuildError(f"{compiler} took longer than {TIMEOUT_S} s") from error

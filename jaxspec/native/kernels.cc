@@ -139,11 +139,9 @@ inline Vector Sums(Vector (&x)[kLanes]) {
   return x[0];
 }
 
-// exp of x <= 0, to about one unit in the last place; below -87 that of -87; NaN stays NaN.
+// exp of x <= 0, to about one unit in the last place; below -87 it is 0; NaN stays NaN.
 // Cody and Waite's reduction to |r| <= log(2) / 2, and the polynomial of the Cephes library.
 inline Vector Exp(Vector x) {
-  const Vector lowest = Vector{} - 87.0f;
-  x = x < lowest ? lowest : x;
   const float kShift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const Vector shifted = x * 1.44269504f + kShift;
   const Vector n = shifted - kShift;
@@ -154,7 +152,8 @@ inline Vector Exp(Vector x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  return p * Bits<Vector>((Bits<Integers>(shifted) << 23) + (127 << 23));
+  p *= Bits<Vector>((Bits<Integers>(shifted) << 23) + (127 << 23));
+  return x < -87.0f ? Vector{} : p;
 }
 
 inline Vector Silu(Vector x) {

@@ -1,0 +1,454 @@
+"""The CPU kernels against XLA's, and what they promise besides: a row's bits are its own."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ties
+import toy
+from test_compilation import compiled, whole_cache_moves
+
+import jaxspec
+from jaxspec import Engine, NGram, SamplingParams, load_model, native
+from jaxspec import cache as kv
+from jaxspec.errors import SettingError
+from jaxspec.models import kernels, layers
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.kernels import KERNELS, XLA
+from jaxspec.types import Window
+
+pytestmark = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
+
+ROUNDING = {jnp.float32: 2e-5, jnp.bfloat16: 6e-2}
+DTYPES = [jnp.float32, jnp.bfloat16]
+
+
+def random(seed, *shape, dtype=jnp.float32):
+    drawn = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(drawn, jnp.float32).astype(dtype)
+
+
+def difference(ours, theirs):
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    return np.abs(np.asarray(ours, np.float32) - np.asarray(theirs, np.float32)).max()
+
+
+# Products
+
+# Rows, inputs, outputs: whole tiles and strips, and what is left over of each.
+SHAPES = [(1, 64, 256), (5, 40, 61), (8, 96, 48), (9, 33, 17), (48, 128, 200), (64, 20, 3)]
+AROUND = {
+    "nothing": (),
+    "norm": ("norm",),
+    "norm, residual": ("norm", "residual"),
+    "gate, residual": ("gate", "residual"),
+    "norm, fp32 result": ("norm", "wide"),
+}
+
+
+def product_inputs(shape, around, dtype):
+    num_rows, num_inputs, num_outputs = shape
+    x = random(1, num_rows, *([2] if "gate" in around else []), num_inputs, dtype=dtype)
+    weight = random(2, num_inputs, num_outputs) / np.float32(num_inputs**0.5)
+    settings = {"is_gated": "gate" in around, "epsilon": 1e-5}
+    if "norm" in around:
+        settings["norm"] = random(3, num_inputs, dtype=dtype)
+    if "residual" in around:
+        settings["residual"] = random(4, num_rows, num_outputs, dtype=dtype)
+    if "wide" in around:
+        settings["dtype"] = jnp.float32
+    return x, weight.astype(dtype), settings
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_equal_xlas(shape, around, dtype):
+    x, weight, settings = product_inputs(shape, AROUND[around], dtype)
+    ours = native.product(x, weight, **settings)
+    assert difference(ours, layers.product(x, weight, **settings)) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("shape", SHAPES[2:4])
+def test_a_rows_product_does_not_depend_on_how_many_rows_there_are(shape, around, dtype):
+    x, weight, settings = product_inputs(shape, AROUND[around], dtype)
+    together = np.asarray(native.product(x, weight, **settings), np.float32)
+    residual = settings.pop("residual", None)
+    for rows in (slice(0, 1), slice(1, 4), slice(shape[0] - 2, None)):
+        if residual is not None:
+            settings["residual"] = residual[rows]
+        alone = native.product(x[rows], weight, **settings)
+        np.testing.assert_array_equal(np.asarray(alone, np.float32), together[rows])
+
+
+def test_xlas_products_do_depend_on_it_so_the_check_above_can_fail():
+    x, weight, settings = product_inputs((48, 1024, 512), ("norm",), jnp.float32)
+    together = np.asarray(layers.product(x, weight, **settings))
+    assert np.any(np.asarray(layers.product(x[:1], weight, **settings)) != together[:1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_in_its_row(bad):
+    for around in (("norm",), ("gate", "residual")):
+        x, weight, settings = product_inputs((9, 64, 100), around, jnp.float32)
+        healthy = np.asarray(native.product(x, weight, **settings))
+        x = x.at[(4, *[0] * (x.ndim - 1))].set(bad)
+        ill = np.asarray(native.product(x, weight, **settings))
+        np.testing.assert_array_equal(np.delete(ill, 4, axis=0), np.delete(healthy, 4, axis=0))
+        if np.isnan(bad):
+            assert np.isnan(ill[4]).all()
+
+
+def test_gates_are_right_from_end_to_end_of_their_range():
+    gate = jnp.asarray(np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, -3e38, 3e38]]))
+    gate = gate.astype(jnp.float32)
+    x = jnp.stack([gate, jnp.ones_like(gate)])[:, :, None].swapaxes(0, 1)  # [rows, 2, 1]
+    one = jnp.ones((1, 1), jnp.float32)
+    got = [native.product(x[i : i + 50], one, is_gated=True) for i in range(0, len(x), 50)]
+    got = np.concatenate(got)[:, 0]
+    wide = np.asarray(gate, np.float64)
+    right = wide / (1 + np.exp(-np.clip(wide, -700, 700)))
+    np.testing.assert_allclose(got, right, rtol=1e-6, atol=1e-30)
+
+
+# Attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a layer's attention may differ in."""
+
+    starts: tuple[int, ...] = (0, 125, 300)
+    window: int = 5
+    heads: int = 2
+    group: int = 3
+    size: int = 64
+    dtype: type = jnp.float32
+    sliding: int | None = None
+    rotary: int = 64
+    changes: tuple[tuple[str, bool], ...] = ()
+
+    def config(self):
+        rope = RopeConfig(
+            theta=1e4, rotary_size=self.rotary, is_interleaved="interleaved" in self.names
+        )
+        return toy.config(
+            num_query_heads=self.heads * self.group,
+            num_kv_heads=self.heads,
+            head_size=self.size,
+            rope=rope,
+            has_qk_norm="norm" in self.names,
+            has_qkv_bias="bias" in self.names,
+        )
+
+    @property
+    def names(self):
+        return dict(self.changes)
+
+
+CASES = {
+    "chain": Case(),
+    "one token": Case(window=1, starts=(0, 127, 128, 380)),
+    "one row": Case(starts=(200,), heads=1, group=8),
+    "norm": Case(changes=(("norm", True),)),
+    "bias, interleaved, half rotated": Case(
+        rotary=32, changes=(("bias", True), ("interleaved", True))
+    ),
+    "wide head": Case(size=128, rotary=128, window=7),
+    "narrow head": Case(size=32, rotary=32, group=1),
+    "sliding": Case(sliding=130),
+    "sees itself only": Case(sliding=1),
+    "bf16": Case(dtype=jnp.bfloat16),
+    "bf16, norm, bias": Case(
+        dtype=jnp.bfloat16, changes=(("norm", True), ("bias", True)), sliding=40
+    ),
+}
+CAPACITY = 384
+
+
+def attention_inputs(case, *, fill=0.0, rows=slice(None)):
+    """Arguments of `Kernels.attend`: each row's numbers are the same whoever its neighbours are."""
+    starts = case.starts[rows]
+    config = case.config()
+    cache = kv.init_cache(
+        num_layers=1,
+        num_rows=len(starts),
+        capacity=CAPACITY,
+        num_kv_heads=case.heads,
+        head_size=case.size,
+        dtype=case.dtype,
+    )
+    order = np.random.default_rng(9).permutation(cache.table.size)
+    table = jnp.asarray(order.reshape(cache.table.shape), jnp.int32)
+    k, v = (
+        np.stack([random(which + start, CAPACITY, case.heads, case.size) for start in starts])
+        for which in (1000, 2000)
+    )
+    for row, start in enumerate(starts):
+        k[row, start:] = v[row, start:] = fill
+    slots = jnp.broadcast_to(jnp.arange(CAPACITY, dtype=jnp.int32), k.shape[:2])
+    k, v = (jnp.asarray(part).astype(case.dtype) for part in (k, v))
+    layer = kv.write(cache.layers[0], table, k, v, slots)
+    start = jnp.asarray(starts, jnp.int32)
+    positions = start[:, None] + jnp.arange(case.window, dtype=jnp.int32)
+    window = Window(start=start, positions=positions, slots=positions)
+    parts = (case.heads, case.group + 2, case.size)
+    qkv = jnp.stack([random(start, 8, *parts) for start in starts])[:, : case.window]
+    params = {
+        "qkv_bias": random(5, *parts, dtype=case.dtype),
+        "q_norm": random(6, case.size, dtype=case.dtype),
+        "k_norm": random(7, case.size, dtype=case.dtype),
+    }
+    is_there = {"qkv_bias": config.has_qkv_bias, "q_norm": config.has_qk_norm}
+    is_there["k_norm"] = config.has_qk_norm
+    params = {name: value for name, value in params.items() if is_there[name]}
+    return config, params, qkv.astype(case.dtype), layer, table, window
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "sliding", "name"))
+def attend(config, params, qkv, layer, table, window, *, dtype, sliding, name="native"):
+    angles = layers.rotary_angles(config.rope, window.positions)
+    arguments = (config, params, qkv, angles, layer, table, window)
+    return KERNELS[name].attend(*arguments, dtype=dtype, sliding_window=sliding)
+
+
+def run(case, inputs, name="native"):
+    return attend(*inputs, dtype=case.dtype, sliding=case.sliding, name=name)
+
+
+def kv_of(layer, table, dtype):
+    """k and v `[B, S, K, H]`, fp32."""
+    every = jnp.broadcast_to(jnp.arange(CAPACITY, dtype=jnp.int32), (table.shape[0], CAPACITY))
+    return [np.asarray(part, np.float32) for part in kv.read_slots(layer, table, every, dtype)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attention_equals_xlas_and_writes_the_same_kv(case):
+    inputs = attention_inputs(case, fill=np.nan)
+    assert native.is_attention_supported(*inputs[2:])
+    ours, our_layer = run(case, inputs)
+    theirs, their_layer = run(case, inputs, "xla")
+    assert difference(ours, theirs) < ROUNDING[case.dtype]
+    stored = [kv_of(layer, inputs[4], case.dtype) for layer in (our_layer, their_layer)]
+    for mine, yours in zip(*stored, strict=True):
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(yours))
+        np.testing.assert_allclose(mine, yours, rtol=0, atol=ROUNDING[case.dtype])
+
+
+def test_another_mask_or_another_slot_is_seen_by_the_check_above():
+    case = CASES["chain"]
+    config, params, qkv, layer, table, window = attention_inputs(case)
+    right, right_layer = run(case, (config, params, qkv, layer, table, window), "xla")
+    late = window.replace(slots=window.slots + 1)
+    wrong, wrong_layer = run(case, (config, params, qkv, layer, table, late))
+    assert difference(wrong, right) > 1e-2
+    assert difference(wrong_layer.k, right_layer.k) > 1e-2
+    narrow = dataclasses.replace(case, sliding=50)
+    assert difference(run(narrow, attention_inputs(case))[0], right) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["chain", "sliding", "bf16", "wide head"])
+def test_a_rows_attention_depends_on_neither_neighbours_nor_the_windows_width(name):
+    case = CASES[name]
+    together = np.asarray(run(case, attention_inputs(case))[0], np.float32)
+    for row in range(len(case.starts)):
+        alone, _ = run(case, attention_inputs(case, rows=slice(row, row + 1)))
+        np.testing.assert_array_equal(np.asarray(alone, np.float32)[0], together[row])
+    for width in range(1, case.window):
+        narrow = dataclasses.replace(case, window=width)
+        heads, _ = run(narrow, attention_inputs(narrow))
+        np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :width])
+
+
+def test_entries_that_are_not_meant_are_not_stored_and_change_nobody():
+    case = dataclasses.replace(CASES["chain"], starts=(0, 125, CAPACITY - 3))
+
+    def inputs(fill):
+        config, params, qkv, layer, table, window = attention_inputs(case, fill=fill)
+        # A short draft, a row that has ended, and one whose window passes the capacity.
+        slots = window.slots.at[0, 2:].set(-1).at[1].set(-1)
+        return config, params, qkv, layer, table, window.replace(slots=slots)
+
+    heads, written = run(case, inputs(np.nan))
+    is_stored = ~np.isnan(kv_of(written, inputs(np.nan)[4], case.dtype)[0]).all(axis=(2, 3))
+    np.testing.assert_array_equal(is_stored.sum(axis=1), [2, 125, CAPACITY])
+    theirs, _ = run(case, inputs(0.0), "xla")
+    for row, width in ((0, 2), (2, 3)):
+        assert difference(heads[row, :width], theirs[row, :width]) < ROUNDING[case.dtype]
+
+
+def test_a_value_that_is_no_number_is_seen_by_those_behind_it_only():
+    case = CASES["chain"]
+    config, params, qkv, *rest = attention_inputs(case)
+    healthy, _ = run(case, (config, params, qkv, *rest))
+    ill, _ = run(case, (config, params, qkv.at[1, 2, 0, -1, 7].set(np.inf), *rest))
+    ill, healthy = np.asarray(ill), np.asarray(healthy)
+    np.testing.assert_array_equal(ill[1, :2], healthy[1, :2])
+    assert np.isnan(ill[1, 2:, : case.group]).all()
+    np.testing.assert_array_equal(ill[1, :, case.group :], healthy[1, :, case.group :])
+    np.testing.assert_array_equal(np.delete(ill, 1, axis=0), np.delete(healthy, 1, axis=0))
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def pair():
+    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)}
+    target = toy.model(kernels="native", **shape)
+    draft = toy.model(seed=1, kernels="native", num_layers=1, **shape)
+    return target, draft
+
+
+def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
+    target, draft = pair
+    prompts, params = toy.prompts((3, 140, 20, 60)), SamplingParams(max_tokens=40)
+    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, seats=2, capacity=256)
+    completions = ours.generate(prompts, params)
+    xla = dataclasses.replace(target, kernels="xla")
+    theirs = Engine(xla, seats=2, capacity=256).generate(prompts, params)
+    assert len(ties.divergences(xla, completions, theirs, params)) < len(prompts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_speculation_changes_no_bit(dtype):
+    model = load_model("demo-target", dtype=dtype)
+    assert model.kernels == "native"
+    drafter = jaxspec.DraftModel(load_model("demo-draft", dtype=dtype))
+    engine = Engine(model, drafter, draft_length=4, seats=3, capacity=256)
+    prompts = ["Once upon a time", "def main():", "The sum of", "A", "In the beginning"]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    drafted = engine.generate(prompts, params)
+    assert sum(done.acceptance.num_accepted_tokens for done in drafted) > 50
+    plain = engine.generate(prompts, params, speculate=False)
+    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
+
+
+def test_no_instruction_copies_a_whole_cache(pair):
+    target, draft = pair
+    engine = Engine(target, jaxspec.DraftModel(draft), seats=4, capacity=2048)
+    state = jax.eval_shape(engine._loop.init)
+    program = compiled(engine)
+    text = program.as_text()
+    assert "jaxspec_attention" in text
+    assert not whole_cache_moves(text, {state.cache.layers[0].k.size})
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+    assert program.memory_analysis().alias_size_in_bytes >= num_bytes
+
+
+def test_what_the_kernels_cannot_do_is_left_to_xla():
+    case = CASES["chain"]
+    _, _, qkv, layer, table, window = attention_inputs(case)
+    is_supported = native.is_attention_supported
+    assert is_supported(qkv, layer, table, window)
+    assert not is_supported(qkv.astype(jnp.float16), layer, table, window)
+    assert not is_supported(qkv[..., :24], layer, table, window)
+    aligned = kv.AlignedTable(pages=table, first_slot=window.start)
+    assert not is_supported(qkv, layer, aligned, window)
+    paths = jnp.zeros((*window.positions.shape, 2), jnp.int32)
+    assert not is_supported(qkv, layer, table, window.replace(paths=paths))
+    many = jnp.zeros((3, native.MAX_QUERIES, *qkv.shape[2:]))
+    assert not is_supported(many, layer, table, window)
+    x, weight = jnp.zeros((native.MAX_ROWS + 1, 8)), jnp.zeros((8, 8))
+    assert not native.is_product_supported(x, weight)
+    assert native.is_product_supported(x[1:], weight)
+    # They are handed on, and so are models of such shapes.
+    half = toy.model(dtype=jnp.float16, kernels="native")
+    done = Engine(half, NGram(), seats=1, capacity=256).generate(
+        toy.prompts((80,)), SamplingParams(max_tokens=5)
+    )
+    assert len(done[0].token_ids) == 5
+
+
+def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
+    target, _ = pair
+    params = SamplingParams(max_tokens=30)
+    engines = [Engine(target, NGram(), seats=2, capacity=256) for _ in range(3)]
+    prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(3)]
+    alone = [engine.generate(asked, params) for engine, asked in zip(engines, prompts, strict=True)]
+    together = [None] * 3
+
+    def decode(index):
+        together[index] = engines[index].generate(prompts[index], params)
+
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, theirs in zip(together, alone, strict=True):
+        assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+
+
+def test_models_are_loaded_with_them_and_refuse_what_they_cannot_do(pair, monkeypatch):
+    assert load_model("demo-draft").kernels == "native"
+    assert load_model("demo-draft", kernels="xla").kernels == "xla"
+    with pytest.raises(SettingError, match="cannot split"):
+        pair[0].param_specs(2)
+    monkeypatch.setattr(native, "problem", lambda: "no C++ compiler was found (c++)")
+    assert load_model("demo-draft").kernels == "xla"
+    with pytest.raises(SettingError, match=r"no C\+\+ compiler was found .*; install one, or"):
+        load_model("demo-draft", kernels="native")
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(SettingError, match="JAX runs on gpu"):
+        load_model("demo-draft", kernels="native")
+    assert kernels.default_kernels() == "xla"
+
+
+# What becomes of the source
+
+CODE = "from jaxspec import native; print(native.problem())"
+
+
+def problem_of(tmp_path, compiler):
+    environ = {**os.environ, "CXX": str(compiler), "JAXSPEC_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_without_a_compiler_or_with_one_that_fails_there_is_a_sentence(tmp_path):
+    said, _ = problem_of(tmp_path, tmp_path / "nowhere")
+    assert said == f"no C++ compiler was found ({tmp_path / 'nowhere'})"
+    old = script(tmp_path / "old", "echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1")
+    said, _ = problem_of(tmp_path, old)
+    assert said == f"{old} could not compile kernels.cc: x.cc:1: error: unknown option -std=c++17"
+    said, _ = problem_of(tmp_path, script(tmp_path / "mute", "exit 3"))
+    assert said.endswith("could not compile kernels.cc: exit status 3")
+    assert not list((tmp_path / "cache" / ".kernels").iterdir())
+
+
+def test_they_are_compiled_once(tmp_path):
+    used = script(tmp_path / "used", f'echo once >> {tmp_path}/log; exec c++ "$@"')
+    said, announced = problem_of(tmp_path, used)
+    assert said == "None"
+    assert "compiling the CPU kernels, once on this machine" in announced
+    said, announced = problem_of(tmp_path, used)
+    assert said == "None"
+    assert announced == ""
+    assert (tmp_path / "log").read_text() == "once\n"
+    kept = list((tmp_path / "cache" / ".kernels").iterdir())
+    assert [path.suffix for path in kept] == [".so"]
+
+
+def test_xla_is_what_is_left_where_there_are_none():
+    assert type(XLA) is kernels.Kernels
+    assert XLA.product is layers.product
