@@ -12,6 +12,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+# The workers share the cores; and bits do not depend on the number of threads.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("JAXSPEC_NUM_THREADS", "1")
+
 import jax
 import pytest
 

@@ -334,6 +334,49 @@ def test_speculation_changes_no_bit(dtype):
     assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
 
 
+def committed(engine, prompts, params):
+    """Tokens of each request, and the bits of its KV in every layer."""
+    done = engine.generate(prompts, params)
+    state = engine.state
+    slots = jnp.arange(state.cache.capacity, dtype=jnp.int32)
+    every = jnp.broadcast_to(slots, state.cache.table.shape[:1] + slots.shape)
+    bits = []
+    for layer in state.cache.layers:
+        parts = kv.read_slots(layer, state.cache.table, every, state.cache.dtype)
+        bits.append(np.stack([np.asarray(part, np.float32) for part in parts]))
+    longest = [len(x.prompt_token_ids) + len(x.token_ids) - 1 for x in done]
+    of_rows = [np.stack(bits)[:, :, row, :length] for row, length in enumerate(longest)]
+    return [x.token_ids for x in done], of_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype):
+    target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
+    prompts = ["Once upon a time", "def main():", "The sum of"]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    shape = {"seats": 3, "capacity": 256, "scheduler": jaxspec.Static()}
+    tokens, bits = committed(Engine(target, **shape), prompts, params)
+    for draft_length in (1, 6):
+        engine = Engine(target, jaxspec.DraftModel(draft), draft_length=draft_length, **shape)
+        drafted, drafted_bits = committed(engine, prompts, params)
+        assert drafted == tokens
+        for ours, theirs in zip(drafted_bits, bits, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    # Nor does it matter who else is decoded.
+    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, seats=1, capacity=256)
+    assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
+
+
+def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
+    target, draft = (load_model(name, kernels="xla") for name in ("demo-target", "demo-draft"))
+    prompts, params = ["Once upon a time"], SamplingParams(max_tokens=40, ignore_eos=True)
+    shape = {"seats": 1, "capacity": 256, "scheduler": jaxspec.Static()}
+    _, (plain,) = committed(Engine(target, **shape), prompts, params)
+    drafted = Engine(target, jaxspec.DraftModel(draft), draft_length=6, **shape)
+    _, (other,) = committed(drafted, prompts, params)
+    assert np.any(plain != other)
+
+
 def test_no_instruction_copies_a_whole_cache(pair):
     target, draft = pair
     engine = Engine(target, jaxspec.DraftModel(draft), seats=4, capacity=2048)
@@ -409,6 +452,36 @@ def test_models_are_loaded_with_them_and_refuse_what_they_cannot_do(pair, monkey
 # What becomes of the source
 
 CODE = "from jaxspec import native; print(native.problem())"
+
+
+@pytest.mark.parametrize("given", ["0", "a", "-1"])
+def test_a_number_of_threads_that_is_none_is_refused(given, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_NUM_THREADS", given)
+    with pytest.raises(SettingError, match=f"JAXSPEC_NUM_THREADS is '{given}'; make it a whole"):
+        native.num_threads()
+
+
+@pytest.mark.parametrize("given", ["1", "5"])
+def test_any_number_of_threads_gives_the_same_bits(given):
+    # The number is read once in a process, so this needs one of its own.
+    code = (
+        "import jax, sys; import test_native as t; from jaxspec import native\n"
+        "x, weight, settings = t.product_inputs((48, 128, 200), ('norm',), t.jnp.float32)\n"
+        "heads, _ = t.run(t.CASES['chain'], t.attention_inputs(t.CASES['chain']))\n"
+        "made = native.product(x, weight, **settings)\n"
+        "sys.stdout.buffer.write(t.np.asarray(made).tobytes() + t.np.asarray(heads).tobytes())\n"
+    )
+    here = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": here, "JAXSPEC_NUM_THREADS": given},
+        capture_output=True,
+        check=True,
+    )
+    x, weight, settings = product_inputs((48, 128, 200), ("norm",), jnp.float32)
+    heads, _ = run(CASES["chain"], attention_inputs(CASES["chain"]))
+    made = native.product(x, weight, **settings)
+    assert done.stdout == np.asarray(made).tobytes() + np.asarray(heads).tobytes()
 
 
 def problem_of(tmp_path, compiler):

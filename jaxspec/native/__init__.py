@@ -35,6 +35,7 @@ import numpy as np
 
 from jaxspec import cache as kv
 from jaxspec.directories import KERNELS_DIRECTORY, cache_directory
+from jaxspec.errors import SettingError
 from jaxspec.types import Window
 
 SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
@@ -43,8 +44,8 @@ COMPILERS = ("c++", "g++", "clang++")  # in this order, behind $CXX
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno")
 OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
 TIMEOUT_S = 120
-MAX_ROWS = 64  # of a product: with more, a prompt's say, XLA's are as quick
-MAX_QUERIES = 128  # of a row and KV head, likewise
+MAX_ROWS = 128  # of a product: with more, those of a long prompt, XLA's are as quick
+MAX_QUERIES = 1024  # of a row and KV head, likewise
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _log = logging.getLogger("jaxspec.compilation")  # says whatever takes time to compile
@@ -68,7 +69,28 @@ def _load() -> tuple[int, str | None]:
         return 0, str(error)
     for name in ("jaxspec_product", "jaxspec_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    library.jaxspec_want_threads(num_threads())
     return library.jaxspec_num_lanes(), None
+
+
+def num_threads() -> int:
+    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may use cores,
+    but not more than 16.
+
+    Raises:
+      SettingError: the variable is no number of threads.
+    """
+    chosen = os.environ.get("JAXSPEC_NUM_THREADS")
+    if chosen is not None:
+        if not chosen.isdecimal() or not 1 <= int(chosen) <= 1024:
+            raise SettingError(
+                f"JAXSPEC_NUM_THREADS is {chosen!r}; make it a whole number from 1 to 1024, or "
+                f"leave it out."
+            )
+        return int(chosen)
+    # macOS does not say which cores a process may use.
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return min(len(usable) or os.cpu_count() or 1, 16)
 
 
 def _build() -> pathlib.Path:

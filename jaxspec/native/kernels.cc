@@ -176,6 +176,8 @@ inline void Pause() {
 // There is one team: a caller that finds it at work runs its loop alone.
 class Team {
  public:
+  static inline int wanted_threads = 1;  // read when the team is first needed
+
   static Team& Get() {
     static Team* const team = new Team();  // never destroyed: its threads run until the process ends
     return *team;
@@ -205,8 +207,7 @@ class Team {
  private:
   static constexpr int kSpins = 1 << 14;
 
-  Team() {
-    num_helpers_ = std::clamp<int>(std::thread::hardware_concurrency(), 1, 16) - 1;
+  Team() : num_helpers_(wanted_threads - 1) {
     for (int i = 0; i < num_helpers_; ++i) std::thread([this] { Help(); }).detach();
   }
 
@@ -242,7 +243,7 @@ class Team {
     }
   }
 
-  int num_helpers_ = 0;
+  const int num_helpers_;
   std::mutex mutex_, sleep_;
   std::condition_variable wake_;
   void (*run_)(const void*, int64_t) = nullptr;
@@ -659,3 +660,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention, AttentionHandler,
                                   .Attr<int64_t>("sliding_window"));
 
 extern "C" int jaxspec_num_lanes() { return kLanes; }
+
+extern "C" void jaxspec_want_threads(int count) { Team::wanted_threads = count; }
