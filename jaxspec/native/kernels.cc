@@ -285,18 +285,19 @@ void Widen(const T* x, float* to, int64_t size) {
 }
 
 // kRows rows times kVectors vectors of columns, sums held in registers over all inputs. Of the last
-// vector `count` columns exist; where that is all of them, kIsWhole, the compiler is told so.
+// vector `count` columns exist; where that is all of them, kIsWhole, the compiler is told so. The
+// columns that begin at `ahead` are fetched meanwhile: a tile jumps from row to row of the weights,
+// which no prefetcher of the hardware follows.
 template <typename T, typename Out, int kRows, int kVectors, bool kIsWhole>
-void Tile(const float* x, const T* weight, const T* residual, Out* y, int64_t num_inputs,
-          int64_t num_outputs, int64_t count) {
+void Tile(const float* x, const T* weight, const T* ahead, const T* residual, Out* y,
+          int64_t num_inputs, int64_t num_outputs, int64_t count) {
   const auto exist = [=](int v) { return kIsWhole || v + 1 < kVectors ? kLanes : count; };
   Vector sums[kRows][kVectors] = {};
   for (int64_t k = 0; k < num_inputs; ++k) {
     const T* row = weight + k * num_outputs;
     Vector columns[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      // A tile jumps from row to row of the weights, which no prefetcher of the hardware follows.
-      __builtin_prefetch(row + 12 * num_outputs + v * kLanes);
+      __builtin_prefetch(ahead + k * num_outputs + v * kLanes);
       columns[v] = Load(row + v * kLanes, exist(v));
     }
     for (int r = 0; r < kRows; ++r) {
@@ -318,16 +319,18 @@ constexpr auto TilesOfRows(std::integer_sequence<int, kRows...>) {
   return std::array{Tile<T, Out, kRows + 1, kVectors, kIsWhole>...};
 }
 
-// All rows of a strip of columns, in tiles of equal height, or one row less.
+// All rows of a strip of columns, in tiles of equal height, or one row less. The first tile fetches
+// its weights some rows ahead, the second one those of the strip that comes next.
 template <typename T, typename Out, int kVectors, bool kIsWhole>
-void Strip(const float* x, const T* weight, const T* residual, Out* y, int64_t num_rows,
-           int64_t num_inputs, int64_t num_outputs, int64_t count) {
+void Strip(const float* x, const T* weight, const T* next, const T* residual, Out* y,
+           int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int64_t count) {
   static constexpr auto kTiles = TilesOfRows<T, Out, kVectors, kIsWhole>(
       std::make_integer_sequence<int, kTileRows>());
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t row = num_rows * tile / num_tiles, stop = num_rows * (tile + 1) / num_tiles;
-    kTiles[stop - row - 1](x + row * num_inputs, weight,
+    const T* const ahead = tile == 0 ? weight + 12 * num_outputs : tile == 1 ? next : weight;
+    kTiles[stop - row - 1](x + row * num_inputs, weight, ahead,
                            residual ? residual + row * num_outputs : nullptr,
                            y + row * num_outputs, num_inputs, num_outputs, count);
   }
@@ -364,15 +367,18 @@ void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* w
   const int64_t least = (num_whole + kTileVectors - 1) / kTileVectors;
   const int64_t num_strips =
       std::min(num_whole, (least + num_threads - 1) / num_threads * num_threads);
+  const auto begin_of = [=](int64_t strip) {
+    return strip < num_strips ? num_whole * strip / num_strips : num_whole;
+  };
   Team::Get().For(num_strips + (rest > 0), [=](int64_t strip) {
-    const int64_t begin = strip < num_strips ? num_whole * strip / num_strips : num_whole;
-    const int64_t end = strip < num_strips ? num_whole * (strip + 1) / num_strips : num_whole;
+    const int64_t begin = begin_of(strip), end = begin_of(strip + 1);
     auto run = Strip<T, Out, 1, false>;
     if (end - begin == 1) run = Strip<T, Out, 1, true>;
     if (end - begin == 2) run = Strip<T, Out, 2, true>;
     if (end - begin == 3) run = Strip<T, Out, 3, true>;
     const int64_t at = begin * kLanes;
-    run(inputs, weight + at, residual ? residual + at : nullptr, y + at, num_rows, num_inputs,
+    const T* const next = weight + begin_of(strip + num_threads) * kLanes;
+    run(inputs, weight + at, next, residual ? residual + at : nullptr, y + at, num_rows, num_inputs,
         num_outputs, rest);
   });
 }
