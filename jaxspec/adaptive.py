@@ -2,8 +2,9 @@
 
 A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n` tokens per row,
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
-3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds. The
-controller takes the n with the highest `E(n) / t(n)`. It measures `a_j` on the rows that are
+3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds, among
+them the round's share of what the drafter reads of prompts. The controller takes the n with the
+highest `E(n) / t(n)`. It measures `a_j` on the rows that are
 running, forgetting slowly. `t(n)` is measured once, with the engine's own programs, at a short and
 at a long context; shapes are static, so a round costs the same however many seats are taken. Given
 those times, the same acceptance leads to the same choices.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 CLEAR_GAIN = 0.05  # by which drafts must be faster than none, and another draft length than this
@@ -184,25 +185,40 @@ class DraftLengthController:
             cumulative.append(all_before)
         return tuple(cumulative)
 
-    def tokens_per_s(self, draft_length: int, context: int) -> float:
-        """Expected, of one row."""
+    def tokens_per_s(self, draft_length: int, context: int, chunks_per_token: float = 0.0) -> float:
+        """Expected, of one row; `chunks_per_token` as in `choose`."""
         emitted = 1.0 + sum(self.acceptance()[:draft_length])
-        return emitted / self.times.of(draft_length, context)
+        seconds = self.times.of(draft_length, context)
+        if draft_length > 0:
+            seconds += emitted * chunks_per_token * self.times.chunk_s
+        return emitted / seconds
 
-    def choose(self, *, context: int, num_rounds: int, num_unread_chunks: int) -> Choice:
+    def choose(
+        self,
+        *,
+        context: int,
+        num_rounds: int,
+        count_unread: Callable[[], int],
+        chunks_per_token: float = 0.0,
+    ) -> Choice:
         """The draft length of the next rounds.
 
         Args:
           context: committed tokens of the longest running row.
           num_rounds: most rounds to the next decision.
-          num_unread_chunks: that the drafter would have to read first, of all rows.
+          count_unread: chunks that the drafter would have to read first, of all rows; asked only
+            where a trial could be afforded but for them.
+          chunks_per_token: of prompts, that a drafter in use reads for each token that a row emits,
+            summed over the rows.
         """
-        rates = [self.tokens_per_s(n, context) for n in range(len(self.times.short_s))]
+        rates = [
+            self.tokens_per_s(n, context, chunks_per_token) for n in range(len(self.times.short_s))
+        ]
         if self._current == 0 and not self._is_trial:
             drafting = max(range(1, len(rates)), key=rates.__getitem__)
             more_s = self.times.of(drafting, context) - self.times.of(0, context)
-            trial_s = num_unread_chunks * self.times.chunk_s + TRIAL_ROUNDS * max(more_s, 0.0)
-            self._is_trial = trial_s <= TRIAL_SHARE * self._plain_s
+            left_s = TRIAL_SHARE * self._plain_s - TRIAL_ROUNDS * max(more_s, 0.0)
+            self._is_trial = left_s >= 0 and count_unread() * self.times.chunk_s <= left_s
             if not self._is_trial:
                 return Choice(draft_length=0, num_rounds=num_rounds)
             return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))

@@ -971,10 +971,13 @@ class Engine:
             longest = min(longest, self._choice.draft_length)
         self._run_at(longest, num_rounds, min_running)
 
+    def _window_for(self, draft_length: int) -> int:
+        """The narrowest window that there is for so many drafts."""
+        return min(window for window in self.windows if window > draft_length)
+
     def _run_at(self, draft_length: int, num_rounds: int, min_running: np.ndarray) -> None:
         """Runs rounds in the narrowest window there is for so many drafts."""
-        width = min(width for width in self.windows if width > draft_length)
-        run = self._narrow_runs.get(width, self._run)
+        run = self._narrow_runs.get(self._window_for(draft_length), self._run)
         self._state = run(
             self._params, self.state, np.int32(num_rounds), self._per_shard(min_running)
         )
@@ -1089,15 +1092,27 @@ class Engine:
         """Sets the draft length of all rows for the next rounds; returns after how many to choose
         again."""
         assert self._controller is not None
-        lags, self._first_round = self._lags(), jax.device_get(self.state.num_rounds)
-        num_chunks = sum(-(-lag // self.shape.prefill_chunk) for lag in lags.values())
+        self._first_round = jax.device_get(self.state.num_rounds)
+        lags = functools.cache(self._lags)
+        drafting = [ticket.request for ticket in self._running if ticket.draft_length > 0]
         self._choice = self._controller.choose(
-            context=self._longest_context, num_rounds=num_rounds, num_unread_chunks=num_chunks
+            context=self._longest_context,
+            num_rounds=num_rounds,
+            count_unread=lambda: sum(map(self._num_chunks, lags().values())),
+            chunks_per_token=sum(
+                self._num_chunks(len(request.prompt_token_ids)) / request.params.max_tokens
+                for request in drafting
+            ),
         )
         if self._choice.draft_length > 0:
-            self._catch_up_rows(lags)
-        self._limit_drafts(self._choice.draft_length)
+            self._catch_up_rows(lags())
+        if self._window_for(self._choice.draft_length) > 1:  # in a window of one nobody drafts
+            self._limit_drafts(self._choice.draft_length)
         return self._choice.num_rounds
+
+    def _num_chunks(self, num_tokens: int) -> int:
+        """In which so many tokens are read."""
+        return -(-num_tokens // self.shape.prefill_chunk)
 
     def _lags(self) -> dict[int, int]:
         """Committed tokens that the drafter has not seen, of running rows that would draft and for

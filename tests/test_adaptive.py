@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -49,7 +50,9 @@ class World:
         controller, emitted, seconds, done = self.controller, 0, 0.0, 0
         while done < num_rounds:
             chunks = self.num_rows * -(-self.lag // 128)
-            choice = controller.choose(context=100, num_rounds=32, num_unread_chunks=chunks)
+            choice = controller.choose(
+                context=100, num_rounds=32, count_unread=functools.partial(int, chunks)
+            )
             n, rounds = choice.draft_length, choice.num_rounds
             self.chosen.append(n)
             right = self.random.random((rounds, self.num_rows, n)) < chance
@@ -112,6 +115,21 @@ def test_drafts_that_become_good_are_found_again():
     world.decode(0.9, 3000)
     assert world.controller.draft_length == LONGEST
     assert speed(world, 0.9) > 1.5
+
+
+def test_prompts_that_the_drafter_must_read_count_against_drafts():
+    settings = {"context": 100, "num_rounds": 32, "count_unread": lambda: 0}
+    seen = {"draft_length": 4, "context": 100, "num_rounds": 99, "num_row_rounds": 800}
+
+    def chosen(chunks_per_token):
+        controller = DraftLengthController(times(chunk=1.0))
+        controller.note(**seen, num_accepted_at=(560, 392, 274, 192))  # 0.7 each: 2.77 a round
+        return controller.choose(**settings, chunks_per_token=chunks_per_token).draft_length
+
+    # Four drafts take 1.6 s for 2.77 tokens, three 1.45 s for 2.53, plain decoding 1 s for one; the rest is for reading.
+    assert chosen(0.0) >= 3
+    assert chosen(0.3) >= 3
+    assert chosen(0.5) == 0
 
 
 def test_it_keeps_its_mind_between_equals():
