@@ -238,8 +238,8 @@ class LanguageModel:
         silently.
       kernels: `xla`; `native` for products and attention in C++ on a CPU (`native`); or `pallas`
         for the attention of `attention_pallas`, for GPUs (elsewhere it is interpreted, for tests).
-        They sum in other orders, so outputs differ at ties within rounding. A mesh that splits the
-        model takes `xla` only.
+        They sum in other orders, so outputs differ at ties within rounding. On a mesh that splits
+        the model `native` leaves all to `xla`, and `pallas` is refused.
 
     Raises:
       SettingError: unknown kernels, or such as cannot be used here.
@@ -278,7 +278,7 @@ class LanguageModel:
           SettingError: it does not divide the heads, the feed-forward or the vocabulary, or the
             kernels cannot be split.
         """
-        if num_shards > 1 and self.kernels != "xla":
+        if num_shards > 1 and self.kernels == "pallas":
             raise SettingError(
                 f"The model {self.name} has kernels={self.kernels!r}, which a mesh axis model of "
                 f"{num_shards} devices cannot split; load it with kernels='xla'."

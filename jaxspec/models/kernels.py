@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jaxspec import cache as kv
 from jaxspec import native
@@ -72,12 +73,20 @@ class Kernels:
         return heads, layer
 
 
+def _is_split() -> bool:
+    """Whether what is traced now is for a mesh axis that XLA splits by itself: for a call that it
+    does not know it would bring all parts together on every device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
+
+
 class NativeKernels(Kernels):
     """Those of `native`, and XLA's for what these cannot do."""
 
     def attend(self, config, params, qkv, angles, layer, table, window, **settings):
         """As `Kernels.attend`."""
-        if not native.is_attention_supported(qkv, layer, table, window):
+        if _is_split() or not native.is_attention_supported(qkv, layer, table, window):
             return super().attend(config, params, qkv, angles, layer, table, window, **settings)
         cos, signed_sin = angles
         pair = (Ellipsis, 1) if config.rope.is_interleaved else (Ellipsis, 1, slice(None))
@@ -98,7 +107,7 @@ class NativeKernels(Kernels):
 
 
 def _native_product(x: jax.Array, weight: jax.Array, **settings) -> jax.Array:
-    is_supported = native.is_product_supported(x, weight)
+    is_supported = not _is_split() and native.is_product_supported(x, weight)
     return (native.product if is_supported else product)(x, weight, **settings)
 
 

@@ -24,6 +24,12 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -47,6 +53,22 @@ struct VectorOf {
 };
 using Vector = VectorOf<float, kLanes>::type;
 using Integers = VectorOf<int32_t, kLanes>::type;
+
+inline Vector Splat(float x) { return x - Vector{}; }
+
+// a * b + c. Said and not left to the compiler (-ffp-contract=off): it fuses here and not there, and
+// tiles of different heights would differ in their last bits.
+inline Vector MulAdd(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 
 template <typename To, typename From>
 inline To Bits(From from) {
@@ -143,15 +165,14 @@ inline Vector Sums(Vector (&x)[kLanes]) {
 // Cody and Waite's reduction to |r| <= log(2) / 2, and the polynomial of the Cephes library.
 inline Vector Exp(Vector x) {
   const float kShift = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const Vector shifted = x * 1.44269504f + kShift;
+  const Vector shifted = MulAdd(x, Splat(1.44269504f), Splat(kShift));
   const Vector n = shifted - kShift;
-  const Vector r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  const Vector r = MulAdd(n, Splat(2.12194440e-4f), MulAdd(n, Splat(-0.693359375f), x));
+  Vector p = MulAdd(r, Splat(1.9875691500e-4f), Splat(1.3981999507e-3f));
+  for (float next : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = MulAdd(p, r, Splat(next));
+  }
+  p = MulAdd(p, r * r, r) + 1.0f;
   p *= Bits<Vector>((Bits<Integers>(shifted) << 23) + (127 << 23));
   return x < -87.0f ? Vector{} : p;
 }
@@ -261,7 +282,7 @@ void Norm(const In* x, const T* weight, float epsilon, float* to, int64_t size) 
   Vector squares = {};
   for (int64_t i = 0; i < size; i += kLanes) {
     const Vector part = Load(x + i, size - i);
-    squares += part * part;
+    squares = MulAdd(part, part, squares);
   }
   const float scale = 1.0f / std::sqrt(Sum<kLanes>(squares) / static_cast<float>(size) + epsilon);
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -301,7 +322,8 @@ void Tile(const float* x, const T* weight, const T* ahead, const T* residual, Ou
       columns[v] = Load(row + v * kLanes, exist(v));
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += x[r * num_inputs + k] * columns[v];
+      const Vector input = Splat(x[r * num_inputs + k]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = MulAdd(input, columns[v], sums[r][v]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -459,9 +481,10 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
   }
   const int64_t length = (std::max<int64_t>(last - first, 0) + kLanes - 1) / kLanes * kLanes;
   thread_local std::vector<float> scratch;
-  scratch.resize((length + kSize) * num_queries);
-  float* const scores = scratch.data();
+  scratch.resize((length + kSize + 1) * num_queries);
+  float* const scores = scratch.data();  // [num_queries, length], then weights
   float* const queries = scores + length * num_queries;
+  float* const totals = queries + kSize * num_queries;  // of each query's weights
 
   for (int64_t t = 0; t < in.window; ++t) {
     const int64_t token = row * in.window + t;
@@ -508,7 +531,8 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
       for (int lane = 0; lane < kLanes; ++lane) {
         products[lane] = wide[0] * Load(keys + lane * kSize);
         for (int i = 1; i < kVectors; ++i) {
-          products[lane] += wide[i] * Load(keys + lane * kSize + i * kLanes);
+          const Vector key = Load(keys + lane * kSize + i * kLanes);
+          products[lane] = MulAdd(wide[i], key, products[lane]);
         }
       }
       const Vector sums = Sums(products);
@@ -520,15 +544,15 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
     }
     float most = highest[0];
     for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
-    Vector totals = {};
+    Vector total = {};
     for (int64_t slot = begin / kLanes * kLanes; slot < end; slot += kLanes) {
       Vector weights = Exp(Load(of_slot + slot) - most);
       for (int64_t lane = 0; lane < begin - slot; ++lane) weights[lane] = 0.0f;
       for (int64_t lane = end - slot; lane < kLanes; ++lane) weights[lane] = 0.0f;
-      totals += weights;
+      total += weights;
       Store(of_slot + slot, Round<T>(weights));
     }
-    queries[query * kSize] = Sum<kLanes>(totals);  // the query itself has done its work
+    totals[query] = Sum<kLanes>(total);
   }
 
   // As many queries at a time as the registers hold share what they all see.
@@ -537,8 +561,10 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
     const int count = std::min<int64_t>(kTogether, num_queries - start);
     Vector sums[kTogether][kVectors] = {};
     const auto add = [&](int q, int64_t slot, const T* value) {
-      const float weight = scores[(start + q) * length + slot - first];
-      for (int i = 0; i < kVectors; ++i) sums[q][i] += weight * Load(value + i * kLanes);
+      const Vector weight = Splat(scores[(start + q) * length + slot - first]);
+      for (int i = 0; i < kVectors; ++i) {
+        sums[q][i] = MulAdd(weight, Load(value + i * kLanes), sums[q][i]);
+      }
     };
     int64_t shared_begin = 0, shared_end = capacity;
     for (int q = 0; q < count; ++q) {
@@ -561,11 +587,10 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
     for (int q = 0; q < count; ++q) {
       const int64_t query = start + q, end = end_of(query);
       for (int64_t slot = shared_end; slot < end; ++slot) add(q, slot, at_slot(in.v, slot));
-      const float total = queries[query * kSize];
       const int64_t token = row * in.window + query / in.group;
       T* const to = in.output + (token * in.num_heads * in.group + head * in.group +
                                  query % in.group) * kSize;
-      for (int i = 0; i < kVectors; ++i) Store(to + i * kLanes, Round<T>(sums[q][i] / total));
+      for (int i = 0; i < kVectors; ++i) Store(to + i * kLanes, Round<T>(sums[q][i] / totals[query]));
     }
   }
 }
