@@ -54,7 +54,15 @@ struct VectorOf {
 using Vector = VectorOf<float, kLanes>::type;
 using Integers = VectorOf<int32_t, kLanes>::type;
 
-inline Vector Splat(float x) { return x - Vector{}; }
+inline Vector Splat(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX__)
+  return _mm256_set1_ps(x);
+#else
+  return Vector{x, x, x, x};
+#endif
+}
 
 // a * b + c. Said and not left to the compiler (-ffp-contract=off): it fuses here and not there, and
 // tiles of different heights would differ in their last bits.
