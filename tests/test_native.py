@@ -367,6 +367,38 @@ def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype
     assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
 
 
+FAMILIES = {
+    "llama": {"has_qk_norm": False},
+    "mistral": {"has_qk_norm": False, "sliding_windows": (16, 16)},
+    "qwen2": {"has_qk_norm": False, "has_qkv_bias": True},
+    "qwen3": {},
+    "glm4": {
+        "has_qk_norm": False,
+        "has_qkv_bias": True,
+        "has_sandwich_norms": True,
+        "rope": RopeConfig(theta=1e4, rotary_size=32, is_interleaved=True),
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_give_the_same_bits_in_every_family(family):
+    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)} | FAMILIES[family]
+    target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
+    prompts = toy.prompts((3, 40, 20))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    shape = {"seats": 3, "capacity": 128, "scheduler": jaxspec.Static()}
+    tokens, bits = committed(Engine(target, **shape), prompts, params)
+    drafter = jaxspec.Oracle(
+        [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
+        acceptance=0.7,
+    )
+    drafted, drafted_bits = committed(Engine(target, drafter, **shape), prompts, params)
+    assert drafted == tokens
+    for ours, theirs in zip(drafted_bits, bits, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
     target, draft = (load_model(name, kernels="xla") for name in ("demo-target", "demo-draft"))
     prompts, params = ["Once upon a time"], SamplingParams(max_tokens=40, ignore_eos=True)

@@ -28,6 +28,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def _build() -> pathlib.Path:
     compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
     if compiler is None:
         raise _BuildError(f"no C++ compiler was found ({named or ', '.join(COMPILERS)})")
-    what = [SOURCE.read_text(), *OPTIONS, compiler, jax.ffi.include_dir(), jax.__version__, _cpu()]
+    what = [SOURCE.read_text(), *OPTIONS, compiler, version("jaxlib"), _cpu()]
     digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
     path = cache_directory() / KERNELS_DIRECTORY / f"kernels-{digest}.so"
     if path.exists():
