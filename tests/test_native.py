@@ -427,6 +427,7 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     is_supported = native.is_attention_supported
     assert is_supported(qkv, layer, table, window)
     assert not is_supported(qkv.astype(jnp.float16), layer, table, window)
+    assert not is_supported(qkv.astype(jnp.bfloat16), layer, table, window)  # beside fp32 KV
     assert not is_supported(qkv[..., :24], layer, table, window)
     aligned = kv.AlignedTable(pages=table, first_slot=window.start)
     assert not is_supported(qkv, layer, aligned, window)
@@ -437,6 +438,9 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     x, weight = jnp.zeros((native.MAX_ROWS + 1, 8)), jnp.zeros((8, 8))
     assert not native.is_product_supported(x, weight)
     assert native.is_product_supported(x[1:], weight)
+    gated = jnp.zeros((native.MAX_ROWS, 2, 8))
+    assert native.is_product_supported(gated, weight, is_gated=True)
+    assert not native.is_product_supported(x[1:], weight.astype(jnp.bfloat16))
     # They are handed on, and so are models of such shapes.
     half = toy.model(dtype=jnp.float16, kernels="native")
     done = Engine(half, NGram(), seats=1, capacity=256).generate(

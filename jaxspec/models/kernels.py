@@ -106,9 +106,12 @@ class NativeKernels(Kernels):
         )
 
 
-def _native_product(x: jax.Array, weight: jax.Array, **settings) -> jax.Array:
-    is_supported = not _is_split() and native.is_product_supported(x, weight)
-    return (native.product if is_supported else product)(x, weight, **settings)
+def _native_product(
+    x: jax.Array, weight: jax.Array, *, is_gated: bool = False, **settings
+) -> jax.Array:
+    is_supported = native.is_product_supported(x, weight, is_gated=is_gated)
+    multiply = native.product if is_supported and not _is_split() else product
+    return multiply(x, weight, is_gated=is_gated, **settings)
 
 
 XLA = Kernels()

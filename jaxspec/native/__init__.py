@@ -137,9 +137,10 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
-def is_product_supported(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether `product` takes these: fp32 or bf16, at most `MAX_ROWS` rows."""
-    return x.dtype in _DTYPES and x.size <= MAX_ROWS * weight.shape[0]
+def is_product_supported(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -> bool:
+    """Whether `product` takes these: both fp32 or both bf16, at most `MAX_ROWS` rows."""
+    num_rows = math.prod(x.shape[: -2 if is_gated else -1])
+    return x.dtype in _DTYPES and x.dtype == weight.dtype and num_rows <= MAX_ROWS
 
 
 def product(
@@ -175,12 +176,14 @@ def product(
 def is_attention_supported(
     qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
 ) -> bool:
-    """Whether `attend` takes these: fp32 or bf16, a chain and no tree, the ragged layout, a head of
-    as many numbers as 1, 2, 4, ... 32 vectors hold, at most `MAX_QUERIES` queries."""
+    """Whether `attend` takes these: fp32 or bf16, as is the KV, a chain and no tree, the ragged
+    layout, a head of as many numbers as 1, 2, 4, ... 32 vectors hold, at most `MAX_QUERIES`
+    queries."""
     num_lanes, _ = _load()
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (
         qkv.dtype in _DTYPES
+        and layer.k.dtype == (jnp.uint16 if qkv.dtype == jnp.bfloat16 else qkv.dtype)
         and window.paths is None
         and not isinstance(table, kv.AlignedTable)
         and head_size in [num_lanes << power for power in range(6)]
