@@ -452,11 +452,11 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
 ON_A_MESH = """
 import jax, numpy as np
 import jaxspec
-target, draft = (jaxspec.load_model(name) for name in ("demo-target", "demo-draft"))
+target = jaxspec.load_model("demo-target")
 prompts, params = ["Once upon a time", "def main():"], jaxspec.SamplingParams(max_tokens=12)
 for shape in ((1, 1), (2, 1), (1, 2)):
     mesh = jax.make_mesh(shape, ("data", "model")) if shape != (1, 1) else None
-    engine = jaxspec.Engine(target, jaxspec.DraftModel(draft), seats=2, capacity=128, mesh=mesh)
+    engine = jaxspec.Engine(target, jaxspec.NGram(), seats=2, capacity=128, mesh=mesh)
     tokens = [done.token_ids for done in engine.generate(prompts, params)]
     number = np.int32(1) if mesh is None else np.ones(shape[0], np.int32)
     text = engine._run.lower(engine._params, engine.state, np.int32(1), number).as_text()
