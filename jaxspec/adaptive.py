@@ -4,10 +4,10 @@ A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
 3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds, among
 them the round's share of what the drafter reads of prompts. The controller takes the n with the
-highest `E(n) / t(n)`. It measures `a_j` on the rows that are
-running, forgetting slowly. `t(n)` is measured once, with the engine's own programs, at a short and
-at a long context; shapes are static, so a round costs the same however many seats are taken. Given
-those times, the same acceptance leads to the same choices.
+highest `E(n) / t(n)`. It measures `a_j` on the rows that are running, forgetting slowly. What a
+round takes is measured once, with the engine's own programs, at a short and at a long context;
+shapes are static, so a round costs the same however many seats are taken. Given those times, the
+same acceptance leads to the same choices.
 
 Two things keep it from harm. It drafts, and changes its mind, only for a clear gain. And once plain
 decoding has won, drafts are tried again only when the trial, whatever comes of it, costs a small

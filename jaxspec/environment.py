@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxspec import native
 from jaxspec.directories import COMPILED_DIRECTORY, cache_directory
 from jaxspec.models.kernels import default_kernels
 
@@ -58,7 +59,8 @@ def versions() -> dict[str, str]:
 
 def devices(num_used: int = 1) -> dict[str, Any]:
     """Platform, kinds and number of devices, how many of them an engine uses, and the kernels that
-    models are loaded with."""
+    models are loaded with (None on a CPU where none was loaded: to find out may take compiling)."""
+    is_known = jax.default_backend() != "cpu" or native.is_tried()
     local = jax.local_devices()
     return {
         "platform": jax.default_backend(),
@@ -67,7 +69,7 @@ def devices(num_used: int = 1) -> dict[str, Any]:
         "num_used": num_used,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        "kernels": default_kernels(),
+        "kernels": default_kernels() if is_known else None,
     }
 
 

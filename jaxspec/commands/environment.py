@@ -12,6 +12,7 @@ from rich.table import Table
 from jaxspec import native
 from jaxspec.commands.documents import make_document
 from jaxspec.environment import devices_sentence
+from jaxspec.models.kernels import default_kernels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class EnvCommand:
 
     def run(self, console: Console) -> dict[str, Any]:
         """Prints and returns the JSON document."""
+        default_kernels()  # compiles them where that has not been done
         document = make_document("env", self)
         devices = document["devices"]
         table = Table(show_header=False)

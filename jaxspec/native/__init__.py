@@ -61,6 +61,11 @@ def problem() -> str | None:
     return _load()[1]
 
 
+def is_tried() -> bool:
+    """Whether somebody has asked for `problem`: it takes seconds where they must be compiled."""
+    return _load.cache_info().currsize > 0
+
+
 @functools.cache
 def _load() -> tuple[int, str | None]:
     """Lanes of a vector, and what `problem` says; registers the kernels with JAX."""
