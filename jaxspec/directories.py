@@ -40,5 +40,5 @@ def write_atomically(path: Path, content: bytes) -> None:
                 raise
     except OSError as error:
         raise SettingError(
-            f"The result {path} cannot be written ({error.strerror}); name another place."
+            f"The file {path} cannot be written ({error.strerror}); name another."
         ) from error

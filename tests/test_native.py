@@ -586,6 +586,16 @@ def test_they_are_compiled_once(tmp_path):
     assert [path.suffix for path in kept] == [".so"]
 
 
+def test_a_command_that_loads_no_model_compiles_nothing(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "jaxspec", "cache", "list", "--json"],
+        env={**os.environ, "JAXSPEC_CACHE": str(tmp_path)},
+        capture_output=True,
+        check=True,
+    )
+    assert not (tmp_path / ".kernels").exists()
+
+
 def test_xla_is_what_is_left_where_there_are_none():
     assert type(XLA) is kernels.Kernels
     assert XLA.product is layers.product

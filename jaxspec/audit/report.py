@@ -8,7 +8,6 @@ import io
 import math
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.table import Table
 from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.levels import CLAIMS, EngineAudit, Level
 from jaxspec.audit.others import OutputsAudit
+from jaxspec.directories import write_atomically
 from jaxspec.errors import SettingError
 
 COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "#c98a1b"}
@@ -339,24 +339,7 @@ def write_html(report: Report, path: str | os.PathLike) -> None:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     tables = [*report.tables, *([report.divergence_table] if report.divergences else [])]
     page = environment.from_string(_PAGE).render(report=report, tables=tables, plots=plots)
-    target = pathlib.Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            try:
-                file.write(page)
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise SettingError(
-            f"The report {target} cannot be written ({error.strerror}); name another file."
-        ) from error
+    write_atomically(pathlib.Path(path), page.encode())
 
 
 def make_plots(report: Report) -> list[tuple[str, Any]]:
