@@ -17,7 +17,7 @@ from convert import glm4, hf_config, hf_reader, llama, mistral, qwen2, qwen3
 from convert.mapping import Family, Leaf
 from convert.tokenizer import convert_tokenizer
 from convert.writer import stream_params
-from jaxspec import checkpoint
+from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from convert.hf_config import HFConfig
-from jaxspec.checkpoint import check_free_space
+from jaxspec.checkpoint.resolve import check_free_space
 from jaxspec.errors import CheckpointError, ModelError
 
 _SAFETENSORS_DTYPES = {

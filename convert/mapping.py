@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from convert.hf_config import HFConfig
-from jaxspec.checkpoint import LeafPath
+from jaxspec.checkpoint.resolve import LeafPath
 from jaxspec.models.config import ModelConfig
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from convert.hf_reader import Tensors
 from convert.mapping import Leaf
-from jaxspec.checkpoint import LeafPath, leaf_shapes, write_params
+from jaxspec.checkpoint.resolve import LeafPath, leaf_shapes, write_params
 from jaxspec.models.config import ModelConfig
 
 _SCRATCH_FROM_BYTES = 64 * 2**20

@@ -10,12 +10,12 @@ _os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from jaxspec import types
 from jaxspec.analysis.compare import DrafterComparison, compare
 from jaxspec.analysis.plots import plot_acceptance
-from jaxspec.checkpoint import load_model, save_model
+from jaxspec.checkpoint.resolve import load_model, save_model
 from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.oracle import Oracle
-from jaxspec.engine import Engine, Progress, StreamOutput
+from jaxspec.engine.engine import Engine, Progress, StreamOutput
 from jaxspec.errors import (
     CheckpointError,
     ConformanceError,
@@ -29,8 +29,11 @@ from jaxspec.errors import (
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS, random_model
-from jaxspec.requests import Acceptance, Completion, Completions, Request, SamplingParams
+from jaxspec.requests.completions import Completion, Completions
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
 
 __version__ = "0.1.0"

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import cache as kv
-from jaxspec.engine import Engine
+from jaxspec.cache import pages as kv
+from jaxspec.engine.engine import Engine
 from jaxspec.types import DecodeState
 
 

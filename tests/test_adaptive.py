@@ -13,14 +13,14 @@ import tiny
 import toy
 
 import jaxspec
-from jaxspec import adaptive
-from jaxspec import engine as engine_module
-from jaxspec.adaptive import DraftLengthController, RoundTimes
+from jaxspec.decode.buckets import ladder_windows
 from jaxspec.drafters.base import StatelessDrafter
-from jaxspec.engine import Engine
+from jaxspec.engine import adaptive
+from jaxspec.engine import engine as engine_module
+from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.ladder import ladder_windows
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 
 LONGEST = 4
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec import cache as kv
-from jaxspec.attention import block_attention
+from jaxspec.cache import pages as kv
+from jaxspec.kernels.xla import block_attention
 from jaxspec.types import Window
 
 HEADS, GROUP, SIZE = 2, 3, 8

@@ -10,11 +10,12 @@ import pytest
 import ties
 import toy
 
-from jaxspec import Engine, NGram, SamplingParams, attention_pallas, load_model
-from jaxspec import cache as kv
-from jaxspec.attention import block_attention
-from jaxspec.attention_pallas import SPLIT_LENGTH, is_supported, pallas_attention
+from jaxspec import Engine, NGram, SamplingParams, load_model
+from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
+from jaxspec.kernels import pallas as attention_pallas
+from jaxspec.kernels.pallas import SPLIT_LENGTH, is_supported, pallas_attention
+from jaxspec.kernels.xla import block_attention
 from jaxspec.models.config import RopeConfig
 from jaxspec.types import Window
 

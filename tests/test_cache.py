@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec import cache as kv
+from jaxspec.cache import pages as kv
 
 HEADS, SIZE = 2, 4
 

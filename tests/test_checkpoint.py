@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 
 import convert
-from jaxspec import checkpoint
-from jaxspec.checkpoint import (
+from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.checkpoint.resolve import (
     cached_models,
     load_converted,
     load_model,
     remove_cached_model,
     save_model,
 )
-from jaxspec.directories import KERNELS_DIRECTORY
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.runtime.directories import KERNELS_DIRECTORY
 
 CONFIG = ModelConfig(
     family="llama",
@@ -178,7 +178,7 @@ def test_damaged_checkpoints(tmp_path):
 
 def test_importing_the_package_imports_neither_transformers_nor_convert():
     code = (
-        "import sys, jaxspec.checkpoint; "
+        "import sys, jaxspec.checkpoint.resolve; "
         "sys.exit(any(name in sys.modules for name in ('transformers', 'torch', 'convert')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -393,7 +393,7 @@ def test_two_conversions_at_once_share_the_first(hf, monkeypatch):
 
 
 def test_processes_that_convert_the_same_model_at_once(hf, cache):
-    code = "import sys; from jaxspec.checkpoint import load_model; load_model(sys.argv[1])"
+    code = "import sys; from jaxspec.checkpoint.resolve import load_model; load_model(sys.argv[1])"
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(hf)], cwd=Path(__file__).parents[1])
         for _ in range(3)

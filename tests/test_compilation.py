@@ -10,8 +10,8 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Static
 
 SMALL = {"num_kv_heads": 1, "num_query_heads": 2, "head_size": 8}  # one KV head: the hard layout

@@ -7,10 +7,11 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import decoding, sampling
-from jaxspec.engine import Engine
+from jaxspec import sampling
+from jaxspec.decode import loop as decoding
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Finish, Origin
 
 WINDOW = 5

@@ -5,7 +5,7 @@ import pathlib
 import re
 
 import jaxspec
-import jaxspec.engine
+import jaxspec.engine.engine
 from jaxspec.commands.drafters import make_drafter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ def test_the_library_examples_of_the_readme_run():
 
 
 def test_docstring_examples_run():
-    results = doctest.testmod(jaxspec.engine)
+    results = doctest.testmod(jaxspec.engine.engine)
     assert results.attempted > 0
     assert results.failed == 0
 

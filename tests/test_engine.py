@@ -22,9 +22,9 @@ from jaxspec import (
     Typical,
     sampling,
 )
-from jaxspec.engine import Progress
+from jaxspec.decode.settings import MAX_STOP_TOKENS
+from jaxspec.engine.engine import Progress
 from jaxspec.errors import ModelError, PromptError, SettingError
-from jaxspec.loops import MAX_STOP_TOKENS
 from jaxspec.types import Origin, Window
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))

@@ -25,8 +25,8 @@ from jaxspec import (
     SettingError,
     Static,
 )
-from jaxspec import engine as engine_module
-from jaxspec.models.base import TextTokenizer
+from jaxspec.engine import engine as engine_module
+from jaxspec.models.tokenizer import TextTokenizer
 
 SEATS = 2
 PROMPTS = toy.prompts((3, 9, 1, 40, 6, 17))
@@ -410,10 +410,10 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     assert 1 <= seats < 2**24
 
     # Exactly what is named fits, one seat or one block more does not.
-    monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: nbytes)
+    monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: nbytes)
     Engine(target, DraftModel(target), seats=3, capacity=256)
     with pytest.raises(SettingError, match=r"fits is 3 seats .* or a capacity of 128 with these"):
         Engine(target, DraftModel(target), seats=4, capacity=256)
-    monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: 100)
+    monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 100)
     with pytest.raises(SettingError, match="choose a smaller model"):
         Engine(target, seats=1, capacity=128)

@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from jaxspec import environment
+from jaxspec.runtime import environment
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_sha256_of(tmp_path):
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
     code = (
         "import jax, toy\n"
-        "from jaxspec.engine import Engine\n"
+        "from jaxspec.engine.engine import Engine\n"
         "hits = []\n"
         "jax.monitoring.register_event_listener(\n"
         "    lambda name, **_: hits.append(name) if name.endswith('/cache_hits') else None\n"

@@ -13,16 +13,17 @@ import ties
 import toy
 
 import jaxspec
-from jaxspec import cache as kv
-from jaxspec import layouts, schedulers
-from jaxspec.attention import block_attention
+from jaxspec import schedulers
 from jaxspec.audit.scoring import Scorer
-from jaxspec.engine import Engine
+from jaxspec.cache import layouts
+from jaxspec.cache import pages as kv
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
+from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder
-from jaxspec.models.kernels import Kernels
-from jaxspec.prefill import prefill_chunk
-from jaxspec.requests import SamplingParams
+from jaxspec.models.prefill import prefill_chunk
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
 SEATS, CAPACITY = 3, 256

@@ -16,12 +16,14 @@ import toy
 from test_compilation import compiled, whole_cache_moves
 
 import jaxspec
-from jaxspec import Engine, NGram, SamplingParams, load_model, native
-from jaxspec import cache as kv
+from jaxspec import Engine, NGram, SamplingParams, load_model
+from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.models import kernels, layers
+from jaxspec.kernels import cpu as native
+from jaxspec.kernels import registry as kernels
+from jaxspec.kernels.registry import KERNELS, XLA
+from jaxspec.models import layers
 from jaxspec.models.config import RopeConfig
-from jaxspec.models.kernels import KERNELS, XLA
 from jaxspec.types import Window
 
 pytestmark = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")

@@ -19,10 +19,10 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import compilation
-from jaxspec.compilation import Program, numbered
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime import compilation
+from jaxspec.runtime.compilation import Program, numbered
 from jaxspec.serving import ServingEngine
 
 PATIENCE_S = 0.05
@@ -31,7 +31,7 @@ _constants = itertools.count(1000 * os.getpid())
 
 @pytest.fixture(autouse=True)
 def _heard(caplog):
-    logger = logging.getLogger("jaxspec.compilation")
+    logger = logging.getLogger("jaxspec.runtime.compilation")
     logger.addHandler(caplog.handler)
     yield
     logger.removeHandler(caplog.handler)
@@ -176,7 +176,7 @@ CODE = """
 import logging, time, sys
 import absl.logging
 import jax, numpy as np
-from jaxspec import compilation
+from jaxspec.runtime import compilation
 from jaxspec.commands.progress import working
 compilation.PATIENCE_S = 0.05
 with working("what loads a checkpoint"):
@@ -187,7 +187,7 @@ def function(x):
     return x + 1
 with working("a spinner"):
     compilation.Program(jax.jit(function), "what is loud")(np.int32(1))
-logging.getLogger("jaxspec.compilation").setLevel(logging.ERROR)
+logging.getLogger("jaxspec.runtime.compilation").setLevel(logging.ERROR)
 compilation.Program(jax.jit(lambda x: function(x)), "what is quiet")(np.int32(1))
 print("the result")
 """

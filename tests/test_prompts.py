@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.errors import PromptError
-from jaxspec.prompts import (
+from jaxspec.requests.prompts import (
     VICUNA_TEMPLATE,
     PromptLine,
     chat_template,

@@ -9,11 +9,11 @@ import toy
 from flax import nnx
 
 import jaxspec
-from jaxspec import cache as kv
-from jaxspec.attention import block_attention
-from jaxspec.engine import Engine
+from jaxspec.cache import pages as kv
+from jaxspec.engine.engine import Engine
+from jaxspec.kernels.xla import block_attention
 from jaxspec.models.base import Model
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Draft, chain_parents
 
 HEADS, SIZE, WIDTH, VOCAB = 2, 8, 16, 43

@@ -14,15 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.requests import (
-    Acceptance,
-    Completion,
-    SamplingParams,
-    find_stop,
-    make_completion,
-    make_requests,
-    prompt_token_ids,
-)
+from jaxspec.requests.completions import Completion, find_stop, make_completion
+from jaxspec.requests.requests import make_requests, prompt_token_ids
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import AcceptanceCounts, Finish, Origin
 
 MODEL = tiny.model(text=tiny.tokenizer())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
-from jaxspec.decoding import drafted_prefix
+from jaxspec.decode.loop import drafted_prefix
 from jaxspec.types import Draft, Prefix, Rows, RowSampling, Window
 
 INF = float("inf")

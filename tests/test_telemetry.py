@@ -13,10 +13,12 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import telemetry
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.requests import Acceptance, Completions, SamplingParams
+from jaxspec.requests.completions import Completions
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.telemetry import trace as telemetry
+from jaxspec.telemetry.counters import Acceptance, Metrics
 from jaxspec.types import Origin, Window
 
 CAPACITY = 128
@@ -493,7 +495,7 @@ def test_metrics_count_the_engines_life(target):
         "num_accepted_tokens": total.num_accepted_tokens,
         "num_accepted_tokens_per_pos": list(total.num_accepted_tokens_per_pos),
     }
-    requests = jaxspec.requests.make_requests(prompts, GREEDY, target, longest=64)
+    requests = jaxspec.requests.requests.make_requests(prompts, GREEDY, target, longest=64)
     run = engine.run(requests)
     next(run)
     during = engine.metrics()
@@ -504,7 +506,7 @@ def test_metrics_count_the_engines_life(target):
 
 
 def test_metrics_of_one_update_are_seen_together():
-    metrics = telemetry.Metrics()
+    metrics = Metrics()
     one = Acceptance(num_rounds=1, num_drafts=1, num_accepted_tokens_per_pos=(1, 0))
     torn, is_done = [], threading.Event()
 

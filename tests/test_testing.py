@@ -17,15 +17,15 @@ from rich.console import Console
 from test_protocols import ForeignModel, RepeatLast
 
 import jaxspec
-from jaxspec import cache as kv
 from jaxspec import sampling
-from jaxspec.attention import block_attention
-from jaxspec.engine import Engine
+from jaxspec.cache import pages as kv
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import ConformanceError, ModelError, SettingError
+from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder
 from jaxspec.models.config import RopeConfig
-from jaxspec.models.kernels import Kernels
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.testing import (
     DRAFTER_CHECKS,
     MODEL_CHECKS,

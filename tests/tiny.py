@@ -13,7 +13,8 @@ import transformers
 
 import jaxspec
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel, TextTokenizer
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.tokenizer import TextTokenizer
 
 BOS, EOS = 0, 1
 NUM_SPECIAL = 2

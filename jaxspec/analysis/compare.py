@@ -19,21 +19,17 @@ from typing import Any
 import numpy as np
 
 from jaxspec.audit.judge import Divergence, Finding, judge
-from jaxspec.audit.levels import divergence_json
 from jaxspec.audit.probe import probe
 from jaxspec.audit.scoring import Scorer
+from jaxspec.audit.self_audit import divergence_json
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.requests import (
-    Acceptance,
-    Completion,
-    Prompt,
-    Request,
-    SamplingParams,
-    make_requests,
-)
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.requests import Prompt, Request, make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.telemetry.counters import Acceptance
 
 METRICS: dict[str, Callable[[Acceptance], float]] = {
     "rounds": lambda own: float(own.num_rounds),

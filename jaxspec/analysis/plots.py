@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.errors import SettingError
-from jaxspec.telemetry import import_extra
+from jaxspec.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     import pandas

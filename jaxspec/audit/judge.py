@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer, Segment
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 
 ALPHA = 1e-6  # chance that an output that follows the law is said not to
 

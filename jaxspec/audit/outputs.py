@@ -29,8 +29,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.models.base import Model, TextTokenizer
-from jaxspec.requests import LARGEST_COUNT, SamplingParams
+from jaxspec.models.base import Model
+from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
 
 SAMPLING_FIELDS = (
     "temperature",

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import cache as kv
-from jaxspec.compilation import Program
-from jaxspec.engine import Engine
+from jaxspec.cache import pages as kv
+from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
-from jaxspec.requests import SamplingParams, make_requests
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
 from jaxspec.types import DecodeState, PyTree, Window
 
 NUM_TOKENS = 6  # decoded per probed request

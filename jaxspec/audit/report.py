@@ -15,11 +15,11 @@ import jinja2
 import numpy as np
 from rich.table import Table
 
+from jaxspec.audit.external import OutputsAudit
 from jaxspec.audit.judge import Divergence, Finding
-from jaxspec.audit.levels import CLAIMS, EngineAudit, Level
-from jaxspec.audit.others import OutputsAudit
-from jaxspec.directories import write_atomically
+from jaxspec.audit.self_audit import CLAIMS, EngineAudit, Level
 from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import write_atomically
 
 COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "#c98a1b"}
 NONE = "-"

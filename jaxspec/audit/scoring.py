@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import cache as kv
 from jaxspec import sampling
-from jaxspec.compilation import Program, numbered
+from jaxspec.cache import pages as kv
+from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
-from jaxspec.loops import MAX_STOP_TOKENS
 from jaxspec.models.base import Model
-from jaxspec.prefill import prefill_chunk
-from jaxspec.requests import SamplingParams
+from jaxspec.models.prefill import prefill_chunk
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program, numbered
 from jaxspec.types import PyTree, Rows, Window
 
 SEGMENT = 64  # output tokens scored by one call

@@ -26,12 +26,12 @@ import numpy as np
 import tyro
 
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
-from jaxspec.environment import provenance
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import random_model
+from jaxspec.runtime.environment import provenance
 
 
 def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:

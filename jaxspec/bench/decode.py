@@ -23,18 +23,20 @@ from jaxspec.analysis import cost
 from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
 from jaxspec.bench import stages
-from jaxspec.bench.floor import Ceilings, measure_ceilings, time_in_turns
-from jaxspec.cache import round_up_to_block
-from jaxspec.decoding import SpeculativeLoop
+from jaxspec.bench.roofline import Ceilings, measure_ceilings, time_in_turns
+from jaxspec.cache.layouts import Layout
+from jaxspec.cache.pages import round_up_to_block
+from jaxspec.decode.loop import SpeculativeLoop
+from jaxspec.decode.settings import DraftLength, Exactness
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
-from jaxspec.environment import devices
-from jaxspec.layouts import Layout
-from jaxspec.loops import DraftLength, Exactness
+from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
-from jaxspec.requests import Acceptance, Completion, SamplingParams
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import devices
 from jaxspec.schedulers import Scheduler, Static
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Verifier
 
 Say = Callable[[str], None]

@@ -16,9 +16,9 @@ from typing import Any
 
 from jaxspec.bench.decode import PROMISES, DecodeBench, agreement
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.requests import Completion
+from jaxspec.requests.completions import Completion
 
 LOOKUP_TOKENS = 10  # of prompt lookup where nothing is matched, as transformers' guide has it
 

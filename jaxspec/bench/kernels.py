@@ -1,4 +1,4 @@
-"""The CPU kernels of `jaxspec.native` beside XLA's: forward passes of one model, in turns.
+"""The CPU kernels of `jaxspec.kernels.cpu` beside XLA's: forward passes of one model, in turns.
 
     python -m jaxspec.bench.kernels --json kernels-cpu.json
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import tyro
 
-from jaxspec.bench.floor import measure_ceilings, time_in_turns
+from jaxspec.bench.roofline import measure_ceilings, time_in_turns
 from jaxspec.bench.stages import forward_runs
-from jaxspec.checkpoint import load_model
-from jaxspec.directories import write_atomically
-from jaxspec.environment import provenance
-from jaxspec.models.kernels import KernelsName
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.kernels.registry import KernelsName
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.environment import provenance
 
 NAMES: tuple[KernelsName, KernelsName] = ("xla", "native")
 

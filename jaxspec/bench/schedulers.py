@@ -6,7 +6,7 @@ Outputs are the target's for all of them (checked: equal, or parted at a tie wit
 rounds and token-positions are all that differs, and they do not depend on the machine. *Ideal* is
 list scheduling of the rounds that each request takes with jaxspec's own round: a free seat is
 filled at once in order of arrival. Reading a prompt is not a round. How EQSPEC and EXSPEC as
-published differ from the same layout and scheduler here, `jaxspec.bench.published` says.
+published differ from the same layout and scheduler here, `jaxspec.studies.published` says.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from rich.table import Table
 
 from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
-from jaxspec.bench.published import eqspec, exspec
-from jaxspec.checkpoint import load_model
+from jaxspec.cache.layouts import LAYOUTS
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
-from jaxspec.environment import provenance, sha256_of
-from jaxspec.layouts import LAYOUTS
+from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
-from jaxspec.prompts import encode_prompts, read_prompts, sample_prompts
-from jaxspec.requests import Acceptance, Completion, SamplingParams
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import provenance, sha256_of
 from jaxspec.schedulers import Continuous, Pool, Static
+from jaxspec.studies.published import eqspec, exspec
+from jaxspec.telemetry.counters import Acceptance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

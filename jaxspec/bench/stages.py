@@ -19,10 +19,9 @@ import numpy as np
 from jax import lax
 
 from jaxspec.analysis.cost import Measured, Pass
-from jaxspec.bench.floor import time_in_turns
-from jaxspec.cache import BLOCK
-from jaxspec.compilation import Program
-from jaxspec.decoding import (
+from jaxspec.bench.roofline import time_in_turns
+from jaxspec.cache.pages import BLOCK
+from jaxspec.decode.loop import (
     SpeculativeLoop,
     commit,
     drafted_prefix,
@@ -32,9 +31,10 @@ from jaxspec.decoding import (
     window_tokens,
 )
 from jaxspec.drafters.base import Outcome
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
 from jaxspec.types import DecodeState, Draft, Finish, PyTree, Window, chain_parents
 
 Stage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -192,7 +192,7 @@ def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, R
 
 
 def plain_stages(loop: Any, state: DecodeState) -> dict[str, Repeated]:
-    """`target` and the whole `round` of the window-1 loop (`jaxspec.plain`)."""
+    """`target` and the whole `round` of the window-1 loop (`jaxspec.decode.plain`)."""
     nothing = jnp.zeros((loop.shape.seats,), jnp.int32)
     draft = Draft(
         tokens=jnp.zeros((loop.shape.seats, 0), jnp.int32),

@@ -17,11 +17,12 @@ import jax
 import numpy as np
 import tyro
 
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import Engine
-from jaxspec.environment import provenance
-from jaxspec.requests import SamplingParams, make_requests
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import provenance
 from jaxspec.schedulers import Static
 
 

@@ -18,13 +18,14 @@ import jax
 import numpy as np
 import tyro
 
-from jaxspec.checkpoint import load_model
-from jaxspec.directories import write_atomically
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
-from jaxspec.environment import provenance
-from jaxspec.requests import SamplingParams, make_requests
-from jaxspec.telemetry import LEVELS
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.environment import provenance
+from jaxspec.telemetry.trace import LEVELS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

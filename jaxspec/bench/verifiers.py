@@ -22,15 +22,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.checkpoint import load_model
-from jaxspec.compilation import Program
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
-from jaxspec.environment import provenance
+from jaxspec.engine.engine import Engine
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
-from jaxspec.prompts import sample_prompts
-from jaxspec.requests import Acceptance, Completion, SamplingParams
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.environment import provenance
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
 
 VERIFIERS: tuple[Verifier, ...] = (

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import jax
 from rich.console import Console
 
-from jaxspec.audit.controls import controls_json, controls_table, run_controls
-from jaxspec.audit.law import ALPHA
-from jaxspec.audit.levels import audit_engine
-from jaxspec.audit.others import audit_outputs
+from jaxspec.audit.chi_square import ALPHA
+from jaxspec.audit.controls.runner import controls_json, controls_table, run_controls
+from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import canonical_dtype, read_outputs
 from jaxspec.audit.report import (
     Report,
@@ -24,18 +23,19 @@ from jaxspec.audit.report import (
     write_html,
 )
 from jaxspec.audit.scoring import with_dtype
+from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import VERIFIERS
 from jaxspec.commands.progress import working
-from jaxspec.engine import Engine
-from jaxspec.environment import sha256_of
+from jaxspec.decode.settings import check_draft_length
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.loops import check_draft_length
-from jaxspec.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import sha256_of
 from jaxspec.verifiers import Coupled, Verifier
 
 CHOICES: dict[str, Verifier] = {

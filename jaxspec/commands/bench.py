@@ -20,22 +20,22 @@ from rich.table import Table
 from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import compile_times
 from jaxspec.bench.decode import DecodeBench, public_name
+from jaxspec.bench.gpu_grid import DRY_RUN, GPU, plot_suite, run_suite
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
 from jaxspec.bench.plots import save_figure, write_plot
-from jaxspec.bench.suite import DRY_RUN, GPU, plot_suite, run_suite
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import SCHEDULERS, VERIFIERS
 from jaxspec.commands.progress import working
 from jaxspec.commands.study import StudyCommand
-from jaxspec.environment import sha256_of
+from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.loops import check_draft_length
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
-from jaxspec.prompts import encode_prompts, read_prompts, sample_prompts
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import sha256_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.checkpoint import cached_models, remove_cached_model
+from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.documents import make_document
-from jaxspec.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
 from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
 
 COMPILED = "compiled"
 

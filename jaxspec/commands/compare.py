@@ -21,21 +21,21 @@ from jaxspec.analysis.compare import (
     Interval,
     compare,
 )
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import working
-from jaxspec.engine import check_draft_length
-from jaxspec.environment import sha256_of
+from jaxspec.engine.engine import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.prompts import (
+from jaxspec.requests.prompts import (
     SAMPLE_PROMPTS,
     PromptLine,
     encode_prompts,
     read_prompts,
     sample_prompts,
 )
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import sha256_of
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 

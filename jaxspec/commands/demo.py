@@ -16,21 +16,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.generate import warm_up
 from jaxspec.commands.progress import DecodingProgress, working
+from jaxspec.decode.settings import check_draft_length
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import Engine
-from jaxspec.environment import devices, devices_sentence, sha256_of
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.loops import check_draft_length
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
-from jaxspec.prompts import SAMPLE_PROMPTS, sample_prompts
-from jaxspec.requests import Acceptance, Completion, Prompt, SamplingParams, prompt_token_ids
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import SAMPLE_PROMPTS, sample_prompts
+from jaxspec.requests.requests import Prompt, prompt_token_ids
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import devices, devices_sentence, sha256_of
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
 NUM_DOMAINS = 4

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.environment import provenance
+from jaxspec.runtime.environment import provenance
 
 
 def make_document(command: str, options: Any, **fields: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram

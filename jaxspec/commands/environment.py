@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec import native
 from jaxspec.commands.documents import make_document
-from jaxspec.environment import devices_sentence
-from jaxspec.models.kernels import default_kernels
+from jaxspec.kernels import cpu as native
+from jaxspec.kernels.registry import default_kernels
+from jaxspec.runtime.environment import devices_sentence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,27 +18,23 @@ import jax
 import tyro
 from rich.console import Console
 
-from jaxspec.checkpoint import load_model
+from jaxspec.cache.layouts import Layout
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import DecodingProgress, working
-from jaxspec.engine import Engine
-from jaxspec.environment import sha256_of
+from jaxspec.decode.settings import DEFAULT_DRAFT_LENGTH, DraftLength, Exactness, check_draft_length
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.layouts import Layout
-from jaxspec.loops import DEFAULT_DRAFT_LENGTH, DraftLength, Exactness, check_draft_length
 from jaxspec.models.base import LanguageModel
-from jaxspec.prompts import PromptLine, chat_template, encode_prompts, read_prompts
-from jaxspec.requests import (
-    Acceptance,
-    Completion,
-    Completions,
-    Request,
-    SamplingParams,
-    make_requests,
-)
+from jaxspec.requests.completions import Completion, Completions
+from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts, read_prompts
+from jaxspec.requests.requests import Request, make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import Continuous, Pool, Static
-from jaxspec.telemetry import import_extra
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 
-from jaxspec import engine
+from jaxspec.engine import engine
 
 
 def working(message: str) -> Status:

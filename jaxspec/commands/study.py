@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.bench.study import Study
-from jaxspec.bench.study_report import findings, rounds_table
+from jaxspec.studies.report import findings, rounds_table
+from jaxspec.studies.study import Study
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

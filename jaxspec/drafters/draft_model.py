@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.cache import KVCache
+from jaxspec.cache.pages import KVCache
 from jaxspec.drafters.base import EngineShape, Outcome
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model, param_specs
-from jaxspec.prefill import prefill_chunk
+from jaxspec.models.prefill import prefill_chunk
 from jaxspec.sampling import draw_draft
 from jaxspec.types import Draft, PyTree, Rows, Window, chain_parents
 

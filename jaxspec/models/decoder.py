@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxspec import cache as kv
-from jaxspec.attention import causal_attention
+from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
+from jaxspec.kernels.registry import XLA, Kernels
+from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.kernels import XLA, Kernels
 from jaxspec.types import Window
 
 Params = Mapping[str, Any]

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import ModelError
+from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
-from jaxspec.models.kernels import KernelsName, default_kernels
 
 PRESETS: dict[str, ModelConfig] = {
     "vicuna-7b": ModelConfig(

@@ -9,8 +9,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.layouts import lengths
 from jaxspec.errors import SettingError
-from jaxspec.layouts import lengths
 from jaxspec.schedulers.base import by_arrival, input_order
 from jaxspec.types import DecodeState
 

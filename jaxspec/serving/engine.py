@@ -42,16 +42,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec import compilation
-from jaxspec.cache import KVCache, copy_row
-from jaxspec.compilation import Compiled, OnProgram, Program
-from jaxspec.decoding import Seat, note_read, rows_axis
+from jaxspec.cache.pages import KVCache, copy_row
+from jaxspec.decode.loop import Seat, note_read, rows_axis
+from jaxspec.decode.settings import (
+    check_draft_length,
+    home_of,
+    longest_prompt,
+    make_loop,
+    make_seat,
+)
 from jaxspec.drafters.base import Drafter, EngineShape
-from jaxspec.environment import use_compilation_cache
 from jaxspec.errors import SettingError
-from jaxspec.loops import check_draft_length, home_of, longest_prompt, make_loop, make_seat
 from jaxspec.models.base import Model
-from jaxspec.requests import Prompt, Request, SamplingParams, make_requests
+from jaxspec.requests.requests import Prompt, Request, make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime import compilation
+from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.runtime.environment import use_compilation_cache
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
@@ -214,7 +221,7 @@ class ServingEngine:
         """Compiles every function of the engine, so that the first request waits for none.
 
         Nothing is decoded and no state is made. Functions that take long say so
-        (`jaxspec.compilation`). May be called by any thread.
+        (`jaxspec.runtime.compilation`). May be called by any thread.
 
         Args:
           on_program: called before each is compiled, with a name for `str`, `number` and

@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import JaxspecError, SettingError
-from jaxspec.requests import Prompt, SamplingParams
+from jaxspec.requests.requests import Prompt
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.serving.engine import ServingEngine
 from jaxspec.types import Finish
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.compilation import Program
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.compilation import Program
 from jaxspec.training import data
 from jaxspec.types import PyTree
 

@@ -29,10 +29,10 @@ import rich.progress
 import tokenizers
 from flax import serialization, struct
 
-from jaxspec.compilation import Program
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.runtime.compilation import Program
 from jaxspec.training import data, export
 from jaxspec.training.acceptance import measure_acceptance
 from jaxspec.types import PyTree

@@ -11,8 +11,8 @@ import jaxspec
 import jaxspec.analysis.compare
 from jaxspec.analysis.compare import compare, mean_interval
 from jaxspec.audit.judge import Finding
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
 
 NUM_TOKENS, DRAFT_LENGTH = 24, 3
 PROMPTS = toy.prompts([3, 9, 4, 12, 6, 5])

@@ -11,8 +11,8 @@ import toy
 from rich.console import Console
 
 import jaxspec
-from jaxspec.audit import controls
-from jaxspec.audit.faults import FAULTS, Fault, installed
+from jaxspec.audit.controls import runner as controls
+from jaxspec.audit.controls.faults import FAULTS, Fault, installed
 from jaxspec.errors import ModelError, SettingError
 
 KINDS = ("tokens", "sampling", "order", "efficiency", "numerics")
@@ -151,7 +151,7 @@ def test_a_fault_applied_alone_does_what_it_does_in_the_shared_program(bench, pa
     assert [c.token_ids for c in alone] == [c.token_ids for c in shared]
     # Nothing of it is left behind.
     assert controls.decoder.run_layers.__module__ == "jaxspec.models.decoder"
-    assert jaxspec.decoding.commit.__qualname__ == "commit"
+    assert jaxspec.decode.loop.commit.__qualname__ == "commit"
 
 
 def test_reports_hold_every_control(bench):

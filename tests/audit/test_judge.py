@@ -21,8 +21,8 @@ from jaxspec.audit.judge import (
     margin_of,
 )
 from jaxspec.audit.scoring import SEGMENT, Scorer, with_dtype
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=3)

@@ -10,13 +10,13 @@ import tiny
 import toy
 
 import jaxspec
-from jaxspec import decoding
 from jaxspec.audit.judge import Finding
-from jaxspec.audit.levels import Level, StudyMetrics, audit_engine, promise_of
-from jaxspec.engine import Engine
+from jaxspec.audit.self_audit import Level, StudyMetrics, audit_engine, promise_of
+from jaxspec.decode import loop as decoding
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.prompts import sample_prompts
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.prompts import sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.verifiers import rejection
 
 PROMPTS = toy.prompts((4, 19, 33, 8, 1, 12))

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec.audit import law as laws
+from jaxspec.audit import chi_square as laws
+from jaxspec.audit.chi_square import LawTest, combined_p_value, pooled, test_law
+from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.judge import Finding
-from jaxspec.audit.law import LawTest, combined_p_value, pooled, test_law
-from jaxspec.audit.others import audit_outputs
 from jaxspec.audit.outputs import canonical_dtype, read_outputs
 from jaxspec.audit.scoring import Scorer
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 
 test_law.__test__ = False  # a function of the package, not a test
 

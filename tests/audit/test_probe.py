@@ -8,7 +8,7 @@ import toy
 
 import jaxspec
 from jaxspec.audit.probe import probe
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 
 

@@ -6,10 +6,10 @@ import runpy
 import pytest
 import tiny
 
-from jaxspec.audit.others import audit_outputs
+from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import read_outputs
 from jaxspec.audit.snippets import NAMES, snippet
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,10 +10,10 @@ import toy
 
 from jaxspec.bench.decode import DecodeBench, agreement
 from jaxspec.bench.hf import HuggingFace, compare
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import ModelError
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Static
 from jaxspec.verifiers import Coupled
 

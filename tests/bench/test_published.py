@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import pytest
 import toy
 
-from jaxspec.bench import published
 from jaxspec.bench.schedulers import list_scheduling
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.studies import published
 from jaxspec.types import Draft, chain_parents
 
 SHAPE = {"seats": 2, "capacity": 128, "prefill_chunk": 16}

@@ -4,9 +4,9 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec.bench.replay import Row, emitted_by_round, replay_pool
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.studies.replay import Row, emitted_by_round, replay_pool
 from jaxspec.types import Origin
 
 SEATS, WINDOW_SIZE = 2, 4

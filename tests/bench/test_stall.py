@@ -2,7 +2,7 @@
 
 import tiny
 
-from jaxspec.bench.stall import Stall
+from jaxspec.bench.prefill_interference import Stall
 
 
 def test_gaps_of_a_stream_are_reported_by_chunk_size(tmp_path):

@@ -12,11 +12,13 @@ import toy
 from rich.console import Console
 
 import jaxspec
-from jaxspec.bench import published_figures, study, study_report
-from jaxspec.bench.study import Bench, Decoding, Study, serve, system_of
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.requests import SamplingParams, make_requests
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.studies import published_figures, study
+from jaxspec.studies import report as study_report
+from jaxspec.studies.study import Bench, Decoding, Study, serve, system_of
 
 RESULTS = pathlib.Path(study.__file__).parent / "results" / "study-cpu" / "study.json"
 

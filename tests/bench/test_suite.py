@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.bench import suite
-from jaxspec.bench.suite import DRY_RUN, GPU, plot_suite, run_suite
+from jaxspec.bench import gpu_grid as suite
+from jaxspec.bench.gpu_grid import DRY_RUN, GPU, plot_suite, run_suite
 from jaxspec.commands import bench
 from jaxspec.errors import SettingError
 

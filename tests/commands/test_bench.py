@@ -16,13 +16,13 @@ from jaxspec.analysis import cost
 from jaxspec.bench import stages
 from jaxspec.bench.compile_time import compile_times
 from jaxspec.bench.decode import agreement
-from jaxspec.bench.floor import Ceilings, measure_ceilings, time_in_turns
+from jaxspec.bench.roofline import Ceilings, measure_ceilings, time_in_turns
 from jaxspec.commands import bench
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Static
 
 

@@ -9,12 +9,13 @@ import pytest
 import tiny
 from rich.console import Console
 
-from jaxspec.checkpoint import load_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import demo
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.ngram import NGram
 from jaxspec.models.base import LanguageModel
-from jaxspec.requests import Acceptance, Completion
+from jaxspec.requests.completions import Completion
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
 RUN_KEYS = {

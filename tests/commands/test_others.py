@@ -12,7 +12,7 @@ import jax
 import pytest
 import tiny
 
-from jaxspec import checkpoint
+from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.commands import train
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.generate import GenerateCommand

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from convert import convert
-from jaxspec import checkpoint
-from jaxspec.checkpoint import load_converted
+from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.checkpoint.resolve import load_converted
 from jaxspec.errors import CheckpointError
 
 # Small batches and a pause after each make the time of writing most of the run.
@@ -24,7 +24,7 @@ _CHILD = """
 import sys, time
 import orbax.checkpoint.experimental.v1 as ocp
 from convert import convert
-from jaxspec import checkpoint
+from jaxspec.checkpoint import resolve as checkpoint
 checkpoint._SAVE_BATCH_BYTES = 20_000
 save = ocp.partial.save
 def slow_save(*args):

@@ -15,7 +15,7 @@ import pytest
 import convert.command
 from convert import convert as run_conversion
 from convert import writer
-from jaxspec.checkpoint import leaf_shapes, load_converted, read_manifest
+from jaxspec.checkpoint.resolve import leaf_shapes, load_converted, read_manifest
 from jaxspec.errors import CheckpointError
 
 

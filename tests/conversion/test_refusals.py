@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from convert import convert
-from jaxspec import checkpoint
+from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError
 
 

@@ -10,7 +10,7 @@ import hf_checkpoints
 import pytest
 
 from convert import convert
-from jaxspec.checkpoint import load_converted
+from jaxspec.checkpoint.resolve import load_converted
 from jaxspec.errors import CheckpointError
 
 SENTENCES = [

@@ -10,14 +10,14 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import cache as kv
-from jaxspec.decoding import rows_of
+from jaxspec.cache import pages as kv
+from jaxspec.decode.loop import rows_of
 from jaxspec.drafters import draft_model
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.models.base import TextTokenizer
-from jaxspec.prefill import prefill_chunk
-from jaxspec.requests import SamplingParams
+from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         capacity=128,
         rounds_per_sync=1,
     )
-    requests = jaxspec.requests.make_requests(
+    requests = jaxspec.requests.requests.make_requests(
         toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), target, longest=100
     )
     for row, request in enumerate(requests):
@@ -110,7 +110,7 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     )
     prompt = toy.prompts((50,))[0]
     truth = Engine(target, seats=1, capacity=256).generate([prompt], SamplingParams(max_tokens=60))
-    requests = jaxspec.requests.make_requests(
+    requests = jaxspec.requests.requests.make_requests(
         [prompt], SamplingParams(max_tokens=60), target, longest=100
     )
     engine._admit_request(0, requests[0], 0, 0)  # switched off: decodes plainly
@@ -157,7 +157,7 @@ def mid_decode(models):
         SamplingParams(max_tokens=30, temperature=temperature, top_k=top_k, seed=seed)
         for seed, (temperature, top_k) in enumerate([(0, 0), (0.7, 0), (1.2, 5), (1, 0)])
     ]
-    requests = jaxspec.requests.make_requests(
+    requests = jaxspec.requests.requests.make_requests(
         toy.prompts((5, 9, 30, 70)), params, target, longest=100
     )
     for row, request in enumerate(requests):

@@ -14,10 +14,10 @@ import toy
 from live import live_kv, spoil
 
 import jaxspec
-from jaxspec import decoding
+from jaxspec.decode import loop as decoding
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.verifiers import coupled
 
 LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)

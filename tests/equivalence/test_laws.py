@@ -15,8 +15,8 @@ import toy
 
 import jaxspec
 from jaxspec import sampling
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Window
 
 ALPHA = 1e-3  # of a whole run over one verifier, shared among its tests (Bonferroni)

@@ -18,9 +18,9 @@ from live import live_kv, spoil
 
 import jaxspec
 from jaxspec import sampling
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 
 WINDOW = 7
 LENGTHS = (1, 2, 30, 129, 5, 77)

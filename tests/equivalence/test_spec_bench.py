@@ -15,9 +15,9 @@ import ties
 
 import jaxspec
 from jaxspec.audit.scoring import Scorer
-from jaxspec.engine import Engine
-from jaxspec.prompts import encode_prompts, read_prompts
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.prompts import encode_prompts, read_prompts
+from jaxspec.requests.sampling_params import SamplingParams
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = pathlib.Path(os.environ.get("JAXSPEC_TEST_DATA", ROOT.parent / "shared" / "data"))

@@ -12,7 +12,7 @@ import pytest
 
 from convert import convert
 from convert.conversion import FAMILIES
-from jaxspec.checkpoint import load_converted
+from jaxspec.checkpoint.resolve import load_converted
 from jaxspec.types import Window
 
 TOLERANCE = 2e-4

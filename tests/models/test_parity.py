@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from convert import convert
-from jaxspec.checkpoint import load_converted
+from jaxspec.checkpoint.resolve import load_converted
 from jaxspec.types import Window
 
 torch = pytest.importorskip("torch")

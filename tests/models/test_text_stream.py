@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxspec.models.base
-from jaxspec.models.base import TextStream, TextTokenizer
+from jaxspec.models.tokenizer import TextStream, TextTokenizer
 
 WORDS = ("▁", "a", "▁a", "b", "▁the")
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live import live_kv, spoil
 
-from jaxspec import cache as kv
-from jaxspec import decoding
+from jaxspec.cache import pages as kv
+from jaxspec.decode import loop as decoding
 from jaxspec.drafters.base import StatelessDrafter
-from jaxspec.engine import Engine
-from jaxspec.requests import SamplingParams
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Static
 from jaxspec.types import Draft, Origin, Window, chain_parents
 

@@ -10,12 +10,12 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import cache as kv
-from jaxspec import decoding
+from jaxspec.cache import pages as kv
+from jaxspec.decode import loop as decoding
 from jaxspec.drafters.base import EngineShape
-from jaxspec.engine import Engine
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.types import Finish
 
@@ -245,7 +245,7 @@ def test_progress_counts_all_rounds(setting):
 def test_an_abandoned_run_leaves_the_engine_usable(setting):
     target, prompts, witness, oracle = setting
     engine = engine_for(target, oracle, Continuous())
-    requests = jaxspec.requests.make_requests(
+    requests = jaxspec.requests.requests.make_requests(
         prompts, params(len(prompts)), target, longest=engine.longest_prompt
     )
     running = engine.run(requests)

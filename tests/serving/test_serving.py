@@ -18,12 +18,12 @@ import toy
 
 import jaxspec.serving.engine as module
 from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
-from jaxspec import cache as kv
-from jaxspec.cache import BLOCK, copy_row, init_cache, read_slots, write
+from jaxspec.cache import pages as kv
+from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.requests import Acceptance
 from jaxspec.serving import ServingEngine
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Draft, Finish, chain_parents
 
 SHAPE = {"seats": 3, "capacity": 256, "prefill_chunk": 16}

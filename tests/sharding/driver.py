@@ -10,11 +10,11 @@ import numpy as np
 import toy
 
 import jaxspec
-from jaxspec import cache as kv
-from jaxspec import sharding
-from jaxspec.decoding import Seat, SpeculativeLoop
+from jaxspec.cache import pages as kv
+from jaxspec.decode import sharded as sharding
+from jaxspec.decode.loop import Seat, SpeculativeLoop
+from jaxspec.decode.plain import PlainLoop
 from jaxspec.drafters.base import EngineShape
-from jaxspec.plain import PlainLoop
 from jaxspec.schedulers import Static
 from jaxspec.types import Finish
 from jaxspec.verifiers import Coupled

@@ -15,12 +15,12 @@ import toy
 from driver import Driver
 
 import jaxspec
-from jaxspec import sharding
 from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
+from jaxspec.decode import sharded as sharding
+from jaxspec.decode.plain import PlainLoop
 from jaxspec.models import decoder
-from jaxspec.plain import PlainLoop
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous
 
 GREEDY = SamplingParams(max_tokens=12)

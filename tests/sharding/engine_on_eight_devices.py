@@ -9,10 +9,10 @@ import tiny
 import toy
 
 import jaxspec
-from jaxspec.adaptive import DraftLengthController, RoundTimes
-from jaxspec.engine import Engine
+from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.requests import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
 LENGTHS = (1, 30, 70, 2, 129, 5, 66, 12, 9, 64, 65, 3)
@@ -226,7 +226,7 @@ def test_a_mesh_of_some_devices_says_so(caplog):
 
 def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
     need = engine(jax.make_mesh((8,), ("data",)), Static(), seats=32).memory.state_bytes
-    monkeypatch.setattr("jaxspec.memory._free_bytes", lambda device: 8 * (need - 1))
+    monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 8 * (need - 1))
     with pytest.raises(SettingError, match=r"32 seats .* the most that fits is 24 seats"):
         engine(jax.make_mesh((8,), ("data",)), Static(), seats=32)
 

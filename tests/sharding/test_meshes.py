@@ -16,7 +16,7 @@ import pytest
 import toy
 from jax.sharding import Mesh
 
-from jaxspec import sharding
+from jaxspec.decode import sharded as sharding
 from jaxspec.errors import SettingError
 
 HERE = pathlib.Path(__file__).parent

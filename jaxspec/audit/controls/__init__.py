@@ -1,0 +1,1 @@
+"""Negative controls: known faults, which the audit has to catch."""

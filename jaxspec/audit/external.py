@@ -1,0 +1,230 @@
+"""Audit of another system's outputs under the target."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.audit import chi_square as laws
+from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, judge_alone
+from jaxspec.audit.outputs import Output, OutputsFile
+from jaxspec.audit.scoring import Scorer
+from jaxspec.audit.self_audit import divergence_json
+from jaxspec.models.base import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputsAudit:
+    """An audit of a file of outputs.
+
+    Attributes:
+      engine: what made the outputs, and its version.
+      target: the model they are judged under.
+      dtype: in which they were computed.
+      is_text: whether their ids were made from text, so that other ids may have been emitted.
+      outputs: greedy and sampled.
+      judged: of each output, token by token.
+      law_tests: of prompts with several samples, by the line of the first.
+      alpha: level of the law tests of the file, together.
+    """
+
+    engine: str
+    target: str
+    dtype: str
+    is_text: bool
+    outputs: tuple[Output, ...]
+    judged: tuple[OwnOutput, ...]
+    law_tests: dict[int, laws.LawTest]
+    alpha: float
+
+    @property
+    def greedy(self) -> list[tuple[Output, OwnOutput]]:
+        """Greedy outputs and what was found of each."""
+        return [pair for pair in self._pairs() if pair[0].params.temperature == 0]
+
+    @property
+    def sampled(self) -> list[tuple[Output, OwnOutput]]:
+        """Sampled outputs and what was found of each."""
+        return [pair for pair in self._pairs() if pair[0].params.temperature > 0]
+
+    def _pairs(self) -> list[tuple[Output, OwnOutput]]:
+        return list(zip(self.outputs, self.judged, strict=True))
+
+    @property
+    def exact(self) -> float:
+        """Share of greedy outputs whose every token is the target's own by its fp32 scores."""
+        return _mean([not own.divergences for _, own in self.greedy])
+
+    @property
+    def exact_up_to_ties(self) -> float:
+        """Share of greedy outputs that part from the target at ties only."""
+        return _mean([own.first is None for _, own in self.greedy])
+
+    @property
+    def prefix_match(self) -> float:
+        """Mean share of a greedy output's tokens before the first that no tie explains."""
+        return _mean(
+            [
+                1.0 if own.first is None else own.first.index / own.num_tokens
+                for _, own in self.greedy
+            ]
+        )
+
+    @property
+    def law_p_value(self) -> float:
+        """Of all law tests together; NaN without any."""
+        return laws.combined_p_value(list(self.law_tests.values()))
+
+    @property
+    def num_unlawful(self) -> int:
+        """Sampled outputs that speak against the law by themselves."""
+        threshold = math.log(max(len(self.sampled), 1) / ALPHA)
+        return sum(
+            own.first is not None or (own.log_evidence or 0.0) > threshold
+            for _, own in self.sampled
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was found that neither a tie nor chance explains."""
+        lawful = self.num_unlawful == 0 and not self.law_p_value < self.alpha
+        return lawful and all(own.first is None for _, own in self.greedy)
+
+    @property
+    def promise(self) -> str:
+        """What the outputs are judged by, in words."""
+        parts = []
+        if self.greedy:
+            parts.append("greedy output is the target's own, equal up to proven ties")
+        if self.sampled:
+            parts.append("sampled output follows the target's law (distribution only)")
+        return "; ".join(parts)
+
+    @property
+    def sentence(self) -> str:
+        """What was found, in words."""
+        parts = []
+        if self.greedy:
+            num = sum(own.first is None for _, own in self.greedy)
+            parts.append(
+                f"{num} of {len(self.greedy)} greedy outputs of {self.engine} are the target's "
+                "own up to proven ties"
+            )
+        if self.sampled:
+            found = f"{self.num_unlawful} of {len(self.sampled)} sampled outputs break its law"
+            if self.law_tests:
+                found += f" (chi-square: p = {self.law_p_value:.2g}, alpha {self.alpha:g})"
+            parts.append(found)
+        return "; ".join(parts) + "."
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole report."""
+        divergences = [
+            {"line": output.number, **divergence_json(divergence)}
+            for output, own in self._pairs()
+            for divergence in own.divergences
+        ]
+        count = collections.Counter(divergence["finding"] for divergence in divergences)
+        return {
+            "promise": self.promise,
+            "holds": self.holds,
+            "sentence": self.sentence,
+            "engine": self.engine,
+            "target": self.target,
+            "dtype": self.dtype,
+            "ids_from_text": self.is_text,
+            "num_outputs": len(self.outputs),
+            "num_after_stop": sum(output.num_after_stop > 0 for output in self.outputs),
+            "greedy": {
+                "num_outputs": len(self.greedy),
+                "exact": _or_none(self.exact),
+                "exact_up_to_ties": _or_none(self.exact_up_to_ties),
+                "prefix_match": _or_none(self.prefix_match),
+            },
+            "sampled": {
+                "num_outputs": len(self.sampled),
+                "num_unlawful": self.num_unlawful,
+                "alpha_per_output": ALPHA,
+                "law_p_value": _or_none(self.law_p_value),
+                "law_alpha": self.alpha,
+                "law_tests": [
+                    {"line": line, **dataclasses.asdict(test)}
+                    for line, test in self.law_tests.items()
+                ],
+            },
+            "num_ties": count[Finding.TIE],
+            "num_faults": count[Finding.FAULT],
+            "num_sampling": count[Finding.SAMPLING],
+            "divergences": divergences,
+        }
+
+
+def audit_outputs(
+    target: Model,
+    file: OutputsFile,
+    *,
+    dtype: str | None = None,
+    alpha: float = laws.ALPHA,
+    on_output: Callable[[int], None] | None = None,
+) -> OutputsAudit:
+    """Audits another system's outputs under `target`, every token of them.
+
+    Args:
+      target: the model that they are claimed to be of.
+      file: from `outputs.read_outputs`.
+      dtype: in which they were computed; default what the header says, else the target's.
+      alpha: level of the chi-square tests of samples of the same prompt, together.
+      on_output: told how many outputs have been judged.
+    """
+    longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
+    scorer = Scorer(target, capacity=longest, dtype=dtype or file.dtype)
+    is_keyed = file.engine == "jaxspec"
+    judged = []
+    for output in file.outputs:
+        params = output.params
+        judged.append(
+            judge_alone(
+                scorer,
+                prompt_ids=output.prompt_token_ids,
+                output_ids=output.token_ids,
+                # Other engines draw with other noise: their seed repeats nothing here.
+                params=params if is_keyed else dataclasses.replace(params, seed=None),
+            )
+        )
+        if on_output is not None:
+            on_output(len(judged))
+    same: dict[Any, list[Output]] = collections.defaultdict(list)
+    for output in file.outputs:
+        if output.params.temperature > 0:
+            law = dataclasses.replace(output.params, seed=None)
+            same[output.prompt_token_ids, law].append(output)
+    tests = {}
+    for (prompt, law), outputs in same.items():
+        test = laws.test_law(
+            scorer, prompt_ids=prompt, samples=[o.token_ids for o in outputs], params=law
+        )
+        if test is not None:
+            tests[outputs[0].number] = test
+    return OutputsAudit(
+        engine=f"{file.engine} {file.version}".strip(),
+        target=target.name,
+        dtype=scorer.dtype.name,
+        is_text=file.is_text,
+        outputs=file.outputs,
+        judged=tuple(judged),
+        law_tests=tests,
+        alpha=alpha,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,1 @@
+"""Where KV is stored: pages, and how a row's KV stands among them."""

@@ -1,0 +1,1 @@
+"""The conformance battery: `jaxspec.testing` is its public name."""

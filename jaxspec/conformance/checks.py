@@ -1,0 +1,160 @@
+"""What both batteries demand, and what they demand it with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.conformance.report import Broken
+from jaxspec.engine.engine import Engine
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.types import PyTree
+
+ROWS = 3
+WINDOW = 4
+MAX_TOKENS = 24  # of the requests that go through an engine
+CHUNK = 16  # prompt tokens of one prefill call
+LARGEST_CONSTANT = 2**18  # elements; larger arrays must be parameters
+
+
+def demand(condition: Any, message: str) -> None:
+    """Raises `Broken` unless the condition holds."""
+    if not condition:
+        raise Broken(message)
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Equality of values; NaN equals NaN."""
+    a, b = (np.asarray(jnp.asarray(x).astype(jnp.float32)) for x in (a, b))
+    return np.array_equal(a, b, equal_nan=True)
+
+
+def distance_of(a: Any, b: Any) -> float:
+    """Root mean square difference over the last axis, relative to the size of `b`: the largest."""
+    a, b = (np.asarray(x, np.float64).reshape(-1, np.shape(x)[-1]) for x in (a, b))
+    size = np.sqrt(np.mean(b**2)) + np.finfo(np.float64).tiny
+    distance = np.sqrt(np.mean((a - b) ** 2, axis=1)) / size
+    return float(np.max(distance)) if np.all(np.isfinite(distance)) else float("inf")
+
+
+def rounding_of(*trees: PyTree) -> float:
+    """Rounding of the narrowest floating dtype among arrays of at least two dimensions."""
+    dtypes = {
+        leaf.dtype
+        for leaf in jax.tree.leaves(trees)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1
+    }
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=2.0**-23)
+
+
+def demand_arrays(params: PyTree) -> None:
+    """Parameters are a pytree of arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        demand(
+            isinstance(leaf, jax.Array | np.ndarray),
+            f"params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array",
+        )
+
+
+def demand_methods(subject: Any, names: Sequence[str]) -> None:
+    """It has methods of these names."""
+    for name in names:
+        demand(callable(getattr(subject, name, None)), f"it has no method {name}")
+
+
+def demand_name(subject: Any) -> None:
+    """It has a name for reports."""
+    name = getattr(subject, "name", None)
+    demand(isinstance(name, str) and name, f"name is {name!r}, not a text")
+
+
+def demand_nothing_closed_over(function: Callable, params: PyTree, *arguments: Any) -> None:
+    """Looks for parameters among the constants of what a function traces to."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params) if leaf.size > 1]
+    for constant in _constants(jax.make_jaxpr(function)(params, *arguments)):
+        array = np.asarray(constant)
+        kind = f"an array {array.dtype}{list(array.shape)}"
+        for leaf in leaves:
+            is_leaf = leaf.shape == array.shape and leaf.dtype == array.dtype
+            demand(
+                not (is_leaf and array.tobytes() == leaf.tobytes()),
+                f"{kind} that is a parameter was closed over instead of taken from params",
+            )
+        demand(
+            array.size <= LARGEST_CONSTANT,
+            f"{kind} was closed over, so it is compiled in; make it a parameter",
+        )
+
+
+def _constants(closed: Any) -> list[Any]:
+    found = list(closed.consts)
+    for equation in closed.jaxpr.eqns:
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
+        ):
+            if hasattr(value, "jaxpr") and hasattr(value, "consts"):
+                found += _constants(value)
+    return found
+
+
+def _describe_tree(tree: PyTree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def demand_same_tree(before: PyTree, after: PyTree, what: str) -> None:
+    """A carried value must keep its structure, shapes and dtypes, or every call is traced anew."""
+    old, new = _describe_tree(before), _describe_tree(after)
+    for path, kind in old.items():
+        demand(path in new, f"{what} lost {path or 'its leaf'}")
+        demand(new[path] == kind, f"{what}{path} became {new[path]}, it was {kind}")
+    extra = [path for path in new if path not in old]
+    demand(not extra, f"{what} gained {extra[0] if extra else ''}")
+    demand(
+        jax.tree.structure(before) == jax.tree.structure(after),
+        f"{what} changed its structure (a list for a tuple, or a static field)",
+    )
+
+
+def mixed_requests(number: int) -> list[SamplingParams]:
+    """Greedy and sampled requests side by side."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.3, "top_p": 0.9},
+    ]
+    return [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=7 + i, **kinds[i % len(kinds)])
+        for i in range(number)
+    ]
+
+
+def demand_same_output(plain: Sequence[Completion], drafted: Sequence[Completion]) -> int:
+    """Outputs are equal token by token; returns how many drafts were accepted on the way."""
+    for index, (expected, found) in enumerate(zip(plain, drafted, strict=True)):
+        pairs = list(zip(expected.token_ids, found.token_ids, strict=False))
+        differs = [place for place, (a, c) in enumerate(pairs) if a != c]
+        first = differs[0] if differs else len(pairs)
+        demand(
+            expected.token_ids == found.token_ids,
+            f"request {index} differs from plain decoding from token {first} on",
+        )
+    return sum(completion.acceptance.num_accepted_tokens for completion in drafted)
+
+
+def demand_compiled_once(engine: Engine) -> str:
+    """Each program of an engine that has been used was compiled once; returns that in words."""
+    programs: dict[str, Any] = {
+        "admit": engine._admit,
+        "prefill": engine._prefill,
+        "run": engine._run,
+    }
+    for name, program in programs.items():
+        size = program._cache_size()
+        demand(size == 1, f"the program {name!r} was compiled {size} times")
+    return "admit, prefill and run were compiled once each"

@@ -1,0 +1,779 @@
+"""The battery for drafters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from scipy import stats
+
+from jaxspec import sampling
+from jaxspec.cache import pages as kv
+from jaxspec.conformance.checks import (
+    CHUNK,
+    MAX_TOKENS,
+    ROWS,
+    WINDOW,
+    demand,
+    demand_arrays,
+    demand_compiled_once,
+    demand_methods,
+    demand_name,
+    demand_nothing_closed_over,
+    demand_same_output,
+    demand_same_tree,
+    mixed_requests,
+)
+from jaxspec.conformance.report import (
+    Clause,
+    NotApplicable,
+    Report,
+    chosen_checks,
+    enters,
+    run_checks,
+)
+from jaxspec.decode.loop import SpeculativeLoop, rows_of
+from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
+from jaxspec.schedulers import Static
+from jaxspec.types import DecodeState, Draft, Prefix, PyTree, Rows, Verdict
+from jaxspec.verifiers import Coupled
+
+NUM_ROUNDS = 8  # of scripted verdicts
+ALPHA = 1e-6  # probability that a healthy part fails one test of a law
+NUM_DRAWS = 200  # drafts per row that a law is tested with
+
+DRAFTER_CHECKS: dict[str, Clause] = {}
+
+
+def check_drafter(
+    drafter: Drafter,
+    target: Model,
+    *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    capacity: int = 256,
+    seed: int = 0,
+) -> Report:
+    """Whether a drafter keeps the contracts of decoding, and draws from the law that it states.
+
+    A drafter cannot make the output wrong while the loop is right; it can make a request depend on
+    its neighbours, forget to forget, or state a law that it did not draw from, and then sampled
+    output is biased.
+
+    Args:
+      drafter: anything that follows the `Drafter` protocol.
+      target: the model that it drafts for.
+      prompts: six or more token lists of different lengths, of which it should be able to draft
+        something; default `battery_prompts`.
+      only: names of checks to run; default all of `DRAFTER_CHECKS`.
+      skip: names of checks to leave out.
+      capacity: slots per row, a multiple of 128.
+      seed: of the requests and draws.
+
+    Raises:
+      SettingError: no such check, or prompts that are too few or too long.
+    """
+    chosen = chosen_checks(DRAFTER_CHECKS, only, skip)
+    capacity = kv.round_up_to_block(capacity)
+    prompts = battery_prompts(target.vocab_size, seed=seed) if prompts is None else prompts
+    longest = capacity - MAX_TOKENS - WINDOW
+    if len(prompts) < 2 * ROWS or not all(0 < len(prompt) <= longest for prompt in prompts):
+        raise SettingError(
+            f"{len(prompts)} prompts were given to check a drafter with; give at least {2 * ROWS} "
+            f"of 1 to {longest} tokens each."
+        )
+    bench = _DrafterBench(drafter, target, prompts=prompts, capacity=capacity, seed=seed)
+    return run_checks("drafter", drafter, chosen, bench)
+
+
+def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
+    """Six prompts of random tokens that repeat themselves, so that a lookup finds something."""
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for length in (9, 37, 21, 60, 2, 33):
+        motif = rng.integers(0, vocab_size, 7)
+        prompts.append(np.resize(motif, length).tolist())
+    return prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scripted:
+    """Coupled verification, but for rows that have the stop token `marker`: of their drafts none,
+    some or all are kept by lot, whatever the target says, so that drafters meet every outcome.
+
+    The lots are keyed by the request and its length, so a row's script does not depend on others.
+    """
+
+    marker: int
+    name: str = "scripted"
+    promise: str = "none"
+    is_lossless: bool = False
+    is_coupled: bool = True
+    is_noise_shared: bool = True
+    needs_draft_law: bool = False
+    takes_trees: bool = True
+
+    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+        """The script's verdict, or that of `Coupled`."""
+        is_scripted = jnp.any(rows.stop_tokens == self.marker, axis=1)
+
+        def choose(scripted, honest):
+            shape = (-1,) + (1,) * (honest.ndim - 1)
+            return jnp.where(is_scripted.reshape(shape), scripted, honest)
+
+        honest = Coupled().verify(logits, draft, rows, prefix)
+        return jax.tree.map(choose, self.script(draft, rows), honest)
+
+    def script(self, draft: Draft, rows: Rows) -> Verdict:
+        """Follows first children down the tree for as many steps as the lot says; the next token is
+        one that the row holds already."""
+        num_rows, num_nodes = draft.tokens.shape
+        lots = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (num_rows, 2))
+        lots = sampling.uniform(sampling.round_keys(rows, lots, sampling.Stream.ACCEPT))
+        is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
+        wanted = jnp.floor((1.5 * lots[:, 0] - 0.25) * (num_nodes + 1)).astype(jnp.int32)
+        node = jnp.full((num_rows,), -1, jnp.int32)
+        path = []
+        for depth in range(num_nodes):
+            children = is_node & (draft.parents == node[:, None])
+            goes_on = jnp.any(children, axis=1) & (depth < wanted)
+            node = jnp.where(goes_on, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes)
+            path.append(jnp.where(goes_on, node, -1))
+        path = jnp.stack(path, axis=1)
+        length = rows.num_committed[:, None]
+        place = jnp.floor(lots[:, 1:] * length.astype(jnp.float32)).astype(jnp.int32)
+        return Verdict(
+            num_accepted=jnp.sum(path >= 0, axis=1, dtype=jnp.int32),
+            path=path,
+            next_token=jnp.take_along_axis(rows.tokens, place, axis=1)[:, 0],
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Round:
+    """A round as the host saw it, before anything was decided.
+
+    Attributes:
+      tokens: `[B, S]`.
+      num_committed: `[B]`.
+      draft: what was drafted then.
+    """
+
+    tokens: np.ndarray
+    num_committed: np.ndarray
+    draft: Draft
+
+
+class _DrafterBench:
+    """A drafter in the production engine, with rounds whose outcome follows a script."""
+
+    def __init__(self, drafter: Drafter, target: Model, *, prompts, capacity: int, seed: int):
+        self.drafter, self.target = drafter, target
+        self.prompts, self.capacity, self.seed = prompts, capacity, seed
+        self.marker = target.vocab_size
+        self.num_nodes = WINDOW - 1
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        return Engine(
+            self.target,
+            self.drafter,
+            verifier=_Scripted(marker=self.marker),
+            scheduler=Static(),  # a row per seat
+            draft_length=self.num_nodes,
+            seats=ROWS,
+            capacity=self.capacity,
+            prefill_chunk=CHUNK,
+        )
+
+    @property
+    def loop(self) -> SpeculativeLoop:
+        """The functions that the engine compiles."""
+        loop = self.engine._loop
+        assert isinstance(loop, SpeculativeLoop)
+        return loop
+
+    @property
+    def shape(self) -> EngineShape:
+        """The engine's."""
+        return self.engine.shape
+
+    @functools.cached_property
+    def propose(self):
+        """The compiled draft of a decode state, which stays as it is."""
+
+        def propose(params, state: DecodeState) -> Draft:
+            rows = rows_of(state)
+            return self.drafter.propose(self.shape, params["drafter"], state.drafter, rows)[0]
+
+        return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
+
+    def draft(self, state: DecodeState) -> Draft:
+        """What the drafter proposes now, fetched to the host."""
+        return jax.device_get(self.propose(self.engine._params, state))
+
+    def request(self, index: int, prompt: Sequence[int]) -> Request:
+        """The scripted request number `index`, with this prompt."""
+        temperature, top_p = ((0.0, 1.0), (0.8, 1.0), (1.3, 0.9))[index % 3]
+        params = SamplingParams(
+            max_tokens=self.capacity,
+            temperature=temperature,
+            top_p=top_p,
+            seed=100 * self.seed + index,
+            stop_token_ids=(self.marker,),
+            ignore_eos=True,
+        )
+        return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
+
+    def seat(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
+        """Puts requests into the seats of the engine and reads their prompts."""
+        length = self.num_nodes if draft_length is None else draft_length
+        for row, request in enumerate(requests):
+            self.engine._admit_request(row, request, row, length)
+
+    def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
+        """The engine's state after these requests entered an engine that has just been made."""
+        self.engine._state = None
+        self.seat(requests, draft_length=draft_length)
+        return self.engine.state
+
+    def rounds(self, indices: Sequence[int]) -> Iterator[_Round]:
+        """Rounds of the requests with these numbers, seat by seat. Each is decided only when the
+        next is asked for."""
+        self.fresh([self.request(index, self.prompts[index]) for index in indices])
+        for _ in range(NUM_ROUNDS):
+            state = self.engine.state
+            draft = self.draft(state)
+            tokens, num_committed = jax.device_get((state.tokens, state.num_committed))
+            yield _Round(tokens=tokens, num_committed=num_committed, draft=draft)
+            self.step()
+
+    def step(self) -> None:
+        """Decides a round."""
+        engine, one = self.engine, np.int32(1)
+        engine._state = engine._run(engine._params, engine.state, one, one)
+
+    @functools.cached_property
+    def history(self) -> list[_Round]:
+        """Rounds of the first requests."""
+        return list(self.rounds(range(ROWS)))
+
+    def continued(self, tokens: np.ndarray, num_committed: np.ndarray) -> list[Request]:
+        """Requests whose prompts are all that the rows had committed."""
+        return [
+            self.request(row, tokens[row, : num_committed[row]].tolist()) for row in range(ROWS)
+        ]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it computes in less than fp32, so that ties turn by chance."""
+        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
+        widths = [leaf.dtype.itemsize for leaf in jax.tree.leaves((self.drafter.params, state))]
+        return any(
+            width < 4 and not jnp.issubdtype(leaf.dtype, jnp.bool_)
+            for width, leaf in zip(
+                widths, jax.tree.leaves((self.drafter.params, state)), strict=True
+            )
+        )
+
+
+class _LawBench:
+    """A drafter under an engine shape of its own, where only its draws are looked at."""
+
+    def __init__(self, b: _DrafterBench, *, is_noise_shared: bool):
+        self.drafter = b.drafter
+        self.shape = EngineShape(
+            seats=ROWS,
+            capacity=b.capacity,
+            window=WINDOW,
+            prefill_chunk=CHUNK,
+            vocab_size=b.target.vocab_size,
+            is_noise_shared=is_noise_shared,
+            needs_draft_law=True,
+        )
+        self.rng = np.random.default_rng(b.seed)
+        self._prepare = Program(
+            jax.jit(self._prepared), f"the reading of prompts by {self.drafter.name}"
+        )
+        self._propose = Program(
+            jax.jit(
+                lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
+            ),
+            f"the draft of {self.drafter.name}",
+        )
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> Rows:
+        """Rows that hold these prompts."""
+        tokens = np.zeros((ROWS, self.shape.capacity), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+
+        def fill(value: Any, dtype: Any = np.float32) -> jax.Array:
+            return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (ROWS,)))
+
+        return Rows(
+            tokens=jnp.asarray(tokens),
+            num_committed=jnp.asarray(lengths),
+            draft_limit=fill(self.shape.num_nodes, np.int32),
+            stop_tokens=jnp.full((ROWS, 1), -1, jnp.int32),
+            sampling=sampling.RowSampling(
+                temperature=fill(temperature),
+                top_k=fill(top_k, np.int32),
+                top_p=fill(top_p),
+                min_p=fill(0),
+                repetition_penalty=fill(1),
+                presence_penalty=fill(0),
+                frequency_penalty=fill(0),
+                key=jnp.zeros((ROWS, 2), jnp.uint32),
+                prompt_length=jnp.asarray(lengths),
+                min_length=fill(0, np.int32),
+            ),
+        )
+
+    def _prepared(self, params: PyTree, rows: Rows) -> PyTree:
+        """The drafter's state after it has read the rows."""
+        chunks = -(-self.shape.capacity // CHUNK)
+
+        def read(index, state):
+            row = index // chunks
+            return self.drafter.catch_up(self.shape, params, state, rows, row)
+
+        def admit(row, state):
+            return self.drafter.admit(self.shape, params, state, rows, row)
+
+        state = lax.fori_loop(0, ROWS, admit, self.drafter.init(self.shape))
+        return lax.fori_loop(0, ROWS * chunks, read, state)
+
+    def drafts(self, rows: Rows, *, num_draws: int, keys_of=None) -> list[Draft]:
+        """Drafts of these rows under many keys.
+
+        Args:
+          keys_of: from `[ROWS, 2]` random keys to those that the rows get.
+        """
+        params = self.drafter.params
+        state = self._prepare(params, rows)
+        found = []
+        for _ in range(num_draws):
+            keys = self.rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
+            keys = keys if keys_of is None else keys_of(keys)
+            keyed = rows.replace(sampling=rows.sampling.replace(key=jnp.asarray(keys)))
+            found.append(jax.device_get(self._propose(params, state, keyed)))
+            self.last_rows = keyed
+        return found
+
+
+def _is_valid(draft: Draft) -> np.ndarray:
+    """`[B, N]` bool."""
+    return np.arange(draft.tokens.shape[1]) < np.asarray(draft.num_valid)[:, None]
+
+
+def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
+    """What is different between the drafts of two rows; padding does not count."""
+    num_a, num_c = int(a.num_valid[row_of_a]), int(c.num_valid[row_of_c])
+    if num_a != num_c:
+        return f"{num_a} nodes, not {num_c}"
+    for name in ("tokens", "parents"):
+        mine = getattr(a, name)[row_of_a, :num_a].tolist()
+        theirs = getattr(c, name)[row_of_c, :num_a].tolist()
+        if mine != theirs:
+            return f"{name} {mine}, not {theirs}"
+    return None
+
+
+@enters(DRAFTER_CHECKS, "C6", "attributes and methods of the Drafter protocol")
+def _protocol(b: _DrafterBench) -> str:
+    drafter = b.drafter
+    demand_name(drafter)
+    methods = ("check", "init", "admit", "lag", "catch_up", "propose", "commit")
+    demand_methods(drafter, methods)
+    demand(hasattr(drafter, "params"), "it has no params (an empty tuple will do)")
+    demand_arrays(drafter.params)
+    for flag in ("is_chain", "is_synthetic"):
+        value = getattr(drafter, flag, None)
+        demand(isinstance(value, bool), f"{flag} is {value!r}, not True or False")
+    drafter.check(b.target)
+    return f"{len(jax.tree.leaves(drafter.params))} parameter arrays"
+
+
+@enters(DRAFTER_CHECKS, "C2", "its state keeps structure, shapes and dtypes in every function")
+def _static_shapes(b: _DrafterBench) -> str:
+    drafter, shape, params = b.drafter, b.shape, b.drafter.params
+    state = jax.eval_shape(functools.partial(drafter.init, shape))
+    rows = jax.eval_shape(lambda: rows_of(b.loop.init()))
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    for name in ("admit", "catch_up"):
+        function = functools.partial(getattr(drafter, name), shape)
+        after = jax.eval_shape(function, params, state, rows, row)
+        demand_same_tree(state, after, f"after {name} the state")
+    propose = functools.partial(drafter.propose, shape)
+    _, after = jax.eval_shape(propose, params, state, rows)
+    demand_same_tree(state, after, "after propose the state")
+    after = jax.eval_shape(b.loop.round, b.engine._params, b.engine.state).drafter
+    demand_same_tree(state, after, "after commit the state")
+    _demand_rows_first(drafter, shape)
+    lag = jax.eval_shape(drafter.lag, state, rows)
+    if lag is not None:
+        kind = f"{lag.dtype}{list(lag.shape)}"
+        demand(kind == f"int32[{ROWS}]", f"lag is {kind}, not int32[{ROWS}]")
+    return f"{len(jax.tree.leaves(state))} arrays of state"
+
+
+def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
+    """Rows are an array's first axis: schedulers seat rows by it, and know it by its length."""
+
+    def is_cache(node: Any) -> bool:
+        return isinstance(node, kv.KVCache)
+
+    def shapes(num_rows: int) -> list[tuple[int, ...]]:
+        held = dataclasses.replace(shape, seats=num_rows)
+        state = jax.eval_shape(functools.partial(drafter.init, held))
+        leaves = jax.tree.leaves(state, is_leaf=is_cache)
+        return [leaf.table.shape if is_cache(leaf) else leaf.shape for leaf in leaves]
+
+    for few, many in zip(shapes(ROWS), shapes(ROWS + 1), strict=True):
+        is_right = few == many or (few[:1], many[:1], few[1:]) == ((ROWS,), (ROWS + 1,), many[1:])
+        demand(
+            is_right,
+            f"an array of its state is {list(few)} for {ROWS} rows and {list(many)} for "
+            f"{ROWS + 1}; rows must be its first axis, one entry each",
+        )
+
+
+@enters(DRAFTER_CHECKS, "C6", "parameters are handed in, not closed over")
+def _params(b: _DrafterBench) -> str:
+    drafter, shape = b.drafter, b.shape
+    state = jax.eval_shape(functools.partial(drafter.init, shape))
+    rows = jax.eval_shape(lambda: rows_of(b.loop.init()))
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    params = drafter.params
+    demand_nothing_closed_over(functools.partial(drafter.propose, shape), params, state, rows)
+    for name in ("admit", "catch_up"):
+        function = functools.partial(getattr(drafter, name), shape)
+        demand_nothing_closed_over(function, params, state, rows, row)
+    return "no parameter, and nothing large, among the constants"
+
+
+@enters(DRAFTER_CHECKS, "C5", "a draft is tokens, parents [B, N], num_valid [B], parents first")
+def _draft_shape(b: _DrafterBench) -> str:
+    num_drafted = 0
+    for round_ in b.rounds(range(ROWS)):
+        draft, size = round_.draft, (ROWS, b.num_nodes)
+        for name, expected in (("tokens", size), ("parents", size), ("num_valid", (ROWS,))):
+            array = getattr(draft, name)
+            kind = f"{array.dtype}{list(array.shape)}"
+            demand(kind == f"int32{list(expected)}", f"{name} is {kind}, not int32{list(expected)}")
+        if draft.q is not None:
+            expected = [ROWS, b.num_nodes, b.target.vocab_size]
+            kind = f"{draft.q.dtype}{list(draft.q.shape)}"
+            demand(kind == f"float32{expected}", f"q is {kind}, not float32{expected}")
+        node = np.arange(b.num_nodes)
+        is_valid = _is_valid(draft)
+        is_before = (draft.parents >= -1) & (draft.parents < node)
+        demand((is_before | ~is_valid).all(), "a node comes before its parent")
+        if b.drafter.is_chain:
+            is_next = draft.parents == node - 1
+            demand((is_next | ~is_valid).all(), "is_chain is True, and a draft is no chain")
+        num_drafted += int(is_valid.sum())
+    demand(num_drafted, "nothing was drafted, so nothing is tested; give prompts that it can use")
+    return f"{num_drafted} nodes in {NUM_ROUNDS} rounds of {ROWS} rows"
+
+
+@enters(DRAFTER_CHECKS, "C5", "drafted tokens are of the target's vocabulary")
+def _vocabulary(b: _DrafterBench) -> str:
+    size = b.target.vocab_size
+    for round_ in b.rounds(range(ROWS)):
+        drafted = round_.draft.tokens[_is_valid(round_.draft)]
+        outside = drafted[(drafted < 0) | (drafted >= size)]
+        demand(not outside.size, f"token {outside[:1]} was drafted, of a vocabulary of {size}")
+    return f"V = {size}"
+
+
+@enters(DRAFTER_CHECKS, "C5", "num_valid is at most draft_limit; a limit of 0 gets no draft")
+def _draft_limit(b: _DrafterBench) -> str:
+    state = b.fresh([b.request(row, b.prompts[row]) for row in range(ROWS)])
+    limits = [(0, 0, 0), (0, 1, b.num_nodes), (b.num_nodes, 0, 1), (1, b.num_nodes, 0), (2, 2, 2)]
+    for limit in limits:
+        num_valid = b.draft(_limited(state, limit)).num_valid
+        for row, (most, number) in enumerate(zip(limit, num_valid.tolist(), strict=True)):
+            demand(
+                0 <= number <= most, f"row {row} has {number} nodes under a draft limit of {most}"
+            )
+    return f"limits from 0 to {b.num_nodes}, differing by row"
+
+
+@enters(DRAFTER_CHECKS, "C6", "the same requests get the same drafts again")
+def _determinism(b: _DrafterBench) -> str:
+    expected = b.history
+    for index, (before, after) in enumerate(zip(expected, b.rounds(range(ROWS)), strict=True)):
+        for row in range(ROWS):
+            difference = _differs(after.draft, before.draft, row, row)
+            demand(not difference, f"in round {index}, row {row} was drafted {difference}")
+    return f"{len(expected)} rounds, twice"
+
+
+@enters(DRAFTER_CHECKS, "C4", "E2: a row's drafts do not depend on its neighbours or its seat")
+def _row_independence(b: _DrafterBench) -> str:
+    expected = b.history
+    # The requests of seats 0 to 2 in other seats, among others.
+    for seats in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
+        for index, round_ in enumerate(b.rounds(seats)):
+            for row, number in enumerate(seats):
+                if number < ROWS:
+                    difference = _differs(round_.draft, expected[index].draft, row, number)
+                    demand(
+                        not difference,
+                        f"in round {index}, request {number} in seat {row} among others was "
+                        f"drafted {difference}",
+                    )
+    return f"{ROWS} requests in other seats, among other neighbours"
+
+
+@enters(DRAFTER_CHECKS, "C1", "no drift: after any verdict it drafts as if it had just caught up")
+def _no_drift(b: _DrafterBench) -> str:
+    if b.drafter.is_synthetic:
+        raise NotApplicable("it is synthetic: it knows a request by its prompt")
+    wrong, compared, after = [], 0, set()
+    for index, round_ in enumerate(b.history):
+        fresh = b.draft(b.fresh(b.continued(round_.tokens, round_.num_committed)))
+        for row in range(ROWS):
+            compared += 1
+            difference = _differs(round_.draft, fresh, row, row)
+            if index:
+                last = b.history[index - 1]
+                kept = int(round_.num_committed[row] - last.num_committed[row]) - 1
+                drafted = int(last.draft.num_valid[row])
+                outcome = f"{kept} of {drafted} drafts accepted"
+                after.add((kept, drafted))
+            else:
+                outcome = "the prompt"
+            if difference:
+                wrong.append(
+                    f"after {outcome} (round {index}, row {row}) it drafted {difference} as a "
+                    "drafter that has read the same tokens afresh"
+                )
+    # Below fp32 a cache written step by step differs from one written in chunks by rounding, and a
+    # tie may turn.
+    allowed = compared // 10 if b.is_rounded else 0
+    demand(len(wrong) <= allowed, f"{len(wrong)} of {compared} drafts drifted: {wrong[:1]}")
+    full = any(kept == drafted > 0 for kept, drafted in after)
+    none = any(kept == 0 < drafted for kept, drafted in after)
+    return (
+        f"{compared} drafts, {'with' if full else 'without'} full and "
+        f"{'with' if none else 'without'} no acceptance among the verdicts before them"
+    )
+
+
+@enters(DRAFTER_CHECKS, "C1", "a new request in a used seat finds nothing of its predecessor")
+def _seat_reuse(b: _DrafterBench) -> str:
+    newcomers = [b.request(ROWS + row, b.prompts[ROWS + row]) for row in range(ROWS)]
+    expected = b.draft(b.fresh(newcomers))
+    for _ in b.rounds(range(ROWS)):
+        pass
+    b.seat(newcomers)
+    found = b.draft(b.engine.state)
+    for row in range(ROWS):
+        difference = _differs(found, expected, row, row)
+        demand(not difference, f"in a used seat, request {row} was drafted {difference}")
+    return f"{ROWS} seats, after {NUM_ROUNDS} rounds of others"
+
+
+@enters(DRAFTER_CHECKS, "C1", "catch_up closes any lag, a chunk of one row at a time")
+def _catch_up(b: _DrafterBench) -> str:
+    if b.drafter.lag(b.engine.state.drafter, rows_of(b.engine.state)) is None:
+        raise NotApplicable("it keeps nothing that could lag")
+
+    @jax.jit
+    def lag_of(state: DecodeState) -> jax.Array | None:
+        return b.drafter.lag(state.drafter, rows_of(state))
+
+    @jax.jit
+    def catch_up(params, state: DecodeState, row) -> DecodeState:
+        after = b.drafter.catch_up(b.shape, params["drafter"], state.drafter, rows_of(state), row)
+        return state.replace(drafter=after)
+
+    requests = [b.request(row, b.prompts[row]) for row in range(ROWS)]
+    lag = np.asarray(lag_of(b.fresh(requests, draft_length=0)))
+    demand((lag == 0).all(), f"after the prompts were read, the lag is {lag.tolist()}, not 0")
+    for _ in range(CHUNK + 5):  # rounds that draft nothing, until a row lags by more than a chunk
+        b.step()
+    state = _limited(b.engine.state, [b.num_nodes] * ROWS)
+    lag = before = np.asarray(lag_of(state))
+    for row in range(ROWS):
+        for _ in range(-(-int(before[row]) // CHUNK)):
+            expected = before.copy()
+            expected[row] -= min(CHUNK, int(before[row]))
+            state = catch_up(b.engine._params, state, np.int32(row))
+            after = np.asarray(lag_of(state))
+            demand(
+                (after == expected).all(),
+                f"catch_up of row {row} took the lag from {before.tolist()} to {after.tolist()}, "
+                f"not to {expected.tolist()}",
+            )
+            before = after
+    found = b.draft(state)
+    tokens, lengths = jax.device_get((state.tokens, state.num_committed))
+    fresh = b.draft(b.fresh(b.continued(tokens, lengths)))
+    differences = [_differs(found, fresh, row, row) for row in range(ROWS)]
+    wrong = [difference for difference in differences if difference]
+    allowed = 1 if b.is_rounded else 0
+    demand(len(wrong) <= allowed, f"after it caught up, it drafted {wrong[:1]} as one afresh")
+    return f"a lag of {lag.tolist()} tokens, {CHUNK} at a time"
+
+
+def _limited(state: DecodeState, limits: Sequence[int]) -> DecodeState:
+    """The state with other draft limits, where the old ones lie (or programs compile anew)."""
+    limit = jax.device_put(np.asarray(limits, np.int32), state.draft_limit.sharding)
+    return state.replace(draft_limit=limit)
+
+
+@enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")
+def _output(b: _DrafterBench) -> str:
+    params = mixed_requests(len(b.prompts))
+    b.engine._state = None
+    plain = b.engine.generate(b.prompts, params, speculate=False)
+    num_accepted = 0
+    for draft_length in (b.num_nodes, 1):
+        drafted = b.engine.generate(b.prompts, params, draft_length=draft_length)
+        num_accepted += demand_same_output(plain, drafted)
+    return f"{len(plain)} requests; {num_accepted} drafts accepted"
+
+
+@enters(DRAFTER_CHECKS, "C2", "nothing is compiled after the first requests")
+def _trace_count(b: _DrafterBench) -> str:
+    for seats in (range(ROWS), range(ROWS, 2 * ROWS)):
+        for _ in b.rounds(seats):
+            pass
+    return demand_compiled_once(b.engine)
+
+
+@enters(DRAFTER_CHECKS, "C4", "q is the law that the drafts were drawn from (chi-square)")
+def _draft_law(b: _DrafterBench) -> str:
+    _demand_chain(b)
+    bench = _LawBench(b, is_noise_shared=False)
+    rows = bench.rows(
+        b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
+    )
+    drafts = bench.drafts(rows, num_draws=NUM_DRAWS)
+    if drafts[0].q is None:
+        for draft in drafts[1:]:
+            for row in range(ROWS):
+                difference = _differs(draft, drafts[0], row, row)
+                demand(
+                    not difference,
+                    "q is None, so drafts must be deterministic, and under another key of the "
+                    f"request it drafted {difference}",
+                )
+        return f"deterministic under {NUM_DRAWS} keys, and q is None"
+    ranks = []
+    for draft in drafts:
+        is_valid = _is_valid(draft)
+        q = np.asarray(draft.q, np.float64)[is_valid]
+        tokens = np.asarray(draft.tokens)[is_valid]
+        is_law = np.isfinite(q).all() and (q >= 0).all()
+        total = q.sum(axis=1)
+        demand(is_law, "q holds values that are negative or not finite")
+        demand((np.abs(total - 1) < 1e-3).all(), f"q sums to {total.tolist()[:3]}, not to 1")
+        q_token = np.take_along_axis(q, tokens[:, None], axis=1)
+        demand((q_token > 0).all(), "a token was drafted whose q is 0")
+        # Where a token's share begins when the law is laid out from the likeliest token on, and a
+        # random place within it: uniform if tokens are drawn from q.
+        is_likelier = q > q_token
+        is_likelier |= (q == q_token) & (np.arange(q.shape[1]) < tokens[:, None])
+        begins = np.sum(np.where(is_likelier, q, 0), axis=1)
+        ranks.extend((begins + bench.rng.random(len(begins)) * q_token[:, 0]) / total)
+    demand(len(ranks) >= 100, f"only {len(ranks)} tokens were drafted; give prompts it can use")
+    counts, _ = np.histogram(ranks, bins=20, range=(0, 1))
+    p_value = stats.chisquare(counts).pvalue
+    demand(
+        p_value >= ALPHA,
+        f"{len(ranks)} drafted tokens do not follow q (chi-square, p = {p_value:.1g} < {ALPHA:g})",
+    )
+    return f"{len(ranks)} drafted tokens follow q (chi-square, p = {p_value:.2g})"
+
+
+@enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
+def _fresh_noise(b: _DrafterBench) -> str:
+    _demand_chain(b)
+    bench = _LawBench(b, is_noise_shared=False)
+    prompt = list(b.prompts[1])
+    # So hot that any law is nearly flat: equal noise shows as equal tokens. Row 1 is a token longer
+    # than row 0 and has its key, as one request in two rounds; row 2 is another request.
+    prompts = [prompt, [*prompt, prompt[0]], prompt]
+    rows = bench.rows(prompts, temperature=50.0, top_p=1.0, top_k=0)
+    drafts = bench.drafts(
+        rows, num_draws=NUM_DRAWS, keys_of=lambda keys: np.stack([keys[0], keys[0], keys[2]])
+    )
+    if drafts[0].q is None:
+        raise NotApplicable("it draws nothing")
+    pairs = {
+        "two nodes of a round": [((0, n), (0, n + 1)) for n in range(b.num_nodes - 1)],
+        "two rounds at one position": [((0, n + 1), (1, n)) for n in range(b.num_nodes - 1)],
+        "two rounds at one node": [((0, n), (1, n)) for n in range(b.num_nodes)],
+        "two requests": [((0, n), (2, n)) for n in range(b.num_nodes)],
+    }
+    for what, places in pairs.items():
+        num_equal, num_pairs, expected = 0, 0, 0.0
+        for draft in drafts:
+            is_valid, q = _is_valid(draft), np.asarray(draft.q, np.float64)
+            for mine, theirs in places:
+                if is_valid[mine] and is_valid[theirs]:
+                    num_pairs += 1
+                    num_equal += int(draft.tokens[mine] == draft.tokens[theirs])
+                    expected += float(np.sum(q[mine] * q[theirs]))
+        if num_pairs:
+            p_value = stats.binom.sf(num_equal - 1, num_pairs, expected / num_pairs)
+            demand(
+                p_value >= ALPHA,
+                f"{what} gave the same token {num_equal} of {num_pairs} times, where independent "
+                f"draws would {expected:.0f} times: they share noise",
+            )
+    return f"{NUM_DRAWS} drafts per row at temperature 50"
+
+
+@enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
+def _shared_noise(b: _DrafterBench) -> str:
+    _demand_chain(b)
+    bench = _LawBench(b, is_noise_shared=True)
+    rows = bench.rows(
+        b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
+    )
+    num_tokens = 0
+    for _ in range(8):
+        [draft] = bench.drafts(rows, num_draws=1)
+        if draft.q is None:
+            raise NotApplicable("it draws nothing")
+        keyed = bench.last_rows
+        position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)
+        keys = sampling.position_keys(keyed.sampling, position)
+        noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
+        with np.errstate(divide="ignore"):
+            scores = np.log(draft.q) + noise
+        tokens = np.asarray(draft.tokens)
+        of_token = np.take_along_axis(scores, tokens[..., None], axis=2)[..., 0]
+        missed = (of_token < scores.max(axis=2) - 1e-3) & _is_valid(draft)
+        num_tokens += int(_is_valid(draft).sum())
+        demand(
+            not missed.any(),
+            "is_noise_shared was set, and it drafted a token that its own law and the target's "
+            "noise do not give: it draws with noise of its own, and few drafts will be accepted",
+        )
+    return f"{num_tokens} drafted tokens are those of its law under the target's noise"
+
+
+def _demand_chain(b: _DrafterBench) -> None:
+    if not b.drafter.is_chain:
+        raise NotApplicable("verifiers that use q take chains only")

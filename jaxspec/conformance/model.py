@@ -1,0 +1,631 @@
+"""The battery for models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.cache import pages as kv
+from jaxspec.conformance.checks import (
+    CHUNK,
+    MAX_TOKENS,
+    ROWS,
+    WINDOW,
+    demand,
+    demand_arrays,
+    demand_compiled_once,
+    demand_methods,
+    demand_name,
+    demand_nothing_closed_over,
+    demand_same_output,
+    demand_same_tree,
+    distance_of,
+    equal_values,
+    mixed_requests,
+    rounding_of,
+)
+from jaxspec.conformance.report import Clause, Report, chosen_checks, enters, run_checks
+from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.engine import Engine
+from jaxspec.models.base import Model
+from jaxspec.models.prefill import prefill_chunk
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
+from jaxspec.types import Window
+
+MODEL_CHECKS: dict[str, Clause] = {}
+
+
+def check_model(
+    model: Model,
+    *,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    capacity: int = 256,
+    seed: int = 0,
+) -> Report:
+    """Whether a model keeps the contracts that decoding relies on.
+
+    Args:
+      model: anything that follows the `Model` protocol.
+      only: names of checks to run; default all of `MODEL_CHECKS`.
+      skip: names of checks to leave out: `tree_paths` for a model that will only see chains,
+        `positions` for one that knows no positions.
+      capacity: slots per row, a multiple of 128; no position at or above it is used.
+      seed: of the tokens and requests.
+
+    Raises:
+      SettingError: no such check.
+    """
+    chosen = chosen_checks(MODEL_CHECKS, only, skip)
+    bench = _ModelBench(model, capacity=kv.round_up_to_block(capacity), seed=seed)
+    return run_checks("model", model, chosen, bench)
+
+
+class _ModelBench:
+    """A model, a batch of `ROWS` rows in a small cache, and one compiled window of `WINDOW`."""
+
+    def __init__(self, model: Model, *, capacity: int, seed: int):
+        self.model, self.capacity = model, capacity
+        self.rng = np.random.default_rng(seed)
+        self.num_traces = 0
+        # Short rows, and one that reaches into the second half (another block, if there are two).
+        self.lengths = np.array([5, 12, capacity // 2 + 6], np.int32)
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """`[ROWS, S]` int32; any two neighbours differ."""
+        steps = self.rng.integers(1, self.model.vocab_size, (ROWS, self.capacity))
+        return (np.cumsum(steps, axis=1) % self.model.vocab_size).astype(np.int32)
+
+    def other(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens that differ from `tokens` everywhere."""
+        return ((tokens + 1) % self.model.vocab_size).astype(np.int32)
+
+    def empty(self) -> kv.KVCache:
+        """A cache with nothing in it."""
+        cache = self.model.init_cache(ROWS, self.capacity)
+        demand(
+            isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
+        )
+        return cache
+
+    @functools.cached_property
+    def forward(self):
+        """The compiled window, `(params, cache, tokens, window) -> hidden, logits, cache`."""
+
+        def forward(params, cache, tokens, window):
+            self.num_traces += 1
+            hidden, cache = self.model.forward(params, tokens, window, cache)
+            return hidden, self.model.logits(params, hidden), cache
+
+        name = f"the forward pass of {self.model.name}"
+        return Program(jax.jit(forward), name, shapes_vary=True)
+
+    @functools.cached_property
+    def prefill(self):
+        """The compiled prefill of one row: `(params, cache, tokens, row, start, stop) -> cache`."""
+
+        def prefill(params, cache, tokens, row, start, stop):
+            return prefill_chunk(
+                self.model, params, cache, tokens, row=row, start=start, stop=stop, chunk=CHUNK
+            )
+
+        return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
+
+    def prefill_row(self, row: int, bounds: Sequence[int]) -> kv.KVCache:
+        """A cache in which one row was read in pieces with these ends."""
+        cache, start = self.empty(), 0
+        for stop in bounds:
+            place = (np.int32(row), np.int32(start), np.int32(stop))
+            cache = self.prefill(self.model.params, cache, self.tokens, *place)
+            start = stop
+        return cache
+
+    def score(self, cache, tokens, start, *, is_running=None, slots=None, paths=None, params=None):
+        """Hidden states, logits and cache of a window of all rows, as the loop calls the model.
+
+        Args:
+          tokens: `[ROWS, WINDOW]`.
+          start: `[ROWS]`.
+          is_running: `[ROWS]` bool; the others write nothing, and stand where the foremost does.
+          slots: `[ROWS, WINDOW]` instead of those that follow from `start`.
+          paths: `[ROWS, WINDOW, WINDOW]` for a tree.
+          params: instead of the model's.
+        """
+        running = np.ones(ROWS, bool) if is_running is None else np.asarray(is_running)
+        start = np.asarray(start, np.int32)
+        start = np.where(running, start, np.max(start[running], initial=0)).astype(np.int32)
+        entry = np.arange(WINDOW, dtype=np.int32)
+        depth = np.broadcast_to(entry, (ROWS, WINDOW))
+        if paths is not None:
+            is_self = paths == entry[:, None]
+            depth = np.argmax(is_self, axis=2)
+        if slots is None:
+            slots = np.where(running[:, None], start[:, None] + entry, -1)
+        window = Window(
+            start=jnp.asarray(start),
+            positions=jnp.asarray((start[:, None] + depth).astype(np.int32)),
+            slots=jnp.asarray(slots.astype(np.int32)),
+            paths=None if paths is None else jnp.asarray(paths.astype(np.int32)),
+        )
+        params = self.model.params if params is None else params
+        # A copy made now: JAX may read an array of numpy's later, when its owner has changed it.
+        return self.forward(params, cache, np.array(tokens, np.int32), window)
+
+    def context(self, lengths, tokens=None, *, params=None) -> kv.KVCache:
+        """A cache in which `lengths` tokens of each row were read, window by window, all rows at
+        the same place."""
+        tokens = self.tokens if tokens is None else tokens
+        cache = self.empty()
+        for first in range(0, int(np.max(lengths)), WINDOW):
+            window = tokens[:, first : first + WINDOW]
+            start = np.full(ROWS, first)
+            running = first < np.asarray(lengths)
+            cache = self.score(cache, window, start, is_running=running, params=params)[2]
+        return cache
+
+    @functools.cached_property
+    def read(self) -> kv.KVCache:
+        """A cache in which each row's first `lengths` tokens were read."""
+        return self.context(self.lengths)
+
+    @functools.cached_property
+    def window(self) -> np.ndarray:
+        """`[ROWS, WINDOW]` tokens that follow them."""
+        return self.following(self.tokens, self.lengths)
+
+    def following(self, tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """`[ROWS, WINDOW]`, the tokens of each row from `start` on."""
+        return np.take_along_axis(tokens, start[:, None] + np.arange(WINDOW), axis=1)
+
+    def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
+        """k and v of every layer, `[ROWS, S, K, H]` each."""
+        slot = jnp.arange(self.capacity, dtype=jnp.int32)
+        slots = jnp.broadcast_to(slot, (ROWS, self.capacity))
+        return [
+            np.asarray(part.astype(jnp.float32))
+            for layer in cache.layers
+            for part in kv.read_slots(layer, cache.table, slots, cache.dtype)
+        ]
+
+    def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
+        """The cache with `value` in each row's slots from `first` on."""
+        slot = np.arange(self.capacity, dtype=np.int32)
+        slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
+
+        def fill(layer):
+            k, v = kv.read_slots(layer, cache.table, slots, cache.dtype)
+            k, v = jnp.full_like(k, value), jnp.full_like(v, value)
+            return kv.write(layer, cache.table, k, v, slots)
+
+        return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
+
+    def allowed(self, hidden: jax.Array) -> float:
+        """Relative difference that rounding may make between two programs."""
+        cache = self.empty()
+        epsilon = max(rounding_of(self.model.params, hidden), float(jnp.finfo(cache.dtype).eps))
+        return min(0.1, 256 * epsilon)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The production engine with a drafter that is right about as often as wrong."""
+        engine = Engine(
+            self.model,
+            Oracle([[0] * self.longest] * len(self.prompts)),
+            draft_length=WINDOW - 1,
+            seats=ROWS,
+            capacity=self.capacity,
+            prefill_chunk=CHUNK,
+        )
+        self.plain = engine.generate(self.prompts, self.requests, speculate=False)
+        told = [[*c.prompt_token_ids, *c.token_ids] for c in self.plain]
+        told = [[*one, *[0] * (self.longest - len(one))] for one in told]
+        # What the drafter knows is a parameter: the compiled programs stay.
+        engine.update_params(draft=Oracle(told, acceptance=0.6).params)
+        self.drafted = engine.generate(self.prompts, self.requests)
+        return engine
+
+    @functools.cached_property
+    def prompts(self) -> list[list[int]]:
+        lengths = (9, 1, 33, 20, 2)
+        return [self.tokens[i % ROWS, i : i + n].tolist() for i, n in enumerate(lengths)]
+
+    @functools.cached_property
+    def requests(self) -> list[SamplingParams]:
+        return mixed_requests(len(self.prompts))
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.prompts)) + MAX_TOKENS
+
+
+@enters(MODEL_CHECKS, "C6", "attributes and methods of the Model protocol")
+def _protocol(b: _ModelBench) -> str:
+    model = b.model
+    demand_name(model)
+    demand_methods(model, ("init_cache", "forward", "logits"))
+    demand(hasattr(model, "params"), "it has no params")
+    demand(jax.tree.leaves(model.params), "params holds no arrays")
+    demand_arrays(model.params)
+    size = getattr(model, "vocab_size", None)
+    demand(isinstance(size, int) and size > 1, f"vocab_size is {size!r}, not a number above 1")
+    stops = getattr(model, "eos_token_ids", None)
+    demand(isinstance(stops, tuple), f"eos_token_ids is {stops!r}, not a tuple")
+    for stop in stops or ():
+        is_token = isinstance(stop, int) and 0 <= stop < model.vocab_size
+        demand(is_token, f"eos_token_ids holds {stop!r}, which is no token id")
+    demand(hasattr(model, "tokenizer"), "it has no tokenizer (None will do)")
+    if model.tokenizer is not None:
+        demand_methods(model.tokenizer, ("encode", "decode"))
+    return f"{len(jax.tree.leaves(model.params))} parameter arrays, V = {size}"
+
+
+@enters(MODEL_CHECKS, "C1", "init_cache gives pages of their own to each of the rows asked for")
+def _cache(b: _ModelBench) -> str:
+    cache = b.empty()
+    demand(cache.layers, "the cache has no layers")
+    num_rows, num_blocks = cache.table.shape
+    demand(num_rows == ROWS, f"it has {num_rows} rows where {ROWS} were asked for")
+    demand(
+        cache.capacity >= b.capacity,
+        f"it has {cache.capacity} slots per row where {b.capacity} were asked for",
+    )
+    pages = np.asarray(cache.table)
+    demand(len(np.unique(pages)) == pages.size, "two entries of its table name one page")
+    num_pages = min(layer.k.shape[0] for layer in cache.layers)
+    demand(pages.min() >= 0 and pages.max() < num_pages, "its table names a page that is not there")
+    return f"{len(cache.layers)} layers, {num_rows * num_blocks} pages, {cache.dtype.name}"
+
+
+@enters(MODEL_CHECKS, "C6", "hidden states [B, T, E], logits [..., V] in fp32")
+def _shapes(b: _ModelBench) -> str:
+    cache = jax.eval_shape(b.empty)
+    hidden, _, _ = jax.eval_shape(
+        b.forward, b.model.params, cache, b.window, _window_shape(ROWS, WINDOW)
+    )
+    demand(
+        hidden.ndim == 3 and hidden.shape[:2] == (ROWS, WINDOW),
+        f"hidden states are {list(hidden.shape)}, not [{ROWS}, {WINDOW}, E]",
+    )
+    is_floating = jnp.issubdtype(hidden.dtype, jnp.floating)
+    demand(is_floating, f"hidden states are {hidden.dtype}")
+    for leading in ((ROWS, WINDOW), (ROWS,), (1, 1)):
+        states = jax.ShapeDtypeStruct((*leading, hidden.shape[-1]), hidden.dtype)
+        logits = jax.eval_shape(b.model.logits, b.model.params, states)
+        expected = (*leading, b.model.vocab_size)
+        demand(
+            logits.shape == expected,
+            f"logits of {list(states.shape)} are {list(logits.shape)}, not {list(expected)}",
+        )
+        demand(logits.dtype == jnp.float32, f"logits are {logits.dtype}, not float32")
+    return f"hidden states {hidden.dtype}{list(hidden.shape)}"
+
+
+def _window_shape(num_rows: int, length: int) -> Window:
+    def window():
+        each = jnp.zeros((num_rows, length), jnp.int32)
+        return Window(start=each[:, 0], positions=each, slots=each)
+
+    return jax.eval_shape(window)
+
+
+@enters(MODEL_CHECKS, "C2", "the cache comes back as it was; other values trace nothing again")
+def _static_shapes(b: _ModelBench) -> str:
+    before = jax.eval_shape(b.empty)
+    shapes = (before, b.window, _window_shape(ROWS, WINDOW))
+    _, _, after = jax.eval_shape(b.forward, b.model.params, *shapes)
+    demand_same_tree(before, after, "the cache")
+    b.num_traces = 0
+    cache = b.read
+    cache = b.score(cache, b.window, b.lengths)[2]
+    b.score(cache, b.other(b.window), b.lengths + 1, is_running=[True, False, True])
+    demand(b.num_traces <= 1, f"windows of one shape were traced {b.num_traces} times")
+    return "one trace for all windows of one shape"
+
+
+@enters(MODEL_CHECKS, "C6", "parameters are handed in, not closed over")
+def _params(b: _ModelBench) -> str:
+    params = b.model.params
+
+    def run(params, cache, tokens, window):
+        hidden, _ = b.model.forward(params, tokens, window, cache)
+        return b.model.logits(params, hidden)
+
+    shapes = (jax.eval_shape(b.empty), b.window, _window_shape(ROWS, WINDOW))
+    demand_nothing_closed_over(run, params, *shapes)
+
+    def change(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        noise = b.rng.standard_normal(leaf.shape).astype(np.float32)
+        wide = jnp.asarray(leaf).astype(jnp.float32)
+        return (wide * (1 + 0.5 * noise) + 0.1 * noise).astype(leaf.dtype)
+
+    changed = jax.tree.map(change, params)
+    start = np.zeros(ROWS, np.int32)
+    hidden, logits, _ = b.score(b.empty(), b.window, start)
+    new_hidden, new_logits, _ = b.score(b.empty(), b.window, start, params=changed)
+    demand(not equal_values(hidden, new_hidden), "other parameters gave the same hidden states")
+    demand(not equal_values(logits, new_logits), "other parameters gave the same logits")
+    kept = b.model.logits(changed, hidden)
+    demand(not equal_values(logits, kept), "logits do not depend on the parameters handed to them")
+    return "no parameter among the constants; other parameters, other output"
+
+
+@enters(MODEL_CHECKS, "C1", "KV is written at the window's slots, row by row, and nowhere else")
+def _writes(b: _ModelBench) -> str:
+    before = b.filled(b.read, b.lengths, float("nan"))
+    is_running = np.array([True, True, False])
+    after = b.score(before, b.window, b.lengths, is_running=is_running)[2]
+    for index, (old, new) in enumerate(zip(b.contents(before), b.contents(after), strict=True)):
+        layer, part = index // 2, "kv"[index % 2]
+        for row in range(ROWS):
+            first = int(b.lengths[row])
+            inside = np.zeros(b.capacity, bool)
+            inside[first : first + WINDOW] = is_running[row]
+            where = f"{part} of layer {layer}, row {row}"
+            missing = np.flatnonzero(inside & ~np.isfinite(new[row]).all(axis=(1, 2)))
+            demand(not missing.size, f"{where}: slots {missing.tolist()} were not written")
+            same = (old[row] == new[row]) | (np.isnan(old[row]) & np.isnan(new[row]))
+            touched = np.flatnonzero(~inside & ~same.all(axis=(1, 2)))
+            demand(
+                not touched.size,
+                f"{where}: slots {touched[:8].tolist()} were written, which are not the window's",
+            )
+    return f"windows at slots {b.lengths[0]} and {b.lengths[1]}, and a row that writes nothing"
+
+
+@enters(MODEL_CHECKS, "C1", "slots outside [0, S) are stored nowhere")
+def _outside_slots(b: _ModelBench) -> str:
+    size = b.capacity
+    slots = np.array([[-1, -2, size, size + 1], [size + 7, -1, -9, 2 * size], [-1] * WINDOW])
+    after = b.score(b.read, b.window, b.lengths, slots=slots)[2]
+    for old, new in zip(b.contents(b.read), b.contents(after), strict=True):
+        changed = np.argwhere((old != new).any(axis=(2, 3)))
+        demand(
+            not changed.size,
+            "a token whose slot is outside was stored"
+            + (f" at slot {changed[0][1]} of row {changed[0][0]}" if changed.size else ""),
+        )
+    return f"slots -9 to {2 * size} of rows of {size}"
+
+
+@enters(MODEL_CHECKS, "C1", "window.rows names the rows of the cache that are read and written")
+def _rows(b: _ModelBench) -> str:
+    row, length = ROWS - 1, CHUNK - 3
+    before = b.filled(b.empty(), np.zeros(ROWS), 0.5)
+    place = (np.int32(row), np.int32(0), np.int32(length))
+    after = b.prefill(b.model.params, before, b.tokens, *place)
+    for old, new in zip(b.contents(before), b.contents(after), strict=True):
+        changed = (old != new).any(axis=(2, 3))
+        expected = np.zeros_like(changed)
+        expected[row, :length] = True
+        demand(
+            not changed[~expected].any(),
+            f"a prefill of row {row} wrote to row {np.argwhere(changed & ~expected)[:1].tolist()}"
+            if changed[~expected].any()
+            else "",
+        )
+        demand(changed[expected].all(), f"a prefill of row {row} did not write all of its slots")
+    return f"a prefill of row {row} alone"
+
+
+@enters(MODEL_CHECKS, "C1", "the window's KV is written before it is read")
+def _write_before_read(b: _ModelBench) -> str:
+    cache = b.filled(b.empty(), np.zeros(ROWS), float("nan"))
+    hidden, logits, _ = b.score(cache, b.window, np.zeros(ROWS, np.int32))
+    for name, values in (("hidden states", hidden), ("logits", logits)):
+        wide = np.asarray(values.astype(jnp.float32))
+        demand(
+            np.isfinite(wide).all(),
+            f"{name} of the first window of a row are not finite where the cache held NaN: the "
+            "window reads its slots before it writes them, or reads beyond them",
+        )
+    return "first window of rows whose slots held NaN"
+
+
+@enters(MODEL_CHECKS, "C4", "a token sees the tokens before it, in window and context, none after")
+def _window_visibility(b: _ModelBench) -> str:
+    hidden = np.asarray(b.score(b.read, b.window, b.lengths)[0].astype(jnp.float32))
+    for index in range(WINDOW):
+        changed = b.window.copy()
+        changed[:, index] = b.other(changed[:, index])
+        new = np.asarray(b.score(b.read, changed, b.lengths)[0].astype(jnp.float32))
+        demand(
+            np.array_equal(hidden[:, :index], new[:, :index]),
+            f"changing token {index} of the window changed the states of tokens before it",
+        )
+        if index + 1 < WINDOW:
+            is_seen = (hidden[:, index + 1] != new[:, index + 1]).any(axis=1)
+            demand(
+                is_seen.all(),
+                f"changing token {index} of the window did not change the state of the next one",
+            )
+    tokens = b.tokens.copy()
+    last = (np.arange(ROWS), b.lengths - 1)
+    tokens[last] = b.other(tokens[last])
+    new = np.asarray(b.score(b.context(b.lengths, tokens), b.window, b.lengths)[0], np.float32)
+    is_seen = (hidden[:, 0] != new[:, 0]).any(axis=1)
+    demand(is_seen.all(), "changing the last committed token did not change the window's states")
+    return f"every token of windows at {b.lengths.tolist()}"
+
+
+@enters(MODEL_CHECKS, "C1", "each row stands at its own offset: ragged rows as rows of one length")
+def _ragged_rows(b: _ModelBench) -> str:
+    hidden, logits, _ = b.score(b.read, b.window, b.lengths)
+    for row in range(ROWS):
+        tokens = np.tile(b.tokens[row], (ROWS, 1))
+        lengths = np.full(ROWS, b.lengths[row])
+        cache = b.context(lengths, tokens)
+        alone = b.score(cache, b.following(tokens, lengths), lengths)
+        demand(
+            equal_values(hidden[row], alone[0][row]) and equal_values(logits[row], alone[1][row]),
+            f"row {row} at offset {b.lengths[row]} differs from the same row among rows at its "
+            "own offset",
+        )
+    return f"offsets {b.lengths.tolist()} in one batch"
+
+
+@enters(MODEL_CHECKS, "C1", "positions are heeded: the order of the context matters")
+def _positions(b: _ModelBench) -> str:
+    # Two rows, each of one token only, so that a KV depends on its token and position alone. Then
+    # the halves are exchanged: row 0 is a a a b b b, row 1 is b b b a a a. A model that knows no
+    # positions gives the next token the same state in both.
+    half = 2 * WINDOW
+    pair = np.array([[0], [1], [0]])
+    cache = b.context(np.full(ROWS, 2 * half), np.broadcast_to(pair, b.tokens.shape))
+    slots = np.broadcast_to(half + np.arange(half, dtype=np.int32), (ROWS, half))
+
+    def exchange(layer):
+        k, v = kv.read_slots(layer, cache.table, jnp.asarray(slots), cache.dtype)
+        order = np.array([1, 0, 2])
+        return kv.write(layer, cache.table, k[order], v[order], jnp.asarray(slots))
+
+    cache = cache.replace(layers=tuple(exchange(layer) for layer in cache.layers))
+    next_token = np.full((ROWS, WINDOW), 2 % b.model.vocab_size)
+    hidden, _, _ = b.score(cache, next_token, np.full(ROWS, 2 * half))
+    states = np.asarray(hidden[:, 0].astype(jnp.float32))
+    distance = distance_of(states[:1], states[1:2])
+    allowed = min(b.allowed(hidden), 8 * rounding_of(b.model.params, hidden))
+    demand(
+        distance > allowed,
+        f"exchanging the halves of a context changed the state by {distance:.1g} of its size, "
+        "which is rounding: positions have no effect (skip this check if the model has none)",
+    )
+    return f"exchanging the halves of a context changed the state by {distance:.2g} of its size"
+
+
+@enters(MODEL_CHECKS, "C4", "E2: a row's bits do not depend on its neighbours or its seat")
+def _row_independence(b: _ModelBench) -> str:
+    def bits(cache, tokens, start, seat, **options):
+        hidden, logits, after = b.score(cache, tokens, start, **options)
+        stored = [part[seat, : int(b.lengths[0]) + WINDOW] for part in b.contents(after)]
+        return [np.asarray(hidden[seat].astype(jnp.float32)), np.asarray(logits[seat]), *stored]
+
+    expected = bits(b.read, b.window, b.lengths, 0)
+
+    others = b.window.copy()
+    others[1:] = b.other(others[1:])
+    only_first = np.array([True, False, False])
+    broken = b.filled(b.read, np.array([b.capacity, 0, 0]), float("nan"))
+    order = np.roll(np.arange(ROWS), 1)
+    tokens, lengths = b.tokens[order], b.lengths[order]
+    moved = b.context(lengths, tokens), b.following(tokens, lengths), lengths, 1
+    for what, found in {
+        "its neighbours had other tokens": bits(b.read, others, b.lengths, 0),
+        "its neighbours had ended": bits(b.read, b.window, b.lengths, 0, is_running=only_first),
+        "its neighbours' slots held NaN": bits(broken, b.window, b.lengths, 0),
+        "it took another seat": bits(*moved),
+    }.items():
+        is_same = all(equal_values(a, c) for a, c in zip(expected, found, strict=True))
+        demand(is_same, f"row 0 changed when {what}")
+    return "other tokens, ended and broken neighbours, another seat"
+
+
+@enters(MODEL_CHECKS, "C1", "rejected drafts leave no trace: rolling back lowers an integer")
+def _rollback(b: _ModelBench) -> str:
+    wrong = b.other(b.window)
+    wrong[:, 0] = b.window[:, 0]  # the root is committed
+    plain = b.score(b.read, b.window, b.lengths)
+    drafted = b.score(b.read, wrong, b.lengths)[2]
+    for num_kept in (0, 1):  # drafts all rejected; the root committed
+        start = b.lengths + num_kept
+        tokens = b.following(b.tokens, start)
+        expected = b.score(plain[2], tokens, start)
+        found = b.score(drafted, tokens, start)
+        is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
+        demand(is_same, "scores after a rejected draft differ from those without it")
+        live = np.arange(b.capacity) < (start + WINDOW)[:, None]
+        for kept, after in zip(b.contents(expected[2]), b.contents(found[2]), strict=True):
+            is_same = equal_values(kept[live], after[live])
+            demand(is_same, "live KV after a rejected draft differs from that without it")
+    return f"{WINDOW - 1} wrong drafts per row, then the right ones, to the bit"
+
+
+@enters(MODEL_CHECKS, "C1", "garbage beyond the committed slots changes nothing, NaN included")
+def _garbage(b: _ModelBench) -> str:
+    expected = b.score(b.filled(b.read, b.lengths, 0.0), b.window, b.lengths)
+    for value in (1e4, float("nan")):
+        found = b.score(b.filled(b.read, b.lengths, value), b.window, b.lengths)
+        is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
+        demand(is_same, f"slots beyond the window that held {value:g} changed a row's scores")
+    return "zeros, 1e4 and NaN beyond the committed slots"
+
+
+@enters(MODEL_CHECKS, "C4", "E4: a prompt read in chunks, at once or token by token: one KV")
+def _chunked_prefill(b: _ModelBench) -> str:
+    row, length = 1, CHUNK - 2
+    pieces = {
+        "in one chunk": b.prefill_row(row, [length]),
+        "in chunks of 5, 6 and 3": b.prefill_row(row, [5, 11, length]),
+        "window by window": b.context(np.full(ROWS, length)),
+    }
+    cache = b.empty()
+    wrong = np.zeros((ROWS, WINDOW - 1), np.int32)
+    for place in range(length):
+        window = np.concatenate([b.tokens[:, place : place + 1], wrong], axis=1)
+        cache = b.score(cache, window, np.full(ROWS, place))[2]
+    pieces["token by token, with rejected drafts"] = cache
+    start = np.full(ROWS, length)
+    tokens = b.following(b.tokens, start)
+    found = {how: b.score(cache, tokens, start) for how, cache in pieces.items()}
+    hidden, logits, _ = found["in one chunk"]
+    allowed, largest = b.allowed(hidden), 0.0
+    for how, (_, other, _) in found.items():
+        distance = distance_of(other[row], logits[row])
+        demand(
+            distance <= allowed,
+            f"a prompt read {how} gives logits that differ from those of one chunk by "
+            f"{distance:.1g} of their size, where rounding makes at most {allowed:.1g}",
+        )
+        largest = max(largest, distance)
+    return f"logits differ by {largest:.1g} of their size, {allowed:.1g} allowed"
+
+
+@enters(MODEL_CHECKS, "C5", "a node of a tree is scored as if the path to it were committed")
+def _tree_paths(b: _ModelBench) -> str:
+    # Entries: 0 the root; 1 below 0; 2 below 0; 3 below 2.    As a chain: 0, then 2, then 3.
+    tree = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 2, 3, 0]])
+    chain = np.tril(np.ones((WINDOW, WINDOW), int)) * np.arange(WINDOW)
+
+    def of_all(paths):
+        return np.broadcast_to(paths, (ROWS, WINDOW, WINDOW))
+
+    as_chain = b.window[:, [0, 2, 3, 1]]
+    in_tree = b.score(b.read, b.window, b.lengths, paths=of_all(tree))
+    in_chain = b.score(b.read, as_chain, b.lengths, paths=of_all(chain))
+    for entry, depth in ((0, 0), (2, 1), (3, 2)):
+        demand(
+            equal_values(in_tree[1][:, entry], in_chain[1][:, depth]),
+            f"entry {entry} of a tree is scored otherwise than on its path as a chain",
+        )
+    changed = b.window.copy()
+    changed[:, 1] = b.other(changed[:, 1])
+    other = b.score(b.read, changed, b.lengths, paths=of_all(tree))
+    is_same = equal_values(in_tree[1][:, 2:], other[1][:, 2:])
+    demand(is_same, "a node's scores depend on a sibling")
+    distance = distance_of(in_chain[1], b.score(b.read, as_chain, b.lengths)[1])
+    allowed = b.allowed(in_chain[0])
+    demand(
+        distance <= allowed,
+        f"a chain given as a tree differs from the chain by {distance:.1g} of its size, where "
+        f"rounding makes at most {allowed:.1g}",
+    )
+    return "a branch equals its path as a chain, to the bit"
+
+
+@enters(MODEL_CHECKS, "C4", "E1: speculative output equals plain output of the same program")
+def _same_program(b: _ModelBench) -> str:
+    num_accepted = demand_same_output(b.engine and b.plain, b.drafted)
+    demand(num_accepted > 0, "no draft was accepted, not even the target's own tokens")
+    return f"{len(b.plain)} requests, greedy and sampled; {num_accepted} drafts accepted"
+
+
+@enters(MODEL_CHECKS, "C2", "nothing is compiled after the first requests")
+def _trace_count(b: _ModelBench) -> str:
+    return demand_compiled_once(b.engine)

@@ -1,0 +1,1 @@
+"""Rounds and the loop around them."""

@@ -1,0 +1,194 @@
+"""From settings to the loop that they ask for, and from a request to the seat it takes.
+
+What every host of the loop shares, whatever it does with time: which settings fit together, how
+long a prompt may be, where a row ends.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from jaxspec.cache import layouts
+from jaxspec.cache import pages as kv
+from jaxspec.cache.layouts import Layout, check_layout
+from jaxspec.decode.loop import LogprobsConfig, Seat, SpeculativeLoop
+from jaxspec.decode.plain import PlainLoop
+from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
+from jaxspec.requests.requests import Request
+from jaxspec.schedulers import Scheduler
+from jaxspec.telemetry.trace import TraceConfig
+from jaxspec.types import Finish, PyTree
+from jaxspec.verifiers import Verifier
+
+Loop: TypeAlias = SpeculativeLoop | PlainLoop
+Exactness: TypeAlias = Literal["bitwise", "ties"]
+DraftLength: TypeAlias = int | Literal["auto"]
+DEFAULT_DRAFT_LENGTH = 4
+MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
+
+
+def make_loop(
+    target: Model,
+    drafter: Drafter | None,
+    *,
+    verifier: Verifier,
+    scheduler: Scheduler,
+    draft_length: int,
+    window: int | None,
+    seats: int,
+    capacity: int,
+    prefill_chunk: int,
+    layout: Layout = "ragged",
+    logprobs: LogprobsConfig | None = None,
+    trace: TraceConfig | None = None,
+) -> Loop:
+    """The loop of these settings, which are an engine's; the plain one without a drafter.
+
+    Raises:
+      SettingError: a setting out of range, or two that contradict each other.
+      ModelError: the drafter cannot draft for the target.
+    """
+    check_layout(layout)
+    for name, value in (
+        ("seats", seats),
+        ("capacity", capacity),
+        ("prefill_chunk", prefill_chunk),
+    ):
+        if value < 1:
+            raise SettingError(f"{name} {value} was given; it must be at least 1.")
+    if drafter is None:
+        if not verifier.is_coupled:
+            raise SettingError(
+                f"The verifier {verifier.name} was given without a drafter, so there is nothing to "
+                "verify; leave it out or give a drafter."
+            )
+        if window not in (None, 1):
+            raise SettingError(
+                f"A window of {window} was given without a drafter; plain decoding scores one "
+                "token per step, so leave the window out or give a drafter."
+            )
+        window = 1
+    else:
+        window = draft_length + 1 if window is None else window
+        check_draft_length(draft_length, window)
+        drafter.check(target)
+        if not (drafter.is_chain or verifier.takes_trees):
+            raise SettingError(
+                f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
+                "chains only; use the coupled verifier."
+            )
+    records_tokens = trace is not None and trace.has_tokens
+    shape = EngineShape(
+        seats=seats,
+        capacity=kv.round_up_to_block(capacity),
+        window=window,
+        prefill_chunk=prefill_chunk,
+        vocab_size=target.vocab_size,
+        is_noise_shared=verifier.is_noise_shared,
+        needs_draft_law=verifier.needs_draft_law or records_tokens,
+        needs_greedy_law=records_tokens,
+    )
+    if layouts.longest_prompt(layout, capacity=shape.capacity, window=window) < 1:
+        raise SettingError(
+            f"A window of {window} does not fit a capacity of {shape.capacity}; raise the capacity "
+            "or narrow the window."
+        )
+    if drafter is None:
+        return PlainLoop(
+            target=target,
+            scheduler=scheduler,
+            shape=shape,
+            num_stop_tokens=MAX_STOP_TOKENS,
+            logprobs=logprobs,
+            layout=layout,
+            trace=trace,
+        )
+    return SpeculativeLoop(
+        target=target,
+        drafter=drafter,
+        verifier=verifier,
+        scheduler=scheduler,
+        shape=shape,
+        num_stop_tokens=MAX_STOP_TOKENS,
+        logprobs=logprobs,
+        layout=layout,
+        trace=trace,
+    )
+
+
+def check_exactness(exactness: str) -> None:
+    """Raises `SettingError` unless it is a promise that an engine can be asked for."""
+    if exactness not in get_args(Exactness):
+        raise SettingError(
+            f"exactness {exactness!r} was given; it must be 'bitwise' (one window width, equal to "
+            "the bit) or 'ties' (the narrowest window that serves, equal except at ties)."
+        )
+
+
+def check_draft_length(draft_length: int, window: int) -> None:
+    """Raises `SettingError` unless a draft of this length fits the window."""
+    if not 1 <= draft_length < window:
+        raise SettingError(
+            f"A draft length of {draft_length} was given for a window of {window}; it must be at "
+            "least 1 and less than the window, which also holds the newest committed token."
+        )
+
+
+def longest_prompt(loop: Loop) -> int:
+    """Prompt tokens that leave room for one round."""
+    return layouts.longest_prompt(
+        loop.layout, capacity=loop.shape.capacity, window=loop.shape.window
+    )
+
+
+def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
+    """Every token that ends the request's output.
+
+    Raises:
+      SettingError: more than the loop has room for.
+    """
+    stops = request.params.stop_tokens(model)
+    if len(stops) > MAX_STOP_TOKENS:
+        raise SettingError(
+            f"Request {request.request_id} has {len(stops)} stop tokens (with the model's EOS "
+            f"tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
+        )
+    return stops
+
+
+def make_seat(request: Request, loop: Loop, *, draft_length: int, arrival: int = 0) -> Seat:
+    """A request as it enters the batch; its prompt is no longer than `longest_prompt(loop)`."""
+    prompt, params = request.prompt_token_ids, request.params
+    tokens = np.zeros((loop.shape.capacity,), np.int32)
+    tokens[: len(prompt)] = prompt
+    stops = stop_tokens(request, loop.target)
+    padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
+    padded_stops[: len(stops)] = stops
+    wanted, largest = len(prompt) + params.max_tokens, longest_prompt(loop) + 1
+    limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
+    return Seat(
+        tokens=tokens,
+        length=np.int32(len(prompt)),
+        limit=np.int32(min(wanted, largest)),
+        limit_finish=np.int32(limit_finish),
+        draft_limit=np.int32(draft_length),
+        stop_tokens=padded_stops,
+        sampling=params.of_row(prompt_length=len(prompt)),
+        arrival=np.int32(arrival),
+    )
+
+
+def home_of(params: PyTree) -> jax.sharding.Sharding | None:
+    """The one device that parameters were put on, or None.
+
+    A first state that stands elsewhere would move there with the first call, and be compiled for
+    twice.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    homes = {device for array in arrays for device in array.devices()}
+    return jax.sharding.SingleDeviceSharding(*homes) if len(homes) == 1 else None

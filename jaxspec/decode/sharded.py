@@ -1,0 +1,328 @@
+"""Meshes: the loop of `decoding` or `plain` on many devices.
+
+Over the mesh's `data` axis every shard holds rows of its own, with their pages and page table, and
+runs the whole loop for itself: its own number of rounds, no collective. Over the `model` axis
+heads, feed-forward and vocabulary are split, and XLA inserts the sums (GSPMD, 2105.04663); the
+devices of one shard take every round together. Two shards of two rows, each split in two:
+
+              model 0      model 1
+    data 0    heads 0, 1   heads 2, 3     rows 0, 1
+    data 1    heads 0, 1   heads 2, 3     rows 2, 3
+
+Rows are numbered through: row r lives on shard `r // rows per shard`. What has a row axis keeps it,
+one shard's rows after the other's; what has none (a round counter) gets the shards as its first
+axis. Page numbers are a shard's own, so a table is read on its shard only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache.pages import KVCache, LayerCache
+from jaxspec.decode.loop import Seat, SpeculativeLoop, rows_axis
+from jaxspec.decode.plain import PlainLoop
+from jaxspec.drafters.base import EngineShape
+from jaxspec.errors import SettingError
+from jaxspec.models.base import param_specs
+from jaxspec.types import DecodeState, PyTree
+
+DATA, MODEL = "data", "model"
+
+
+def check_mesh(mesh: Mesh) -> Mesh:
+    """The same devices with axes `data` and `model`, in this order, the second of size 1 if it was
+    missing; both are `Auto`, for the loop says itself which one it takes in hand.
+
+    Raises:
+      SettingError: no `data` axis, an axis that is neither `data` nor `model`, or devices of other
+        processes.
+    """
+    names = ", ".join(mesh.axis_names)
+    if DATA not in mesh.axis_names or not set(mesh.axis_names) <= {DATA, MODEL}:
+        raise SettingError(
+            f"A mesh with the axes ({names}) was given; it must have an axis {DATA}, and may have "
+            f"an axis {MODEL} besides: make it with "
+            f'jax.make_mesh((num_shards, devices_per_shard), ("{DATA}", "{MODEL}")).'
+        )
+    if mesh.is_multi_process:
+        raise SettingError(
+            f"A mesh over {mesh.devices.size} devices was given, some of them of other processes; "
+            "give each process an engine with a mesh of jax.local_devices()."
+        )
+    order = [mesh.axis_names.index(name) for name in (DATA, MODEL) if name in mesh.axis_names]
+    devices = mesh.devices.transpose(order).reshape(mesh.shape[DATA], -1)
+    return Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def num_data_shards(mesh: Mesh) -> int:
+    """Shards that hold rows of their own."""
+    return mesh.shape[DATA]
+
+
+def num_model_shards(mesh: Mesh) -> int:
+    """Devices that share each shard's rows."""
+    return mesh.shape[MODEL]
+
+
+def seats_per_shard(seats: int, mesh: Mesh) -> int:
+    """Seats of each data shard.
+
+    Raises:
+      SettingError: the shards do not divide the seats.
+    """
+    num_shards = num_data_shards(mesh)
+    if seats % num_shards:
+        raise SettingError(
+            f"{seats} seats were given for a mesh whose {DATA} axis has {num_shards} shards; seats "
+            f"are shared out evenly, so give a multiple of {num_shards}."
+        )
+    return seats // num_shards
+
+
+def param_shardings(owner: Any, mesh: Mesh) -> PyTree:
+    """A `NamedSharding` for each of the parameters of a model or a drafter; see
+    `models.base.param_specs`."""
+    specs = param_specs(owner, num_model_shards(mesh))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def _is_spec(node: PyTree) -> bool:
+    return isinstance(node, P)
+
+
+def _is_split(specs: PyTree) -> bool:
+    return any(MODEL in spec for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+
+
+def _part(array: PyTree, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Shape of what one device holds of an array."""
+    return jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+
+
+def _is_cache(node: PyTree) -> bool:
+    return isinstance(node, KVCache)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedLoop:
+    """A loop with the same functions for all shards of a mesh.
+
+    They are for `jax.jit` with the state donated and `out_shardings=state_shardings`, and with
+    parameters that `place` has put on the devices. Where they take numbers of rows, an array `[D]`
+    has one for each data shard.
+
+    Attributes:
+      loop: of one shard; its `shape.seats` are the seats of a shard.
+      mesh: as `check_mesh` returns it.
+    """
+
+    loop: SpeculativeLoop | PlainLoop
+    mesh: Mesh
+
+    @property
+    def params(self) -> PyTree:
+        """The loop's parameters, where they happen to be; see `place`."""
+        return self.loop.params
+
+    @property
+    def num_shards(self) -> int:
+        """D, data shards."""
+        return num_data_shards(self.mesh)
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows that each shard holds, in seats or waiting."""
+        return self.loop.held.seats
+
+    @property
+    def held(self) -> EngineShape:
+        """The shape of the state: the rows of all shards."""
+        return dataclasses.replace(self.loop.held, seats=self.num_shards * self.rows_per_shard)
+
+    @functools.cached_property
+    def param_shardings(self) -> PyTree:
+        """Where each parameter belongs.
+
+        Raises:
+          SettingError: the `model` axis does not divide the target's heads, feed-forward or
+            vocabulary.
+        """
+        target = param_shardings(self.loop.target, self.mesh)
+        if isinstance(self.loop, PlainLoop):
+            return target
+        return {"target": target, "drafter": param_shardings(self.loop.drafter, self.mesh)}
+
+    def place(self, params: PyTree) -> PyTree:
+        """Parameters on the devices they belong to; those already there are not moved."""
+        return jax.device_put(params, self.param_shardings)
+
+    @functools.cached_property
+    def state_shardings(self) -> DecodeState:
+        """Where each array of the state belongs."""
+        by_data = NamedSharding(self.mesh, P(DATA))
+        by_heads = NamedSharding(self.mesh, P(DATA, MODEL))
+        num_shards = num_model_shards(self.mesh)
+
+        def of(state: PyTree, owner: Any) -> PyTree:
+            """Shardings of `state`; a cache is split as the parameters that write it are."""
+            specs = () if owner is None else param_specs(owner, num_shards)
+
+            def of_node(node):
+                if not isinstance(node, LayerCache):
+                    return by_data
+                is_split = _is_split(specs) and node.num_heads % num_shards == 0
+                return jax.tree.map(lambda _: by_heads if is_split else by_data, node)
+
+            return jax.tree.map(of_node, state, is_leaf=lambda node: isinstance(node, LayerCache))
+
+        state = jax.eval_shape(self.loop.init)
+        drafter = None if isinstance(self.loop, PlainLoop) else self.loop.drafter
+        return of(state, None).replace(
+            cache=of(state.cache, self.loop.target), drafter=of(state.drafter, drafter)
+        )
+
+    def params_of_device(self) -> PyTree:
+        """Shapes of the parameters, or parts of them, that one device holds."""
+        return jax.tree.map(_part, self.params, self.param_shardings)
+
+    def state_of_device(self, state: DecodeState) -> DecodeState:
+        """Shapes of what one device holds of a shard's `state`, which may have any number of
+        rows and any capacity."""
+
+        def of(leaf, sharding: NamedSharding):
+            split = P(None, *sharding.spec[1:]) if len(sharding.spec) > 1 else P()
+            return _part(leaf, NamedSharding(self.mesh, split))
+
+        return jax.tree.map(of, state, self.state_shardings)
+
+    @functools.cached_property
+    def _is_per_row(self) -> PyTree:
+        return rows_axis(self.loop.empty, self.loop.held, self.rows_per_shard)
+
+    def _inside(self, state: DecodeState) -> DecodeState:
+        """One shard's part of the state, as the loop knows it."""
+        return self._for_shared(state, lambda leaf: leaf[0])
+
+    def _outside(self, state: DecodeState) -> DecodeState:
+        """The loop's state as one shard's part."""
+        return self._for_shared(state, lambda leaf: leaf[None])
+
+    def _for_shared(self, state: DecodeState, change) -> DecodeState:
+        """The state with `change` made to all arrays without a row axis. A cache is its shard's:
+        pages follow pages, and tables tables."""
+
+        def of(is_per_row: bool, node: PyTree) -> PyTree:
+            return node if is_per_row or _is_cache(node) else change(node)
+
+        return jax.tree.map(of, self._is_per_row, state)
+
+    def _on_shards(self, function, in_specs: PyTree):
+        """`function` on every shard by itself; the axis `model` is left to the compiler."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=P(DATA),
+            axis_names={DATA},
+            check_vma=False,
+        )
+
+    def init(self) -> DecodeState:
+        """State with every row empty."""
+        return self._on_shards(lambda: self._outside(self.loop.init()), ())()
+
+    def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+        """State with a request in row `row` (int32 scalar, numbered through); its prompt has still
+        to be read."""
+        shard = jnp.arange(self.num_shards, dtype=jnp.int32)
+        is_here = row // self.rows_per_shard == shard
+
+        def on_shard(params, state, is_here, row, seat):
+            return self._if(
+                is_here[0], lambda state: self.loop.admit(params, state, row, seat), state
+            )
+
+        on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(), P()))
+        return on_shards(params, state, is_here, row % self.rows_per_shard, seat)
+
+    def prefill(
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """State after one chunk of the prompt of one row on each shard.
+
+        Args:
+          rows: `[D]` int32, the row among its shard's own; -1 reads nothing there.
+          starts: `[D]` int32, the chunk's first token.
+        """
+        return self._on_rows(self.loop.prefill, params, state, rows, starts)
+
+    def read_prompt(
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """`prefill` for the target only."""
+        return self._on_rows(self._speculative.read_prompt, params, state, rows, starts)
+
+    def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
+        """State after the drafter has read a chunk of what it has not seen of one row on each
+        shard."""
+
+        def catch_up(params, state, row, _):
+            return self._speculative.catch_up(params, state, row)
+
+        return self._on_rows(catch_up, params, state, rows, rows)
+
+    def lag(self, state: DecodeState) -> jax.Array:
+        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+
+        def on_shard(state):
+            return self._speculative.lag(self._inside(state))
+
+        return self._on_shards(on_shard, (P(DATA),))(state)
+
+    @property
+    def _speculative(self) -> SpeculativeLoop:
+        assert isinstance(self.loop, SpeculativeLoop), "plain decoding has no drafter"
+        return self.loop
+
+    def _on_rows(
+        self, function, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """`function(params, state, row, start)` of one row on each shard, or of none."""
+
+        def on_shard(params, state, row, start):
+            return self._if(
+                row[0] >= 0, lambda state: function(params, state, row[0], start[0]), state
+            )
+
+        on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(DATA)))
+        return on_shards(params, state, rows, starts)
+
+    def run(
+        self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
+    ) -> DecodeState:
+        """State after `num_rounds` rounds on each shard, or fewer where less than its `min_running`
+        (`[D]` int32) rows are left."""
+
+        def on_shard(params, state, num_rounds, min_running):
+            state = self.loop.run(params, self._inside(state), num_rounds, min_running[0])
+            return self._outside(state)
+
+        on_shards = self._on_shards(on_shard, (P(), P(DATA), P(), P(DATA)))
+        return on_shards(params, state, num_rounds, min_running)
+
+    def _if(self, is_wanted: jax.Array, function, state: DecodeState) -> DecodeState:
+        """`function` of one shard's part of the state, where it is wanted.
+
+        A loop of one trip or none, because a conditional would copy the cache.
+        """
+        inside = self._inside(state)
+        trips = is_wanted.astype(jnp.int32)
+        return self._outside(lax.fori_loop(0, trips, lambda _, state: function(state), inside))

@@ -1,0 +1,180 @@
+"""Bytes of an engine's weights and state, and whether they fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import psutil
+
+from jaxspec.cache.pages import BLOCK, KVCache
+from jaxspec.decode.settings import Loop
+from jaxspec.decode.sharded import ShardedLoop
+from jaxspec.errors import SettingError
+from jaxspec.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What an engine keeps on the device between rounds; temporaries of a round come on top.
+
+    Of an engine with a mesh, all figures are of one device.
+
+    Attributes:
+      num_devices: that hold as much each.
+      num_rows: rows that are held; a `model` axis shares them.
+      capacity: slots of a row.
+      weights_bytes: parameters of target and drafter.
+      kv_bytes: KV caches of target and drafter, for all rows.
+      buffers_bytes: tokens, log-probabilities and all else that is kept per row.
+      free_bytes: of the device before the state is made; None where the device does not say.
+    """
+
+    num_devices: int
+    num_rows: int
+    capacity: int
+    weights_bytes: int
+    kv_bytes: int
+    buffers_bytes: int
+    free_bytes: int | None
+
+    @property
+    def state_bytes(self) -> int:
+        """KV and buffers."""
+        return self.kv_bytes + self.buffers_bytes
+
+    @property
+    def sentence(self) -> str:
+        """E.g. `weights 28.9 MiB, KV 20.0 MiB and buffers 0.1 MiB for 10 rows of 1024 slots`."""
+        each = "" if self.num_devices == 1 else f", on each of {self.num_devices} devices"
+        free = "" if self.free_bytes is None else f"; {in_units(self.free_bytes)} were free"
+        return (
+            f"weights {in_units(self.weights_bytes)}, KV {in_units(self.kv_bytes)} and buffers "
+            f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.capacity} slots"
+            f"{each}{free}"
+        )
+
+
+def measure_memory(loop: Loop | ShardedLoop) -> Memory:
+    """What an engine with this loop needs, found from shapes; nothing is allocated.
+
+    Raises:
+      SettingError: the state does not fit into the memory that is free; names the largest numbers
+        of seats and of slots that would.
+    """
+    held = _of_shard(loop).held
+    kv_bytes, buffers_bytes = _state_bytes(loop, held.seats, held.capacity)
+    if isinstance(loop, ShardedLoop):
+        devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
+    else:
+        devices, params = [_device(loop.params)], loop.params
+    free = [_free_bytes(device) for device in devices]
+    free = [count for count in free if count is not None]
+    if devices[0].platform == "cpu":  # they share what the host has
+        free = [count // len(devices) for count in free]
+    memory = Memory(
+        num_devices=len(devices),
+        num_rows=held.seats,
+        capacity=held.capacity,
+        weights_bytes=num_bytes(params),
+        kv_bytes=kv_bytes,
+        buffers_bytes=buffers_bytes,
+        free_bytes=min(free, default=None),
+    )
+    if memory.free_bytes is not None and memory.state_bytes > memory.free_bytes:
+        raise SettingError(_does_not_fit(loop, memory))
+    return memory
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays (or shapes) of a pytree."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _free_bytes(device: Any) -> int | None:
+    """Bytes that can still be allocated on `device`, as far as it says; of a CPU, the host's."""
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def in_units(count: int) -> str:
+    """Bytes for people: `512 B`, `1.5 MiB`, `23.4 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _device(params: PyTree) -> Any:
+    """Where the parameters are; the default device if they have not been placed."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array):
+            return min(leaf.devices(), key=lambda device: device.id)
+    return jax.local_devices()[0]
+
+
+def _of_shard(loop: Loop | ShardedLoop) -> Loop:
+    return loop.loop if isinstance(loop, ShardedLoop) else loop
+
+
+def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, capacity: int) -> tuple[int, int]:
+    """Bytes of the KV caches, and of all else, in a state of this shape; what one device holds of
+    that of a shard, where there are some."""
+    of_shard = _of_shard(loop)
+    shape = dataclasses.replace(of_shard.shape, seats=num_rows, capacity=capacity)
+    state = jax.eval_shape(lambda: of_shard.empty(shape))
+    if isinstance(loop, ShardedLoop):
+        state = loop.state_of_device(state)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+    kv_bytes = num_bytes([node for node in nodes if isinstance(node, KVCache)])
+    return kv_bytes, num_bytes(state) - kv_bytes
+
+
+def _does_not_fit(loop: Loop | ShardedLoop, memory: Memory) -> str:
+    """The refusal, with the largest seats and the largest capacity that fit."""
+    free = memory.free_bytes
+    assert free is not None
+    of_shard = _of_shard(loop)
+    scheduler, given = of_shard.scheduler, of_shard.shape.seats
+    num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
+
+    def fits(seats: int, capacity: int) -> bool:
+        return sum(_state_bytes(loop, scheduler.num_residents(seats), capacity)) <= free
+
+    seats = _largest(lambda n: fits(n, memory.capacity), given)
+    blocks = _largest(lambda n: fits(given, n * BLOCK), memory.capacity // BLOCK)
+    advice = []
+    if seats:
+        advice.append(f"{num_shards * seats} seats of this capacity")
+    if blocks:
+        advice.append(f"a capacity of {blocks * BLOCK} with these seats")
+    return (
+        f"{num_shards * given} seats of capacity {memory.capacity} were given, whose KV and "
+        f"buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
+        f"{in_units(memory.weights_bytes)} of weights; "
+        + (
+            f"the most that fits is {' or '.join(advice)}."
+            if advice
+            else "choose a smaller model, or a dtype of fewer bytes."
+        )
+    )
+
+
+def _largest(fits, limit: int) -> int:
+    """The largest n from 0 to `limit` for which `fits(n)`, which holds up to some n; 0 always."""
+    least, most = 0, limit + 1
+    while most - least > 1:
+        middle = (least + most) // 2
+        if fits(middle):
+            least = middle
+        else:
+            most = middle
+    return least

@@ -1,0 +1,1 @@
+"""Products and attention: XLA's, Pallas', and C++ for CPUs."""

@@ -1,0 +1,256 @@
+"""Attention and products of a few rows in C++, for CPUs.
+
+A round multiplies every weight with a few rows: between one token of one request and some fifty of
+a batch. XLA:CPU runs such products far below what the cores and the memory can do, copies the KV
+that attention reads, and starts some thirty small programs in every layer. `kernels.cc` does a
+layer in five: three products with the norms, gates and sums around them, the output's, and
+attention with all that leads to it. `product` and `attend` call it through JAX's foreign function
+interface.
+
+The kernels are compiled by the machine's C++ compiler when a model is first loaded on a CPU, for
+this very processor, and kept in the cache directory. Where there is no compiler, `problem` says so
+and models use XLA's.
+
+An output's bits depend on its own row only, not on how many rows there are: XLA's products, which
+sum in another order for every number of rows, do not keep this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib.metadata import version
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.cache import pages as kv
+from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
+from jaxspec.types import Window
+
+SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
+COMPILERS = ("c++", "g++", "clang++")  # in this order, behind $CXX
+# No -ffast-math: NaN has to stay NaN, and sums must keep their order. What is fused is said there.
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
+OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
+TIMEOUT_S = 120
+MAX_ROWS = 128  # of a product: with more, those of a long prompt, XLA's are as quick
+MAX_QUERIES = 1024  # of a row and KV head, likewise
+
+_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+_log = logging.getLogger("jaxspec.runtime.compilation")  # says whatever takes time to compile
+
+
+class _BuildError(Exception):
+    """There is no compiler, or it failed."""
+
+
+def problem() -> str | None:
+    """Why the kernels cannot be used here, or None; compiles them if that has not been done yet."""
+    return _load()[1]
+
+
+def is_tried() -> bool:
+    """Whether somebody has asked for `problem`: it takes seconds where they must be compiled."""
+    return _load.cache_info().currsize > 0
+
+
+@functools.cache
+def _load() -> tuple[int, str | None]:
+    """Lanes of a vector, and what `problem` says; registers the kernels with JAX."""
+    try:
+        library = ctypes.CDLL(str(_build()))
+    except (_BuildError, OSError) as error:
+        return 0, str(error)
+    for name in ("jaxspec_product", "jaxspec_attention"):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    library.jaxspec_want_threads(num_threads())
+    return library.jaxspec_num_lanes(), None
+
+
+def num_threads() -> int:
+    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may use cores,
+    but not more than 16.
+
+    Raises:
+      SettingError: the variable is no number of threads.
+    """
+    chosen = os.environ.get("JAXSPEC_NUM_THREADS")
+    if chosen is not None:
+        if not chosen.isdecimal() or not 1 <= int(chosen) <= 1024:
+            raise SettingError(
+                f"JAXSPEC_NUM_THREADS is {chosen!r}; make it a whole number from 1 to 1024, or "
+                f"leave it out."
+            )
+        return int(chosen)
+    # macOS does not say which cores a process may use.
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return min(len(usable) or os.cpu_count() or 1, 16)
+
+
+def _build() -> pathlib.Path:
+    """The shared library, compiled unless it is in the cache directory."""
+    named = os.environ.get("CXX")
+    compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+    if compiler is None:
+        raise _BuildError(f"no C++ compiler was found ({named or ', '.join(COMPILERS)})")
+    what = [SOURCE.read_text(), *OPTIONS, compiler, version("jaxlib"), _cpu()]
+    digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
+    path = cache_directory() / KERNELS_DIRECTORY / f"kernels-{digest}.so"
+    if path.exists():
+        return path
+    _log.info("compiling the CPU kernels, once on this machine ...")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        made = pathlib.Path(directory, path.name)
+        command = [compiler, *OPTIONS, f"-isystem{jax.ffi.include_dir()}", str(SOURCE)]
+        try:
+            subprocess.run(
+                [*command, "-o", str(made)],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.CalledProcessError as error:
+            errors = [line for line in error.stderr.splitlines() if "error" in line]
+            said = errors[0] if errors else f"exit status {error.returncode}"
+            raise _BuildError(f"{compiler} could not compile {SOURCE.name}: {said}") from error
+        except subprocess.TimeoutExpired as error:
+            raise _BuildError(f"{compiler} took longer than {TIMEOUT_S} s") from error
+        os.replace(made, path)
+    return path
+
+
+def _cpu() -> str:
+    """What tells this processor from one that lacks its instructions."""
+    info = pathlib.Path("/proc/cpuinfo")
+    if not info.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    lines = info.read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+
+
+def is_product_supported(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -> bool:
+    """Whether `product` takes these: both fp32 or both bf16, at most `MAX_ROWS` rows."""
+    num_rows = math.prod(x.shape[: -2 if is_gated else -1])
+    return x.dtype in _DTYPES and x.dtype == weight.dtype and num_rows <= MAX_ROWS
+
+
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    epsilon: float = 0.0,
+    is_gated: bool = False,
+    residual: jax.Array | None = None,
+    dtype=None,
+) -> jax.Array:
+    """`f(x) @ weight + residual` `[..., out...]`, as `models.layers.product`; see there."""
+    num_inputs = weight.shape[0]
+    leading = x.shape[: -2 if is_gated else -1]
+    num_rows = math.prod(leading)
+    flat = weight.reshape(num_inputs, -1)
+    nothing = jnp.zeros((0,), x.dtype)
+    made = jax.ffi.ffi_call(
+        "jaxspec_product",
+        jax.ShapeDtypeStruct((num_rows, flat.shape[1]), x.dtype if dtype is None else dtype),
+    )(
+        x.reshape(num_rows, -1),
+        nothing if norm is None else norm,
+        flat,
+        nothing if residual is None else residual.reshape(num_rows, -1),
+        epsilon=np.float32(epsilon),
+        is_gated=is_gated,
+    )
+    return made.reshape(*leading, *weight.shape[1:])
+
+
+def is_attention_supported(
+    qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
+) -> bool:
+    """Whether `attend` takes these: fp32 or bf16, as is the KV, a chain and no tree, the ragged
+    layout, a head of as many numbers as 1, 2, 4, ... 32 vectors hold, at most `MAX_QUERIES`
+    queries."""
+    num_lanes, _ = _load()
+    _, window_length, _, group_and_kv, head_size = qkv.shape
+    return (
+        qkv.dtype in _DTYPES
+        and layer.k.dtype == (jnp.uint16 if qkv.dtype == jnp.bfloat16 else qkv.dtype)
+        and window.paths is None
+        and not isinstance(table, kv.AlignedTable)
+        and head_size in [num_lanes << power for power in range(6)]
+        and layer.block % num_lanes == 0
+        and window_length * (group_and_kv - 2) <= MAX_QUERIES
+    )
+
+
+def attend(
+    qkv: jax.Array,
+    layer: kv.LayerCache,
+    table: jax.Array,
+    window: Window,
+    *,
+    cos: jax.Array,
+    sin: jax.Array,
+    is_interleaved: bool,
+    bias: jax.Array | None,
+    query_norm: jax.Array | None,
+    key_norm: jax.Array | None,
+    epsilon: float,
+    sliding_window: int | None,
+) -> tuple[jax.Array, kv.LayerCache]:
+    """Heads `[B, T, Q, H]` and the layer's KV, as `models.kernels.Kernels.attend`.
+
+    Args:
+      qkv: `[B, T, K, G + 2, H]` projections, fp32 or bf16, which is also the KV's dtype.
+      layer: KV of this layer; it is written in place.
+      table: `[B, S / block]` page numbers of the window's rows.
+      window: where the queries stand, and where their KV goes.
+      cos: `[B, T, rotary_size / 2]` fp32, of each pair's angle; so is `sin`.
+      is_interleaved: pairs are neighbours, not halves.
+      bias: `[K, G + 2, H]`, or None.
+      query_norm: `[H]` weight of the queries' RMS norm, or None; so is `key_norm`.
+      epsilon: of these norms.
+      sliding_window: slots that a query sees, or None for all.
+    """
+    num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
+    heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
+    nothing = jnp.zeros((0,), qkv.dtype)
+    made, k, v = jax.ffi.ffi_call(
+        "jaxspec_attention",
+        (
+            jax.ShapeDtypeStruct(heads, qkv.dtype),
+            jax.ShapeDtypeStruct(layer.k.shape, layer.k.dtype),
+            jax.ShapeDtypeStruct(layer.v.shape, layer.v.dtype),
+        ),
+        input_output_aliases={6: 1, 7: 2},
+    )(
+        qkv,
+        nothing if bias is None else bias,
+        nothing if query_norm is None else query_norm,
+        nothing if key_norm is None else key_norm,
+        cos,
+        sin,
+        layer.k,
+        layer.v,
+        table,
+        window.positions,
+        window.slots,
+        epsilon=np.float32(epsilon),
+        is_interleaved=is_interleaved,
+        sliding_window=np.int64(sliding_window or 0),
+    )
+    return made, layer.replace(k=k, v=v)

@@ -1,0 +1,176 @@
+"""Attention of a window over a row's live KV blocks, with an online softmax.
+
+Only blocks that hold slots some query can see are read, so a step costs what is live, not what is
+allocated; wholly masked blocks change no bit of a row's result, so neighbours of other lengths do
+not matter either. Backends share the signature of `block_attention` and are injected into the
+decoder.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache import pages as kv
+from jaxspec.types import Window
+
+# The running maximum starts finite: with a sliding window the first blocks are fully masked, and
+# -inf - -inf would be NaN. Masked scores are -inf, so their weight is exactly zero.
+_LOWEST = -1e30
+
+
+class Attention(Protocol):
+    """An attention backend; see `block_attention`."""
+
+    def __call__(
+        self,
+        queries: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        *,
+        dtype: jnp.dtype,
+        sliding_window: int | None = None,
+    ) -> jax.Array:
+        """Returns `[B, T, Q, H]`."""
+        ...
+
+
+def block_attention(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int | None = None,
+) -> jax.Array:
+    """Grouped-query attention `[B, T, Q, H]` of a window that is already written to the cache.
+
+    Scores, softmax and the output sum are fp32; the probabilities enter the second product in
+    `dtype`. Sums run over absolute slots in block order, whatever the window holds: this is what
+    makes a drafted token's result bit-equal to plain decoding's.
+
+    Args:
+      queries: `[B, T, Q, H]`, rotated.
+      layer: KV of this layer.
+      table: `[B, S / block]` page numbers of the window's rows, and their padding if there is any.
+      window: where the queries stand.
+      dtype: dtype of the KV that is read.
+      sliding_window: a query at position i sees positions above `i - sliding_window` only.
+    """
+    num_rows, window_length, num_query_heads, head_size = queries.shape
+    block, num_kv_heads = layer.block, layer.num_heads
+    chex.assert_shape(window.positions, (num_rows, window_length))
+    group = num_query_heads // num_kv_heads
+    grouped = queries.reshape(num_rows, window_length, num_kv_heads, group, head_size)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    scale = head_size**-0.5
+
+    positions = window.positions
+    is_padded = isinstance(table, kv.AlignedTable)
+    row_end = jnp.max(positions, axis=1) + 1
+    # Slots and positions are the same in the ragged layout. In the aligned one a row's first block
+    # may lie to the right of slot 0, and its padding is masked like all that is not its own.
+    query_slots = kv.slots_of(table, positions)
+    last_block = (jnp.max(query_slots) + block) // block
+    first_block = jnp.int32(0)
+    if sliding_window is not None:
+        first_block = jnp.maximum(jnp.min(query_slots) - sliding_window + 1, 0) // block
+
+    if window.paths is None:
+        score_equation, value_equation = "btkgh,bksh->bkgts", "bkgts,bksh->bkgth"
+    else:  # every query has KV of its own: its ancestors, in the slots they would be committed to
+        score_equation, value_equation = "btkgh,btskh->bkgts", "bkgts,btskh->bkgth"
+
+    def read(block_index, held):
+        if window.paths is None:
+            return kv.read_block(layer, table, block_index, dtype)
+        depth = held - window.start[:, None]  # [B, block]
+        in_window = (depth >= 0) & (depth < window_length)
+        clipped = jnp.clip(depth, 0, window_length - 1)[:, None, :]
+        entry = jnp.take_along_axis(window.paths, clipped, axis=2)  # [B, T, block]
+        stored = window.start[:, None, None] + entry
+        stored = jnp.where(in_window[:, None], stored, held[..., None, :])
+        return kv.read_slots(layer, table, stored, dtype)
+
+    def body(block_index, carry):
+        highest, total, output = carry
+        slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
+        held = kv.positions_of(table, slots)  # [block], or [B, block] where rows are padded
+        k, v = read(block_index, held)
+        # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
+        is_live = held < row_end[:, None]
+        if is_padded:
+            is_live &= held >= 0
+        live = (
+            is_live[:, None, :, None] if window.paths is None else is_live[:, None, :, None, None]
+        )
+        v = jnp.where(live, v, jnp.zeros((), dtype))
+        visible = held[..., None, :] <= positions[:, :, None]
+        if is_padded:
+            visible &= held[:, None, :] >= 0
+        if sliding_window is not None:
+            visible &= held[..., None, :] > positions[:, :, None] - sliding_window
+        scores = scale * jnp.einsum(
+            score_equation, grouped, k, preferred_element_type=jnp.float32, precision=precision
+        )
+        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+        new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
+        rescale = jnp.exp(highest - new_highest)
+        weights = jnp.exp(scores - new_highest[..., None])
+        values = jnp.einsum(
+            value_equation,
+            weights.astype(dtype),
+            v,
+            preferred_element_type=jnp.float32,
+            precision=precision,
+        )
+        return (
+            new_highest,
+            total * rescale + jnp.sum(weights, axis=-1),
+            output * rescale[..., None] + values,
+        )
+
+    shape = (num_rows, num_kv_heads, group, window_length)
+    _, total, output = lax.fori_loop(
+        first_block,
+        last_block,
+        body,
+        (
+            jnp.full(shape, _LOWEST, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, head_size), jnp.float32),
+        ),
+    )
+    output = (output / total[..., None]).astype(queries.dtype)
+    return output.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
+
+
+def causal_attention(
+    queries: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    *,
+    sliding_window: int | None = None,
+) -> jax.Array:
+    """Dense causal attention `[B, T, Q, H]` within segments: for training, where nothing is cached.
+
+    Args:
+      queries: `[B, T, Q, H]`.
+      k: `[B, T, K, H]`.
+      v: `[B, T, K, H]`.
+      segments: `[B, T]` int32; a token sees earlier tokens of its own segment.
+      sliding_window: as in `block_attention`.
+    """
+    index = jnp.arange(queries.shape[1])
+    distance = index[:, None] - index
+    mask = (distance >= 0) & (segments[:, :, None] == segments[:, None, :])
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    return jax.nn.dot_product_attention(queries, k, v, mask=mask[:, None])

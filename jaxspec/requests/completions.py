@@ -1,0 +1,309 @@
+"""What comes out of an engine: completions, and the stop strings that end their text."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+
+from jaxspec.models.base import Model
+from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.telemetry.counters import Acceptance
+from jaxspec.telemetry.frames import TracedRequest, rounds_frame, tokens_frame
+from jaxspec.types import Finish, Origin, Trace
+
+if TYPE_CHECKING:
+    import pandas
+from jaxspec.requests.requests import Request
+
+# Colours of a completion's tokens, by origin: terminal style and CSS.
+ORIGIN_STYLES = {
+    Origin.PLAIN: ("", ""),
+    Origin.ACCEPTED: ("green", "background:#c8f0cf;color:#111"),
+    Origin.CORRECTED: ("bold red", "background:#f8c9c4;color:#111"),
+    Origin.BONUS: ("bold blue", "background:#c9dcf8;color:#111"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A finished request. In a notebook it shows itself with its tokens coloured by origin.
+
+    Attributes:
+      request_id: of the request.
+      prompt_token_ids: what was decoded from, special prefix included.
+      token_ids: the output; the stop token, if one ended it, is its last.
+      text: the output without special tokens, or None if the model has no tokenizer.
+      finish_reason: `stop` (a stop token or string), `length` (max_tokens or capacity) or `abort`.
+      stop_reason: the stop token's id, the stop string, `capacity`, `non-finite`, or None.
+      acceptance: what became of the drafts; those that a stop string cut off are counted too.
+      index: which of the prompt's `n` completions this is.
+      seed: of the request's draws; None for a greedy one.
+      logprobs: for each output token, log-probabilities by token id: the emitted token's and the
+        likeliest ones'; None unless asked for.
+      logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the law
+        that was sampled from), as in vLLM.
+      origins: `Origin` of each output token.
+      pieces: text of each output token, for display; bytes of a split character are shown apart.
+      trace: its rounds and drafted tokens, NumPy arrays with rounds first (`Completions.rounds` and
+        `.tokens` make frames of them); None unless the engine records them. Rounds behind a stop
+        string are in it too.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    stop_reason: int | str | None
+    acceptance: Acceptance
+    index: int = 0
+    seed: int | None = None
+    logprobs: tuple[dict[int, float], ...] | None = dataclasses.field(repr=False, default=None)
+    logprobs_mode: str | None = None
+    origins: tuple[Origin, ...] = dataclasses.field(repr=False)
+    pieces: tuple[str, ...] = dataclasses.field(repr=False, default=())
+    trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
+
+    def to_json(self) -> dict:
+        """Fields as JSON values, with vLLM's names."""
+        fields = {
+            "request_id": self.request_id,
+            "index": self.index,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "token_ids": list(self.token_ids),
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "seed": self.seed,
+            "acceptance": self.acceptance.to_json(),
+        }
+        if self.logprobs is not None:
+            fields["logprobs_mode"] = self.logprobs_mode
+            fields["logprobs"] = [
+                {str(token): value for token, value in of_token.items()}
+                for of_token in self.logprobs
+            ]
+        return fields
+
+    def __rich__(self):
+        """Output with accepted (green), corrected (red) and bonus (blue) tokens marked."""
+        from rich.text import Text
+
+        text = Text()
+        for piece, origin in zip(self._shown_pieces(), self.origins, strict=True):
+            text.append(piece, style=ORIGIN_STYLES[origin][0])
+        return text
+
+    def _repr_html_(self) -> str:
+        spans = "".join(
+            f'<span style="{ORIGIN_STYLES[origin][1]}">{html.escape(piece)}</span>'
+            for piece, origin in zip(self._shown_pieces(), self.origins, strict=True)
+        )
+        legend = " ".join(
+            f'<span style="{ORIGIN_STYLES[origin][1]}">{origin.name.lower()}</span>'
+            for origin in (Origin.ACCEPTED, Origin.CORRECTED, Origin.BONUS)
+        )
+        summary = (
+            f"{len(self.token_ids)} tokens in {self.acceptance.num_rounds} rounds, "
+            f"{self.acceptance.emitted_per_round:.2f} per round; {legend}"
+        )
+        return f'<div style="white-space:pre-wrap">{spans}</div><small>{summary}</small>'
+
+    def _shown_pieces(self) -> Sequence[str]:
+        return self.pieces or [f"{token} " for token in self.token_ids]
+
+
+class Completions(list[Completion]):
+    """Completions in the order of their requests: a list, and the data of an acceptance study.
+
+    Frames need an engine that records (`Engine(trace=...)`) and pandas (the `analysis` extra).
+    """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Completion: ...
+    @overload
+    def __getitem__(self, index: slice) -> Completions: ...
+    def __getitem__(self, index):
+        """One of them, or some as `Completions`."""
+        found = super().__getitem__(index)
+        return Completions(found) if isinstance(index, slice) else found
+
+    def rounds(self, **columns: Iterable[Any]) -> pandas.DataFrame:
+        """A frame with one row per request and round.
+
+        Its columns, whole numbers int32:
+          request_id: text.
+          index: which of the prompt's `n` completions.
+          round: of this request, from 0.
+          engine_round: rounds the engine had run before it; rounds of other requests with the same
+            number were computed together.
+          context_length: committed tokens at its start, prompt included.
+          drafted: drafted tokens; 0 where the round decoded plainly.
+          draft_depth: depth that the draft reached; equals `drafted` unless it was a tree.
+          accepted: drafted tokens that were accepted and kept.
+          emitted: tokens the output grew by: `accepted`, and one of the target's own unless a stop
+            token or the limit came first. Rounds that emitted nothing are left out.
+
+        Sums over a request equal its `Acceptance`.
+
+        Args:
+          **columns: further columns by name, e.g. `category=[...]`: one value per completion, or
+            one per prompt.
+
+        Raises:
+          SettingError: there is no trace, no pandas, or a column does not fit.
+        """
+        return rounds_frame(self._traced(), columns)
+
+    def tokens(self, **columns: Iterable[Any]) -> pandas.DataFrame:
+        """A frame with one row per drafted token, rejected ones included.
+
+        p is the law that the row is sampled from, after penalties, temperature and filters. q is
+        the draft model's law at the same settings. A greedy row is traced at temperature 1: p is
+        then the softmax of the model's own logits (penalised, if penalties were asked for).
+
+        Its columns, whole numbers int32, others fp32 unless stated:
+          request_id, index, round: as in `rounds`.
+          node: in the draft.
+          parent: the node it follows; -1 is the newest committed token.
+          depth: 1 for the first drafted token.
+          position: where the token would stand in the sequence, prompt included, from 0.
+          token_id: the drafted token.
+          logprob_p: natural logarithm of its probability under p; -inf where a filter removed it.
+          logprob_q: under q; NaN where the drafter is deterministic.
+          rank: under p, 1 is the likeliest; tokens that a filter removed are counted too.
+          accepted: bool, accepted and kept.
+          reached: bool, whether its acceptance was decided on: every node above it was kept, and
+            the output did not end before it. Conditional acceptance is the mean of `accepted` over
+            these.
+          entropy_p, entropy_q: in nats; only with `trace='laws'`.
+          overlap: sum of min(p, q), the probability that rejection sampling keeps a token of q;
+            only with `trace='laws'`. The law of a deterministic drafter is a point mass: entropy 0,
+            and the overlap is p of its token.
+
+        Args:
+          **columns: as in `rounds`.
+
+        Raises:
+          SettingError: there is no trace of tokens, no pandas, or a column does not fit.
+        """
+        return tokens_frame(self._traced(), columns)
+
+    def _traced(self) -> list[TracedRequest]:
+        return [
+            TracedRequest(request_id=one.request_id, index=one.index, trace=one.trace)
+            for one in self
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopMatch:
+    """Where a stop string ended an output.
+
+    Attributes:
+      num_tokens: tokens up to the one that completes the string.
+      text: what stands before it.
+      stop: the string.
+    """
+
+    num_tokens: int
+    text: str
+    stop: str
+
+
+def find_stop(
+    tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str], *, min_tokens: int
+) -> StopMatch | None:
+    """The stop string that is complete first in the text of `token_ids`, if any.
+
+    Strings that are complete within the first `min_tokens` tokens do not count.
+    """
+    text = tokenizer.decode(token_ids)
+    # A character whose bytes are not complete decodes to something else: it is not there yet.
+    early = tokenizer.decode(token_ids[:min_tokens]) if min_tokens else ""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, early, strict=False))
+    too_early = len(list(same))
+    found = []
+    for string in stop:
+        start = text.find(string, max(0, too_early - len(string) + 1))
+        if start >= 0:
+            found.append((start + len(string), start, string))
+    if not found:
+        return None
+    end, start, string = min(found)
+    least, most = 0, len(token_ids)  # the text of `least` tokens is too short, of `most` enough
+    while most - least > 1:
+        middle = (least + most) // 2
+        if tokenizer.decode(token_ids[:middle]).startswith(text[:end]):
+            most = middle
+        else:
+            least = middle
+    return StopMatch(num_tokens=most, text=text[:start], stop=string)
+
+
+def settled_text(tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+    """The part of the text of `token_ids` that further tokens leave as it is.
+
+    Held back are characters whose bytes are not complete, and an end that may become a stop string.
+    """
+    text = tokenizer.decode(token_ids).rstrip("\ufffd")
+    begun = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
+    return text[: len(text) - max(begun, default=0)]
+
+
+def make_completion(
+    request: Request,
+    model: Model,
+    *,
+    token_ids: Sequence[int],
+    origins: Sequence[int],
+    finish: Finish,
+    stop_token: int,
+    acceptance: Acceptance,
+    stopped: StopMatch | None = None,
+    logprobs: tuple[dict[int, float], ...] | None = None,
+    logprobs_mode: str | None = None,
+    trace: Trace | None = None,
+) -> Completion:
+    """The completion of a row that has ended, cut at a stop string if it was `stopped`; without
+    text if it is `Finish.UNREADABLE`."""
+    if stopped is not None:
+        token_ids = token_ids[: stopped.num_tokens]
+        origins = origins[: stopped.num_tokens]
+        logprobs = logprobs and logprobs[: stopped.num_tokens]
+    text, pieces = None, ()
+    if model.tokenizer is not None and finish != Finish.UNREADABLE:
+        ended_by_token = finish == Finish.STOP_TOKEN and stopped is None
+        text = model.tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
+        pieces = tuple(model.tokenizer.pieces(token_ids))
+    if stopped is not None:
+        text, finish_reason, stop_reason = stopped.text, "stop", stopped.stop
+    else:
+        finish_reason, stop_reason = {
+            Finish.STOP_TOKEN: ("stop", stop_token),
+            Finish.MAX_TOKENS: ("length", None),
+            Finish.CAPACITY: ("length", "capacity"),
+            Finish.NON_FINITE: ("abort", "non-finite"),
+            Finish.CANCELLED: ("abort", "cancelled"),
+            Finish.LOST: ("abort", "device failure"),
+            Finish.UNREADABLE: ("abort", "tokenizer failure"),
+        }[finish]
+    return Completion(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=tuple(int(token) for token in token_ids),
+        text=text,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        acceptance=acceptance,
+        index=request.index,
+        seed=request.params.seed if request.params.temperature else None,
+        logprobs=logprobs,
+        logprobs_mode=logprobs_mode if logprobs is not None else None,
+        origins=tuple(Origin(int(origin)) for origin in origins),
+        pieces=pieces,
+        trace=trace,
+    )

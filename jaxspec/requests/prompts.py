@@ -1,0 +1,211 @@
+"""Prompt files: Spec-Bench questions, plain lines, and JSON lines of several kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.errors import PromptError
+from jaxspec.models.base import Model
+from jaxspec.requests.requests import Prompt, prompt_token_ids
+
+SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.jsonl"
+
+# FastChat's conversation template `vicuna_v1.1`, which Spec-Bench applies to Vicuna.
+VICUNA_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}"
+    "{% else %}A chat between a curious user and an artificial intelligence assistant. The "
+    "assistant gives helpful, detailed, and polite answers to the user's questions.{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'] + eos_token }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLine:
+    """One prompt of a file.
+
+    Attributes:
+      prompt: text, token ids or messages.
+      fields: the line's other fields (`question_id`, `category`, `domain`, ...).
+      number: line of the file, counted from 1; 0 if the prompt is of no file.
+    """
+
+    prompt: Prompt
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"Line {self.number} of the prompt file" if self.number else "The prompt"
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a list of messages."""
+        return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
+
+
+def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
+    """Prompts of a file, one a line.
+
+    A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench: the first turn is
+    used), `prompt`, `prompt_token_ids` or `messages`. In a file named `.jsonl` or `.json` every
+    line is JSON, elsewhere those that begin with a brace. Blank lines are skipped.
+
+    Raises:
+      PromptError: the file cannot be read or holds no prompt, or a line (it is named) is malformed.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise PromptError(
+            f"The prompt file {os.fspath(path)} cannot be read ({reason}); name a text file with "
+            "one prompt a line."
+        ) from error
+    is_json = os.fspath(path).endswith((".jsonl", ".json"))
+    # Not splitlines: JSON text may hold other line separators as they are.
+    prompts = [
+        _parse_line(line, number, is_json=is_json)
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise PromptError(
+            f"The prompt file {os.fspath(path)} holds no prompt; give at least one line."
+        )
+    return prompts
+
+
+def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
+    if not is_json and not line.lstrip().startswith("{"):
+        return PromptLine(prompt=line.rstrip("\r"), number=number)
+    try:
+        fields = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        where = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "depth"
+        advice = (
+            "mend the line, or name a file of plain lines otherwise than .jsonl"
+            if is_json
+            else 'mend the line, or write text that begins with a brace as {"prompt": "..."}'
+        )
+        raise PromptError(
+            f"Line {number} of the prompt file is not JSON ({where}); {advice}."
+        ) from error
+    if not isinstance(fields, dict):
+        raise PromptError(
+            f"Line {number} of the prompt file is JSON, but not an object; write "
+            '{"prompt": ...} there.'
+        )
+    present = [kind for kind in _KINDS if kind in fields]
+    if len(present) != 1:
+        raise PromptError(
+            f"Line {number} of the prompt file has {' and '.join(present) or 'no prompt field'}; "
+            f"give exactly one of {', '.join(_KINDS)}."
+        )
+    kind = present[0]
+    is_good, form = _KINDS[kind]
+    if not is_good(fields[kind]):
+        raise PromptError(f"Line {number} of the prompt file has a {kind!r} that is not {form}.")
+    others = {name: field for name, field in fields.items() if name != kind}
+    prompt = fields[kind][0] if kind == "turns" else fields[kind]
+    return PromptLine(prompt=prompt, fields=others, number=number)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_turns(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_text, value))
+
+
+def _is_token_ids(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+
+
+def _is_messages(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(
+        isinstance(x, dict) and isinstance(x.get("role"), str) and "content" in x for x in value
+    )
+
+
+_KINDS = {
+    "turns": (_is_turns, "a list of texts, none of them empty"),
+    "prompt": (_is_text, "text, or is empty"),
+    "prompt_token_ids": (_is_token_ids, "a list of token ids, or is empty"),
+    "messages": (_is_messages, "a list of objects with 'role' and 'content', or is empty"),
+}
+
+
+def sample_prompts() -> list[PromptLine]:
+    """The 48 prompts of the embedded pair, in four domains."""
+    with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
+        return read_prompts(path)
+
+
+def chat_template(name: str | None) -> str | None:
+    """The Jinja template behind `--chat-template`: `vicuna`, or a file; None stays None.
+
+    Raises:
+      PromptError: no such file.
+    """
+    if name is None:
+        return None
+    if name == "vicuna":
+        return VICUNA_TEMPLATE
+    try:
+        return pathlib.Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise PromptError(
+            f"The chat template {name!r} is neither 'vicuna' nor a readable file ({reason}); name "
+            "one of these."
+        ) from error
+
+
+def encode_prompts(
+    lines: Sequence[PromptLine],
+    model: Model,
+    *,
+    max_prompt_tokens: int | None = None,
+    is_chat: bool = False,
+    template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[tuple[int, ...]]:
+    """Token ids of prompts read from a file.
+
+    Args:
+      max_prompt_tokens: longer prompts are cut to their first tokens.
+      is_chat: text is the user's message of a chat, put through the chat template.
+      template: a Jinja template instead of the tokenizer's own.
+      template_kwargs: further variables of the template.
+
+    Raises:
+      PromptError: see `requests.prompt_token_ids`.
+    """
+    encoded = []
+    for line in lines:
+        prompt = line.prompt
+        if is_chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        ids = prompt_token_ids(
+            prompt,
+            model,
+            name=line.name,
+            chat_template=template,
+            chat_template_kwargs=template_kwargs,
+        )
+        encoded.append(ids[:max_prompt_tokens])
+    return encoded

@@ -1,0 +1,156 @@
+"""A prompt on its way into an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from jaxspec.errors import PromptError, SettingError
+from jaxspec.models.base import Model
+
+if TYPE_CHECKING:
+    pass
+from jaxspec.requests.sampling_params import SamplingParams
+
+Message: TypeAlias = Mapping[str, str]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt on its way into an engine.
+
+    Attributes:
+      request_id: position among the prompts of a call, unless the caller chose another; with
+        `n` above 1, also the number of the sample: `3-0`, `3-1`.
+      prompt_token_ids: at least one.
+      params: how to decode it; a sampled request has a seed.
+      index: which of the prompt's `n` completions this is.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    index: int = 0
+
+
+def make_requests(
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    model: Model,
+    *,
+    longest: int,
+    chat_template: str | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Request]:
+    """Requests `0, 1, ...` of prompts given as text, token ids or chat messages; with `n` above 1
+    `0-0, 0-1, ...`.
+
+    Args:
+      params: one for all prompts, or one each.
+      longest: prompt tokens the engine can take.
+      chat_template: Jinja template for messages instead of the tokenizer's own.
+      names: what errors call each prompt; default `Prompt 0`, `Prompt 1`, ...
+
+    Raises:
+      PromptError: a prompt is empty, too long, out of the vocabulary, or in a form that `model` has
+        no tokenizer or template for.
+      SettingError: not one `params` per prompt, or stops that the model cannot emit or read.
+    """
+    if isinstance(prompts, str):
+        raise PromptError(
+            "One text was given where a list of prompts is expected; put it in brackets, [text]."
+        )
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise SettingError(
+            f"{len(each)} sampling parameters were given for {len(prompts)} prompts; give one, or "
+            "one for each prompt."
+        )
+    requests = []
+    for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        name = f"Prompt {index}" if names is None else names[index]
+        ids = prompt_token_ids(prompt, model, name=name, chat_template=chat_template)
+        if len(ids) > longest:
+            raise PromptError(
+                f"{name} has {len(ids)} tokens, and the engine's capacity leaves room for "
+                f"{longest}; raise the capacity or shorten the prompt."
+            )
+        for token in one.stop_token_ids:
+            if not 0 <= token < model.vocab_size:
+                raise SettingError(
+                    f"{name} has the stop token {token}, and the vocabulary of {model.name} ends "
+                    f"at {model.vocab_size - 1}; give ids of this model's tokenizer."
+                )
+        if one.stop and model.tokenizer is None:
+            raise SettingError(
+                f"{name} has stop strings, but the model {model.name} has no tokenizer to read its "
+                "output with; give stop_token_ids instead."
+            )
+        requests.extend(_samples(str(index), ids, one))
+    return requests
+
+
+def _samples(request_id: str, ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
+    """The `n` requests of one prompt, each with a seed of its own if it is sampled."""
+    if params.temperature == 0:
+        return [Request(request_id=request_id, prompt_token_ids=ids, params=params)]
+    first = secrets.randbits(62) if params.seed is None else params.seed
+    return [
+        Request(
+            request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+            prompt_token_ids=ids,
+            params=dataclasses.replace(params, seed=first + index, n=1),
+            index=index,
+        )
+        for index in range(params.n)
+    ]
+
+
+def prompt_token_ids(
+    prompt: Prompt,
+    model: Model,
+    *,
+    name: str,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Token ids of one prompt; `name` is what errors call it. Raises as `make_requests`."""
+    is_text = isinstance(prompt, str)
+    is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    tokenizer = model.tokenizer
+    ids: Sequence[Any]
+    if not is_text and not is_chat:
+        ids = prompt
+    elif tokenizer is None:
+        raise PromptError(
+            f"{name} is text, but the model {model.name} has no tokenizer; give token ids."
+        )
+    elif isinstance(prompt, str):
+        ids = tokenizer.encode(prompt) if prompt else []
+    else:
+        messages: Any = prompt
+        try:
+            ids = tokenizer.encode_chat(
+                messages, template=chat_template, template_kwargs=chat_template_kwargs
+            )
+        except PromptError as error:
+            raise PromptError(f"{name}: {error}") from error
+    if len(ids) == 0:
+        raise PromptError(f"{name} is empty; give at least one token.")
+    if not all(isinstance(token, (int, np.integer)) for token in ids):
+        raise PromptError(
+            f"{name} is a list, but not of token ids (integers) or of messages (objects with "
+            "'role' and 'content'); give one of these, or text."
+        )
+    outside = [token for token in ids if not 0 <= token < model.vocab_size]
+    if outside:
+        raise PromptError(
+            f"{name} holds the token id {outside[0]}, and the vocabulary of {model.name} "
+            f"ends at {model.vocab_size - 1}; give ids of this model's tokenizer."
+        )
+    return tuple(int(token) for token in ids)

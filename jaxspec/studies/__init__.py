@@ -1,0 +1,1 @@
+"""The published study of 2510.22876, repeated."""

@@ -1,0 +1,1 @@
+"""What rounds record, counts on the host, frames."""

@@ -1,0 +1,247 @@
+"""What a round records on the device: every row's rounds and drafted tokens.
+
+A row's history is written where its round stands in its own count, so it stays right when rows
+change places, join late or end early. Nothing is written, or even allocated, unless it is asked
+for: a state without a trace has no such arrays, and its program no such instruction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import sampling
+from jaxspec.errors import SettingError
+from jaxspec.types import (
+    DecodeState,
+    Draft,
+    LawTrace,
+    Prefix,
+    RoundTrace,
+    Rows,
+    TokenTrace,
+    Trace,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+TraceLevel: TypeAlias = Literal["rounds", "tokens", "laws"]
+LEVELS: tuple[TraceLevel, ...] = ("rounds", "tokens", "laws")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """What the loop records.
+
+    Each level holds those before it; with S slots and N draft nodes a row takes, in bytes,
+    `24 S` (rounds), `19 S N` more (tokens) and `12 S N` more (laws).
+
+    Attributes:
+      level: `rounds`; `tokens`, one record per drafted token; or `laws`, with entropies and overlap
+        of p and q.
+    """
+
+    level: TraceLevel
+
+    def __post_init__(self):
+        if self.level not in LEVELS:
+            raise SettingError(
+                f"trace {self.level!r} was given; it must be 'rounds', 'tokens' or 'laws', or None "
+                "to record nothing."
+            )
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether drafted tokens are recorded, so that drafters are asked for q."""
+        return self.level != "rounds"
+
+    @property
+    def has_laws(self) -> bool:
+        """Whether entropies and overlap are recorded."""
+        return self.level == "laws"
+
+
+def empty_trace(
+    config: TraceConfig | None, num_rows: int, num_rounds: int, num_nodes: int
+) -> Trace | None:
+    """Buffers of `num_rows` rows with room for `num_rounds` rounds each; None without a config."""
+    if config is None:
+        return None
+
+    def of_rounds(dtype=jnp.int32) -> jax.Array:
+        return jnp.zeros((num_rows, num_rounds), dtype)
+
+    def of_nodes(dtype=jnp.float32) -> jax.Array:
+        return jnp.zeros((num_rows, num_rounds, num_nodes), dtype)
+
+    tokens = laws = None
+    if config.has_tokens:
+        tokens = TokenTrace(
+            token_id=of_nodes(jnp.int32),
+            parent=of_nodes(jnp.int16),
+            is_accepted=of_nodes(jnp.bool_),
+            logprob_p=of_nodes(),
+            logprob_q=of_nodes(),
+            rank=of_nodes(jnp.int32),
+        )
+    if config.has_laws:
+        laws = LawTrace(entropy_p=of_nodes(), entropy_q=of_nodes(), overlap=of_nodes())
+    rounds = RoundTrace(
+        engine_round=of_rounds(),
+        context_length=of_rounds(),
+        drafted=of_rounds(),
+        draft_depth=of_rounds(),
+        accepted=of_rounds(),
+        emitted=of_rounds(),
+    )
+    return Trace(rounds=rounds, tokens=tokens, laws=laws)
+
+
+def record_round(
+    config: TraceConfig,
+    state: DecodeState,
+    *,
+    num_emitted: jax.Array,
+    logits: jax.Array,
+    draft: Draft,
+    verdict: Verdict,
+    rows: Rows,
+    prefix: Prefix,
+    depth: jax.Array,
+    is_chain: bool,
+) -> Trace:
+    """The trace with this round written to the rows that emitted something.
+
+    Args:
+      state: before the round.
+      num_emitted: `[B]` int32, tokens kept of the round; 0 for rows that took no part.
+      logits: `[B, N + 1, V]`, the target's.
+      draft: as it was scored.
+      verdict: the verifier's.
+      rows: before the round.
+      prefix: of the `N + 1` tokens to be drawn.
+      depth: `[B, N]` int32, of each node, 1 below the newest committed token.
+      is_chain: whether every draft is a chain.
+    """
+    num_nodes = draft.tokens.shape[1]
+    node = jnp.arange(num_nodes, dtype=jnp.int32)
+    num_kept = jnp.minimum(verdict.num_accepted, num_emitted)
+    rounds = RoundTrace(
+        engine_round=jnp.broadcast_to(state.num_rounds, num_emitted.shape),
+        context_length=state.num_committed,
+        drafted=draft.num_valid,
+        draft_depth=jnp.max(jnp.where(node < draft.num_valid[:, None], depth, 0), axis=1),
+        accepted=num_kept,
+        emitted=num_emitted,
+    )
+    tokens = laws = None
+    if config.has_tokens:
+        is_kept = node < num_kept[:, None]  # by depth along the path
+        is_accepted = jnp.any((verdict.path[..., None] == node) & is_kept[..., None], axis=1)
+
+        def before_nodes(values: jax.Array) -> jax.Array:
+            """Of `[B, N + 1, V]`, what stands at each node's parent, `[B, N, V]`."""
+            if is_chain:
+                return values[:, :-1]
+            is_valid = node < draft.num_valid[:, None]
+            entry = jnp.where(is_valid, draft.parents + 1, 0)
+            return jnp.take_along_axis(values, entry[..., None], axis=1)
+
+        scores = before_nodes(sampling.adjust(logits, rows, prefix))
+        p = jax.nn.log_softmax(sampling.law_logits(scores, rows.sampling), axis=-1)
+        score = _of_tokens(scores, draft.tokens)[..., None]
+        has_law = None
+        logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
+        if draft.q is not None:
+            # A drafter may leave the law of a greedy row zero: that draft is deterministic too.
+            has_law = jnp.sum(draft.q, axis=-1) > 0
+            logprob_q = jnp.where(has_law, jnp.log(_of_tokens(draft.q, draft.tokens)), jnp.nan)
+        tokens = TokenTrace(
+            token_id=draft.tokens,
+            parent=draft.parents.astype(jnp.int16),
+            is_accepted=is_accepted,
+            logprob_p=_of_tokens(p, draft.tokens),
+            logprob_q=logprob_q,
+            rank=1 + jnp.sum(scores > score, axis=-1, dtype=jnp.int32),
+        )
+        if config.has_laws:
+            laws = _compare_laws(p, draft, has_law)
+    return _write(state, Trace(rounds=rounds, tokens=tokens, laws=laws), num_emitted)
+
+
+def _of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`values` `[B, N, V]` at `tokens` `[B, N]`."""
+    return jnp.take_along_axis(values, tokens[..., None], axis=2)[..., 0]
+
+
+def _compare_laws(log_p: jax.Array, draft: Draft, has_law: jax.Array | None) -> LawTrace:
+    """Entropies and overlap of p, given by its logarithm `[B, N, V]`, and the draft's q."""
+    p = jnp.exp(log_p)
+    of_point_mass = LawTrace(
+        entropy_p=-jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=-1),
+        entropy_q=jnp.zeros(draft.tokens.shape, jnp.float32),
+        overlap=_of_tokens(p, draft.tokens),
+    )
+    if draft.q is None or has_law is None:
+        return of_point_mass
+    q = draft.q
+    log_q = jnp.log(jnp.where(q > 0, q, 1))
+    return of_point_mass.replace(
+        entropy_q=-jnp.sum(q * log_q, axis=-1),
+        overlap=jnp.where(has_law, jnp.sum(jnp.minimum(p, q), axis=-1), of_point_mass.overlap),
+    )
+
+
+def record_step(state: DecodeState, emits: jax.Array) -> Trace:
+    """The trace with a step of plain decoding written to the rows that it `emits` a token for,
+    `[B]` bool."""
+    emitted = emits.astype(jnp.int32)
+    nothing = jnp.zeros_like(emitted)
+    rounds = RoundTrace(
+        engine_round=jnp.broadcast_to(state.num_rounds, emitted.shape),
+        context_length=state.num_committed,
+        drafted=nothing,
+        draft_depth=nothing,
+        accepted=nothing,
+        emitted=emitted,
+    )
+    return _write(state, Trace(rounds=rounds), emitted)
+
+
+def _write(state: DecodeState, new: Trace, num_emitted: jax.Array) -> Trace:
+    """The state's trace with `new` at each row's own round; what `new` leaves out stays as it
+    is."""
+    trace = state.trace
+    assert trace is not None, "a loop with a trace has a state with one"
+    num_rounds = trace.rounds.emitted.shape[1]
+    row = jnp.arange(len(num_emitted), dtype=jnp.int32)
+    # The same rounds that `AcceptanceCounts` counts; the others are written nowhere.
+    place = jnp.where(num_emitted > 0, state.counts.num_rounds, num_rounds)
+
+    def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
+        # A round narrower than the engine's window drafts fewer nodes than there is room for.
+        missing = [
+            (0, size - num) for size, num in zip(buffer.shape[2:], values.shape[1:], strict=True)
+        ]
+        values = jnp.pad(values, [(0, 0), *missing])
+        return buffer.at[row, place].set(values, mode="drop", unique_indices=True)
+
+    written = {
+        name: jax.tree.map(put, getattr(trace, name), part)
+        for name, part in (("rounds", new.rounds), ("tokens", new.tokens), ("laws", new.laws))
+        if part is not None
+    }
+    return trace.replace(**written)
+
+
+def row_trace(trace: Trace | None, row: int, num_rounds: int) -> Trace | None:
+    """One row's history out of buffers that were fetched to the host: NumPy arrays
+    `[num_rounds, ...]` of its own, so that the buffers need not be kept."""
+    return jax.tree.map(lambda buffer: np.array(buffer[row, :num_rounds]), trace)

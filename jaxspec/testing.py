@@ -1,0 +1,36 @@
+"""The conformance battery: does a model or a drafter of your own keep the contracts of decoding?
+
+    from jaxspec.testing import check_drafter, check_model
+
+    check_model(my_model).assert_ok()
+    check_drafter(my_drafter, my_model).assert_ok()
+
+Each check names the clause that it tests:
+
+    C1  a row stands at an offset of its own, one integer is the truth about its length, and what
+        lies beyond it in the cache is garbage
+    C2  shapes are static: one program each, whatever the values
+    C4  exactness: E1 a drafted token is scored as plain decoding scores it, bit for bit; E2 a
+        request is alone; E3 sampled tokens too; E4 other programs agree within rounding
+    C5  a draft is a tree of one shape
+    C6  pure functions of the parameters that they are handed
+
+Both batteries run on the object as it is, through the production loop where it matters, with a
+small batch and a small cache. Weights in fp32 make the comparisons within rounding sharpest. What
+is compared "to the bit" comes from one compiled program.
+"""
+
+from jaxspec.conformance.drafter import DRAFTER_CHECKS, battery_prompts, check_drafter
+from jaxspec.conformance.model import MODEL_CHECKS, check_model
+from jaxspec.conformance.report import Check, Clause, Report
+
+__all__ = [
+    "DRAFTER_CHECKS",
+    "MODEL_CHECKS",
+    "Check",
+    "Clause",
+    "Report",
+    "battery_prompts",
+    "check_drafter",
+    "check_model",
+]
