@@ -54,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         reason = str(error).split("\n")[0]
         print(
-            f"error: The memory does not suffice ({reason}); lower the batch size or the capacity, "
+            f"error: The memory does not suffice ({reason}); lower --batch-size or --max-length, "
             "or choose a smaller model or dtype.",
             file=sys.stderr,
         )

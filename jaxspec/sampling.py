@@ -1,13 +1,13 @@
-"""From logits to tokens: the law of each row, and keyed draws from it.
+"""From logits to tokens: the distribution of each row, and keyed draws from it.
 
 One order of operations everywhere, for the target's tokens, for drafts, for bonus tokens and
 residuals (it is Hugging Face's, with vLLM's penalties):
 
     repetition, presence, frequency penalty -> min_tokens          `adjust`
-    temperature -> top-k -> top-p -> min-p                         `law_logits`
+    temperature -> top-k -> top-p -> min-p                         `filtered_logits`
 
-Each operation leaves a row that did not ask for it untouched, to the bit, so a row's law never
-depends on its neighbours. Temperature 0 is the arg max of the adjusted logits.
+Each operation leaves a row that did not ask for it untouched, to the bit, so a row's distribution
+never depends on its neighbours. Temperature 0 is the arg max of the adjusted logits.
 
 Draws are keyed, so that they depend on the request alone. Coupled verification draws the token at a
 position with `fold_in(request key, position)`, whatever was drafted. The other verifiers take
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.types import Prefix, Rows, RowSampling
+from jaxspec.types import BatchView, DraftContext, RowSampling
 
 _IMPL = "threefry2x32"
 BLOCK = 128  # committed tokens counted at a time
@@ -54,7 +54,7 @@ def position_keys(sampling: RowSampling, position: jax.Array) -> jax.Array:
     return jax.vmap(of_row)(jax.random.wrap_key_data(sampling.key, impl=_IMPL), position)
 
 
-def round_keys(rows: Rows, node: jax.Array, stream: Stream) -> jax.Array:
+def round_keys(rows: BatchView, node: jax.Array, stream: Stream) -> jax.Array:
     """Keys `[B, n]` of the nodes `[B, n]` of this round, for one purpose."""
 
     def of_row(key, length, node):
@@ -92,24 +92,24 @@ def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, jnp.isfinite(highest[..., 0])
 
 
-def chain_prefix(rows: Rows, tokens: jax.Array) -> Prefix:
+def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
     """Before the first of `N + 1` tokens to be drawn stands nothing, before each other one more of
     `tokens` `[B, N]`."""
     index = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)
-    return Prefix(
+    return DraftContext(
         tokens=tokens,
         is_before=(index[:-1] < index[:, None])[None],
         position=rows.num_committed[:, None] + index,
     )
 
 
-def is_greedy(rows: Rows) -> jax.Array:
+def is_greedy(rows: BatchView) -> jax.Array:
     """Bool scalar: every row takes the arg max of its unadjusted logits."""
     return ~(jnp.any(rows.sampling.temperature > 0) | _is_adjusted(rows))
 
 
-def undemanding(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
-    """`sampling` with the rows `is_out` `[B]` greedy and unadjusted: nobody wants their tokens, so
+def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
+    """`sampling` with the rows `is_out` `[B]` greedy and unadjusted: no one wants their tokens, so
     they should not keep the others' batch from `is_greedy`."""
 
     def unless_out(values: jax.Array, neutral: float) -> jax.Array:
@@ -126,14 +126,14 @@ def undemanding(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
     )
 
 
-def _is_adjusted(rows: Rows) -> jax.Array:
+def _is_adjusted(rows: BatchView) -> jax.Array:
     s = rows.sampling
     has_penalty = (s.repetition_penalty != 1) | (s.presence_penalty != 0)
     has_penalty |= s.frequency_penalty != 0
     return jnp.any(has_penalty | (rows.num_committed < s.min_length))
 
 
-def adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+def adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """Logits `[B, T, V]` after penalties and `min_tokens`, exact under drafting: every node's
     penalties count the drafted tokens before it as if they were committed.
 
@@ -145,7 +145,7 @@ def adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
     )
 
 
-def _adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+def _adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     s, vocab_size = rows.sampling, logits.shape[-1]
     drafted = jax.nn.one_hot(prefix.tokens, vocab_size, dtype=jnp.float32)
     drafted = jnp.einsum("btn,bnv->btv", _broadcast(prefix.is_before, drafted), drafted)
@@ -167,10 +167,10 @@ def _adjust(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
     return jnp.where(is_barred, -jnp.inf, logits)
 
 
-def _count_committed(rows: Rows, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+def _count_committed(rows: BatchView, vocab_size: int) -> tuple[jax.Array, jax.Array]:
     """Occurrences `[B, V]` fp32 of each token in prompt and output, and in the output alone.
 
-    Counted block by block, as far as tokens are committed: nothing of the size of the capacity is
+    Counted block by block, as far as tokens are committed: nothing of the size of the max_length is
     made.
     """
     row = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32)[:, None]
@@ -195,9 +195,9 @@ def _broadcast(is_before: jax.Array, drafted: jax.Array) -> jax.Array:
     return jnp.broadcast_to(is_before, (drafted.shape[0], *is_before.shape[1:])).astype(jnp.float32)
 
 
-def law_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
-    """Unnormalised log-probabilities `[B, T, V]` fp32 of the law that rows are sampled from: -inf
-    where a filter removed a token. `softmax` of it is the law.
+def filtered_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Unnormalised log-probabilities `[B, T, V]` fp32 of the distribution that rows are sampled
+    from: -inf where a filter removed a token. `softmax` of it is the distribution.
 
     Rows of temperature 0 get temperature 1 here; what draws from the result decides for them.
     """
@@ -256,16 +256,16 @@ def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     return lax.fori_loop(0, 32, with_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
 
 
-def scores(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+def scores(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """`[B, T, V]` fp32 whose arg max is the token that a request draws at each position: adjusted
-    logits at temperature 0, else `law_logits` plus the position's noise."""
+    logits at temperature 0, else `filtered_logits` plus the position's noise."""
     adjusted = adjust(logits, rows, prefix)
     noise = gumbel(position_keys(rows.sampling, prefix.position), logits.shape[-1])
     is_sampled = (rows.sampling.temperature > 0)[:, None, None]
-    return jnp.where(is_sampled, law_logits(adjusted, rows.sampling) + noise, adjusted)
+    return jnp.where(is_sampled, filtered_logits(adjusted, rows.sampling) + noise, adjusted)
 
 
-def choose(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """The token `[B, T]` int32 that plain decoding would emit at each position, -1 where the logits
     `[B, T, V]` are not finite."""
     greedy, is_finite = greedy_tokens(logits)
@@ -275,9 +275,9 @@ def choose(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
     return jnp.where(is_finite, chosen, -1)
 
 
-def law(logits: jax.Array, rows: Rows, prefix: Prefix) -> jax.Array:
+def distribution(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """Probabilities `[B, T, V]` fp32 that rows are sampled from."""
-    return jax.nn.softmax(law_logits(adjust(logits, rows, prefix), rows.sampling), axis=-1)
+    return jax.nn.softmax(filtered_logits(adjust(logits, rows, prefix), rows.sampling), axis=-1)
 
 
 def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
@@ -286,34 +286,34 @@ def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
     return greedy_tokens(jnp.log(weights) + gumbel(keys, weights.shape[-1]))[0]
 
 
-class Drawn(NamedTuple):
+class DraftToken(NamedTuple):
     """A chain drafter's tokens for one node.
 
     Attributes:
       token: `[B]` int32.
-      law: `[B, V]` fp32, q: what the token was drawn from. None unless asked for; a greedy row's is
-        not used by any verifier.
+      distribution: `[B, V]` fp32, q: what the token was drawn from. None unless asked for; a greedy
+        row's is not used by any verifier.
       confidence: `[B]` fp32, the token's probability under q; a greedy row's under the softmax of
         its adjusted logits. None unless asked for.
     """
 
     token: jax.Array
-    law: jax.Array | None
+    distribution: jax.Array | None
     confidence: jax.Array | None
 
 
 def draw_draft(
     logits: jax.Array,
-    rows: Rows,
+    rows: BatchView,
     drafted: jax.Array,
     node: jax.Array,
     *,
     vocab_size: int,
     is_noise_shared: bool,
-    needs_law: bool,
-    needs_greedy_law: bool = False,
+    needs_probs: bool,
+    needs_greedy_probs: bool = False,
     needs_confidence: bool = False,
-) -> Drawn:
+) -> DraftToken:
     """A chain drafter's token for `node`, drawn as the row draws its own tokens.
 
     Args:
@@ -323,8 +323,8 @@ def draw_draft(
       node: int32 scalar, how many of them there are.
       vocab_size: V of the target.
       is_noise_shared: as in `EngineShape`.
-      needs_law: whether to return the law that the token was drawn from.
-      needs_greedy_law: whether that of greedy rows is needed too, at temperature 1.
+      needs_probs: whether to return the distribution that the token was drawn from.
+      needs_greedy_probs: whether that of greedy rows is needed too, at temperature 1.
       needs_confidence: whether to return the token's probability.
     """
     logits = logits[:, :vocab_size].astype(jnp.float32)
@@ -333,13 +333,13 @@ def draw_draft(
     greedy, _ = greedy_tokens(logits)
 
     def draw():
-        prefix = Prefix(
+        prefix = DraftContext(
             tokens=drafted,
             is_before=(jnp.arange(drafted.shape[1], dtype=jnp.int32) < node)[None, None],
             position=(rows.num_committed + node)[:, None],
         )
         adjusted = adjust(logits[:, None], rows, prefix)
-        drawn_from = law_logits(adjusted, rows.sampling)
+        drawn_from = filtered_logits(adjusted, rows.sampling)
         if is_noise_shared:
             keys = position_keys(rows.sampling, prefix.position)
         else:
@@ -348,22 +348,24 @@ def draw_draft(
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         noisy = drawn_from + gumbel(keys, vocab_size)
         token = greedy_tokens(jnp.where(is_sampled, noisy, adjusted))[0][:, 0]
-        law = jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_law else None
+        distribution = jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_probs else None
         is_drawn_from = jnp.where(is_sampled, drawn_from, adjusted)[:, 0]
-        return token, law, is_drawn_from if needs_confidence else None
+        return token, distribution, is_drawn_from if needs_confidence else None
 
     def take_highest():
-        law = None
-        if needs_law:
-            law = jnp.zeros_like(logits)
-            if needs_greedy_law:
-                law = jax.nn.softmax(law_logits(logits[:, None], rows.sampling)[:, 0], axis=-1)
-        return greedy, law, logits if needs_confidence else None
+        distribution = None
+        if needs_probs:
+            distribution = jnp.zeros_like(logits)
+            if needs_greedy_probs:
+                distribution = jax.nn.softmax(
+                    filtered_logits(logits[:, None], rows.sampling)[:, 0], axis=-1
+                )
+        return greedy, distribution, logits if needs_confidence else None
 
-    token, law, unnormalised = lax.cond(is_greedy(rows), take_highest, draw)
+    token, distribution, unnormalised = lax.cond(is_greedy(rows), take_highest, draw)
     confidence = None
     if unnormalised is not None:
         # Behind the conditional: the same sum for a greedy row, whatever its neighbours are.
         of_token = jnp.take_along_axis(unnormalised, token[:, None], axis=1)[:, 0]
         confidence = jnp.exp(of_token - jax.nn.logsumexp(unnormalised, axis=1))
-    return Drawn(token=token, law=law, confidence=confidence)
+    return DraftToken(token=token, distribution=distribution, confidence=confidence)

@@ -2,13 +2,13 @@
 
 Dimension letters:
     B  rows (sequences decoded together)       V  vocabulary
-    S  slots of a row's KV (its capacity)      L  layers
+    S  slots of a row's KV (its max_length)      L  layers
     T  window: query tokens of one call        E  width (hidden size)
     N  draft nodes of a round, T - 1           F  feed-forward width
     P  pages of a layer's KV                   Q  query heads, K  KV heads, G = Q / K
     R  rounds of a row's trace                 H  head size
 
-Throughout, p is the target's law and q the drafter's (as in Leviathan et al., 2211.17192).
+Throughout, p is the target's distribution and q the drafter's (as in Leviathan et al., 2211.17192).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Finish(enum.IntEnum):
     RUNNING = 0
     STOP_TOKEN = 1
     MAX_TOKENS = 2
-    CAPACITY = 3
+    MAX_LENGTH = 3
     NON_FINITE = 4
-    EMPTY_SEAT = 5
+    EMPTY_ROW = 5
     STOP_STRING = 6
-    READING = 7  # its prompt is still being read
+    PREFILLING = 7  # its prompt is still being read
     CANCELLED = 8
-    LOST = 9  # the device lost the batch
-    UNREADABLE = 10  # the tokenizer failed on its output
+    DEVICE_ERROR = 9  # the device lost the batch
+    TOKENIZER_ERROR = 10  # the tokenizer failed on its output
 
 
 class Window(struct.PyTreeNode, kw_only=True):
@@ -82,7 +82,8 @@ class Draft(struct.PyTreeNode, kw_only=True):
       parents: `[B, N]` int32, index of each node's parent, parents before children; -1 is the
         newest committed token.
       num_valid: `[B]` int32, the first `num_valid[b]` nodes are proposals, the rest padding.
-      q: `[B, N, V]` fp32, the law each token was drawn from, or None if the draft is deterministic.
+      q: `[B, N, V]` fp32, the distribution each token was drawn from, or None if the draft is
+        deterministic.
     """
 
     tokens: jax.Array
@@ -135,9 +136,9 @@ class ScheduleCounts(struct.PyTreeNode, kw_only=True):
 
     Attributes:
       num_rounds: rounds run.
-      num_rows: rows decoded, summed over rounds; a round decodes the running rows in seats.
-      num_grouped_rounds: rounds that filled every seat with rows of one length (2510.22876 counts
-        these as grouped calls; with one seat every round is one).
+      num_rows: rows decoded, summed over rounds; a round decodes the running rows in the batch.
+      num_grouped_rounds: rounds that filled every row of the batch with rows of one length
+        (2510.22876 counts these as grouped calls; with one row every round is one).
       num_grouped_rows: rows decoded, summed over rounds, that had the length of at least one other
         row of their round.
       num_realignments: how often KV had to be moved to align rows.
@@ -180,7 +181,7 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
     min_length: jax.Array
 
 
-class Rows(struct.PyTreeNode, kw_only=True):
+class BatchView(struct.PyTreeNode, kw_only=True):
     """What drafters and verifiers may know of the batch.
 
     Attributes:
@@ -201,7 +202,7 @@ class Rows(struct.PyTreeNode, kw_only=True):
     remaining: jax.Array | None = None
 
 
-class Prefix(struct.PyTreeNode, kw_only=True):
+class DraftContext(struct.PyTreeNode, kw_only=True):
     """The uncommitted tokens that precede each of T tokens to be drawn.
 
     Attributes:
@@ -256,8 +257,8 @@ class TokenTrace(struct.PyTreeNode, kw_only=True):
       token_id: int32.
       parent: int16, the node before it; -1 is the newest committed token.
       is_accepted: bool, accepted and kept.
-      logprob_p: fp32, natural logarithm of its probability under p, the law that the row is sampled
-        from (a greedy row's: at temperature 1); -inf where a filter removed it.
+      logprob_p: fp32, natural logarithm of its probability under p, the distribution that the row
+        is sampled from (a greedy row's: at temperature 1); -inf where a filter removed it.
       logprob_q: fp32, under q, at the same temperature; NaN where the draft was deterministic.
       rank: int32, 1 + the number of tokens likelier under p, filtered ones counted too.
     """
@@ -270,7 +271,7 @@ class TokenTrace(struct.PyTreeNode, kw_only=True):
     rank: jax.Array
 
 
-class LawTrace(struct.PyTreeNode, kw_only=True):
+class DistributionTrace(struct.PyTreeNode, kw_only=True):
     """How p and q compare where each token was drafted, `[B, R, N]` fp32. A deterministic draft's q
     is a point mass on its token.
 
@@ -293,12 +294,12 @@ class Trace(struct.PyTreeNode, kw_only=True):
 
     rounds: RoundTrace
     tokens: TokenTrace | None = None
-    laws: LawTrace | None = None
+    distributions: DistributionTrace | None = None
 
 
 class DecodeState(struct.PyTreeNode, kw_only=True):
     """Everything a decode loop carries from round to round, for every row that is held. A round
-    sees the same record with the rows in seats only (`decoding.take_rows`).
+    sees the same record with the rows in the batch only (`decoding.take_rows`).
 
     `num_committed` is the one truth about a row: tokens below it are final, the target's KV is
     valid for one less, and all that lies beyond is garbage which nothing reads as a value.

@@ -1,9 +1,9 @@
-"""Exact output laws of verifiers over consecutive rounds, noise key by noise key.
+"""Exact output distributions of verifiers over consecutive rounds, noise key by noise key.
 
 The production functions run on every case that two rounds over a small vocabulary can meet, with
 their sources of randomness replaced: which keys they ask noise of is recorded, and so is what they
 decide for every outcome of that noise. Each *distinct* key is one independent random symbol, equal
-keys are the same symbol, and the law of the output is the sum over all symbols. So a wrong
+keys are the same symbol, and the distribution of the output is the sum over all symbols. So a wrong
 acceptance, a wrong residual and a key schedule that uses noise twice all show as a bias.
 """
 
@@ -21,7 +21,7 @@ from jax.experimental import io_callback
 
 from jaxspec import sampling
 from jaxspec.drafters import draft_model
-from jaxspec.types import Draft, Rows, RowSampling, chain_parents
+from jaxspec.types import BatchView, Draft, RowSampling, chain_parents
 
 PROMPT_LENGTH = 3
 LARGEST_DRAW = 1 - 2**-24  # of fp32 draws in [0, 1)
@@ -34,12 +34,12 @@ class Case:
     """A target and a drafter as tables.
 
     Attributes:
-      p: `[D, V, V]`, the target's law after `D` emitted tokens of which `V` was the last.
+      p: `[D, V, V]`, the target's distribution after `D` emitted tokens of which `V` was the last.
       q: the drafter's, alike; None for deterministic drafts.
       fixed: `[D, V]`, the token that a deterministic drafter proposes there.
       num_drafted: nodes drafted in the first round and in later ones.
       num_nodes: N, nodes that a draft has room for.
-      min_confidence: behind the first token less likely than this under q, a draft ends.
+      min_confidence: after the first token less likely than this under q, a draft ends.
     """
 
     p: np.ndarray
@@ -54,7 +54,7 @@ class Case:
         return self.p.shape[-1]
 
 
-def make_rows(num_committed, *, keys=None, temperature=1.0) -> Rows:
+def make_rows(num_committed, *, keys=None, temperature=1.0) -> BatchView:
     """Rows of one request (or of one key `[B, 2]` each) at several lengths."""
     num_rows = len(num_committed)
 
@@ -64,7 +64,7 @@ def make_rows(num_committed, *, keys=None, temperature=1.0) -> Rows:
     if keys is None:
         keys = np.tile(sampling.request_key(5), (num_rows, 1))
     num_committed = jnp.asarray(num_committed, jnp.int32)
-    return Rows(
+    return BatchView(
         tokens=jnp.zeros((num_rows, 32), jnp.int32),
         num_committed=num_committed,
         draft_limit=fill(8, jnp.int32),
@@ -84,10 +84,10 @@ def make_rows(num_committed, *, keys=None, temperature=1.0) -> Rows:
     )
 
 
-def log(law: np.ndarray) -> np.ndarray:
-    """fp32 logits of a law; -inf where it is zero."""
+def log(distribution: np.ndarray) -> np.ndarray:
+    """fp32 logits of a distribution; -inf where it is zero."""
     with np.errstate(divide="ignore"):
-        return np.log(law).astype(np.float32)
+        return np.log(distribution).astype(np.float32)
 
 
 def raw(key_data) -> np.ndarray:
@@ -117,12 +117,12 @@ class Bench:
         return num_accepted, self.seen
 
     def draw(self, logits, rows, drafted, node) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The key `[B]` that a draft is drawn with, the law `[B, V]` it reports, and the confidence
-        `[B]` in the node's token in `drafted`."""
+        """The key `[B]` that a draft is drawn with, the distribution `[B, V]` it reports, and the
+        confidence `[B]` in the node's token in `drafted`."""
         self.seen = {}
-        law, confidence = map(np.asarray, self._draw(logits, rows, drafted, node))
+        distribution, confidence = map(np.asarray, self._draw(logits, rows, drafted, node))
         jax.effects_barrier()
-        return self.seen["draft"], law, confidence
+        return self.seen["draft"], distribution, confidence
 
     def _record(self, name, values):
         def keep(values):
@@ -158,10 +158,10 @@ class Bench:
                 node,
                 vocab_size=logits.shape[1],
                 is_noise_shared=self.verifier.is_noise_shared,
-                needs_law=True,
+                needs_probs=True,
                 needs_confidence=True,
             )
-            return drawn.law, drawn.confidence
+            return drawn.distribution, drawn.confidence
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ class Decisions:
 
     Attributes:
       index: `{(emitted, last token, drafts): m}`.
-      draft_keys, draft_laws: `[M, N]` and `[M, N, V]`; None for deterministic drafts.
+      draft_keys, draft_probs: `[M, N]` and `[M, N, V]`; None for deterministic drafts.
       accept_keys, thresholds: `[M, N]`; a node passes where its draw is below its threshold.
       num_accepted: `[M, C]`; bit n of an outcome says that node n's draw passes.
       next_keys, next_weights: `[M, C]` and `[M, C, V]`, where the next token is drawn.
@@ -190,7 +190,7 @@ class Decisions:
 
     index: dict
     draft_keys: np.ndarray | None
-    draft_laws: np.ndarray | None
+    draft_probs: np.ndarray | None
     accept_keys: np.ndarray
     thresholds: np.ndarray
     num_accepted: np.ndarray
@@ -222,24 +222,24 @@ class ChainRound:
         self.q = None if case.q is None else case.q[depth[:, :-1], self.context[:, :-1]]
 
     def draft(self):
-        """Keys `[M, N]` and laws `[M, N, V]` of the drafts, as `draw_draft` reports them; drafts
-        are ended where its confidence says so."""
-        keys, laws = [], []
+        """Keys `[M, N]` and distributions `[M, N, V]` of the drafts, as `draw_draft` reports them;
+        drafts are ended where its confidence says so."""
+        keys, distributions = [], []
         for node in range(self.num_nodes):
-            key, law, confidence = self.bench.draw(
+            key, distribution, confidence = self.bench.draw(
                 jnp.asarray(log(self.q[:, node])),
                 make_rows(PROMPT_LENGTH + self.emitted),
                 jnp.asarray(self.drafts, jnp.int32),
                 jnp.int32(node),
             )
             keys.append(raw(key))
-            laws.append(law)
+            distributions.append(distribution)
             is_sure = confidence >= self.case.min_confidence
             self.num_valid = draft_model.end_draft(self.num_valid, node, is_sure=is_sure)
         self.num_valid = np.asarray(self.num_valid)
-        return np.stack(keys, 1), np.stack(laws, 1)
+        return np.stack(keys, 1), np.stack(distributions, 1)
 
-    def decide(self, laws, draws):
+    def decide(self, distributions, draws):
         """What the rule makes of acceptance draws `[k, M, N]`: keys, numbers and weights, each
         `[k, M, ...]`. It is always run on as many, so that it is compiled once."""
         times, asked = NUM_STEPS * self.num_nodes, len(draws)
@@ -252,7 +252,7 @@ class ChainRound:
             tokens=tokens,
             parents=chain_parents(*tokens.shape),
             num_valid=each(self.num_valid.astype(np.int32)),
-            q=None if laws is None else each(laws),
+            q=None if distributions is None else each(distributions),
         )
         rows = make_rows(np.tile(PROMPT_LENGTH + self.emitted, times))
         draws = np.resize(draws, (times, *draws.shape[1:])).reshape(-1, self.num_nodes)
@@ -270,7 +270,7 @@ class ChainRound:
             for name, values in found.items()
         }
 
-    def thresholds(self, laws) -> np.ndarray:
+    def thresholds(self, distributions) -> np.ndarray:
         """Draw `[M, N]` below which each node passes: while earlier nodes pass and later ones fail,
         a search finds where the accepted length drops below the node."""
         num_rows, num_nodes = self.drafts.shape
@@ -281,7 +281,9 @@ class ChainRound:
             for node in range(num_nodes):
                 draws[:, node, :, node + 1 :] = LARGEST_DRAW
                 draws[:, node, :, node] = low[node] + width * grid[:, None]
-            found = self.decide(laws, draws.reshape(-1, num_rows, num_nodes))["num_accepted"]
+            found = self.decide(distributions, draws.reshape(-1, num_rows, num_nodes))[
+                "num_accepted"
+            ]
             found = found.reshape(NUM_STEPS, num_nodes, num_rows)
             passes = found > np.arange(num_nodes)[:, None]
             assert np.all(np.diff(passes.astype(int), axis=0) <= 0)  # a smaller draw passes sooner
@@ -291,13 +293,15 @@ class ChainRound:
         return np.where(exact < NEVER, 0, np.where(exact > 1 - NEVER, 1, exact))
 
     def run(self) -> Decisions:
-        keys, laws = self.draft() if self.q is not None else (None, None)
-        thresholds = self.thresholds(laws)
+        keys, distributions = self.draft() if self.q is not None else (None, None)
+        thresholds = self.thresholds(distributions)
         bits = np.arange(2**self.num_nodes)[:, None] >> np.arange(self.num_nodes) & 1
         inside = np.where(bits[:, None] == 1, thresholds / 2, (1 + thresholds) / 2)
         # Random draws besides: the cells between thresholds are all there is.
         random = np.random.default_rng(0).random((2, *thresholds.shape))
-        seen = self.decide(laws, np.minimum(np.concatenate([inside, random]), LARGEST_DRAW))
+        seen = self.decide(
+            distributions, np.minimum(np.concatenate([inside, random]), LARGEST_DRAW)
+        )
         found = seen["num_accepted"][-2:]
         cell = (random < thresholds) @ (1 << np.arange(self.num_nodes))
         expected = np.take_along_axis(seen["num_accepted"], cell, axis=0)
@@ -308,7 +312,7 @@ class ChainRound:
         return Decisions(
             index={(e, t, tuple(drafted)): m for m, (e, t, drafted) in enumerate(cases)},
             draft_keys=keys,
-            draft_laws=laws,
+            draft_probs=distributions,
             accept_keys=seen["accept_keys"][0],
             thresholds=thresholds,
             num_accepted=seen["num_accepted"][:-2].swapaxes(0, 1),
@@ -333,7 +337,7 @@ def decide(bench: Bench, case: Case, *, num_rounds: int = 2) -> Decisions:
     return ChainRound(bench, case, [(0, 0), *starts]).run()
 
 
-# The law over rounds.
+# The distribution over rounds.
 
 
 @dataclasses.dataclass
@@ -372,8 +376,9 @@ class Paths:
         return paths.take(kept), parent[kept], cell[kept]
 
 
-def output_law(bench: Bench, case: Case, *, num_rounds: int = 2):
-    """Law `[V ** n]` of the first `n = num_rounds (N + 1)` tokens, as `sequence_law` orders them.
+def output_probs(bench: Bench, case: Case, *, num_rounds: int = 2):
+    """Distribution `[V ** n]` of the first `n = num_rounds (N + 1)` tokens, as `sequence_probs`
+    orders them.
 
     What is still missing after `num_rounds` rounds is completed by the target itself.
     """
@@ -394,7 +399,8 @@ def output_law(bench: Bench, case: Case, *, num_rounds: int = 2):
         low=np.zeros((1, len(columns))),
         high=np.ones((1, len(columns))),
     )
-    # Case numbers, by start and drafts as digits; unknown drafts do not matter for a node's law.
+    # Case numbers, by start and drafts as digits; unknown drafts do not matter for a node's
+    # distribution.
     number = np.full((most, size, size**num_nodes), -1)
     digits = size ** np.arange(num_nodes - 1, -1, -1)
     for (emitted, last, drafts), m in decisions.index.items():
@@ -413,8 +419,8 @@ def output_law(bench: Bench, case: Case, *, num_rounds: int = 2):
         else:
             for node in range(num_nodes):
                 at = number[paths.length, last, drafts]
-                law = decisions.draft_laws[at, node].astype(np.float64)
-                paths, parent, token = paths.split(draft_column[at, node], cuts_of(law))
+                distribution = decisions.draft_probs[at, node].astype(np.float64)
+                paths, parent, token = paths.split(draft_column[at, node], cuts_of(distribution))
                 last, drafts = last[parent], drafts[parent] + token * digits[node]
         at = number[paths.length, last, drafts]
         outcome = np.zeros(len(at), int)
@@ -447,11 +453,11 @@ def output_law(bench: Bench, case: Case, *, num_rounds: int = 2):
     return complete(emitted, case.p)
 
 
-def cuts_of(law: np.ndarray) -> np.ndarray:
-    """Where `[0, 1]` is cut to draw from laws `[M, V]`, `[M, V + 1]`."""
-    total = np.cumsum(law, axis=1)
+def cuts_of(distribution: np.ndarray) -> np.ndarray:
+    """Where `[0, 1]` is cut to draw from distributions `[M, V]`, `[M, V + 1]`."""
+    total = np.cumsum(distribution, axis=1)
     total = total / total[:, -1:]
-    return np.concatenate([np.zeros((len(law), 1)), total], axis=1)
+    return np.concatenate([np.zeros((len(distribution), 1)), total], axis=1)
 
 
 def remembered(decisions: Decisions) -> dict[int, int]:
@@ -478,7 +484,8 @@ def remembered(decisions: Decisions) -> dict[int, int]:
 
 
 def complete(emitted, p) -> np.ndarray:
-    """Law of the longest sequences, given the mass `emitted[n]` `[V ** n]` that ends after n
+    """Distribution of the longest sequences, given the mass `emitted[n]` `[V ** n]` that ends after
+    n
     tokens: the target goes on from there."""
     size = p.shape[-1]
     going = emitted[0]
@@ -488,16 +495,16 @@ def complete(emitted, p) -> np.ndarray:
     return going
 
 
-def sequence_law(p: np.ndarray, length: int) -> np.ndarray:
-    """The target's own law of `length` tokens."""
+def sequence_probs(p: np.ndarray, length: int) -> np.ndarray:
+    """The target's own distribution of `length` tokens."""
     return complete([np.ones(1)] + [np.zeros(p.shape[-1] ** n) for n in range(1, length + 1)], p)
 
 
-def law_error(bench: Bench, case: Case, *, num_rounds: int = 2) -> float:
-    """Largest difference between the output's law and the target's."""
-    found = output_law(bench, case, num_rounds=num_rounds)
+def probs_error(bench: Bench, case: Case, *, num_rounds: int = 2) -> float:
+    """Largest difference between the output's distribution and the target's."""
+    found = output_probs(bench, case, num_rounds=num_rounds)
     length = num_rounds * (case.num_nodes + 1)
-    return float(np.abs(found - sequence_law(case.p, length)).max())
+    return float(np.abs(found - sequence_probs(case.p, length)).max())
 
 
 def expected_accepted(bench: Bench, case: Case) -> float:
@@ -508,9 +515,9 @@ def expected_accepted(bench: Bench, case: Case) -> float:
         if emitted > 0:
             continue
         weight = 1.0
-        if decisions.draft_laws is not None:
-            laws = decisions.draft_laws[m].astype(np.float64)
-            weight = np.prod([laws[node, token] for node, token in enumerate(drafts)])
+        if decisions.draft_probs is not None:
+            distributions = decisions.draft_probs[m].astype(np.float64)
+            weight = np.prod([distributions[node, token] for node, token in enumerate(drafts)])
         thresholds = decisions.thresholds[m]
         for outcome, num_accepted in enumerate(decisions.num_accepted[m]):
             bits = outcome >> np.arange(num_nodes) & 1

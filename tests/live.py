@@ -1,4 +1,5 @@
-"""The KV of an engine's seats: what is committed, to compare it bit by bit; and garbage for it."""
+"""The KV of an engine's batch_size: what is committed, to compare it bit by bit; and garbage for
+it."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from jaxspec.types import DecodeState
 
 def live_kv(engine: Engine, num_rows: int | None = None) -> list[np.ndarray]:
     """K and V of each layer `[B, S, K, H]` at the slots of committed tokens, zero elsewhere; of the
-    first `num_rows` seats."""
+    first `num_rows` batch_size."""
     state: DecodeState = engine.state
-    capacity = state.cache.capacity
-    slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (engine.shape.seats, capacity))
-    is_live = np.arange(capacity) < np.asarray(state.num_committed)[:, None] - 1
+    max_length = state.cache.capacity
+    slots = jnp.broadcast_to(
+        jnp.arange(max_length, dtype=jnp.int32), (engine.shape.batch_size, max_length)
+    )
+    is_live = np.arange(max_length) < np.asarray(state.num_committed)[:, None] - 1
     read = [
         kv.read_slots(layer, state.cache.table, slots, engine.target.dtype)
         for layer in state.cache.layers
@@ -29,7 +32,7 @@ def live_kv(engine: Engine, num_rows: int | None = None) -> list[np.ndarray]:
     ]
 
 
-def spoil(engine: Engine) -> None:
+def poison(engine: Engine) -> None:
     """Makes all of the target's KV NaN. An earlier run of the same requests leaves the right values
     where a faulty one forgets to write them; so no check sees that fault unless these are gone."""
 

@@ -13,7 +13,7 @@ import tiny
 import toy
 
 import jaxspec
-from jaxspec.decode.buckets import ladder_windows
+from jaxspec.decode.buckets import window_buckets
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.engine import adaptive
 from jaxspec.engine import engine as engine_module
@@ -51,7 +51,7 @@ class World:
         while done < num_rounds:
             chunks = self.num_rows * -(-self.lag // 128)
             choice = controller.choose(
-                context=100, num_rounds=32, count_unread=functools.partial(int, chunks)
+                context=100, num_rounds=32, count_unprefilled=functools.partial(int, chunks)
             )
             n, rounds = choice.draft_length, choice.num_rounds
             self.chosen.append(n)
@@ -118,7 +118,7 @@ def test_drafts_that_become_good_are_found_again():
 
 
 def test_prompts_that_the_drafter_must_read_count_against_drafts():
-    settings = {"context": 100, "num_rounds": 32, "count_unread": lambda: 0}
+    settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 0}
     seen = {"draft_length": 4, "context": 100, "num_rounds": 99, "num_row_rounds": 800}
 
     def chosen(chunks_per_token):
@@ -184,10 +184,10 @@ def test_round_times_are_measured_without_compiling_and_calling(monkeypatch, roo
 
 
 def test_the_ladder_doubles_up_to_the_widest_window():
-    assert ladder_windows(2) == (1, 2)
-    assert ladder_windows(5) == (1, 3, 5)
-    assert ladder_windows(8) == (1, 3, 5, 8)
-    assert ladder_windows(17) == (1, 3, 5, 9, 17)
+    assert window_buckets(2) == (1, 2)
+    assert window_buckets(5) == (1, 3, 5)
+    assert window_buckets(8) == (1, 3, 5, 8)
+    assert window_buckets(17) == (1, 3, 5, 9, 17)
 
 
 # Engines: of one layer and one window pair, for every window is a program to compile.
@@ -221,8 +221,8 @@ def make(target):
             target,
             drafter,
             scheduler=jaxspec.Static(),
-            seats=2,
-            capacity=256,
+            batch_size=2,
+            max_length=256,
             prefill_chunk=16,
             rounds_per_sync=4,
             **settings,
@@ -255,20 +255,20 @@ def assert_equal_or_ties(target, completions, witness, params):
 
 
 def test_bitwise_outputs_do_not_depend_on_the_choice(make):
-    made = make(wrong(), draft_length="auto", window=3)
+    made = make(wrong(), draft_length="auto", verify_length=3)
     expected = of(made.generate(PROMPTS, PARAMS, speculate=False))
     assert made._controller.draft_length is None
     assert of(made.generate(PROMPTS, PARAMS)) == expected
     assert made._controller.draft_length == 0
     assert made._controller.num_rounds[2] > 0
     assert made.exactness == "bitwise"
-    assert made.windows == (3,)
+    assert made.verify_lengths == (3,)
     assert made._run._cache_size() == made._prefill._cache_size() == 1
 
 
 @pytest.fixture(scope="module")
 def adaptive_engine(make):
-    return make(wrong(), draft_length="auto", exactness="ties", window=3)
+    return make(wrong(), draft_length="auto", exactness="ties", verify_length=3)
 
 
 def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_right(
@@ -287,9 +287,12 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     assert made._controller.draft_length == 0
     # No trial is worth this.
     made._controller.times = dataclasses.replace(FIXED, chunk_s=1e9)
-    num_rounds, num_read = dict(made._controller.num_rounds), int(made.state.drafter.num_positions)
+    num_rounds, num_prefilled = (
+        dict(made._controller.num_rounds),
+        int(made.state.drafter.num_positions),
+    )
     check(made.generate(PROMPTS, long))
-    assert int(made.state.drafter.num_positions) == num_read
+    assert int(made.state.drafter.num_positions) == num_prefilled
     assert made._controller.num_rounds[0] > num_rounds.pop(0)
     assert {n: made._controller.num_rounds[n] for n in num_rounds} == num_rounds
 
@@ -299,7 +302,7 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     assert made._controller.draft_length == 2
     assert made._controller.acceptance()[0] > 0.9
     assert {program._cache_size() for program in made._narrow_runs.values()} == {1}
-    assert made._catch_up._cache_size() == made._read_prompt._cache_size() == 1
+    assert made._catch_up._cache_size() == made._prefill_target._cache_size() == 1
 
 
 def test_single_requests_adapt_too(adaptive_engine, target, plain):
@@ -322,7 +325,7 @@ def oracle_engine(make, plain):
 
 def test_the_narrowest_rung_is_plain_decoding_to_the_bit(oracle_engine, plain):
     made = oracle_engine
-    assert made.windows == (1, 3, 5)
+    assert made.verify_lengths == (1, 3, 5)
     assert made.exactness == "ties"
     assert of(made.generate(PROMPTS, PARAMS, speculate=False)) == of(plain)
     assert made._run._cache_size() == 0  # only plain steps were compiled
@@ -371,9 +374,9 @@ def test_engines_measure_their_rounds_before_the_first_request(target, monkeypat
         wrong(),
         scheduler=jaxspec.Static(),
         draft_length="auto",
-        window=2,
-        seats=2,
-        capacity=128,
+        verify_length=2,
+        batch_size=2,
+        max_length=128,
     )
     seen = []
     real = engine_module.measure_round_times
@@ -397,7 +400,7 @@ class WindowKeeper(StatelessDrafter):
     name: str = "window-keeper"
 
     def init(self, shape):
-        return jax.numpy.zeros((shape.seats, shape.window))
+        return jax.numpy.zeros((shape.batch_size, shape.verify_length))
 
     def propose(self, shape, params, state, rows):
         return toy.WrongDrafter().propose(shape, params, state, rows)[0], state
@@ -405,6 +408,6 @@ class WindowKeeper(StatelessDrafter):
 
 def test_what_does_not_fit_is_refused(target):
     with pytest.raises(SettingError, match="window-keeper, which keeps a state that depends on"):
-        Engine(target, WindowKeeper(), exactness="ties", capacity=128)
+        Engine(target, WindowKeeper(), exactness="ties", max_length=128)
     with pytest.raises(SettingError, match="exactness 'exact' was given"):
-        Engine(target, toy.WrongDrafter(), exactness="exact", capacity=128)
+        Engine(target, toy.WrongDrafter(), exactness="exact", max_length=128)

@@ -34,7 +34,7 @@ def setup(
     capacity=512,
     **garbage,
 ):
-    """Queries of a window behind each of `starts`, and a cache of random KV: each row's the same
+    """Queries of a window after each of `starts`, and a cache of random KV: each row's the same
     whoever its neighbours are, in pages that are not in order; `fill` beyond the window."""
     num_rows = len(starts)
     start = jnp.asarray(starts, jnp.int32)
@@ -126,8 +126,8 @@ def test_partial_sums_that_nobody_wrote_are_not_read(monkeypatch):
         combine(Everything(), *references, tiles_per_split=tiles_per_split)
 
     monkeypatch.setattr(attention_pallas, "_combine_splits", greedy)
-    spoilt = pallas_attention(*inputs, dtype=jnp.float32)
-    assert not np.all(np.isfinite(spoilt))
+    poisoned = pallas_attention(*inputs, dtype=jnp.float32)
+    assert not np.all(np.isfinite(poisoned))
 
 
 def test_neighbours_and_seats_change_no_bit():
@@ -148,7 +148,7 @@ def test_capacity_changes_no_bit():
 def test_what_follows_in_the_window_changes_no_bit():
     queries, layer, table, window = setup([254, 60], 4)
     whole = np.asarray(run(queries, layer, table, window))
-    # Other drafts behind the first two entries: their queries, keys and values.
+    # Other drafts after the first two entries: their queries, keys and values.
     other = setup([11, 12], 4)
     queries = queries.at[:, 2:].set(other[0][:, 2:])
     k, v = kv.read_slots(other[1], other[2], window.slots[:, 2:], jnp.float32)
@@ -228,13 +228,13 @@ def model():
 @pytest.fixture(scope="module")
 def engine(model):
     ours = dataclasses.replace(model, kernels="pallas")
-    return Engine(ours, NGram(), draft_length=3, seats=2, capacity=384, prefill_chunk=256)
+    return Engine(ours, NGram(), draft_length=3, batch_size=2, capacity=384, prefill_chunk=256)
 
 
 def test_a_model_with_the_kernel_decodes_the_same_or_parts_at_ties(model, engine):
     prompts = toy.prompts((3, 240, 20))
     ours = engine.generate(prompts, PARAMS)
-    theirs = Engine(model, seats=2, capacity=384, prefill_chunk=256).generate(prompts, PARAMS)
+    theirs = Engine(model, batch_size=2, capacity=384, prefill_chunk=256).generate(prompts, PARAMS)
     divergences = ties.divergences(model, ours, theirs, PARAMS)
     assert len(divergences) < len(prompts)
 
@@ -300,7 +300,7 @@ def test_the_compiled_kernel_is_alone_with_its_row(dtype):
 def test_a_compiled_round_gives_plain_tokens_whoever_the_neighbours_are(kernels):
     shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64), "width": 256}
     ours = dataclasses.replace(toy.model(dtype=jnp.bfloat16, **shape), kernels=kernels)
-    engine = Engine(ours, NGram(), draft_length=4, seats=4, capacity=1024)
+    engine = Engine(ours, NGram(), draft_length=4, batch_size=4, capacity=1024)
     prompts = toy.prompts((3, 700, 20, 300, 5, 128))
     params = SamplingParams(max_tokens=100)
     speculative = engine.generate(prompts, params)

@@ -110,7 +110,7 @@ def padded(first_slot, num_committed, *, dtype=jnp.float32):
     slots = jnp.asarray(every, jnp.int32)
     layer = kv.write(cache.layers[0], table, k, v, slots)
     num_live = jnp.asarray(num_committed, jnp.int32) - 1
-    return kv.with_garbage(cache.replace(table=table, layers=(layer,)), num_live)
+    return kv.poison_uncommitted(cache.replace(table=table, layers=(layer,)), num_live)
 
 
 def live(cache, num_committed):

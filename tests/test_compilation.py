@@ -17,11 +17,13 @@ from jaxspec.schedulers import Continuous, Static
 SMALL = {"num_kv_heads": 1, "num_query_heads": 2, "head_size": 8}  # one KV head: the hard layout
 
 
-def engines(dtype, capacity, *, seats=4, scheduler=None):
+def engines(dtype, max_length, *, batch_size=4, scheduler=None):
     target = toy.model(dtype=dtype)
     draft = toy.model(seed=1, dtype=dtype, width=24, num_layers=1, **SMALL)
     for drafter in (None, jaxspec.DraftModel(draft), jaxspec.NGram()):
-        yield Engine(target, drafter, seats=seats, capacity=capacity, scheduler=scheduler)
+        yield Engine(
+            target, drafter, batch_size=batch_size, max_length=max_length, scheduler=scheduler
+        )
 
 
 def compiled(engine):
@@ -44,8 +46,9 @@ def test_nothing_is_compiled_after_the_first_batch():
         assert [program._cache_size() for program in programs] == before
 
 
-# Bytes per slot and seat that may grow with the capacity: the int32 tokens; where more rows are
-# held than there are seats, tokens and int8 origins of those in seats: they are taken and put back.
+# Bytes per slot and seat that may grow with the max_length: the int32 tokens; where more rows are
+# held than there are rows, tokens and int8 origins of those in the batch: they are taken and
+# put back.
 @pytest.mark.parametrize(
     ("dtype", "scheduler", "bytes_per_slot"),
     [
@@ -59,8 +62,8 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
     dtype, scheduler, bytes_per_slot
 ):
     figures = []
-    for capacity in (256, 4096):
-        for engine in engines(dtype, capacity, scheduler=scheduler):
+    for max_length in (256, 4096):
+        for engine in engines(dtype, max_length, scheduler=scheduler):
             memory = compiled(engine).memory_analysis()
             state = jax.eval_shape(engine._loop.init)
             num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
@@ -81,10 +84,10 @@ def whole_cache_moves(text, sizes):
     ]
 
 
-@pytest.mark.parametrize("seats", [1, 4])
+@pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_no_instruction_copies_or_converts_a_whole_cache(dtype, seats):
-    for engine in engines(dtype, 2048, seats=seats):
+def test_no_instruction_copies_or_converts_a_whole_cache(dtype, batch_size):
+    for engine in engines(dtype, 2048, batch_size=batch_size):
         state = jax.eval_shape(engine._loop.init)
         layers = state.cache.layers
         if isinstance(engine.drafter, jaxspec.DraftModel):

@@ -1,4 +1,4 @@
-"""The round at its edges: stop tokens anywhere, limits, capacity, NaN, seat reuse."""
+"""The round at its edges: stop tokens anywhere, limits, max_length, NaN, seat reuse."""
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ def target():
 def engines(target):
     """A plain engine, and one whose oracle knows every continuation."""
     prompts = toy.prompts((1, 3, 20, 40))
-    plain = Engine(target, seats=2, capacity=256)
+    plain = Engine(target, batch_size=2, max_length=256)
     truth = plain.generate(prompts, SamplingParams(max_tokens=60))
     oracle = Engine(
         target,
         jaxspec.Oracle(toy.sequences(truth), acceptance=1.0),
         draft_length=WINDOW - 1,
-        seats=2,
-        capacity=256,
+        batch_size=2,
+        max_length=256,
     )
     return prompts, truth, plain, oracle
 
@@ -81,7 +81,7 @@ def test_several_eos_tokens_of_the_model_and_ignore_eos(engines):
     eos = (line[9], line[4])
     target = toy.model(eos_token_ids=eos)
     engine = Engine(
-        target, jaxspec.Oracle(toy.sequences(truth)), draft_length=4, seats=2, capacity=256
+        target, jaxspec.Oracle(toy.sequences(truth)), draft_length=4, batch_size=2, max_length=256
     )
     first = min(line.index(token) for token in eos)
     [stopped] = engine.generate([prompts[3]], SamplingParams(max_tokens=60))
@@ -101,7 +101,7 @@ def test_a_stop_token_in_the_prompt_does_not_stop(engines):
 def test_no_acceptance_emits_one_token_per_round(engines, target):
     prompts, truth, _, _ = engines
     oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=0.0)
-    engine = Engine(target, oracle, draft_length=4, seats=2, capacity=256)
+    engine = Engine(target, oracle, draft_length=4, batch_size=2, max_length=256)
     for completion, true in zip(
         engine.generate(prompts, SamplingParams(max_tokens=20)), truth, strict=True
     ):
@@ -117,7 +117,14 @@ def test_no_acceptance_emits_one_token_per_round(engines, target):
 def test_rounds_equal_what_the_oracles_coin_implies(engines, target, draft_length, acceptance):
     prompts, truth, _, _ = engines
     oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=acceptance, seed=5)
-    engine = Engine(target, oracle, draft_length=draft_length, window=WINDOW, seats=2, capacity=256)
+    engine = Engine(
+        target,
+        oracle,
+        draft_length=draft_length,
+        verify_length=WINDOW,
+        batch_size=2,
+        max_length=256,
+    )
     completions = engine.generate(prompts, SamplingParams(max_tokens=60))
     for index, completion in enumerate(completions):
         # The same coin, tossed by hand: right tokens until the first wrong one, plus one.
@@ -138,22 +145,22 @@ def test_rounds_equal_what_the_oracles_coin_implies(engines, target, draft_lengt
 def test_capacity_ends_a_row_at_the_same_token_with_and_without_drafts(target):
     [prompt] = toy.prompts((100,))
     params = SamplingParams(max_tokens=200)
-    truth = Engine(target, seats=1, capacity=512).generate([prompt], params)
+    truth = Engine(target, batch_size=1, max_length=512).generate([prompt], params)
     for acceptance in (1.0, 0.6, 0.0):
         oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=acceptance)
-        engine = Engine(target, oracle, draft_length=4, seats=1, capacity=128)
+        engine = Engine(target, oracle, draft_length=4, batch_size=1, max_length=128)
         for speculate in (True, False):
             [completion] = engine.generate([prompt], params, speculate=speculate)
-            assert (completion.finish_reason, completion.stop_reason) == ("length", "capacity")
+            assert (completion.finish_reason, completion.stop_reason) == ("length", "max_length")
             assert completion.token_ids == truth[0].token_ids[: engine.longest_prompt + 1 - 100]
 
 
 def test_the_longest_prompt_fits_and_one_more_token_is_refused(target):
-    engine = Engine(target, jaxspec.NGram(), draft_length=4, seats=1, capacity=128)
+    engine = Engine(target, jaxspec.NGram(), draft_length=4, batch_size=1, max_length=128)
     [longest] = toy.prompts((engine.longest_prompt,))
     [completion] = engine.generate([longest], SamplingParams(max_tokens=5))
     assert len(completion.token_ids) == 1
-    assert completion.stop_reason == "capacity"
+    assert completion.stop_reason == "max_length"
     with pytest.raises(PromptError, match=r"125 tokens.*room for 124"):
         engine.generate([[*longest, 0]])
 
@@ -181,7 +188,7 @@ def test_scores_that_are_no_numbers_abort_their_row_only():
     broken = toy.dataclasses.replace(target, params=params)
     prompts = [[1, 2, 3], [1, 2, poison]]
     for drafter in (None, toy.WrongDrafter(token=1)):
-        engine = Engine(broken, drafter, seats=2, capacity=128)
+        engine = Engine(broken, drafter, batch_size=2, max_length=128)
         good, bad = engine.generate(prompts, SamplingParams(max_tokens=4))
         assert (bad.finish_reason, bad.stop_reason) == ("abort", "non-finite")
         assert bad.token_ids == ()
@@ -194,7 +201,7 @@ def test_a_draft_whose_values_are_no_numbers_changes_nothing_before_it():
     params = dict(target.params)
     params["embedding"] = params["embedding"].at[poison].set(jnp.nan)
     broken = toy.dataclasses.replace(target, params=params)
-    engine = Engine(broken, toy.WrongDrafter(token=poison), seats=2, capacity=128)
+    engine = Engine(broken, toy.WrongDrafter(token=poison), batch_size=2, max_length=128)
     settings = SamplingParams(max_tokens=4)
     plain = engine.generate([[1, 2, 3], [4, 5]], settings, speculate=False)
     drafted = engine.generate([[1, 2, 3], [4, 5]], settings)
@@ -209,8 +216,8 @@ def test_rows_that_have_ended_do_not_keep_a_batch_from_being_greedy(engines):
     for name, value in (("temperature", 1.0), ("presence_penalty", 1.0), ("min_length", 9)):
         asks = s.replace(**{name: getattr(s, name).at[0].set(value)})
         running = state.replace(sampling=asks, finish=jnp.zeros_like(finish))
-        assert not sampling.is_greedy(decoding.rows_of(running)), name
-        assert sampling.is_greedy(decoding.rows_of(running.replace(finish=finish))), name
+        assert not sampling.is_greedy(decoding.batch_view(running)), name
+        assert sampling.is_greedy(decoding.batch_view(running.replace(finish=finish))), name
 
 
 def test_a_batch_of_fewer_prompts_than_seats(engines):
@@ -224,17 +231,20 @@ def test_a_batch_of_fewer_prompts_than_seats(engines):
     ("settings", "message"),
     [
         ({"draft_length": 0}, "draft length of 0"),
-        ({"draft_length": 5, "window": 5}, "draft length of 5 was given for a window of 5"),
-        ({"seats": 0}, "seats 0"),
-        ({"capacity": 0}, "capacity 0"),
-        ({"window": 400, "capacity": 256}, "does not fit a capacity of 256"),
+        (
+            {"draft_length": 5, "verify_length": 5},
+            "draft length of 5 was given for a verify_length of 5",
+        ),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"max_length": 0}, "max_length 0"),
+        ({"verify_length": 400, "max_length": 256}, "does not fit a max_length of 256"),
     ],
 )
 def test_settings_out_of_range_are_refused(target, settings, message):
     with pytest.raises(SettingError, match=message):
         Engine(target, jaxspec.NGram(), **settings)
     with pytest.raises(SettingError, match="without a drafter"):
-        Engine(target, window=4)
+        Engine(target, verify_length=4)
 
 
 def test_take_seat_and_put_on_a_drawn_example():
@@ -250,8 +260,8 @@ def test_window_of_a_tree_on_a_drawn_example(target):
         toy.WrongDrafter(),
         scheduler=jaxspec.Static(),
         draft_length=4,
-        seats=2,
-        capacity=128,
+        batch_size=2,
+        max_length=128,
     )
     engine.generate([[1] * 10, [2] * 20], SamplingParams(max_tokens=1))
     state = engine._state.replace(finish=jnp.asarray([0, 1], jnp.int32))

@@ -13,7 +13,7 @@ config = jaxspec.ModelConfig(
     num_kv_heads=1, head_size=8, max_length=64, norm_epsilon=1e-6,
     rope=jaxspec.RopeConfig(theta=1e4, rotary_size=8),
 )
-engine = jaxspec.Engine(jaxspec.random_model(config), seats=1, capacity=128)
+engine = jaxspec.Engine(jaxspec.random_model(config), batch_size=1, max_length=128)
 print(len(engine.generate([[1, 2]])[0].token_ids))
 """
 

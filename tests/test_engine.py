@@ -56,9 +56,9 @@ def engine(target):
         target,
         NGram(1, 3),
         draft_length=2,
-        window=4,
-        seats=2,
-        capacity=100,
+        verify_length=4,
+        batch_size=2,
+        max_length=100,
         prefill_chunk=16,
         rounds_per_sync=3,
         max_logprobs=3,
@@ -74,18 +74,21 @@ def outputs(engine):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seats": 0}, "seats 0 was given"),
-        ({"capacity": 0}, "capacity 0 was given"),
+        ({"batch_size": 0}, "batch_size 0 was given"),
+        ({"max_length": 0}, "max_length 0 was given"),
         ({"prefill_chunk": 0}, "prefill_chunk 0 was given"),
         ({"rounds_per_sync": 0}, "rounds_per_sync 0 was given"),
-        ({"window": 2}, "without a drafter"),
+        ({"verify_length": 2}, "without a drafter"),
         ({"verifier": Rejection()}, "The verifier rejection was given without a drafter"),
         ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
         ({"max_logprobs": -1}, "max_logprobs -1 was given; it must be from 0 to 258"),
         ({"max_logprobs": 259}, "max_logprobs 259"),
         ({"drafter": NGram(), "draft_length": 0}, "A draft length of 0"),
-        ({"drafter": NGram(), "draft_length": 4, "window": 4}, "for a window of 4"),
-        ({"drafter": NGram(), "window": 129, "capacity": 128}, "does not fit a capacity of 128"),
+        ({"drafter": NGram(), "draft_length": 4, "verify_length": 4}, "for a verify_length of 4"),
+        (
+            {"drafter": NGram(), "verify_length": 129, "max_length": 128},
+            "does not fit a max_length of 128",
+        ),
     ],
 )
 def test_settings_out_of_range(target, settings, message):
@@ -108,10 +111,16 @@ def test_describe(engine, target):
     assert found["exactness"] == "bitwise"
     assert found["verifier"] == "coupled"
     assert "bit for bit" in found["promise"]
-    for verifier, exactness in ((Rejection(), "law"), (Block(), "law"), (Typical(), "lossy")):
+    for verifier, exactness in (
+        (Rejection(), "distribution"),
+        (Block(), "distribution"),
+        (Typical(), "lossy"),
+    ):
         assert Engine(target, NGram(), verifier=verifier).describe()["exactness"] == exactness
-    shape = {name: found[name] for name in ("seats", "capacity", "window", "draft_length")}
-    assert shape == {"seats": 2, "capacity": 128, "window": 4, "draft_length": 2}
+    shape = {
+        name: found[name] for name in ("batch_size", "max_length", "verify_length", "draft_length")
+    }
+    assert shape == {"batch_size": 2, "max_length": 128, "verify_length": 4, "draft_length": 2}
 
 
 def test_outputs_are_in_the_order_of_the_prompts(engine, outputs):
@@ -144,7 +153,7 @@ def test_nothing_is_compiled_after_the_first_batch(engine, outputs):
 
 def test_nothing_is_compiled_after_the_first_batch_with_placed_params(models_on_disk):
     """Parameters read from a checkpoint are committed to their device, unlike fresh ones."""
-    engine = Engine(models_on_disk, seats=1, capacity=50, prefill_chunk=16)
+    engine = Engine(models_on_disk, batch_size=1, max_length=50, prefill_chunk=16)
     for prompt in PROMPTS[:3]:
         engine.generate([prompt], SamplingParams(max_tokens=3))
     assert {name: getattr(engine, name)._cache_size() for name in PROGRAMS} == dict.fromkeys(
@@ -201,7 +210,7 @@ def test_params_of_each_request(engine, outputs):
         outputs[3][:1],
     ]
     assert (found[2].finish_reason, found[2].stop_reason) == ("stop", stop)
-    assert (found[4].finish_reason, found[4].stop_reason) == ("length", "capacity")
+    assert (found[4].finish_reason, found[4].stop_reason) == ("length", "max_length")
     assert found[4].token_ids[:12] == outputs[4]
 
 
@@ -210,7 +219,7 @@ def test_longest_prompt(engine):
     params = SamplingParams(max_tokens=20)
     [found] = engine.generate([[5] * 125], params)
     assert len(found.token_ids) == 1
-    assert found.stop_reason == "capacity"
+    assert found.stop_reason == "max_length"
     with pytest.raises(PromptError, match="Prompt 1 has 126 tokens"):
         engine.generate([[5], [5] * 126], params)
 
@@ -240,8 +249,8 @@ def oracle(target, mixed):
         target,
         Oracle(toy.sequences(mixed), acceptance=0.9),
         draft_length=3,
-        seats=2,
-        capacity=100,
+        batch_size=2,
+        max_length=100,
         prefill_chunk=16,
         rounds_per_sync=1,
         max_logprobs=4,
@@ -380,14 +389,14 @@ def teacher_forced(target, completion):
 
 
 def processed(logits, params):
-    """Log-probabilities of the law that is sampled from, for rows without penalties."""
+    """Log-probabilities of the distribution that is sampled from, for rows without penalties."""
     fields = sampling.RowSampling.__dataclass_fields__
     values = {name: [getattr(params, name, 0)] for name in fields if name != "key"}
     parameters = sampling.RowSampling(
         key=sampling.request_key(0)[None],
         **{name: jnp.asarray(value, jnp.float32) for name, value in values.items()},
     )
-    return jax.nn.log_softmax(sampling.law_logits(jnp.asarray(logits)[None], parameters)[0])
+    return jax.nn.log_softmax(sampling.filtered_logits(jnp.asarray(logits)[None], parameters)[0])
 
 
 @pytest.mark.parametrize("index", [1, 2])
@@ -424,7 +433,7 @@ def test_number_of_logprobs(engine, mixed):
     assert all(set(of) == {t} for of, t in zip(mixed[4].logprobs, mixed[4].token_ids, strict=True))
     with pytest.raises(SettingError, match="asks for 4 logprobs, and the engine keeps 3"):
         engine.generate([[5]], SamplingParams(logprobs=4))
-    without = Engine(engine.target, seats=1)
+    without = Engine(engine.target, batch_size=1)
     with pytest.raises(SettingError, match=r"the engine keeps none; make it with max_logprobs=1"):
         without.generate([[5]], SamplingParams(logprobs=1))
 

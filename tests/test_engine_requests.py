@@ -28,7 +28,7 @@ from jaxspec import (
 from jaxspec.engine import engine as engine_module
 from jaxspec.models.tokenizer import TextTokenizer
 
-SEATS = 2
+BATCH_SIZE = 2
 PROMPTS = toy.prompts((3, 9, 1, 40, 6, 17))
 PARAMS = [
     SamplingParams(max_tokens=9 + 5 * i, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
@@ -47,8 +47,8 @@ def engine(target):
         target,
         NGram(1, 3),
         draft_length=3,
-        seats=SEATS,
-        capacity=200,
+        batch_size=BATCH_SIZE,
+        max_length=200,
         prefill_chunk=16,
         rounds_per_sync=5,
         max_queue=8,
@@ -64,7 +64,7 @@ def alone(engine):
 @pytest.fixture(autouse=True)
 def _empty(engine):
     yield
-    assert not engine.has_unfinished, "the test left requests behind"
+    assert not engine.has_unfinished, "the test left requests after"
 
 
 def drain(engine):
@@ -184,7 +184,7 @@ def test_cancelling(engine, alone):
     names = [engine.submit(PROMPTS[0], long) for _ in range(engine.num_residents + 1)]
     other = engine.submit(PROMPTS[5], PARAMS[5])
     engine.step()
-    engine.cancel(names[0])  # in a seat
+    engine.cancel(names[0])  # in a row
     engine.cancel(names[-1])  # in the queue
     engine.cancel(names[0])  # twice, before it took effect
     done = {completion.request_id: completion for completion in drain(engine)}
@@ -236,7 +236,7 @@ def test_a_long_prompt_holds_up_running_rows_for_one_chunk_at_a_time(engine, tar
     assert [int(a[2]) for n, a in calls if n == "_run"][: num_chunks - 1] == [
         engine_module.ROUNDS_PER_CHUNK
     ] * (num_chunks - 1)
-    # A list that nobody awaits reads its prompts at once.
+    # A list that no one awaits reads its prompts at once.
     calls.clear()
     engine.generate([PROMPTS[1], long], SamplingParams(max_tokens=5, ignore_eos=True))
     names = [name for name, _ in calls]
@@ -294,8 +294,8 @@ def test_static_batches_take_submitted_requests_too(target, alone, engine):
         target,
         NGram(1, 3),
         draft_length=3,
-        seats=SEATS,
-        capacity=200,
+        batch_size=BATCH_SIZE,
+        max_length=200,
         prefill_chunk=16,
         scheduler=Static(),
     )
@@ -305,7 +305,7 @@ def test_static_batches_take_submitted_requests_too(target, alone, engine):
 
 
 def test_a_shut_down_engine_ends_what_it_holds_and_takes_no_more(target):
-    with Engine(target, seats=1, capacity=128, prefill_chunk=16) as engine:
+    with Engine(target, batch_size=1, max_length=128, prefill_chunk=16) as engine:
         names = [engine.submit(PROMPTS[0], SamplingParams(max_tokens=90)) for _ in range(4)]
         engine.step()
     done = {completion.request_id: completion for completion in engine.step()}
@@ -318,7 +318,9 @@ def test_a_shut_down_engine_ends_what_it_holds_and_takes_no_more(target):
 
 
 def test_a_call_that_loses_the_state_ends_who_had_a_row_and_nobody_else(target, engine, alone):
-    mine = Engine(target, NGram(1, 3), draft_length=3, seats=SEATS, capacity=200, prefill_chunk=16)
+    mine = Engine(
+        target, NGram(1, 3), draft_length=3, batch_size=BATCH_SIZE, max_length=200, prefill_chunk=16
+    )
     names = [mine.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
     real = mine._run
 
@@ -371,7 +373,7 @@ def test_a_tokenizer_that_fails_on_one_output_ends_that_request_only(
 def test_other_weights_need_no_new_trace():
     old, new = toy.model(seed=0), toy.model(seed=1)
     drafts = toy.model(seed=2), toy.model(seed=3)
-    shape = {"draft_length": 2, "seats": SEATS, "capacity": 128, "prefill_chunk": 16}
+    shape = {"draft_length": 2, "batch_size": BATCH_SIZE, "max_length": 128, "prefill_chunk": 16}
     params = SamplingParams(max_tokens=20)
     engine = Engine(old, DraftModel(drafts[0]), **shape)
     before = engine.generate(PROMPTS, params)
@@ -383,7 +385,7 @@ def test_other_weights_need_no_new_trace():
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
     assert engine.target.params is not old.params
     assert {f._cache_size() for f in (engine._run, engine._admit, engine._prefill)} == {1}
-    plain = Engine(old, seats=1, capacity=128)
+    plain = Engine(old, batch_size=1, max_length=128)
     with pytest.raises(SettingError, match="without a drafter"):
         plain.update_params(draft=drafts[0].params)
     with pytest.raises(SettingError, match="another structure"):
@@ -394,7 +396,7 @@ def test_other_weights_need_no_new_trace():
 
 
 def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, monkeypatch):
-    engine = Engine(target, DraftModel(target), seats=3, capacity=256)
+    engine = Engine(target, DraftModel(target), batch_size=3, max_length=256)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state))
     caches = (engine.state.cache, engine.state.drafter.cache)
     kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
@@ -404,16 +406,20 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     assert engine.describe()["kv_bytes"] == kv_bytes
     assert "4 rows of 256 slots" in memory.sentence
 
-    with pytest.raises(SettingError, match=r"the most that fits is \d+ seats of this") as raised:
-        Engine(target, seats=2**24, capacity=2**16)
-    seats = int(str(raised.value).split("fits is ")[1].split()[0])
-    assert 1 <= seats < 2**24
+    with pytest.raises(
+        SettingError, match=r"the most that fits is \d+ batch_size of this"
+    ) as raised:
+        Engine(target, batch_size=2**24, max_length=2**16)
+    batch_size = int(str(raised.value).split("fits is ")[1].split()[0])
+    assert 1 <= batch_size < 2**24
 
-    # Exactly what is named fits, one seat or one block more does not.
+    # Exactly what is named fits, one row or one block more does not.
     monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: nbytes)
-    Engine(target, DraftModel(target), seats=3, capacity=256)
-    with pytest.raises(SettingError, match=r"fits is 3 seats .* or a capacity of 128 with these"):
-        Engine(target, DraftModel(target), seats=4, capacity=256)
+    Engine(target, DraftModel(target), batch_size=3, max_length=256)
+    with pytest.raises(
+        SettingError, match=r"fits is 3 batch_size .* or a max_length of 128 with these"
+    ):
+        Engine(target, DraftModel(target), batch_size=4, max_length=256)
     monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 100)
     with pytest.raises(SettingError, match="choose a smaller model"):
-        Engine(target, seats=1, capacity=128)
+        Engine(target, batch_size=1, max_length=128)

@@ -26,7 +26,7 @@ from jaxspec.models.prefill import prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
-SEATS, CAPACITY = 3, 256
+BATCH_SIZE, MAX_LENGTH = 3, 256
 LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)  # more than one block, so that KV moves across its edge
 SCHEDULERS = {"static": Static(), "pool": Pool(5), "continuous": Continuous()}
 COMBINATIONS = [(layout, name) for layout in layouts.LAYOUTS for name in SCHEDULERS]
@@ -44,15 +44,17 @@ def params():
 def setting():
     target = toy.model(num_layers=1)
     prompts = toy.prompts(LENGTHS)
-    witness = Engine(target, seats=SEATS, capacity=CAPACITY).generate(prompts, params())
+    witness = Engine(target, batch_size=BATCH_SIZE, max_length=MAX_LENGTH).generate(
+        prompts, params()
+    )
     longest = max(len(c.prompt_token_ids + c.token_ids) for c in witness)
     oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.7)
-    return target, prompts, witness, oracle, Scorer(target, capacity=longest)
+    return target, prompts, witness, oracle, Scorer(target, max_length=longest)
 
 
 def engine_for(setting, layout, scheduler=None, **more):
     target, _, _, oracle, _ = setting
-    more = {"draft_length": 3, "seats": SEATS, "capacity": CAPACITY} | more
+    more = {"draft_length": 3, "batch_size": BATCH_SIZE, "max_length": MAX_LENGTH} | more
     return Engine(target, oracle, scheduler=scheduler, layout=layout, **more)
 
 
@@ -75,8 +77,12 @@ def test_every_combination_keeps_the_invariants_and_the_targets_output(setting, 
 
     counts = {name: int(count) for name, count in vars(engine.state.schedule).items()}
     assert counts["num_rows"] == sum(c.acceptance.num_rounds for c in found)
-    assert counts["num_rounds"] <= counts["num_rows"] <= SEATS * counts["num_rounds"]
-    assert SEATS * counts["num_grouped_rounds"] <= counts["num_grouped_rows"] <= counts["num_rows"]
+    assert counts["num_rounds"] <= counts["num_rows"] <= BATCH_SIZE * counts["num_rounds"]
+    assert (
+        BATCH_SIZE * counts["num_grouped_rounds"]
+        <= counts["num_grouped_rows"]
+        <= counts["num_rows"]
+    )
     assert engine.exactness == ("bitwise" if layout == "ragged" else "ties")
     if layout == "ragged":
         assert counts["num_realignments"] == counts["num_slots_moved"] == 0
@@ -96,20 +102,28 @@ def test_the_ragged_schedulers_agree_to_the_bit(setting):
 @pytest.mark.slow
 def test_plain_decoding_and_trees_run_aligned(setting):
     target, prompts, witness, _, scorer = setting
-    plain = Engine(target, seats=SEATS, capacity=CAPACITY, layout="aligned", check_invariants=True)
+    plain = Engine(
+        target,
+        batch_size=BATCH_SIZE,
+        max_length=MAX_LENGTH,
+        layout="aligned",
+        check_invariants=True,
+    )
     ties.divergences(target, plain.generate(prompts, params()), witness, params(), scorer=scorer)
-    first = slice(0, SEATS)
+    first = slice(0, BATCH_SIZE)
     greedy = SamplingParams(max_tokens=14)
-    truth = Engine(target, seats=SEATS, capacity=CAPACITY).generate(prompts[first], greedy)
+    truth = Engine(target, batch_size=BATCH_SIZE, max_length=MAX_LENGTH).generate(
+        prompts[first], greedy
+    )
     tree = toy.TreeOracle(tuple(map(tuple, toy.sequences(truth))))
     # Rows of one batch are right to different depths, so that they are moved apart.
-    limits = [SamplingParams(max_tokens=14 - 5 * index) for index in range(SEATS)]
+    limits = [SamplingParams(max_tokens=14 - 5 * index) for index in range(BATCH_SIZE)]
     engine = Engine(
         target,
         tree,
         draft_length=6,
-        seats=SEATS,
-        capacity=CAPACITY,
+        batch_size=BATCH_SIZE,
+        max_length=MAX_LENGTH,
         layout="aligned",
         check_invariants=True,
     )
@@ -127,7 +141,7 @@ def read_alone(target, tokens):
     cache = prefill_chunk(
         target,
         target.params,
-        target.init_cache(1, CAPACITY),
+        target.init_cache(1, MAX_LENGTH),
         jnp.asarray([tokens], jnp.int32),
         row=jnp.int32(0),
         start=jnp.int32(0),
@@ -151,44 +165,44 @@ def test_only_the_aligned_program_holds_a_realignment(setting):
 
 def test_realignment_is_a_function_whose_cost_can_be_measured_alone(setting):
     target = setting[0]
-    cache = kv.aligned(target.init_cache(SEATS, CAPACITY))
-    realign = jax.jit(functools.partial(kv.realign, largest=CAPACITY), donate_argnums=0)
-    lowered = realign.lower(cache, jnp.zeros((SEATS,), jnp.int32)).compile()
+    cache = kv.aligned(target.init_cache(BATCH_SIZE, MAX_LENGTH))
+    realign = jax.jit(functools.partial(kv.realign, largest=MAX_LENGTH), donate_argnums=0)
+    lowered = realign.lower(cache, jnp.zeros((BATCH_SIZE,), jnp.int32)).compile()
     memory = lowered.memory_analysis()
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.layers))
     assert memory.alias_size_in_bytes >= kept  # in place
     small = memory.temp_size_in_bytes
-    longer = kv.aligned(target.init_cache(SEATS, 16 * CAPACITY))
-    lowered = realign.lower(longer, jnp.zeros((SEATS,), jnp.int32)).compile()
+    longer = kv.aligned(target.init_cache(BATCH_SIZE, 16 * MAX_LENGTH))
+    lowered = realign.lower(longer, jnp.zeros((BATCH_SIZE,), jnp.int32)).compile()
     assert lowered.memory_analysis().temp_size_in_bytes <= small + 4096  # a block at a time
 
 
 def test_rows_that_fill_their_capacity_drop_no_write(setting):
-    # An ended row at its limit keeps its seat, and all others begin their windows where it ends.
+    # An ended row at its limit keeps its row, and all others begin their windows where it ends.
     target = setting[0]
     longest = engine_for(setting, "aligned").longest_prompt
-    assert longest == CAPACITY - 4 == engine_for(setting, "ragged").longest_prompt - 1
+    assert longest == MAX_LENGTH - 4 == engine_for(setting, "ragged").longest_prompt - 1
     prompts = toy.prompts((longest, 3, longest - 9), seed=5)
     asked = SamplingParams(max_tokens=60)
-    truth = Engine(target, seats=SEATS, capacity=512).generate(prompts, asked)
+    truth = Engine(target, batch_size=BATCH_SIZE, max_length=512).generate(prompts, asked)
     oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=0.8)
     engine = Engine(
         target,
         oracle,
         draft_length=3,
-        seats=SEATS,
-        capacity=CAPACITY,
+        batch_size=BATCH_SIZE,
+        max_length=MAX_LENGTH,
         layout="aligned",
         check_invariants=True,
     )
     found = engine.generate(prompts, asked)
-    assert [c.stop_reason for c in found] == ["capacity", None, "capacity"]
+    assert [c.stop_reason for c in found] == ["max_length", None, "max_length"]
     assert [len(c.token_ids) for c in found] == [1, 60, 10]
     shortened = [
         dataclasses.replace(c, token_ids=c.token_ids[: len(f.token_ids)])
         for c, f in zip(truth, found, strict=True)
     ]
-    large = Scorer(target, capacity=512)
+    large = Scorer(target, max_length=512)
     ties.divergences(target, found, shortened, [asked] * 3, scorer=large)
 
 

@@ -45,7 +45,7 @@ def difference(ours, theirs):
 
 # Products
 
-# Rows, inputs, outputs: whole tiles and strips, and what is left over of each.
+# BatchView, inputs, outputs: whole tiles and strips, and what is left over of each.
 SHAPES = [(1, 64, 256), (5, 40, 61), (8, 96, 48), (9, 33, 17), (48, 128, 200), (64, 20, 3)]
 AROUND = {
     "nothing": (),
@@ -175,7 +175,7 @@ CASES = {
         dtype=jnp.bfloat16, changes=(("norm", True), ("bias", True)), sliding=40
     ),
 }
-CAPACITY = 384
+MAX_LENGTH = 384
 
 
 def attention_inputs(case, *, fill=0.0, rows=slice(None)):
@@ -185,7 +185,7 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
     cache = kv.init_cache(
         num_layers=1,
         num_rows=len(starts),
-        capacity=CAPACITY,
+        capacity=MAX_LENGTH,
         num_kv_heads=case.heads,
         head_size=case.size,
         dtype=case.dtype,
@@ -193,12 +193,12 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
     order = np.random.default_rng(9).permutation(cache.table.size)
     table = jnp.asarray(order.reshape(cache.table.shape), jnp.int32)
     k, v = (
-        np.stack([random(which + start, CAPACITY, case.heads, case.size) for start in starts])
+        np.stack([random(which + start, MAX_LENGTH, case.heads, case.size) for start in starts])
         for which in (1000, 2000)
     )
     for row, start in enumerate(starts):
         k[row, start:] = v[row, start:] = fill
-    slots = jnp.broadcast_to(jnp.arange(CAPACITY, dtype=jnp.int32), k.shape[:2])
+    slots = jnp.broadcast_to(jnp.arange(MAX_LENGTH, dtype=jnp.int32), k.shape[:2])
     k, v = (jnp.asarray(part).astype(case.dtype) for part in (k, v))
     layer = kv.write(cache.layers[0], table, k, v, slots)
     start = jnp.asarray(starts, jnp.int32)
@@ -230,7 +230,7 @@ def run(case, inputs, name="native"):
 
 def kv_of(layer, table, dtype):
     """k and v `[B, S, K, H]`, fp32."""
-    every = jnp.broadcast_to(jnp.arange(CAPACITY, dtype=jnp.int32), (table.shape[0], CAPACITY))
+    every = jnp.broadcast_to(jnp.arange(MAX_LENGTH, dtype=jnp.int32), (table.shape[0], MAX_LENGTH))
     return [np.asarray(part, np.float32) for part in kv.read_slots(layer, table, every, dtype)]
 
 
@@ -267,13 +267,13 @@ def test_a_rows_attention_depends_on_neither_neighbours_nor_the_windows_width(na
         alone, _ = run(case, attention_inputs(case, rows=slice(row, row + 1)))
         np.testing.assert_array_equal(np.asarray(alone, np.float32)[0], together[row])
     for width in range(1, case.window):
-        narrow = dataclasses.replace(case, window=width)
+        narrow = dataclasses.replace(case, verify_length=width)
         heads, _ = run(narrow, attention_inputs(narrow))
         np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :width])
 
 
 def test_entries_that_are_not_meant_are_not_stored_and_change_nobody():
-    case = dataclasses.replace(CASES["chain"], starts=(0, 125, CAPACITY - 3))
+    case = dataclasses.replace(CASES["chain"], starts=(0, 125, MAX_LENGTH - 3))
 
     def inputs(fill):
         config, params, qkv, layer, table, window = attention_inputs(case, fill=fill)
@@ -283,7 +283,7 @@ def test_entries_that_are_not_meant_are_not_stored_and_change_nobody():
 
     heads, written = run(case, inputs(np.nan))
     is_stored = ~np.isnan(kv_of(written, inputs(np.nan)[4], case.dtype)[0]).all(axis=(2, 3))
-    np.testing.assert_array_equal(is_stored.sum(axis=1), [2, 125, CAPACITY])
+    np.testing.assert_array_equal(is_stored.sum(axis=1), [2, 125, MAX_LENGTH])
     theirs, _ = run(case, inputs(0.0), "xla")
     for row, width in ((0, 2), (2, 3)):
         assert difference(heads[row, :width], theirs[row, :width]) < ROUNDING[case.dtype]
@@ -315,10 +315,10 @@ def pair():
 def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
     target, draft = pair
     prompts, params = toy.prompts((3, 140, 20, 60)), SamplingParams(max_tokens=40)
-    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, seats=2, capacity=256)
+    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, batch_size=2, capacity=256)
     completions = ours.generate(prompts, params)
     xla = dataclasses.replace(target, kernels="xla")
-    theirs = Engine(xla, seats=2, capacity=256).generate(prompts, params)
+    theirs = Engine(xla, batch_size=2, capacity=256).generate(prompts, params)
     assert len(ties.divergences(xla, completions, theirs, params)) < len(prompts)
 
 
@@ -327,7 +327,7 @@ def test_speculation_changes_no_bit(dtype):
     model = load_model("demo-target", dtype=dtype)
     assert model.kernels == "native"
     drafter = jaxspec.DraftModel(load_model("demo-draft", dtype=dtype))
-    engine = Engine(model, drafter, draft_length=4, seats=3, capacity=256)
+    engine = Engine(model, drafter, draft_length=4, batch_size=3, capacity=256)
     prompts = ["Once upon a time", "def main():", "The sum of", "A", "In the beginning"]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     drafted = engine.generate(prompts, params)
@@ -356,7 +356,7 @@ def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype
     target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
     prompts = ["Once upon a time", "def main():", "The sum of"]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"seats": 3, "capacity": 256, "scheduler": jaxspec.Static()}
+    shape = {"batch_size": 3, "capacity": 256, "scheduler": jaxspec.Static()}
     tokens, bits = committed(Engine(target, **shape), prompts, params)
     for draft_length in (1, 6):
         engine = Engine(target, jaxspec.DraftModel(draft), draft_length=draft_length, **shape)
@@ -365,7 +365,7 @@ def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype
         for ours, theirs in zip(drafted_bits, bits, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     # Nor does it matter who else is decoded.
-    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, seats=1, capacity=256)
+    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, batch_size=1, capacity=256)
     assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
 
 
@@ -389,7 +389,7 @@ def test_windows_give_the_same_bits_in_every_family(family):
     target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
     prompts = toy.prompts((3, 40, 20))
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    shape = {"seats": 3, "capacity": 128, "scheduler": jaxspec.Static()}
+    shape = {"batch_size": 3, "capacity": 128, "scheduler": jaxspec.Static()}
     tokens, bits = committed(Engine(target, **shape), prompts, params)
     drafter = jaxspec.Oracle(
         [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
@@ -404,7 +404,7 @@ def test_windows_give_the_same_bits_in_every_family(family):
 def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
     target, draft = (load_model(name, kernels="xla") for name in ("demo-target", "demo-draft"))
     prompts, params = ["Once upon a time"], SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"seats": 1, "capacity": 256, "scheduler": jaxspec.Static()}
+    shape = {"batch_size": 1, "capacity": 256, "scheduler": jaxspec.Static()}
     _, (plain,) = committed(Engine(target, **shape), prompts, params)
     drafted = Engine(target, jaxspec.DraftModel(draft), draft_length=6, **shape)
     _, (other,) = committed(drafted, prompts, params)
@@ -413,7 +413,7 @@ def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
 
 def test_no_instruction_copies_a_whole_cache(pair):
     target, draft = pair
-    engine = Engine(target, jaxspec.DraftModel(draft), seats=4, capacity=2048)
+    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, capacity=2048)
     state = jax.eval_shape(engine._loop.init)
     program = compiled(engine)
     text = program.as_text()
@@ -445,7 +445,7 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     assert not native.is_product_supported(x[1:], weight.astype(jnp.bfloat16))
     # They are handed on, and so are models of such shapes.
     half = toy.model(dtype=jnp.float16, kernels="native")
-    done = Engine(half, NGram(), seats=1, capacity=256).generate(
+    done = Engine(half, NGram(), batch_size=1, capacity=256).generate(
         toy.prompts((80,)), SamplingParams(max_tokens=5)
     )
     assert len(done[0].token_ids) == 5
@@ -458,7 +458,7 @@ target = jaxspec.load_model("demo-target")
 prompts, params = ["Once upon a time", "def main():"], jaxspec.SamplingParams(max_tokens=12)
 for shape in ((1, 1), (2, 1), (1, 2)):
     mesh = jax.make_mesh(shape, ("data", "model")) if shape != (1, 1) else None
-    engine = jaxspec.Engine(target, jaxspec.NGram(), seats=2, capacity=128, mesh=mesh)
+    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, capacity=128, mesh=mesh)
     tokens = [done.token_ids for done in engine.generate(prompts, params)]
     number = np.int32(1) if mesh is None else np.ones(shape[0], np.int32)
     text = engine._run.lower(engine._params, engine.state, np.int32(1), number).as_text()
@@ -484,7 +484,7 @@ def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
 def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
     target, _ = pair
     params = SamplingParams(max_tokens=30)
-    engines = [Engine(target, NGram(), seats=2, capacity=256) for _ in range(3)]
+    engines = [Engine(target, NGram(), batch_size=2, capacity=256) for _ in range(3)]
     prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(3)]
     alone = [engine.generate(asked, params) for engine, asked in zip(engines, prompts, strict=True)]
     together = [None] * 3

@@ -236,7 +236,7 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-SMALL = {"seats": 2, "capacity": 128, "prefill_chunk": 16}
+SMALL = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
 
 
 def make(kind):
@@ -248,7 +248,7 @@ def make(kind):
             target, draft, **SMALL, max_logprobs=2, trace="tokens", draft_length=2
         ),
         "adaptive": lambda: Engine(
-            target, draft, **SMALL, draft_length="auto", window=3, exactness="ties"
+            target, draft, **SMALL, draft_length="auto", verify_length=3, exactness="ties"
         ),
         "checked": lambda: Engine(target, **SMALL, check_invariants=True),
         "serving": lambda: ServingEngine(target, draft, **SMALL, draft_length=2),
@@ -282,7 +282,7 @@ def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     assert shown == [
         f"{record.name} ({index + 1} of {len(compiled)})" for index, record in enumerate(compiled)
     ]
-    assert any("decode round of toy0" in name and "2 seats" in name for name in shown)
+    assert any("decode round of toy0" in name and "2 batch_size" in name for name in shown)
     assert all(record.seconds > 0 for record in compiled)
     before = num_compiled()
     use(engine)
@@ -328,7 +328,7 @@ def test_a_warm_up_while_requests_are_decoded_changes_nothing():
 def test_an_engine_says_which_program_compiles(impatient, caplog):
     make("speculative").generate([[1, 2]], SamplingParams(max_tokens=2))
     assert any(
-        message.startswith("compiling the decode round of toy0 with draft_model:toy1, 2 seats")
+        message.startswith("compiling the decode round of toy0 with draft_model:toy1, 2 batch_size")
         and message.endswith("window 3 (4 of 5) ...")
         for message in caplog.messages
     )

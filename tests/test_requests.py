@@ -332,7 +332,7 @@ def bytes_of(text: str) -> list[int]:
     [
         (Finish.STOP_TOKEN, ("stop", 1)),
         (Finish.MAX_TOKENS, ("length", None)),
-        (Finish.CAPACITY, ("length", "capacity")),
+        (Finish.MAX_LENGTH, ("length", "max_length")),
         (Finish.NON_FINITE, ("abort", "non-finite")),
     ],
 )
@@ -366,7 +366,7 @@ def test_a_stop_string_cuts_text_tokens_origins_and_logprobs():
     assert len(made.origins) == len(made.logprobs) == len(made.pieces) == 5
     assert "".join(made.pieces) == "one t"
     # The string was complete when another reason ended the row.
-    for finish in (Finish.MAX_TOKENS, Finish.CAPACITY, Finish.NON_FINITE):
+    for finish in (Finish.MAX_TOKENS, Finish.MAX_LENGTH, Finish.NON_FINITE):
         again = complete(ids, finish=finish, stopped=stopped)
         assert (again.text, again.stop_reason) == ("on", "e t")
 
@@ -458,7 +458,7 @@ def test_requests_are_numbered_and_keep_their_params():
         (["a", "b"], MODEL, "not of token ids"),
         ([5, tiny.VOCAB], MODEL, f"holds the token id {tiny.VOCAB}"),
         ([-1], MODEL, "holds the token id -1"),
-        ([2, 3, 4, 5], MODEL, "has 4 tokens, and the engine's capacity leaves room for 3"),
+        ([2, 3, 4, 5], MODEL, "has 4 tokens, and the engine's max_length leaves room for 3"),
     ],
 )
 def test_refused_prompts_are_named(prompt, model, message):

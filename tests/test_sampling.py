@@ -1,4 +1,4 @@
-"""Laws, penalties and draws of rows: against a plain NumPy reference, and Hugging Face's
+"""Distributions, penalties and draws of rows: against a plain NumPy reference, and Hugging Face's
 warpers where torch is installed."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
-from jaxspec.decode.loop import drafted_prefix
-from jaxspec.types import Draft, Prefix, Rows, RowSampling, Window
+from jaxspec.decode.loop import draft_context
+from jaxspec.types import BatchView, Draft, DraftContext, RowSampling, Window
 
 INF = float("inf")
 OFF = {
@@ -28,12 +28,18 @@ OFF = {
 }
 NUM_SLOTS = 16
 
-adjust, choose, law_logits, law_of, scores_of = map(
+adjust, choose, filtered_logits, probs_of, scores_of = map(
     jax.jit,
-    (sampling.adjust, sampling.choose, sampling.law_logits, sampling.law, sampling.scores),
+    (
+        sampling.adjust,
+        sampling.choose,
+        sampling.filtered_logits,
+        sampling.distribution,
+        sampling.scores,
+    ),
 )
 draw_draft = jax.jit(
-    sampling.draw_draft, static_argnames=("vocab_size", "is_noise_shared", "needs_law")
+    sampling.draw_draft, static_argnames=("vocab_size", "is_noise_shared", "needs_probs")
 )
 
 
@@ -48,14 +54,14 @@ def row_sampling(*rows: dict, seed: int = 0) -> RowSampling:
     return RowSampling(key=jnp.stack([sampling.request_key(s) for s in seeds]), **columns)
 
 
-def batch(*rows: dict, tokens=None, stop_tokens=None, seed: int = 0) -> Rows:
+def batch(*rows: dict, tokens=None, stop_tokens=None, seed: int = 0) -> BatchView:
     """A batch whose row b has committed `tokens[b]`."""
     tokens = [[0]] * len(rows) if tokens is None else tokens
     buffer = np.full((len(rows), NUM_SLOTS), 3, np.int32)  # garbage, which is a valid token
     for row, committed in zip(buffer, tokens, strict=True):
         row[: len(committed)] = committed
     stops = [[]] * len(rows) if stop_tokens is None else stop_tokens
-    return Rows(
+    return BatchView(
         tokens=jnp.asarray(buffer),
         num_committed=jnp.asarray([len(committed) for committed in tokens], jnp.int32),
         draft_limit=jnp.full((len(rows),), 4, jnp.int32),
@@ -64,7 +70,7 @@ def batch(*rows: dict, tokens=None, stop_tokens=None, seed: int = 0) -> Rows:
     )
 
 
-def nothing_drafted(rows: Rows) -> Prefix:
+def nothing_drafted(rows: BatchView) -> DraftContext:
     """For the one token that follows the committed ones."""
     return sampling.chain_prefix(rows, jnp.zeros((rows.tokens.shape[0], 0), jnp.int32))
 
@@ -76,16 +82,16 @@ def softmax(scores):
 
 
 def reference(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The law of one row in float64, ties at a boundary kept."""
+    """The distribution of one row in float64, ties at a boundary kept."""
     scores = np.asarray(logits, np.float64) / temperature
     if top_k > 0:
         scores = np.where(scores < np.sort(scores)[::-1][:top_k][-1], -INF, scores)
     if top_p < 1:
-        law = softmax(scores)
-        above = np.array([law[scores > score].sum() for score in scores])
+        distribution = softmax(scores)
+        above = np.array([distribution[scores > score].sum() for score in scores])
         scores = np.where(above < top_p, scores, -INF)
-    law = softmax(scores)
-    return softmax(np.where(law < min_p * law.max(), -INF, scores))
+    distribution = softmax(scores)
+    return softmax(np.where(distribution < min_p * distribution.max(), -INF, scores))
 
 
 def some_logits(kind: str, vocab_size: int, seed: int) -> np.ndarray:
@@ -123,20 +129,21 @@ KINDS = ["plain", "ties", "holes", "peaked", "flat", "equal"]
 
 
 @pytest.fixture(scope="module")
-def laws():
-    """Law of every kind of logits under every filter, from one batch that mixes them all."""
+def distributions():
+    """Distribution of every kind of logits under every filter, from one batch that mixes them
+    all."""
     found = {}
     for vocab_size in (61, 4096):
         cases = list(itertools.product(KINDS, range(len(FILTERS))))
         logits = np.stack([some_logits(kind, vocab_size, KINDS.index(kind)) for kind, _ in cases])
         parameters = row_sampling(*(FILTERS[index] for _, index in cases))
-        got = np.asarray(law_logits(jnp.asarray(logits)[:, None], parameters))[:, 0]
+        got = np.asarray(filtered_logits(jnp.asarray(logits)[:, None], parameters))[:, 0]
         for case, of_case, its_logits in zip(cases, got, logits, strict=True):
             found[vocab_size, *case] = (of_case, its_logits)
     return found
 
 
-def assert_same_law(scores, expected, logits):
+def assert_same_distribution(scores, expected, logits):
     """The same tokens kept, except where fp32 cannot tell which side of a boundary they are on."""
     kept, wanted = scores > -INF, expected > 0
     np.testing.assert_allclose(softmax(scores)[kept & wanted], expected[kept & wanted], rtol=3e-4)
@@ -149,11 +156,11 @@ def assert_same_law(scores, expected, logits):
 
 @pytest.mark.parametrize("vocab_size", [61, 4096])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_law_is_the_references(laws, kind, vocab_size):
+def test_the_distribution_is_the_references(distributions, kind, vocab_size):
     for index, options in enumerate(FILTERS):
-        scores, logits = laws[vocab_size, kind, index]
+        scores, logits = distributions[vocab_size, kind, index]
         expected = reference(logits, **options)
-        assert_same_law(scores, expected, logits)
+        assert_same_distribution(scores, expected, logits)
         if kind != "equal":  # there, every boundary is a tie
             assert (scores > -INF).sum() == (expected > 0).sum(), options
         if options.get("top_k", 0) or options.get("min_p", 0) or kind == "ties":
@@ -162,7 +169,7 @@ def test_the_law_is_the_references(laws, kind, vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [61, 4096])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_law_is_that_of_hugging_faces_warpers(laws, kind, vocab_size):
+def test_the_distribution_is_that_of_hugging_faces_warpers(distributions, kind, vocab_size):
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
@@ -173,7 +180,7 @@ def test_the_law_is_that_of_hugging_faces_warpers(laws, kind, vocab_size):
         "min_p": hf.MinPLogitsWarper,
     }
     for index, options in enumerate(FILTERS):
-        scores, logits = laws[vocab_size, kind, index]
+        scores, logits = distributions[vocab_size, kind, index]
         theirs = torch.from_numpy(logits)[None]
         for name, warper in warpers.items():  # in the order in which `generate` applies them
             if name in options:
@@ -186,8 +193,11 @@ def test_the_law_is_that_of_hugging_faces_warpers(laws, kind, vocab_size):
         boundary = logits[wanted].min()
         np.testing.assert_array_equal(logits[kept & ~wanted], boundary)
         if not np.any(kept & ~wanted):
-            law, their_law = softmax(scores), torch.softmax(torch.from_numpy(theirs), 0).numpy()
-            np.testing.assert_allclose(law, their_law, rtol=1e-4, atol=1e-7)
+            distribution, their_probs_of = (
+                softmax(scores),
+                torch.softmax(torch.from_numpy(theirs), 0).numpy(),
+            )
+            np.testing.assert_allclose(distribution, their_probs_of, rtol=1e-4, atol=1e-7)
         else:
             assert kind in ("ties", "equal"), options
             assert "top_p" in options
@@ -199,7 +209,7 @@ def test_parameters_that_are_off_change_no_bit():
     off = [{}] * len(KINDS)
     asking = {"top_k": 5, "top_p": 0.4, "min_p": 0.3, "temperature": 2.0}
     for rows in (off, [*off[:3], asking, *off[4:]], [*off[:3], {"top_p": 0.1}, *off[4:]]):
-        got = law_logits(jnp.asarray(logits)[:, None], row_sampling(*rows))[:, 0]
+        got = filtered_logits(jnp.asarray(logits)[:, None], row_sampling(*rows))[:, 0]
         is_off = [row == {} for row in rows]
         np.testing.assert_array_equal(
             np.asarray(got)[is_off].view(np.uint32), logits[is_off].view(np.uint32)
@@ -207,7 +217,7 @@ def test_parameters_that_are_off_change_no_bit():
     assert np.isneginf(np.asarray(got)[3]).any()
 
 
-def test_a_rows_law_and_draws_do_not_depend_on_its_neighbours():
+def test_a_rows_distribution_and_draws_do_not_depend_on_its_neighbours():
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.standard_normal((4, 3, 211)).astype(np.float32) * 2)
     mine = {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01, "seed": 77}
@@ -221,9 +231,9 @@ def test_a_rows_law_and_draws_do_not_depend_on_its_neighbours():
         rows = batch(neighbours[0], mine, *neighbours[1:], tokens=[[1, 2]] * 4)
         prefix = sampling.chain_prefix(rows, jnp.full((4, 2), 5, jnp.int32))
         scores = scores_of(logits, rows, prefix)
-        law = law_of(logits, rows, prefix)
+        distribution = probs_of(logits, rows, prefix)
         chosen = choose(logits, rows, prefix)
-        found.append([np.asarray(x[1]) for x in (scores, law, chosen)])
+        found.append([np.asarray(x[1]) for x in (scores, distribution, chosen)])
     for other in found[1:]:
         for ours, theirs in zip(found[0], other, strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -241,14 +251,16 @@ def test_zeros_of_both_signs_tie():
     logits = np.full((1, 1, 6), -1.0, np.float32)
     logits[0, 0, 1:4] = 0.0, -0.0, 0.0
     for options in ({"top_k": 1}, {"top_k": 2}, {"top_p": 0.2}):
-        got = law_logits(jnp.asarray(logits), row_sampling(options))
+        got = filtered_logits(jnp.asarray(logits), row_sampling(options))
         assert (np.asarray(got)[0, 0] > -INF).tolist() == [False, True, True, True, False, False]
 
 
 @pytest.mark.parametrize("top_p", [1e-45, 1e-30, 1e-8])
 def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
     logits = some_logits("plain", 61, 1)
-    got = np.asarray(law_logits(jnp.asarray(logits)[None, None], row_sampling({"top_p": top_p})))
+    got = np.asarray(
+        filtered_logits(jnp.asarray(logits)[None, None], row_sampling({"top_p": top_p}))
+    )
     assert np.flatnonzero(got[0, 0] > -INF).tolist() == [logits.argmax()]
 
 
@@ -267,7 +279,7 @@ def test_nothing_sorts_the_vocabulary():
     rows = batch({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, {})
     logits = jnp.zeros((2, 1, 61))
     names = set()
-    for function in (sampling.choose, sampling.law):
+    for function in (sampling.choose, sampling.distribution):
         names |= set(
             primitives(jax.make_jaxpr(function)(logits, rows, nothing_drafted(rows)).jaxpr)
         )
@@ -399,7 +411,7 @@ def test_penalties_in_a_tree_count_the_path_of_each_node():
         slots=jnp.asarray([np.arange(7) + start], jnp.int32),
         paths=jnp.asarray(paths),
     )
-    prefix = drafted_prefix(draft, window)
+    prefix = draft_context(draft, window)
     logits = jnp.asarray(np.random.default_rng(7).standard_normal((1, 7, 9)), jnp.float32)
     got = adjust(logits, rows, prefix)
     for entry, path in paths_by_hand.items():
@@ -484,7 +496,7 @@ def test_noise_depends_on_its_key_alone():
     assert len(np.unique(noise[:, :, 0])) == 6
 
 
-def test_gumbel_noise_has_the_right_law_in_both_tails():
+def test_gumbel_noise_has_the_right_distribution_in_both_tails():
     stats = pytest.importorskip("scipy.stats")
     keys = jax.vmap(jax.random.key)(jnp.arange(64, dtype=jnp.uint32))
     noise = np.asarray(sampling.gumbel(keys, 2**16), np.float64).ravel()  # 4.2 million draws
@@ -511,11 +523,13 @@ def test_noise_can_be_higher_than_the_default_modes():
     assert highest > 16.1  # of 6.7e7 draws some 7 are expected there: none has p = 1e-3
 
 
-def chi_square_p(counts, law):
+def chi_square_p(counts, distribution):
     """p-value of the counts; cells of fewer than 5 expected are put together."""
     stats = pytest.importorskip("scipy.stats")
-    expected = np.asarray(law, np.float64) / np.sum(law, dtype=np.float64) * counts.sum()
-    assert counts[law == 0].sum() == 0
+    expected = (
+        np.asarray(distribution, np.float64) / np.sum(distribution, dtype=np.float64) * counts.sum()
+    )
+    assert counts[distribution == 0].sum() == 0
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
@@ -524,7 +538,7 @@ def chi_square_p(counts, law):
 
 
 @pytest.mark.parametrize("index", [0, 1, 7, 11])
-def test_tokens_are_drawn_by_the_law(index):
+def test_tokens_are_drawn_by_the_distribution(index):
     num_rows, options = 4000, FILTERS[index]
     logits = some_logits("plain", 61, 8)
     rows = batch(*[options] * num_rows, seed=10_000)
@@ -533,7 +547,8 @@ def test_tokens_are_drawn_by_the_law(index):
     )
     counts = np.bincount(np.asarray(chosen)[:, 0], minlength=61)
     assert chi_square_p(counts, reference(logits, **options)) > 1e-3
-    # The check has teeth: the same draws do not follow the law of a temperature 15 % higher.
+    # The check has teeth: the same draws do not follow the distribution of a temperature 15 %
+    # higher.
     warmer = options | {"temperature": options.get("temperature", 1.0) * 1.15, "top_p": 1.0}
     warmer |= {"top_k": 0, "min_p": 0.0}
     assert chi_square_p(counts, reference(logits, **warmer)) < 1e-3
@@ -570,9 +585,9 @@ def draw(logits, rows, node, *, vocab_size, shared=True, drafted=None):
         jnp.int32(node),
         vocab_size=vocab_size,
         is_noise_shared=shared,
-        needs_law=True,
+        needs_probs=True,
     )
-    return drawn.token, drawn.law
+    return drawn.token, drawn.distribution
 
 
 def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens():
@@ -580,16 +595,17 @@ def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens():
     logits = jnp.asarray(rng.standard_normal((3, 4, 31)), jnp.float32)
     rows = batch(ASKING, {"top_p": 0.7}, {"temperature": 0.0}, tokens=[[1, 2, 3], [4], [5, 6]])
     drafted = jnp.zeros((3, 3), jnp.int32)
-    laws = []
+    distributions = []
     for node in range(3):
         token, q = draw(logits[:, node], rows, node, vocab_size=31, drafted=drafted)
         drafted = drafted.at[:, node].set(token)
-        laws.append(q)
+        distributions.append(q)
     prefix = sampling.chain_prefix(rows, drafted)
     np.testing.assert_array_equal(choose(logits, rows, prefix)[:, :3], drafted)
-    # q is the law that the target has there, to the bit: the same operations in the same order.
-    expected = law_of(logits, rows, prefix)[:2, :3]
-    np.testing.assert_array_equal(jnp.stack(laws, axis=1)[:2], expected)
+    # q is the distribution that the target has there, to the bit: the same operations in the same
+    # order.
+    expected = probs_of(logits, rows, prefix)[:2, :3]
+    np.testing.assert_array_equal(jnp.stack(distributions, axis=1)[:2], expected)
 
 
 def test_noise_of_its_own_makes_a_drafter_independent():

@@ -92,8 +92,8 @@ def engine():
         target,
         jaxspec.DraftModel(draft),
         draft_length=3,
-        seats=8,
-        capacity=128,
+        batch_size=8,
+        max_length=128,
         prefill_chunk=32,
         max_queue=64,
     )

@@ -21,7 +21,7 @@ from jaxspec.telemetry import trace as telemetry
 from jaxspec.telemetry.counters import Acceptance, Metrics
 from jaxspec.types import Origin, Window
 
-CAPACITY = 128
+MAX_LENGTH = 128
 DRAFT_LENGTH = 4
 LENGTHS = (3, 20, 7, 1, 12, 30, 5)
 GREEDY = [SamplingParams(max_tokens=n) for n in (20, 3, 17, 9, 1, 12, 25)]
@@ -56,11 +56,11 @@ def draft(target):
 def make_engine(target, drafter, **settings):
     settings = {
         "draft_length": DRAFT_LENGTH,
-        "seats": 3,
-        "capacity": CAPACITY,
+        "batch_size": 3,
+        "max_length": MAX_LENGTH,
         "scheduler": jaxspec.Continuous(),
         "rounds_per_sync": 3,
-        "trace": "laws",
+        "trace": "distributions",
     } | settings
     return Engine(target, drafter, **settings)
 
@@ -110,7 +110,8 @@ def assert_outputs_are_rebuilt(completions):
 
 
 def assert_scores_are_right(completions, params, target, draft=None):
-    """Laws of every drafted token, by feeding the model the whole text that stands before it."""
+    """Distributions of every drafted token, by feeding the model the whole text that stands before
+    it."""
     rounds, tokens = completions.rounds(), completions.tokens()
     assert len(tokens) > 50
     assert 0 < tokens.accepted.sum() < len(tokens)
@@ -129,15 +130,15 @@ def assert_scores_are_right(completions, params, target, draft=None):
         of_request.append(which[row.request_id])
     prompts = [len(c.prompt_token_ids) for c in completions]
     settings = [(params[index], prompts[index]) for index in of_request]
-    _assert_laws(tokens, contexts, settings, target, draft)
+    _assert_distributions(tokens, contexts, settings, target, draft)
 
 
-def _assert_laws(tokens, contexts, settings, target, draft):
+def _assert_distributions(tokens, contexts, settings, target, draft):
     logits = scores_after(target, contexts)
     if draft is not None:
         q_logits = scores_after(draft, contexts)
     for n, row in enumerate(tokens.itertuples()):
-        scores, log_p = law(logits[n], contexts[n], *settings[n])
+        scores, log_p = distribution(logits[n], contexts[n], *settings[n])
         score = scores[row.token_id]
         lowest, highest = np.sum(scores > score + 1e-3), np.sum(scores > score - 1e-3)
         assert lowest < row.rank <= highest + 1 or row.rank == 1 + lowest
@@ -149,7 +150,7 @@ def _assert_laws(tokens, contexts, settings, target, draft):
             assert row.entropy_q == 0
             np.testing.assert_allclose(row.overlap, p[row.token_id], atol=2e-3)
             continue
-        _, log_q = law(q_logits[n], contexts[n], *settings[n])
+        _, log_q = distribution(q_logits[n], contexts[n], *settings[n])
         q = np.exp(log_q)
         np.testing.assert_allclose(row.logprob_q, log_q[row.token_id], atol=2e-3)
         np.testing.assert_allclose(row.entropy_q, entropy(q), atol=5e-3)
@@ -169,7 +170,7 @@ def scores_after(model, contexts):
 
     @jax.jit
     def read(tokens, index, last):
-        cache = model.init_cache(len(tokens), CAPACITY)
+        cache = model.init_cache(len(tokens), MAX_LENGTH)
         window = Window(start=index[:, 0], positions=index, slots=index)
         hidden, _ = model.forward(model.params, tokens, window, cache)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
@@ -178,8 +179,8 @@ def scores_after(model, contexts):
     return np.asarray(read(tokens, index, last), np.float64)
 
 
-def law(logits, context, params, prompt_length):
-    """Penalised scores, and the logarithm of the law that is sampled from, in float64."""
+def distribution(logits, context, params, prompt_length):
+    """Penalised scores, and the logarithm of the distribution that is sampled from, in float64."""
     scores = logits.copy()
     for token in set(context):
         score = scores[token]
@@ -202,7 +203,7 @@ def entropy(p):
 
 @pytest.fixture(scope="module")
 def engines(target, draft):
-    """An engine for every verifier, by its class, with a draft model; rows change seats."""
+    """An engine for every verifier, by its class, with a draft model; rows change batch_size."""
     verifiers = (jaxspec.Coupled, jaxspec.Rejection, jaxspec.Block, jaxspec.Typical)
     return {
         verifier: make_engine(target, jaxspec.DraftModel(draft), verifier=verifier())
@@ -250,14 +251,14 @@ def test_rows_that_share_a_round_were_in_seats_together(greedy):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    engine = make_engine(target, None, seats=7, draft_length=1, trace="tokens")
+    engine = make_engine(target, None, batch_size=7, draft_length=1, trace="tokens")
     return engine.generate(toy.prompts(LENGTHS), [SamplingParams(max_tokens=40)] * len(LENGTHS))
 
 
 @pytest.mark.parametrize("drafter", ["oracle", "tree"])
 def test_deterministic_drafters_and_trees(target, plain, drafter):
     prompts = toy.prompts(LENGTHS)
-    settings = {"scheduler": jaxspec.Static(), "seats": len(LENGTHS)}
+    settings = {"scheduler": jaxspec.Static(), "batch_size": len(LENGTHS)}
     table = tuple(map(tuple, toy.sequences(plain)))
     made = {
         "oracle": lambda: jaxspec.Oracle(table, acceptance=0.6),
@@ -303,7 +304,7 @@ def test_recording_changes_no_output(engines, verifier):
 def test_stop_tokens_cut_rounds_and_what_is_behind_was_not_judged(target, plain):
     prompts = toy.prompts(LENGTHS)[1:3]
     oracle = jaxspec.Oracle(toy.sequences(plain))
-    engine = make_engine(target, oracle, seats=2, scheduler=jaxspec.Static())
+    engine = make_engine(target, oracle, batch_size=2, scheduler=jaxspec.Static())
     for at in range(1, 6):
         stop = plain[1].token_ids[at]
         params = SamplingParams(max_tokens=30, stop_token_ids=(stop,))
@@ -340,7 +341,7 @@ def _without_rejected(trace):
 
 
 def _scores_of_the_next_node(trace):
-    """Takes each node's probability from the scores behind it."""
+    """Takes each node's probability from the scores after it."""
     scores = np.roll(trace.tokens.logprob_p, -1, axis=1)
     return trace.replace(tokens=trace.tokens.replace(logprob_p=scores))
 
@@ -409,17 +410,17 @@ def test_bytes_are_as_documented(target, level):
     engine = make_engine(target, jaxspec.NGram(), trace=level)
     state = jax.eval_shape(engine._loop.init)
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.trace))
-    per_slot = {"rounds": 24, "tokens": 24 + 19 * 4, "laws": 24 + (19 + 12) * 4}[level]
-    assert num_bytes == engine.num_residents * CAPACITY * per_slot
+    per_slot = {"rounds": 24, "tokens": 24 + 19 * 4, "distributions": 24 + (19 + 12) * 4}[level]
+    assert num_bytes == engine.num_residents * MAX_LENGTH * per_slot
 
 
 def test_a_row_has_room_for_every_round_it_can_take(target):
     [prompt] = toy.prompts((1,))
-    engine = make_engine(target, toy.WrongDrafter(token=60), seats=1, trace="tokens")
+    engine = make_engine(target, toy.WrongDrafter(token=60), batch_size=1, trace="tokens")
     [completion] = completions = engine.generate([prompt], SamplingParams(max_tokens=1000))
-    assert completion.stop_reason == "capacity"
+    assert completion.stop_reason == "max_length"
     rounds = completions.rounds()
-    assert len(rounds) == len(completion.token_ids) > CAPACITY - 10
+    assert len(rounds) == len(completion.token_ids) > MAX_LENGTH - 10
     assert_sums_equal_counters(completions)
 
 
@@ -499,7 +500,7 @@ def test_metrics_count_the_engines_life(target):
     run = engine.run(requests)
     next(run)
     during = engine.metrics()
-    run.close()  # rows that nobody finishes still count for what they did
+    run.close()  # rows that no one finishes still count for what they did
     after = engine.metrics()
     assert metrics["num_rounds"] < during["num_rounds"] == after["num_rounds"]
     assert during["num_requests"] > metrics["num_requests"]

@@ -91,7 +91,7 @@ class Wrapped:
     logits = staticmethod(BASE.logits)
 
 
-def spoilt(**attributes):
+def poisoned(**attributes):
     """A wrapped model with other attributes or methods."""
     attributes = {
         name: staticmethod(value) if callable(value) else value
@@ -106,7 +106,7 @@ def moved(change):
     def forward(params, tokens, window, cache):
         return BASE.forward(params, tokens, change(window), cache)
 
-    return spoilt(forward=forward)
+    return poisoned(forward=forward)
 
 
 def looking(change):
@@ -119,7 +119,7 @@ def looking(change):
         kernels = Kernels(attention=attention)
         return decoder.forward(BASE.config, params, tokens, window, cache, kernels=kernels)
 
-    return spoilt(forward=forward)
+    return poisoned(forward=forward)
 
 
 def rotating(change):
@@ -133,7 +133,7 @@ def rotating(change):
         kernels = Kernels(attention=attention)
         return decoder.forward(BASE.config, params, tokens, change(window), cache, kernels=kernels)
 
-    return spoilt(forward=forward)
+    return poisoned(forward=forward)
 
 
 def with_list(cache):
@@ -182,8 +182,8 @@ def reading_garbage(params, tokens, window, cache):
     return hidden + 0 * jnp.mean(v, axis=(1, 2, 3))[:, None, None], cache
 
 
-def sharing_pages(num_rows, capacity):
-    cache = BASE.init_cache(num_rows, capacity)
+def sharing_pages(num_rows, max_length):
+    cache = BASE.init_cache(num_rows, max_length)
     return cache.replace(table=cache.table.at[1].set(cache.table[0]))
 
 
@@ -212,33 +212,33 @@ def of_row_0(window):
 RAISING = {"values read on the host", "prefill gives another structure", "refuses the target"}
 
 BROKEN_MODELS = {
-    "EOS tokens in a list": ("protocol", spoilt(eos_token_ids=[1])),
-    "EOS beyond the vocabulary": ("protocol", spoilt(eos_token_ids=(toy.VOCAB,))),
-    "a number among the parameters": ("protocol", spoilt(params={**BASE.params, "scale": 0.1})),
-    "no logits": ("protocol", spoilt(logits=None)),
-    "rows share a page": ("cache", spoilt(init_cache=sharing_pages)),
-    "half the slots": ("cache", spoilt(init_cache=lambda rows, s: BASE.init_cache(rows, s // 2))),
-    "no paged cache": ("cache", spoilt(init_cache=lambda rows, s: {"k": jnp.zeros((rows, s))})),
+    "EOS tokens in a list": ("protocol", poisoned(eos_token_ids=[1])),
+    "EOS beyond the vocabulary": ("protocol", poisoned(eos_token_ids=(toy.VOCAB,))),
+    "a number among the parameters": ("protocol", poisoned(params={**BASE.params, "scale": 0.1})),
+    "no logits": ("protocol", poisoned(logits=None)),
+    "rows share a page": ("cache", poisoned(init_cache=sharing_pages)),
+    "half the slots": ("cache", poisoned(init_cache=lambda rows, s: BASE.init_cache(rows, s // 2))),
+    "no paged cache": ("cache", poisoned(init_cache=lambda rows, s: {"k": jnp.zeros((rows, s))})),
     "logits in bfloat16": (
         "shapes",
-        spoilt(logits=lambda params, h: BASE.logits(params, h).astype(jnp.bfloat16)),
+        poisoned(logits=lambda params, h: BASE.logits(params, h).astype(jnp.bfloat16)),
     ),
     "logits of the last token": (
         "shapes",
-        spoilt(logits=lambda params, h: BASE.logits(params, h[..., -1:, :])),
+        poisoned(logits=lambda params, h: BASE.logits(params, h[..., -1:, :])),
     ),
-    "a list for a tuple": ("static_shapes", spoilt(forward=listing_layers)),
+    "a list for a tuple": ("static_shapes", poisoned(forward=listing_layers)),
     "values read on the host": (
         "static_shapes",
         moved(lambda window: window.replace(slots=window.slots + int(window.start[0] > 500))),
     ),
     "parameters closed over": (
         "params",
-        spoilt(forward=lambda params, *rest: BASE.forward(BASE.params, *rest)),
+        poisoned(forward=lambda params, *rest: BASE.forward(BASE.params, *rest)),
     ),
     "the head closed over": (
         "params",
-        spoilt(logits=lambda params, hidden: BASE.logits(BASE.params, hidden)),
+        poisoned(logits=lambda params, hidden: BASE.logits(BASE.params, hidden)),
     ),
     "writes nothing": (
         "writes",
@@ -254,7 +254,7 @@ BROKEN_MODELS = {
     ),
     "clamps slots": ("outside_slots", moved(clamped)),
     "prefills row 0": ("rows", moved(of_row_0)),
-    "reads before it writes": ("write_before_read", spoilt(forward=reading_first)),
+    "reads before it writes": ("write_before_read", poisoned(forward=reading_first)),
     "sees the future": ("window_visibility", looking(all_see_the_last)),
     "sees itself only": ("window_visibility", looking(own_entry_everywhere)),
     "one position for all rows": (
@@ -267,9 +267,9 @@ BROKEN_MODELS = {
         "positions",
         rotating(lambda window: window.replace(positions=jnp.zeros_like(window.positions))),
     ),
-    "normed over the batch": ("row_independence", spoilt(forward=batch_normed)),
-    "a recurrent state": ("rollback", spoilt(forward=recurrent)),
-    "reads garbage": ("garbage", spoilt(forward=reading_garbage)),
+    "normed over the batch": ("row_independence", poisoned(forward=batch_normed)),
+    "a recurrent state": ("rollback", poisoned(forward=recurrent)),
+    "reads garbage": ("garbage", poisoned(forward=reading_garbage)),
     "positions restart in each window": (
         "chunked_prefill",
         rotating(lambda w: w.replace(positions=w.positions - w.start[:, None])),
@@ -278,7 +278,7 @@ BROKEN_MODELS = {
     "sees the drafts": ("same_program", looking(all_see_the_last)),
     "prefill gives another structure": (
         "trace_count",
-        spoilt(forward=listing_layers_in_prefill),
+        poisoned(forward=listing_layers_in_prefill),
     ),
 }
 
@@ -308,8 +308,8 @@ def test_the_wrapping_of_broken_models_breaks_nothing():
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bigram(jaxspec.StatelessDrafter):
-    """Draws each token from a law that depends on the one before it: a drafter that samples, and
-    says from what."""
+    """Draws each token from a distribution that depends on the one before it: a drafter that
+    samples, and says from what."""
 
     name: str = "bigram"
     spread: float = 2.0
@@ -321,7 +321,7 @@ class Bigram(jaxspec.StatelessDrafter):
         return jnp.asarray(self.spread * rng.standard_normal(size), jnp.float32)
 
     def draw(self, shape, params, rows, drafted, last, node):
-        """The next token and the law it comes from."""
+        """The next token and the distribution it comes from."""
         drawn = sampling.draw_draft(
             params[last],
             rows,
@@ -329,9 +329,9 @@ class Bigram(jaxspec.StatelessDrafter):
             node,
             vocab_size=shape.vocab_size,
             is_noise_shared=shape.is_noise_shared,
-            needs_law=shape.needs_draft_law,
+            needs_probs=shape.needs_draft_probs,
         )
-        return drawn.token, drawn.law
+        return drawn.token, drawn.distribution
 
     def propose(self, shape, params, state, rows):
         last = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
@@ -341,14 +341,14 @@ class Bigram(jaxspec.StatelessDrafter):
             last, q = self.draw(shape, params, rows, drafted, last, node)
             return (drafted.at[:, node].set(last), last), q
 
-        drafted = jnp.zeros((shape.seats, shape.num_nodes), jnp.int32)
+        drafted = jnp.zeros((shape.batch_size, shape.num_nodes), jnp.int32)
         nodes = jnp.arange(shape.num_nodes, dtype=jnp.int32)
-        (drafted, _), laws = jax.lax.scan(step, (drafted, last), nodes)
+        (drafted, _), distributions = jax.lax.scan(step, (drafted, last), nodes)
         draft = Draft(
             tokens=drafted,
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
-            q=None if laws is None else laws.swapaxes(0, 1),
+            q=None if distributions is None else distributions.swapaxes(0, 1),
         )
         return draft, state
 
@@ -379,7 +379,7 @@ DRAFT = toy.model(seed=9, width=24, **SMALL)
 def truth():
     """The battery's prompts with what the target makes of them."""
     prompts = battery_prompts(toy.VOCAB)
-    engine = Engine(BASE, seats=3, capacity=256)
+    engine = Engine(BASE, batch_size=3, max_length=256)
     return toy.sequences(engine.generate(prompts, SamplingParams(max_tokens=40)))
 
 
@@ -465,19 +465,19 @@ def draw_with(self, shape, params, rows, drafted, last, node, *, changes=None, l
     return Bigram.draw(self, shape, params, rows, drafted, last, node)
 
 
-def draw_flat_law(self, *arguments):
+def draw_flat_probs(self, *arguments):
     token, q = Bigram.draw(self, *arguments)
     return token, None if q is None else jnp.full_like(q, 1 / q.shape[-1])
 
 
-def draw_warm_law(self, *arguments):
-    """Ignores the temperature where it states the law."""
+def draw_warm_probs(self, *arguments):
+    """Ignores the temperature where it states the distribution."""
     token, q = Bigram.draw(self, *arguments)
     _, params, _, _, last, _ = arguments
     return token, None if q is None else jax.nn.softmax(params[last], axis=-1)
 
 
-def draw_without_law(self, *arguments):
+def draw_without_probs(self, *arguments):
     return Bigram.draw(self, *arguments)[0], None
 
 
@@ -517,7 +517,7 @@ def growing(self, shape, params, state, rows, row):
 
 
 def listing(self, shape):
-    return (jnp.zeros((shape.seats,), jnp.int32),)
+    return (jnp.zeros((shape.batch_size,), jnp.int32),)
 
 
 def keep_rejected(self, shape, params, state, rows, outcome):
@@ -561,7 +561,7 @@ BROKEN_DRAFTERS = {
     "its state grows": ("static_shapes", replaced(admit=growing)),
     "rows on another axis": (
         "static_shapes",
-        replaced(init=lambda self, shape: (jnp.zeros((2, shape.seats), jnp.int32),)),
+        replaced(init=lambda self, shape: (jnp.zeros((2, shape.batch_size), jnp.int32),)),
     ),
     "closes over its table": (
         "params",
@@ -595,7 +595,7 @@ BROKEN_DRAFTERS = {
         "row_independence",
         spoiling(
             tokens=lambda s, d, r: (
-                (d.tokens + jnp.arange(s.seats, dtype=jnp.int32)[:, None]) % s.vocab_size
+                (d.tokens + jnp.arange(s.batch_size, dtype=jnp.int32)[:, None]) % s.vocab_size
             )
         ),
     ),
@@ -614,10 +614,10 @@ BROKEN_DRAFTERS = {
         "trace_count",
         replaced(admit=lambda self, shape, params, state, rows, row: [*state]),
     ),
-    "a flat law": ("draft_law", drawing(draw_flat_law)),
-    "the law of another temperature": ("draft_law", drawing(draw_warm_law)),
-    "a law of mass 2": ("draft_law", drawing(draw_unnormalised)),
-    "samples without a law": ("draft_law", drawing(draw_without_law)),
+    "a flat distribution": ("draft_probs_of", drawing(draw_flat_probs)),
+    "the distribution of another temperature": ("draft_probs_of", drawing(draw_warm_probs)),
+    "a distribution of mass 2": ("draft_probs_of", drawing(draw_unnormalised)),
+    "samples without a distribution": ("draft_probs_of", drawing(draw_without_probs)),
     "one key per round": ("fresh_noise", drawing(draw_with_one_key)),
     "keys of the position only": ("fresh_noise", drawing(draw_by_position)),
     "noise of its own": ("shared_noise", drawing(draw_on_its_own)),
@@ -658,7 +658,7 @@ def test_every_check_has_something_that_it_catches():
 
 
 def test_a_report_shows_itself():
-    report = check_model(spoilt(eos_token_ids=(-1,)))
+    report = check_model(poisoned(eos_token_ids=(-1,)))
     assert not report.ok
     assert report["protocol"].passed is False
     assert all(check.passed is None for check in report.checks[1:])

@@ -15,7 +15,7 @@ def divergences(target, completions, witness, params, *, scorer=None) -> list[Di
             continue
         if scorer is None:
             longest = max(len(c.prompt_token_ids + c.token_ids) for c in completions)
-            scorer = Scorer(target, capacity=longest)
+            scorer = Scorer(target, max_length=longest)
         divergence = judge(
             scorer,
             prompt_ids=ours.prompt_token_ids,

@@ -72,8 +72,8 @@ class WrongDrafter(StatelessDrafter):
     def propose(self, shape, params, state, rows):
         """A chain of that token."""
         draft = Draft(
-            tokens=jnp.full((shape.seats, shape.num_nodes), self.token, jnp.int32),
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            tokens=jnp.full((shape.batch_size, shape.num_nodes), self.token, jnp.int32),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
         )
         return draft, state
@@ -95,7 +95,7 @@ class TreeOracle(StatelessDrafter):
     def propose(self, shape, params, state, rows):
         """Rows must be seated in the order of the table."""
         width = max(map(len, self.table))
-        rows_held = self.table[: shape.seats]
+        rows_held = self.table[: shape.batch_size]
         table = jnp.asarray([list(row) + [0] * (width - len(row)) for row in rows_held], jnp.int32)
         position = rows.num_committed[:, None] + jnp.arange(3, dtype=jnp.int32)
         truth = jnp.take_along_axis(table, jnp.minimum(position, width - 1), axis=1)

@@ -318,9 +318,9 @@ def compare(
     *,
     categories: Sequence[str] | None = None,
     draft_length: int = 4,
-    window: int | None = None,
-    seats: int = 8,
-    capacity: int = 1024,
+    verify_length: int | None = None,
+    batch_size: int = 8,
+    max_length: int = 1024,
     repeats: int = 5,
     seed: int = 0,
     on_stage: Callable[[str], None] | None = None,
@@ -340,9 +340,9 @@ def compare(
         given one, the same for every drafter.
       categories: of each prompt; default all in one.
       draft_length: tokens proposed per round.
-      window: tokens scored per round by all that draft; default `draft_length + 1`.
-      seats: prompts decoded together.
-      capacity: slots per row for prompt and output.
+      verify_length: tokens scored per round by all that draft; default `draft_length + 1`.
+      batch_size: prompts decoded together.
+      max_length: slots per row for prompt and output.
       repeats: timed runs of each; candidates take turns.
       seed: of the bootstrap.
       on_stage: told in words what is being done.
@@ -358,7 +358,7 @@ def compare(
       ...     {"plain": None, "n-gram": jaxspec.NGram(), "draft": jaxspec.DraftModel(draft)},
       ...     ["Once upon a time", "def main():", "1, 2, 3, 4, 5, 6, "],
       ...     jaxspec.SamplingParams(max_tokens=32, ignore_eos=True),
-      ...     capacity=128,
+      ...     max_length=128,
       ...     repeats=1,
       ... )
       >>> comparison.holds
@@ -373,9 +373,9 @@ def compare(
             target,
             drafter,
             draft_length=draft_length,
-            window=window if drafter is not None else None,
-            seats=min(seats, max(len(prompts), 1)),
-            capacity=capacity,
+            verify_length=verify_length if drafter is not None else None,
+            batch_size=min(batch_size, max(len(prompts), 1)),
+            max_length=max_length,
         )
         for label, drafter in drafters.items()
     }
@@ -485,7 +485,7 @@ def _divergences(
     if not parted:
         return {}
     longest = max(len(c.prompt_token_ids + c.token_ids) for c in (*outputs, *references))
-    scorer = Scorer(target, capacity=longest)
+    scorer = Scorer(target, max_length=longest)
     found = {
         index: judge(
             scorer,
@@ -502,6 +502,6 @@ def _divergences(
 def _must_be_equal(engine: Engine, other: Engine, *, parted: bool) -> bool:
     """Whether the two engines' outputs must agree in every token. The probe is run only if they
     do not."""
-    if engine is other or engine.shape.window != other.shape.window:
+    if engine is other or engine.shape.verify_length != other.shape.verify_length:
         return engine is other
     return not parted or (probe(engine).holds and probe(other).holds)

@@ -390,7 +390,7 @@ class Pair:
     drafter_s: float = 0.0
 
     def target_s(self, *, batch: int, window: int, context: float) -> float:
-        """Seconds of a target pass over `window` tokens behind `context` slots."""
+        """Seconds of a target pass over `window` tokens after `context` slots."""
         return self.target_device.pass_s(self._pass(self.target, batch, window, context + window))
 
     def draft_step_s(self, *, batch: int, context: float) -> float:

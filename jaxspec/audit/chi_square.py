@@ -1,12 +1,12 @@
-"""Whether samples of one prompt follow the target's law: Pearson's chi-square by position.
+"""Whether samples of one prompt follow the target's distribution: Pearson's chi-square by position.
 
-Samples that agree so far are draws from one known law, so they are counted against it: the first
-token of all, the second token of those that share the first, and so on. Given the group sizes,
-these statistics are independent, so they are added up, and so are their degrees of freedom.
+Samples that agree so far are draws from one known distribution, so they are counted against it: the
+first token of all, the second token of those that share the first, and so on. Given the group
+sizes, these statistics are independent, so they are added up, and so are their degrees of freedom.
 
-The law that is tested is fp32's, but the samples were drawn in another dtype, whose scores differ
-by up to the measured noise n. Probabilities then differ by a factor of at most exp(2 n / T), and
-the statistic is at most non-central chi-square, of non-centrality (samples) (n / T)^2. That is
+The distribution that is tested is fp32's, but the samples were drawn in another dtype, whose scores
+differ by up to the measured noise n. Probabilities then differ by a factor of at most exp(2 n / T),
+and the statistic is at most non-central chi-square, of non-centrality (samples) (n / T)^2. That is
 the distribution used, so rounding is not taken for a bias however many samples there are.
 """
 
@@ -28,11 +28,11 @@ from jaxspec.requests.sampling_params import SamplingParams
 ALPHA = 1e-3  # of the chi-square tests of a file, together
 MIN_SAMPLES = 20  # of a group worth testing
 MIN_EXPECTED = 5.0  # in a cell; rarer tokens are pooled
-NUM_POSITIONS = 3  # tested behind the prompt
+NUM_POSITIONS = 3  # tested after the prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LawTest:
+class DistributionTest:
     """The test of one prompt's samples.
 
     Attributes:
@@ -41,8 +41,8 @@ class LawTest:
       statistic: sum of Pearson's statistics.
       degrees_of_freedom: of all groups.
       noncentrality: allowed for rounding.
-      p_value: chance of such a statistic if the samples follow the law; 0 if the filters exclude a
-        token that was drawn, by more than rounding.
+      p_value: chance of such a statistic if the samples follow the distribution; 0 if the filters
+        exclude a token that was drawn, by more than rounding.
       p_value_unrounded: the same without the allowance.
     """
 
@@ -55,19 +55,19 @@ class LawTest:
     p_value_unrounded: float
 
 
-def test_law(
+def test_distribution(
     scorer: Scorer,
     *,
     prompt_ids: Sequence[int],
     samples: Sequence[Sequence[int]],
     params: SamplingParams,
-) -> LawTest | None:
-    """Tests samples of one prompt against the target's law; None if there are too few.
+) -> DistributionTest | None:
+    """Tests samples of one prompt against the target's distribution; None if there are too few.
 
     Args:
       scorer: of the target, in the dtype of the samples.
       prompt_ids: of all samples.
-      samples: outputs, cut behind the stop token.
+      samples: outputs, cut after the stop token.
       params: how all of them were drawn.
     """
     num_groups = degrees = 0
@@ -85,9 +85,11 @@ def test_law(
             num = sum(drawn.values())
             if num < MIN_SAMPLES:
                 continue
-            law, noise, excluded = _law_after(scorer, prompt_ids, prefix, drawn, params)
+            distribution, noise, excluded = _distribution_after(
+                scorer, prompt_ids, prefix, drawn, params
+            )
             is_excluded |= excluded
-            observed, expected = pooled(drawn, law, num)
+            observed, expected = pooled(drawn, distribution, num)
             if len(expected) > 1:
                 num_groups += 1
                 statistic += float(np.sum((observed - expected) ** 2 / expected))
@@ -101,7 +103,7 @@ def test_law(
     allowing = central
     if noncentrality > 0 and degrees:
         allowing = float(scipy.stats.ncx2.sf(statistic, degrees, noncentrality))
-    return LawTest(
+    return DistributionTest(
         num_samples=len(samples),
         num_groups=num_groups,
         statistic=statistic,
@@ -112,36 +114,36 @@ def test_law(
     )
 
 
-def _law_after(
+def _distribution_after(
     scorer: Scorer,
     prompt_ids: Sequence[int],
     prefix: tuple[int, ...],
     drawn: collections.Counter[int],
     params: SamplingParams,
 ) -> tuple[np.ndarray, float, bool]:
-    """The law `[V]` behind a prefix, the noise of its scores, and whether a drawn token is excluded
-    by the filters, by more than rounding."""
+    """The distribution `[V]` after a prefix, the noise of its scores, and whether a drawn token is
+    excluded by the filters, by more than rounding."""
     output = [*prefix, next(iter(drawn))]
     *_, segment = scorer.segments(prompt_ids, output, params)
     logits, _ = segment.scores_at(len(prefix))
     noise = float(segment.noise[len(prefix) - segment.first])
     filters = Filters(logits, params)
     may, _ = filters.kept(0.0)
-    law = scipy.special.softmax(np.where(may, logits / params.temperature, -np.inf))
+    distribution = scipy.special.softmax(np.where(may, logits / params.temperature, -np.inf))
     bound = 2 * (noise + scorer.rounding * float(np.max(np.abs(logits[np.isfinite(logits)]))))
     excluded = any(not may[token] and filters.distance(token) > bound for token in drawn)
-    return law, noise, excluded
+    return distribution, noise, excluded
 
 
 def pooled(
-    drawn: collections.Counter[int], law: np.ndarray, num: int
+    drawn: collections.Counter[int], distribution: np.ndarray, num: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Observed and expected counts per cell; tokens expected less than `MIN_EXPECTED` times share
     one cell, and that cell joins the rarest other one if it is too small itself."""
-    observed = np.zeros(law.shape)
+    observed = np.zeros(distribution.shape)
     for token, count in drawn.items():
         observed[token] = count
-    expected = law * num
+    expected = distribution * num
     is_common = expected >= MIN_EXPECTED
     rare = expected[~is_common].sum(), observed[~is_common].sum()
     expected, observed = expected[is_common], observed[is_common]
@@ -153,7 +155,7 @@ def pooled(
     return observed, expected
 
 
-def combined_p_value(tests: Sequence[LawTest]) -> float:
+def combined_p_value(tests: Sequence[DistributionTest]) -> float:
     """The chance that the least likely of these tests is as unlikely as it is (Šidák)."""
     if not tests:
         return math.nan

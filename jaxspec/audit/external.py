@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.audit import chi_square as laws
+from jaxspec.audit import chi_square as distributions
 from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, judge_alone
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.scoring import Scorer
@@ -29,8 +29,8 @@ class OutputsAudit:
       is_text: whether their ids were made from text, so that other ids may have been emitted.
       outputs: greedy and sampled.
       judged: of each output, token by token.
-      law_tests: of prompts with several samples, by the line of the first.
-      alpha: level of the law tests of the file, together.
+      distribution_tests: of prompts with several samples, by the line of the first.
+      alpha: level of the distribution tests of the file, together.
     """
 
     engine: str
@@ -39,7 +39,7 @@ class OutputsAudit:
     is_text: bool
     outputs: tuple[Output, ...]
     judged: tuple[OwnOutput, ...]
-    law_tests: dict[int, laws.LawTest]
+    distribution_tests: dict[int, distributions.DistributionTest]
     alpha: float
 
     @property
@@ -76,13 +76,13 @@ class OutputsAudit:
         )
 
     @property
-    def law_p_value(self) -> float:
-        """Of all law tests together; NaN without any."""
-        return laws.combined_p_value(list(self.law_tests.values()))
+    def distribution_p_value(self) -> float:
+        """Of all distribution tests together; NaN without any."""
+        return distributions.combined_p_value(list(self.distribution_tests.values()))
 
     @property
-    def num_unlawful(self) -> int:
-        """Sampled outputs that speak against the law by themselves."""
+    def num_excluded(self) -> int:
+        """Sampled outputs that speak against the distribution by themselves."""
         threshold = math.log(max(len(self.sampled), 1) / ALPHA)
         return sum(
             own.first is not None or (own.log_evidence or 0.0) > threshold
@@ -92,8 +92,8 @@ class OutputsAudit:
     @property
     def holds(self) -> bool:
         """Whether nothing was found that neither a tie nor chance explains."""
-        lawful = self.num_unlawful == 0 and not self.law_p_value < self.alpha
-        return lawful and all(own.first is None for _, own in self.greedy)
+        possible = self.num_excluded == 0 and not self.distribution_p_value < self.alpha
+        return possible and all(own.first is None for _, own in self.greedy)
 
     @property
     def promise(self) -> str:
@@ -102,7 +102,7 @@ class OutputsAudit:
         if self.greedy:
             parts.append("greedy output is the target's own, equal up to proven ties")
         if self.sampled:
-            parts.append("sampled output follows the target's law (distribution only)")
+            parts.append("sampled output follows the target's distribution (distribution only)")
         return "; ".join(parts)
 
     @property
@@ -116,9 +116,11 @@ class OutputsAudit:
                 "own up to proven ties"
             )
         if self.sampled:
-            found = f"{self.num_unlawful} of {len(self.sampled)} sampled outputs break its law"
-            if self.law_tests:
-                found += f" (chi-square: p = {self.law_p_value:.2g}, alpha {self.alpha:g})"
+            found = (
+                f"{self.num_excluded} of {len(self.sampled)} sampled outputs break its distribution"
+            )
+            if self.distribution_tests:
+                found += f" (chi-square: p = {self.distribution_p_value:.2g}, alpha {self.alpha:g})"
             parts.append(found)
         return "; ".join(parts) + "."
 
@@ -148,13 +150,13 @@ class OutputsAudit:
             },
             "sampled": {
                 "num_outputs": len(self.sampled),
-                "num_unlawful": self.num_unlawful,
+                "num_excluded": self.num_excluded,
                 "alpha_per_output": ALPHA,
-                "law_p_value": _or_none(self.law_p_value),
-                "law_alpha": self.alpha,
-                "law_tests": [
+                "distribution_p_value": _or_none(self.distribution_p_value),
+                "distribution_alpha": self.alpha,
+                "distribution_tests": [
                     {"line": line, **dataclasses.asdict(test)}
-                    for line, test in self.law_tests.items()
+                    for line, test in self.distribution_tests.items()
                 ],
             },
             "num_ties": count[Finding.TIE],
@@ -169,7 +171,7 @@ def audit_outputs(
     file: OutputsFile,
     *,
     dtype: str | None = None,
-    alpha: float = laws.ALPHA,
+    alpha: float = distributions.ALPHA,
     on_output: Callable[[int], None] | None = None,
 ) -> OutputsAudit:
     """Audits another system's outputs under `target`, every token of them.
@@ -182,7 +184,7 @@ def audit_outputs(
       on_output: told how many outputs have been judged.
     """
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
-    scorer = Scorer(target, capacity=longest, dtype=dtype or file.dtype)
+    scorer = Scorer(target, max_length=longest, dtype=dtype or file.dtype)
     is_keyed = file.engine == "jaxspec"
     judged = []
     for output in file.outputs:
@@ -201,12 +203,12 @@ def audit_outputs(
     same: dict[Any, list[Output]] = collections.defaultdict(list)
     for output in file.outputs:
         if output.params.temperature > 0:
-            law = dataclasses.replace(output.params, seed=None)
-            same[output.prompt_token_ids, law].append(output)
+            distribution = dataclasses.replace(output.params, seed=None)
+            same[output.prompt_token_ids, distribution].append(output)
     tests = {}
-    for (prompt, law), outputs in same.items():
-        test = laws.test_law(
-            scorer, prompt_ids=prompt, samples=[o.token_ids for o in outputs], params=law
+    for (prompt, distribution), outputs in same.items():
+        test = distributions.test_distribution(
+            scorer, prompt_ids=prompt, samples=[o.token_ids for o in outputs], params=distribution
         )
         if test is not None:
             tests[outputs[0].number] = test
@@ -217,7 +219,7 @@ def audit_outputs(
         is_text=file.is_text,
         outputs=file.outputs,
         judged=tuple(judged),
-        law_tests=tests,
+        distribution_tests=tests,
         alpha=alpha,
     )
 

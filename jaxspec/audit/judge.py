@@ -24,14 +24,14 @@ import numpy as np
 from jaxspec.audit.scoring import Scorer, Segment
 from jaxspec.requests.sampling_params import SamplingParams
 
-ALPHA = 1e-6  # chance that an output that follows the law is said not to
+ALPHA = 1e-6  # chance that an output that follows the distribution is said not to
 
 
 class Finding(enum.StrEnum):
     """Why an output parts from what was expected.
 
     TIE: rounding explains it. FAULT: nothing legitimate does. SAMPLING: not the keyed draw, but the
-    output may well be of the target's law: another seed, verifier or engine.
+    output may well be of the target's distribution: another seed, verifier or engine.
     """
 
     TIE = "tie"
@@ -54,8 +54,9 @@ class Divergence:
       bound: what rounding explains; at most that is a tie.
       filter_distance: how far scores must move apart for the filters to decide otherwise on
         `token`; None where no filter is in play.
-      log_law: log-probability of `token` under the law of a sampled request; None for a greedy one.
-      log_evidence: log of the evidence against the law in the output from here on; see
+      log_probs: log-probability of `token` under the distribution of a sampled request; None for a
+        greedy one.
+      log_evidence: log of the evidence against the distribution in the output from here on; see
         `Segment.log_bets`. None for a greedy request.
       finding: the verdict.
     """
@@ -68,7 +69,7 @@ class Divergence:
     noise: float
     bound: float
     filter_distance: float | None
-    log_law: float | None
+    log_probs: float | None
     log_evidence: float | None
     finding: Finding
 
@@ -80,8 +81,9 @@ class OwnOutput:
     Attributes:
       num_tokens: tokens judged.
       divergences: every token that the target would not have emitted there by its fp32 scores;
-        without a seed, of a sampled output only those that its law excludes.
-      log_evidence: against the law, over the whole of a sampled output; None for a greedy one.
+        without a seed, of a sampled output only those that its distribution excludes.
+      log_evidence: against the distribution, over the whole of a sampled output; None for a greedy
+        one.
     """
 
     num_tokens: int
@@ -94,8 +96,8 @@ class OwnOutput:
         return next((d for d in self.divergences if d.finding != Finding.TIE), None)
 
     @property
-    def is_of_the_law(self) -> bool:
-        """Whether nothing speaks against an output drawn from the target's law."""
+    def is_of_the_distribution(self) -> bool:
+        """Whether nothing speaks against an output drawn from the target's distribution."""
         has_fault = any(d.finding == Finding.FAULT for d in self.divergences)
         evidence = -math.inf if self.log_evidence is None else self.log_evidence
         return not has_fault and evidence <= -math.log(ALPHA)
@@ -123,8 +125,8 @@ def judge(
     Args:
       scorer: of the target, in the dtype of the output.
       prompt_ids: of both.
-      output_ids: cut behind the stop token.
-      reference_ids: cut behind the stop token, drawn with the same parameters.
+      output_ids: cut after the stop token.
+      reference_ids: cut after the stop token, drawn with the same parameters.
       params: how both were drawn, with the seed of a sampled request.
     """
     index = first_difference(output_ids, reference_ids)
@@ -164,8 +166,9 @@ def judge_alone(
     Args:
       scorer: of the target, in the dtype that the output was made in.
       prompt_ids: at least one.
-      output_ids: cut behind the stop token.
-      params: how it was drawn. If it was sampled and the seed is None, only its law is judged.
+      output_ids: cut after the stop token.
+      params: how it was drawn. If it was sampled and the seed is None, only its distribution is
+        judged.
     """
     inside = _inside(output_ids, scorer.target.vocab_size)
     is_sampled = params.temperature > 0
@@ -175,7 +178,7 @@ def judge_alone(
 
     def unexpected(segment: Segment) -> np.ndarray:
         """`[n]` bool, tokens that the target would not have emitted by its fp32 scores."""
-        return segment.chosen != segment.tokens if is_keyed else np.isneginf(segment.log_law)
+        return segment.chosen != segment.tokens if is_keyed else np.isneginf(segment.log_probs)
 
     # Noise is measured only where something has to be explained: it is most of the work.
     is_clean = len(inside) == len(output_ids)
@@ -235,7 +238,7 @@ def _without_scores(index: int, token: int, expected: int) -> Divergence:
         noise=0.0,
         bound=0.0,
         filter_distance=None,
-        log_law=None,
+        log_probs=None,
         log_evidence=None,
         finding=Finding.FAULT,
     )
@@ -272,7 +275,7 @@ def _examine(
         noise=noise,
         bound=bound,
         filter_distance=filters.distance(token) if filters.any else None,
-        log_law=float(segment.log_law[row]) if params.temperature > 0 else None,
+        log_probs=float(segment.log_probs[row]) if params.temperature > 0 else None,
         log_evidence=None,
         finding=Finding.TIE if margin <= bound else Finding.FAULT,
     )
@@ -282,9 +285,9 @@ def _with_finding(divergence: Divergence, log_evidence: float | None) -> Diverge
     """The divergence with its final verdict; `log_evidence` is None for a greedy request."""
     finding = divergence.finding
     if finding == Finding.FAULT and log_evidence is not None:
-        # A token within rounding of a filter may have been in the law after all.
+        # A token within rounding of a filter may have been in the distribution after all.
         distance = divergence.filter_distance
-        is_excluded = divergence.log_law == -math.inf
+        is_excluded = divergence.log_probs == -math.inf
         is_close = distance is not None and distance <= divergence.bound
         is_plausible = log_evidence <= -math.log(ALPHA)
         if (is_excluded and is_close) or (not is_excluded and is_plausible):
@@ -383,15 +386,15 @@ def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:
       perturbed: `[V]` float64, scores with the noise of the draw, in units of logits.
       filters: of the same position.
     """
-    behind = perturbed - perturbed[token]
+    after = perturbed - perturbed[token]
     if np.isneginf(perturbed[token]):  # barred by min_tokens: no rounding brings it back
         return math.inf
     if not filters.any:
-        return float(np.max(behind))
+        return float(np.max(after))
 
     def may_be_drawn(change: float) -> bool:
         may, must = filters.kept(change)
-        return bool(may[token]) and float(np.max(behind[must], initial=0)) <= 2 * change
+        return bool(may[token]) and float(np.max(after[must], initial=0)) <= 2 * change
 
     return 2 * _smallest(may_be_drawn, float(np.ptp(perturbed[np.isfinite(perturbed)])) + 100)
 

@@ -16,7 +16,7 @@ and `sampling_params` (the defaults of all lines). Every further line is one out
     seed               of a sampled output; its draws can be repeated only if `engine` is jaxspec
 
 All lines give ids, or all give text. Ids are better: text does not say how it was cut into tokens.
-Several lines with the same prompt and sampling parameters are samples of one law.
+Several lines with the same prompt and sampling parameters are samples of one distribution.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Output:
     Attributes:
       number: its line in the file, counted from 1.
       prompt_token_ids: at least one.
-      token_ids: cut behind the first stop token; at least one.
+      token_ids: cut after the first stop token; at least one.
       num_after_stop: tokens that followed the stop token.
       params: how it was drawn.
     """

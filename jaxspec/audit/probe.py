@@ -31,14 +31,14 @@ class ProbeReport:
     """What the probe saw. Each field is True (equal bits), False, or None (not applicable).
 
     Attributes:
-      seats: requests in other seats gave the same tokens and KV; None with one seat.
-      neighbours: a request beside others gave the same; None with one seat.
+      batch_size: requests in other rows gave the same tokens and KV; None with one row.
+      neighbours: a request beside others gave the same; None with one row.
       window_positions: a token scored at every other place of the window got the same scores; None
         with a window of one.
       num_compared: arrays compared.
     """
 
-    seats: bool | None
+    batch_size: bool | None
     neighbours: bool | None
     window_positions: bool | None
     num_compared: int
@@ -46,13 +46,13 @@ class ProbeReport:
     @property
     def holds(self) -> bool:
         """Whether no comparison failed."""
-        return False not in (self.seats, self.neighbours, self.window_positions)
+        return False not in (self.batch_size, self.neighbours, self.window_positions)
 
     @property
     def sentence(self) -> str:
         """The finding, in words."""
         tried = {
-            "seats": self.seats,
+            "batch_size": self.batch_size,
             "neighbours": self.neighbours,
             "window positions": self.window_positions,
         }
@@ -64,7 +64,7 @@ class ProbeReport:
                 "equal up to ties within rounding, not to the bit."
             )
         if not held:
-            return "One seat and a window of one leave nothing to compare."
+            return "One row and a window of one leave nothing to compare."
         return f"Bits do not depend on {_listed(held)} on this machine: outputs are bit-exact."
 
     def to_json(self) -> dict:
@@ -73,32 +73,32 @@ class ProbeReport:
 
 
 def probe(engine: Engine) -> ProbeReport:
-    """Permutes seats, neighbours and window positions through an engine, and compares bits.
+    """Permutes rows, neighbours and window positions through an engine, and compares bits.
 
-    Seats and neighbours go through the engine's own compiled round, which must be idle: its seats
-    are overwritten. The window is tried on the target's forward pass in the engine's shape, because
-    what a round puts at each place of the window is up to the drafter.
+    Rows and neighbours go through the engine's own compiled round, which must be idle: its
+    batch_size are overwritten. The window is tried on the target's forward pass in the engine's
+    shape, because what a round puts at each place of the window is up to the drafter.
     """
     shape = engine.shape
     length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, shape.vocab_size, (2 * shape.seats, length)).tolist()
-    seats = neighbours = None
+    prompts = rng.integers(0, shape.vocab_size, (2 * shape.batch_size, length)).tolist()
+    batch_size = neighbours = None
     num_compared = 0
-    if shape.seats > 1:
-        together = _decode(engine, prompts[: shape.seats])
-        reversed_ = _decode(engine, prompts[: shape.seats][::-1])[::-1]
-        others = [prompts[0], *prompts[shape.seats + 1 :]]
-        seats = all(map(_equal, together, reversed_))
+    if shape.batch_size > 1:
+        together = _decode(engine, prompts[: shape.batch_size])
+        reversed_ = _decode(engine, prompts[: shape.batch_size][::-1])[::-1]
+        others = [prompts[0], *prompts[shape.batch_size + 1 :]]
+        batch_size = all(map(_equal, together, reversed_))
         neighbours = _equal(together[0], _decode(engine, others)[0])
         neighbours &= _equal(together[0], _decode(engine, [prompts[0]])[0])
-        num_compared += (shape.seats + 2) * len(together[0])
+        num_compared += (shape.batch_size + 2) * len(together[0])
     window_positions = None
-    if shape.window > 1:
+    if shape.verify_length > 1:
         window_positions = _window_positions_agree(engine, rng)
-        num_compared += shape.window - 1
+        num_compared += shape.verify_length - 1
     return ProbeReport(
-        seats=seats,
+        batch_size=batch_size,
         neighbours=neighbours,
         window_positions=window_positions,
         num_compared=num_compared,
@@ -130,7 +130,7 @@ def _row_kv(cache: kv.KVCache, row: jax.Array) -> list[jax.Array]:
 
 
 def live_kv(state: DecodeState, row: int) -> list[np.ndarray]:
-    """k and v of each layer for the committed slots of a seat, as unsigned integers."""
+    """k and v of each layer for the committed slots of a row, as unsigned integers."""
     num_live = int(state.num_committed[row]) - 1
     return [
         np.ascontiguousarray(np.asarray(values)[:num_live]).view(f"u{values.dtype.itemsize}")
@@ -149,18 +149,18 @@ def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
     put each of its tokens at every place.
     """
     shape = engine.shape
-    seats, window = shape.seats, shape.window
+    batch_size, window = shape.batch_size, shape.verify_length
     num_tokens = min(2 * window - 1, engine.longest_prompt)
-    tokens = rng.integers(0, shape.vocab_size, (seats, num_tokens)).astype(np.int32)
+    tokens = rng.integers(0, shape.vocab_size, (batch_size, num_tokens)).astype(np.int32)
     params = engine.target.params
-    cache = engine.target.init_cache(seats, num_tokens)
+    cache = engine.target.init_cache(batch_size, num_tokens)
     # Every token in turn is the first of its window, as in plain decoding.
     firsts = num_tokens - window + 1
     at_first = []
     # Compiled here, for once: a function kept for later would keep the parameters alive.
     score = Program(
         jax.jit(functools.partial(_score_window, engine.target, window)),
-        f"the probe of {engine.target.name}, {seats} seats, window {window}",
+        f"the probe of {engine.target.name}, {batch_size} batch_size, window {window}",
     )
     for start in range(firsts):
         logits, cache = score(params, cache, tokens[:, start : start + window], np.int32(start))

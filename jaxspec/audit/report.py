@@ -118,7 +118,7 @@ def report_of_engine(audit: EngineAudit) -> Report:
             header=("level", "claim"),
             rows=[
                 (name, CLAIMS[name] + (f" (n/a: {level.reason})" if level.reason else ""))
-                for name, level in (*audit.levels.items(), ("law", audit.law))
+                for name, level in (*audit.levels.items(), ("distribution", audit.distribution))
             ],
         )
     )
@@ -146,8 +146,8 @@ def report_of_engine(audit: EngineAudit) -> Report:
                 ("verifier", str(engine["verifier"])),
                 (
                     "shape",
-                    f"{engine['seats']} seats, window {engine['window']}, capacity "
-                    f"{engine['capacity']}, prefill chunk {engine['prefill_chunk']}",
+                    f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
+                    f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
                 ),
                 ("requests", f"{audit.num_requests}, {audit.num_sampled} of them sampled"),
                 ("emitted per round", f"{audit.acceptance.emitted_per_round:.2f}"),
@@ -189,18 +189,22 @@ _COMPARED_WITH = {
 
 def _level_table(audit: EngineAudit) -> Grid:
     """A column for each level."""
-    levels, law = audit.levels.values(), audit.law
+    levels, distribution = audit.levels.values(), audit.distribution
 
-    def row(name: str, value: Callable[[Level], str], of_law: str) -> tuple[str, ...]:
+    def row(name: str, value: Callable[[Level], str], of_distribution: str) -> tuple[str, ...]:
         cells = [value(level) if level.reason is None else NONE for level in levels]
-        return (name, *cells, NONE if law.reason else of_law)
+        return (name, *cells, NONE if distribution.reason else of_distribution)
 
     return Grid(
-        title="Levels, on token ids cut behind the stop token",
-        header=("", *audit.levels, "law"),
+        title="Levels, on token ids cut after the stop token",
+        header=("", *audit.levels, "distribution"),
         rows=[
-            row("holds", lambda level: _word(level.holds), _word(law.holds)),
-            row("outputs", lambda level: str(level.num_compared), str(len(law.log_evidence))),
+            row("holds", lambda level: _word(level.holds), _word(distribution.holds)),
+            row(
+                "outputs",
+                lambda level: str(level.num_compared),
+                str(len(distribution.log_evidence)),
+            ),
             row("exact", lambda level: _percent(level.exact), NONE),
             row("prefix match", lambda level: _percent(level.prefix_match), NONE),
             row("equal tokens, other bits", lambda level: str(level.num_other_bits), NONE),
@@ -208,13 +212,13 @@ def _level_table(audit: EngineAudit) -> Grid:
             row(
                 "synchronisation faults",
                 lambda level: str(level.count(Finding.FAULT)),
-                str(law.num_excluded),
+                str(distribution.num_excluded),
             ),
             row("other draws", lambda level: str(level.count(Finding.SAMPLING)), NONE),
             row(
                 "log evidence, at most",
                 lambda level: NONE,
-                f"{max(law.log_evidence, default=0):.1f}",
+                f"{max(distribution.log_evidence, default=0):.1f}",
             ),
         ],
     )
@@ -229,7 +233,7 @@ def report_of_outputs(audit: OutputsAudit) -> Report:
     ]
     num_after = sum(output.num_after_stop > 0 for output in audit.outputs)
     if num_after:
-        rows.append(("tokens behind a stop token", f"in {num_after} outputs; they were cut off"))
+        rows.append(("tokens after a stop token", f"in {num_after} outputs; they were cut off"))
     if audit.is_text:
         rows.append(("token ids", "made from text; the engine may have emitted other ids"))
     tables = [Grid(title="File", header=("what", "value"), rows=rows)]
@@ -261,19 +265,26 @@ def report_of_outputs(audit: OutputsAudit) -> Report:
             )
         )
     if audit.sampled:
-        tests = list(audit.law_tests.values())
+        tests = list(audit.distribution_tests.values())
         tables.append(
             Grid(
-                title="Sampled outputs under the target's law",
-                header=("outputs", "break the law", "prompts tested", "chi-square", "p", "alpha"),
+                title="Sampled outputs under the target's distribution",
+                header=(
+                    "outputs",
+                    "break the distribution",
+                    "prompts tested",
+                    "chi-square",
+                    "p",
+                    "alpha",
+                ),
                 rows=[
                     (
                         str(len(audit.sampled)),
-                        str(audit.num_unlawful),
+                        str(audit.num_excluded),
                         str(len(tests)),
                         f"{sum(t.statistic for t in tests):.1f} of "
                         f"{sum(t.degrees_of_freedom for t in tests)}",
-                        NONE if not tests else f"{audit.law_p_value:.3g}",
+                        NONE if not tests else f"{audit.distribution_p_value:.3g}",
                         f"{audit.alpha:g}",
                     )
                 ],
@@ -424,7 +435,7 @@ def make_plots(report: Report) -> list[tuple[str, Any]]:
             ylim=(max(0, 100 * lowest - 5), 102),
         )
         axes.legend(frameon=False, fontsize=8)
-        plots.append(("Prefix match", figure))
+        plots.append(("DraftContext match", figure))
     return plots
 
 

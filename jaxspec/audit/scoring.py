@@ -28,13 +28,13 @@ from jaxspec.models.base import Model
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
-from jaxspec.types import PyTree, Rows, Window
+from jaxspec.types import BatchView, PyTree, Window
 
 SEGMENT = 64  # output tokens scored by one call
 PROMPT_CHUNK = 128  # of the re-scorings; the fp32 scoring reads prompts in chunks of SEGMENT
 WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
 
-# How an output bets against the target's law; see `Segment.log_bets`.
+# How an output bets against the target's distribution; see `Segment.log_bets`.
 FLATTER_SHARE = 0.05
 UNIFORM_SHARE = 0.05
 
@@ -50,12 +50,12 @@ class Segment:
         draw of a sampled request (only meaningful if its seed is known).
       noise: `[n]` fp32, the largest change of a token's score when it is computed in the output's
         dtype, over `WIDTHS`, in units of logits.
-      log_law: `[n]` fp32, log-probability of each token under the law it should be drawn from, -inf
-        if a filter removed it.
-      log_bets: `[n]` fp32, log of `q / p`, where q mixes the law p with a flatter one (its square
-        root) and the uniform one over its support. If tokens are drawn from p, the product of
-        `q / p` from any start is a martingale of mean 1, so it exceeds `1 / alpha` with probability
-        at most `alpha` (Ville's inequality), however long the output.
+      log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
+        from, -inf if a filter removed it.
+      log_bets: `[n]` fp32, log of `q / p`, where q mixes the distribution p with a flatter one (its
+        square root) and the uniform one over its support. If tokens are drawn from p, the product
+        of `q / p` from any start is a martingale of mean 1, so it exceeds `1 / alpha` with
+        probability at most `alpha` (Ville's inequality), however long the output.
       adjusted: `[SEGMENT, V]` fp32 on the device, logits after penalties and `min_tokens`.
       gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
     """
@@ -64,14 +64,14 @@ class Segment:
     tokens: np.ndarray
     chosen: np.ndarray
     noise: np.ndarray
-    log_law: np.ndarray
+    log_probs: np.ndarray
     log_bets: np.ndarray
     adjusted: jax.Array
     gumbel: jax.Array
 
     @property
     def end(self) -> int:
-        """Index in the output behind the segment's last token."""
+        """Index in the output after the segment's last token."""
         return self.first + len(self.tokens)
 
     def scores_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,19 +87,19 @@ class Scorer:
 
     Args:
       target: the model whose output is claimed. A copy of its parameters in fp32 is made.
-      capacity: tokens of the longest prompt and output, together.
+      max_length: tokens of the longest prompt and output, together.
       dtype: in which the outputs were computed; default the target's own.
 
     Raises:
       ModelError: the target's parameters cannot be cast (it is not a dataclass).
     """
 
-    def __init__(self, target: Model, *, capacity: int = 1024, dtype: Any = None):
+    def __init__(self, target: Model, *, max_length: int = 1024, dtype: Any = None):
         own = parameter_dtype(target) if dtype is None else jnp.dtype(dtype)
         self.target = target
         self.dtype = own
         # One segment more than asked for: the last one may be filled up.
-        self.capacity = kv.round_up_to_block(capacity + SEGMENT)
+        self.max_length = kv.round_up_to_block(max_length + SEGMENT)
         self._wide = with_dtype(target, jnp.float32)
         self._own = with_dtype(target, own)
 
@@ -141,11 +141,11 @@ class Scorer:
           measures_noise: False leaves `Segment.noise` zero, and is several times faster.
 
         Raises:
-          PromptError: prompt and output are longer than `capacity`, or an id is outside of the
+          PromptError: prompt and output are longer than `max_length`, or an id is outside of the
             vocabulary.
         """
         self._check(prompt_ids, output_ids)
-        tokens = np.zeros((self.capacity,), np.int32)
+        tokens = np.zeros((self.max_length,), np.int32)
         num_prompt, end = len(prompt_ids), len(prompt_ids) + len(output_ids)
         tokens[:num_prompt], tokens[num_prompt:end] = prompt_ids, output_ids
         before = np.int32(num_prompt - 1)  # the prompt's last token is scored, not only read
@@ -171,25 +171,25 @@ class Scorer:
                 noise = np.maximum(noise, np.asarray(change))
             # Penalties scale the scores of some tokens, and their noise.
             noise = noise * max(params.repetition_penalty, 1 / params.repetition_penalty)
-            host = jax.device_get({k: scored[k] for k in ("chosen", "log_law", "log_bets")})
+            host = jax.device_get({k: scored[k] for k in ("chosen", "log_probs", "log_bets")})
             yield Segment(
                 first=start + 1 - num_prompt,
                 tokens=tokens[start + 1 : stop + 1],
                 chosen=host["chosen"][:n],
                 noise=noise[:n],
-                log_law=host["log_law"][:n],
+                log_probs=host["log_probs"][:n],
                 log_bets=host["log_bets"][:n],
                 adjusted=scored["adjusted"],
                 gumbel=scored["gumbel"],
             )
 
     def _check(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        room = self.capacity - SEGMENT
+        room = self.max_length - SEGMENT
         if not prompt_ids or len(prompt_ids) + len(output_ids) > room:
             raise PromptError(
                 f"A prompt of {len(prompt_ids)} and an output of {len(output_ids)} tokens were "
                 f"given to score; there must be a prompt, and room is for {room} tokens, so give a "
-                "larger capacity."
+                "larger max_length."
             )
         size = self.target.vocab_size
         outside = [t for t in (*prompt_ids, *output_ids) if not 0 <= t < size]
@@ -215,12 +215,12 @@ class Scorer:
             )
 
         num_chunks = (stop + chunk - 1) // chunk
-        cache = model.init_cache(1, self.capacity)
+        cache = model.init_cache(1, self.max_length)
         return lax.fori_loop(jnp.int32(0), num_chunks, body, cache)
 
     def _score_segment(self, params, cache, tokens, start, stop, stops, row):
         logits, cache = window_logits(self._wide, params, cache, tokens, start, stop, SEGMENT)
-        rows = Rows(
+        rows = BatchView(
             tokens=tokens[None],
             num_committed=(start + 1)[None],
             draft_limit=jnp.zeros((1,), jnp.int32),
@@ -232,15 +232,17 @@ class Scorer:
         prefix = sampling.chain_prefix(rows, following[None, :-1])
         adjusted = sampling.adjust(logits[None], rows, prefix)
         keys = sampling.position_keys(rows.sampling, prefix.position)
-        law = jax.nn.log_softmax(sampling.law_logits(adjusted, rows.sampling)[0], axis=-1)
+        distribution = jax.nn.log_softmax(
+            sampling.filtered_logits(adjusted, rows.sampling)[0], axis=-1
+        )
 
         def of_tokens(values):
             return jnp.take_along_axis(values, following[:, None], axis=1)[:, 0]
 
-        support = jnp.sum(jnp.isfinite(law), axis=-1).astype(jnp.float32)
-        log_law = of_tokens(law)
-        flatter = of_tokens(jax.nn.log_softmax(law / 2, axis=-1)) - log_law
-        uniform = -jnp.log(support) - log_law
+        support = jnp.sum(jnp.isfinite(distribution), axis=-1).astype(jnp.float32)
+        log_probs = of_tokens(distribution)
+        flatter = of_tokens(jax.nn.log_softmax(distribution / 2, axis=-1)) - log_probs
+        uniform = -jnp.log(support) - log_probs
         honest = math.log(1 - FLATTER_SHARE - UNIFORM_SHARE)
         bets = jnp.logaddexp(flatter + math.log(FLATTER_SHARE), uniform + math.log(UNIFORM_SHARE))
         scored = {
@@ -248,8 +250,8 @@ class Scorer:
             "adjusted": adjusted[0],
             "gumbel": sampling.gumbel(keys, logits.shape[-1])[0],
             "chosen": sampling.choose(logits[None], rows, prefix)[0],
-            "log_law": log_law,
-            "log_bets": jnp.where(jnp.isfinite(log_law), jnp.logaddexp(bets, honest), jnp.inf),
+            "log_probs": log_probs,
+            "log_bets": jnp.where(jnp.isfinite(log_probs), jnp.logaddexp(bets, honest), jnp.inf),
         }
         return scored, cache
 

@@ -1,11 +1,12 @@
-"""Audit of jaxspec's own runs: the four levels of equality, on token ids cut behind the stop token.
+"""Audit of jaxspec's own runs: the four levels of equality, on token ids cut after the stop token.
 
 E1  speculative output equals the same compiled program with every draft marked invalid: tokens, the
     log-probability of each (if the engine keeps them) and committed KV, bit for bit.
 E2  a request's output does not depend on what else is decoded: another order, and requests alone.
 E3  a sampled speculative output is the sampled plain output of the same seed.
 E4  against the window-1 plain loop, another program: equal except at ties, each proven.
-law sampled outputs follow the target's law: for verifiers that draw other tokens than plain
+distribution sampled outputs follow the target's distribution: for verifiers that draw other tokens
+than plain
     decoding, the only promise there is.
 """
 
@@ -46,7 +47,7 @@ CLAIMS = {
     "E2": "alone and in another order, a request gives the same tokens and bits",
     "E3": "sampled plain decoding with the same seeds gives the same tokens",
     "E4": "the window-1 plain loop gives the same tokens, except at proven ties",
-    "law": "sampled tokens follow the target's law",
+    "distribution": "sampled tokens follow the target's distribution",
 }
 
 
@@ -143,12 +144,12 @@ class Level:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LawLevel:
-    """Evidence of sampled outputs against the target's law.
+class DistributionLevel:
+    """Evidence of sampled outputs against the target's distribution.
 
     Attributes:
       log_evidence: of each output; see `scoring.Segment.log_bets`.
-      num_excluded: outputs with a token that the law excludes, by more than rounding.
+      num_excluded: outputs with a token that the distribution excludes, by more than rounding.
       reason: why it does not apply, or None.
     """
 
@@ -158,7 +159,7 @@ class LawLevel:
 
     @property
     def holds(self) -> bool | None:
-        """Whether no output speaks against the law; None where none was sampled."""
+        """Whether no output speaks against the distribution; None where none was sampled."""
         if self.reason is not None:
             return None
         threshold = math.log(max(len(self.log_evidence), 1) / ALPHA)
@@ -167,7 +168,7 @@ class LawLevel:
     def to_json(self) -> dict[str, Any]:
         """Figures."""
         return {
-            "claim": CLAIMS["law"],
+            "claim": CLAIMS["distribution"],
             "holds": self.holds,
             "reason": self.reason,
             "num_compared": len(self.log_evidence),
@@ -222,7 +223,7 @@ class EngineAudit:
       num_requests: audited.
       num_sampled: of these, with a temperature.
       levels: E1 to E4 by name.
-      law: of the sampled outputs.
+      distribution: of the sampled outputs.
       study: the published study's metrics against the window-1 loop; None without a tokenizer.
       probe: the start-up probe.
       acceptance: of the speculative run.
@@ -234,26 +235,26 @@ class EngineAudit:
     num_requests: int
     num_sampled: int
     levels: dict[str, Level]
-    law: LawLevel
+    distribution: DistributionLevel
     study: StudyMetrics | None
     probe: ProbeReport
     acceptance: Acceptance
 
     @property
     def holds(self) -> bool:
-        """Whether every level that applies holds. A lossy verifier promises no law."""
+        """Whether every level that applies holds. A lossy verifier promises no distribution."""
         found = [level.holds for level in self.levels.values()]
-        return False not in (*found, self.law.holds)
+        return False not in (*found, self.distribution.holds)
 
     @property
     def sentence(self) -> str:
         """What was found, in words."""
         broken = [name for name, level in self.levels.items() if level.holds is False]
-        broken += ["law"] if self.law.holds is False else []
+        broken += ["distribution"] if self.distribution.holds is False else []
         if broken:
             return f"The promise is broken: {', '.join(broken)} does not hold."
         held = [name for name, level in self.levels.items() if level.holds]
-        held += ["law"] if self.law.holds else []
+        held += ["distribution"] if self.distribution.holds else []
         num_ties = self.levels["E4"].count(Finding.TIE)
         ties = f"; {num_ties} outputs part from the window-1 loop, at proven ties" * bool(num_ties)
         names = ", ".join(held) or "nothing"
@@ -270,7 +271,7 @@ class EngineAudit:
             "num_sampled": self.num_sampled,
             "levels": {
                 **{name: level.to_json() for name, level in self.levels.items()},
-                "law": self.law.to_json(),
+                "distribution": self.distribution.to_json(),
             },
             "study_metrics": (
                 dataclasses.asdict(self.study)
@@ -356,8 +357,8 @@ def audit_engine(
     shape = engine.shape
     witness_engine = Engine(
         engine.target,
-        seats=shape.seats,
-        capacity=shape.capacity,
+        batch_size=shape.batch_size,
+        max_length=shape.max_length,
         prefill_chunk=shape.prefill_chunk,
     )
     unmarked = [
@@ -370,7 +371,7 @@ def audit_engine(
     longest = max(
         len(c.prompt_token_ids + c.token_ids) for c in (*drafted.completions, *witness.completions)
     )
-    scorer = Scorer(engine.target, capacity=longest)
+    scorer = Scorer(engine.target, max_length=longest)
 
     def compare(i: int, run: _Run, place: int, reference: _Run, other: int) -> Comparison:
         """Request i, at `place` of a run, beside a reference."""
@@ -402,12 +403,14 @@ def audit_engine(
         "E3": level("E3", both, dataclasses.replace(plain, kv=[])),
         "E4": level("E4", is_own, witness),
     }
-    tell("the law of sampled outputs")
+    tell("the distribution of sampled outputs")
     if verifier.is_lossless:
         pairs = zip(requests, drafted.completions, strict=True)
-        law = _law(scorer, list(compress(pairs, is_sampled)))
+        distribution = _distribution(scorer, list(compress(pairs, is_sampled)))
     else:
-        law = LawLevel(reason=f"{verifier.name} does not promise the law")
+        distribution = DistributionLevel(
+            reason=f"{verifier.name} does not promise the distribution"
+        )
     return EngineAudit(
         engine=engine.describe(),
         dtype=scorer.dtype.name,
@@ -415,7 +418,7 @@ def audit_engine(
         num_requests=len(requests),
         num_sampled=sum(is_sampled),
         levels=levels,
-        law=law,
+        distribution=distribution,
         study=StudyMetrics.of(
             engine.target,
             [c.token_ids for c in drafted.completions],
@@ -434,7 +437,9 @@ def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
       is_bit_exact: whether the start-up probe holds.
     """
     if not is_bit_exact and verifier.is_lossless:
-        whose = "the tokens of plain decoding" if verifier.is_coupled else "the target's law"
+        whose = (
+            "the tokens of plain decoding" if verifier.is_coupled else "the target's distribution"
+        )
         return f"equal up to proven ties: {whose}, as far as rounding on this machine allows"
     if verifier.is_coupled:
         return (
@@ -443,8 +448,8 @@ def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
         )
     if verifier.is_lossless:
         return (
-            "distribution only: sampled tokens follow the target's law; greedy output is plain "
-            "decoding's, bit-exact"
+            "distribution only: sampled tokens follow the target's distribution; greedy output is "
+            "plain decoding's, bit-exact"
         )
     return f"lossy: {verifier.promise.removeprefix('lossy: ')}; greedy output is plain decoding's"
 
@@ -463,10 +468,10 @@ def _finite(value: Any) -> Any:
 
 def _run(engine: Engine, requests: Sequence[Request], *, speculate: bool = True) -> _Run:
     completions, bits = [], []
-    for first in range(0, len(requests), engine.shape.seats):
-        batch = requests[first : first + engine.shape.seats]
+    for first in range(0, len(requests), engine.shape.batch_size):
+        batch = requests[first : first + engine.shape.batch_size]
         completions.extend(engine.run(batch, speculate=speculate))
-        # The seats keep their KV until the next batch takes them.
+        # The rows keep their KV until the next batch takes them.
         for row in range(len(batch)):
             digest = hashlib.sha256()
             for values in live_kv(engine.state, row):
@@ -500,9 +505,11 @@ def _compare(
     )
 
 
-def _law(scorer: Scorer, sampled: Sequence[tuple[Request, Completion]]) -> LawLevel:
+def _distribution(
+    scorer: Scorer, sampled: Sequence[tuple[Request, Completion]]
+) -> DistributionLevel:
     if not sampled:
-        return LawLevel(reason="no request is sampled")
+        return DistributionLevel(reason="no request is sampled")
     judged = [
         judge_alone(
             scorer,
@@ -512,7 +519,7 @@ def _law(scorer: Scorer, sampled: Sequence[tuple[Request, Completion]]) -> LawLe
         )
         for request, completion in sampled
     ]
-    return LawLevel(
+    return DistributionLevel(
         log_evidence=tuple(own.log_evidence or 0.0 for own in judged),
         num_excluded=sum(own.first is not None for own in judged),
     )

@@ -43,7 +43,7 @@ def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
 
     Args:
       options: of `jaxspec generate` that make the engine (`--target`, `--draft-length`, ...).
-      batch_size: seats.
+      batch_size: batch_size.
 
     Raises:
       SettingError: the process failed.
@@ -85,7 +85,7 @@ class Growth:
     """Seats."""
     draft_length: int = 4
     """Tokens proposed per round."""
-    capacity: int = 1024
+    max_length: int = 1024
     """Slots per row."""
     repeats: int = 3
     """Times that each engine is compiled, in turns."""
@@ -150,7 +150,7 @@ class Growth:
             num_query_heads=4,
             num_kv_heads=2,
             head_size=head_size,
-            max_length=self.capacity,
+            max_length=self.max_length,
             norm_epsilon=1e-6,
             rope=RopeConfig(theta=1e4, rotary_size=head_size),
             has_qk_norm=True,
@@ -165,8 +165,8 @@ class Growth:
             target,
             draft,
             draft_length=self.draft_length,
-            seats=self.batch_size,
-            capacity=self.capacity,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
         )
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
         compiled = engine.warm_up()

@@ -56,7 +56,7 @@ class DecodeBench:
         done between rounds: whole runs show what that costs.
       prompts: token ids.
       params: of every prompt; EOS is ignored, so that every run emits the same number of tokens.
-      batch_sizes: seats.
+      batch_sizes: batch_size.
       draft_lengths: tokens drafted per round.
       repeats: timed runs of each engine.
       slots: per row; None for what the longest prompt needs.
@@ -77,7 +77,7 @@ class DecodeBench:
     say: Say = lambda message: None
 
     @property
-    def capacity(self) -> int:
+    def max_length(self) -> int:
         """Slots per row, the same for all engines, in whole blocks."""
         longest = max(map(len, self.prompts)) + self.params.max_tokens
         needed = longest + max(self.draft_lengths) + 1
@@ -93,8 +93,8 @@ class DecodeBench:
         """A speculative engine, or the window-1 plain loop at draft length 0. One that chooses its
         draft length has the window of the longest."""
         settings: dict[str, Any] = {
-            "seats": batch_size,
-            "capacity": self.capacity,
+            "batch_size": batch_size,
+            "max_length": self.max_length,
             "scheduler": self.scheduler,
             "layout": self.layout,
             "prefill_chunk": min(128, max(map(len, self.prompts))),
@@ -103,7 +103,7 @@ class DecodeBench:
         if draft_length == 0:
             return Engine(self.target, **settings)
         if draft_length == "auto":
-            settings["window"] = max(self.draft_lengths) + 1
+            settings["verify_length"] = max(self.draft_lengths) + 1
         return Engine(
             self.target,
             self.drafter,
@@ -130,7 +130,7 @@ class DecodeBench:
             "num_prompts": len(self.prompts),
             "prompt_tokens": [len(prompt) for prompt in self.prompts],
             "context": self.context,
-            "capacity": self.capacity,
+            "max_length": self.max_length,
             "ceilings": {name: dataclasses.asdict(value) for name, value in ceilings.items()},
             "runs": runs,
             "adaptive": adaptive,
@@ -195,7 +195,7 @@ class DecodeBench:
                 "drafter": public_name(self.drafter.name) if length else "none",
                 "batch_size": batch_size,
                 "draft_length": length,
-                "window": engine.shape.window,
+                "verify_length": engine.shape.verify_length,
                 "exactness": engine.exactness,
                 "promise": engine.describe()["promise"],
                 "tokens_per_s": total.num_emitted_tokens / run_s,
@@ -210,7 +210,10 @@ class DecodeBench:
             }
             if length == "auto":
                 chosen = engine.rounds_by_draft_length
-                adaptive.append(run | {"windows": engine.windows, "rounds_by_draft_length": chosen})
+                adaptive.append(
+                    run
+                    | {"verify_lengths": engine.verify_lengths, "rounds_by_draft_length": chosen}
+                )
                 continue
             self.say(f"batch {batch_size}, {_label(length)}: stages of a round")
             parts = self._stages(engine, length)
@@ -228,8 +231,8 @@ class DecodeBench:
     ) -> dict[str, Any]:
         """How outputs agree with plain decoding in the same program and in the window-1 loop.
 
-        Verifiers that keep only the target's law draw other tokens when they sample: nothing to
-        compare.
+        Verifiers that keep only the target's distribution draw other tokens when they sample:
+        nothing to compare.
         """
         is_comparable = self.verifier.is_coupled or (
             self.verifier.is_lossless and self.params.temperature == 0
@@ -240,7 +243,7 @@ class DecodeBench:
             ours.token_ids == theirs.token_ids
             for ours, theirs in zip(outputs, references, strict=True)
         ]
-        is_one_program = self.layout == "ragged" and len(engine.windows) == 1
+        is_one_program = self.layout == "ragged" and len(engine.verify_lengths) == 1
         num_equal, num_not_ties = agreement(
             self.target, outputs, [done.token_ids for done in witness]
         )
@@ -254,11 +257,11 @@ class DecodeBench:
     def _stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
         """Milliseconds of a round and of its stages on a state in mid-decode, and memory.
 
-        A round decodes the rows in seats whatever the scheduler, so others than the static one,
+        A round decodes the rows in the batch whatever the scheduler, so others than the static one,
         whose state holds more rows, lend their shape only.
         """
         if not isinstance(engine.scheduler, Static):
-            engine = self.engine(engine.shape.seats, draft_length, scheduler=Static())
+            engine = self.engine(engine.shape.batch_size, draft_length, scheduler=Static())
         state = stages.mid_decode(
             engine,
             self.prompts,
@@ -301,7 +304,7 @@ class DecodeBench:
     ) -> dict[str, Any]:
         """Constants fitted to forward passes of each model and of both, and their errors."""
         windows = sorted({1, *(length + 1 for length in self.draft_lengths)})
-        most = self.capacity - max(windows)
+        most = self.max_length - max(windows)
         contexts = (most // 4, most // 2, most)
         models = {"target": self.target, "draft": self.draft_model}
         measured = {}
@@ -313,7 +316,7 @@ class DecodeBench:
                     batches=sorted(set(self.batch_sizes)),
                     windows=windows,
                     contexts=contexts,
-                    capacity=self.capacity,
+                    max_length=self.max_length,
                     repeats=self.repeats,
                 )
         everything = [point for points in measured.values() for point in points]
@@ -398,7 +401,7 @@ def agreement(
             continue
         if scorer is None:
             longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in ours)
-            scorer = Scorer(target, capacity=longest)
+            scorer = Scorer(target, max_length=longest)
         divergence = judge(
             scorer,
             prompt_ids=done.prompt_token_ids,

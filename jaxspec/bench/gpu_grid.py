@@ -1,9 +1,9 @@
 """Published pairs at serving shapes, one cell after the other, within a budget of time.
 
 Weights are random and an oracle drafts, right at a chosen rate while the draft model's steps are
-run and thrown away: speeds are those of the real pair at that acceptance, texts are nothing. Rows
-are put in mid-decode without reading a prompt, behind a context of zeros, which costs what any
-other context costs.
+run and thrown away: speeds are those of the real pair at that acceptance, texts are nothing.
+Rows are put in mid-decode without reading a prompt, after a context of zeros, which costs what
+any other context costs.
 
 What the oracle holds for true is what the same program emits when nothing is drafted, so that it
 is accepted exactly where it says so, however near to ties random weights come.
@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.bench.roofline import Ceilings, measure_ceilings
-from jaxspec.decode.settings import Loop, longest_prompt, make_loop, make_seat
+from jaxspec.decode.settings import Loop, longest_prompt, make_admission, make_loop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.errors import SettingError
@@ -340,14 +340,14 @@ class _Program:
             verifier=Coupled(),
             scheduler=Static(),
             draft_length=plan.draft_length,
-            window=None,
-            seats=batch,
-            capacity=context + self._num_tokens + window,
+            verify_length=None,
+            batch_size=batch,
+            max_length=context + self._num_tokens + window,
             prefill_chunk=128,
         )
         self._params: PyTree = target.params
         if draft is not None:
-            table = np.zeros((batch, loop.shape.capacity), np.int32)
+            table = np.zeros((batch, loop.shape.max_length), np.int32)
             self._params = {
                 "target": target.params,
                 "drafter": {"table": table, "cost": draft.params},
@@ -358,7 +358,7 @@ class _Program:
         self._restart(plan.draft_length)
         program = Program(
             jax.jit(loop.run, donate_argnums=1),
-            f"the decode round of {target.name}, {batch} seats, window {loop.shape.window}",
+            f"the decode round of {target.name}, batch {batch}, window {loop.shape.verify_length}",
         )
         arguments = (self._params, self._state, np.int32(1), np.int32(1))
         self.compile_s = program.compile(*arguments).seconds
@@ -373,7 +373,8 @@ class _Program:
         return np.asarray(self._state.tokens)
 
     def expect(self, truth: np.ndarray, acceptance: float) -> None:
-        """Lets the oracle propose the truth, each token of it spoilt with chance 1 - acceptance."""
+        """Lets the oracle propose the truth, each token of it poisoned with chance 1 -
+        acceptance."""
         is_right = np.random.default_rng(0).random(truth.shape) < acceptance
         wrong = (truth + 1) % self._params["target"]["embedding"].shape[0]
         table = np.where(is_right, truth, wrong).astype(np.int32)
@@ -412,20 +413,22 @@ class _Program:
 
 
 def _seated(loop: Loop, params: PyTree, context: int) -> DecodeState:
-    """A state whose rows are all running behind `context` random tokens that nobody has read."""
-    seats = loop.shape.seats
-    prompts = np.random.default_rng(0).integers(0, loop.target.vocab_size, (seats, context))
+    """A state whose rows are all running after `context` random tokens that no one has read."""
+    batch_size = loop.shape.batch_size
+    prompts = np.random.default_rng(0).integers(0, loop.target.vocab_size, (batch_size, context))
     requests = make_requests(
         prompts.tolist(),
-        SamplingParams(max_tokens=loop.shape.capacity, ignore_eos=True),
+        SamplingParams(max_tokens=loop.shape.max_length, ignore_eos=True),
         loop.target,
         longest=longest_prompt(loop),
     )
     admit = jax.jit(loop.admit, donate_argnums=1)
     state = jax.jit(loop.init)()
     for row, request in enumerate(requests):
-        seat = make_seat(request, loop, draft_length=loop.shape.window - 1, arrival=row)
-        state = admit(params, state, np.int32(row), seat)
+        admission = make_admission(
+            request, loop, draft_length=loop.shape.verify_length - 1, arrival=row
+        )
+        state = admit(params, state, np.int32(row), admission)
     return state.replace(finish=jnp.full_like(state.finish, Finish.RUNNING))
 
 

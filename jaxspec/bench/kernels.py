@@ -33,7 +33,7 @@ class KernelsBench:
     target: str = "demo-target"
     """Any model that `load_model` takes."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Rows."""
+    """BatchView."""
     windows: tuple[int, ...] = (1, 3, 5)
     """Tokens per row."""
     contexts: tuple[int, ...] = (80, 1000)
@@ -58,7 +58,7 @@ class KernelsBench:
                         batch=batch,
                         window=window,
                         contexts=self.contexts,
-                        capacity=max(self.contexts) + window,
+                        max_length=max(self.contexts) + window,
                     )
                     for name, model in models.items()
                 }

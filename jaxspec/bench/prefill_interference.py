@@ -57,8 +57,8 @@ class Stall:
                 target,
                 drafter,
                 draft_length=self.draft_length,
-                seats=2,
-                capacity=self.prompt_tokens + 128,
+                batch_size=2,
+                max_length=self.prompt_tokens + 128,
                 prefill_chunk=chunk,
             )
             engine.warm_up()

@@ -4,7 +4,7 @@
 
 Outputs are the target's for all of them (checked: equal, or parted at a tie within rounding), so
 rounds and token-positions are all that differs, and they do not depend on the machine. *Ideal* is
-list scheduling of the rounds that each request takes with jaxspec's own round: a free seat is
+list scheduling of the rounds that each request takes with jaxspec's own round: a free row is
 filled at once in order of arrival. Reading a prompt is not a round. How EQSPEC and EXSPEC as
 published differ from the same layout and scheduler here, `jaxspec.studies.published` says.
 """
@@ -41,8 +41,8 @@ from jaxspec.telemetry.counters import Acceptance
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedulers:
-    """Count rounds of both layouts with static batches, the same-length pool and continuous seats,
-    and of EQSPEC and EXSPEC as published."""
+    """Count rounds of both layouts with static batches, the same-length pool and continuous
+    batching, and of EQSPEC and EXSPEC as published."""
 
     target: str = "demo-target"
     """Any model that `load_model` takes."""
@@ -73,12 +73,12 @@ class Schedulers:
         prompts = encode_prompts(
             lines[: self.limit], target, max_prompt_tokens=self.max_prompt_tokens
         )
-        scorer = Scorer(target, capacity=self.max_prompt_tokens + self.max_tokens)
+        scorer = Scorer(target, max_length=self.max_prompt_tokens + self.max_tokens)
         results = []
-        for seats in self.batch_sizes:
+        for batch_size in self.batch_sizes:
             witness: list[Completion] | None = None
-            for name, settings in self._systems(draft, seats).items():
-                completions, result = self._measure(target, settings, prompts, seats)
+            for name, settings in self._systems(draft, batch_size).items():
+                completions, result = self._measure(target, settings, prompts, batch_size)
                 if witness is None:  # the first: ragged, whose bits no neighbour changes
                     witness = completions
                 own = [completion.acceptance.num_rounds for completion in witness]
@@ -86,7 +86,7 @@ class Schedulers:
                     {
                         "system": name,
                         **result,
-                        "ideal_rounds": list_scheduling(own, seats),
+                        "ideal_rounds": list_scheduling(own, batch_size),
                         "num_ties": count_ties(scorer, completions, witness),
                     }
                 )
@@ -101,9 +101,9 @@ class Schedulers:
             **provenance(),
         }
 
-    def _systems(self, draft: LanguageModel, seats: int) -> dict[str, dict[str, Any]]:
+    def _systems(self, draft: LanguageModel, batch_size: int) -> dict[str, dict[str, Any]]:
         """Engine settings by name."""
-        window_size = max(self.pool, seats)
+        window_size = max(self.pool, batch_size)
         systems: dict[str, dict[str, Any]] = {
             f"{layout} + {scheduler.name}": {
                 "drafter": DraftModel(draft),
@@ -119,15 +119,19 @@ class Schedulers:
         }
 
     def _measure(
-        self, target: LanguageModel, settings: dict[str, Any], prompts: Sequence[Any], seats: int
+        self,
+        target: LanguageModel,
+        settings: dict[str, Any],
+        prompts: Sequence[Any],
+        batch_size: int,
     ) -> tuple[list[Completion], dict[str, Any]]:
         """The completions of one system, and what they have cost."""
         engine = Engine(
             target,
             **settings,
             draft_length=self.draft_length,
-            seats=seats,
-            capacity=self.max_prompt_tokens + self.max_tokens + self.draft_length + 2,
+            batch_size=batch_size,
+            max_length=self.max_prompt_tokens + self.max_tokens + self.draft_length + 2,
         )
         engine.generate(prompts[:1], SamplingParams(max_tokens=1))  # compiles
         before = totals(engine)
@@ -142,10 +146,10 @@ class Schedulers:
             "scheduler": engine.scheduler.name,
             "drafter": engine.describe()["drafter"],
             "verifier": engine.verifier.name,
-            "seats": seats,
+            "batch_size": batch_size,
             "num_residents": engine.num_residents,
             "rounds": rounds,
-            "seats_used": counts["num_rows"] / (rounds * seats),
+            "seats_used": counts["num_rows"] / (rounds * batch_size),
             "emitted_per_round": total.emitted_per_round,
             "emitted_per_call": num_tokens / rounds,
             "num_prompt_tokens": sum(len(c.prompt_token_ids) for c in completions),
@@ -156,7 +160,7 @@ class Schedulers:
             "grouped_rows": counts["num_grouped_rows"] / counts["num_rows"],
             "realignments": counts["num_realignments"],
             "slots_moved": counts["num_slots_moved"],
-            "target_positions": rounds * seats * engine.shape.window,
+            "target_positions": rounds * batch_size * engine.shape.verify_length,
             "draft_positions": counts["draft_positions"],
             "elapsed_s": elapsed_s,
         }
@@ -194,18 +198,18 @@ def count_ties(
     return num_ties
 
 
-def list_scheduling(rounds: Sequence[int], seats: int) -> int:
-    """Rounds until all rows have ended, if a free seat is filled at once in order of arrival."""
-    ends = [0] * seats
+def list_scheduling(rounds: Sequence[int], batch_size: int) -> int:
+    """Rounds until all rows have ended, if a free row is filled at once in order of arrival."""
+    ends = [0] * batch_size
     for own in rounds:
         heapq.heappush(ends, heapq.heappop(ends) + own)
     return max(ends)
 
 
 def rounds_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Systems by number of seats."""
+    """Systems by batch size."""
     table = Table(
-        "seats",
+        "batch_size",
         "system",
         "rounds",
         "of ideal",
@@ -217,7 +221,7 @@ def rounds_table(results: Sequence[dict[str, Any]]) -> Table:
     )
     for result in results:
         table.add_row(
-            str(result["seats"]),
+            str(result["batch_size"]),
             result["system"],
             str(result["rounds"]),
             f"{result['rounds'] / result['ideal_rounds']:.0%}",

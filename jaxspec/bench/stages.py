@@ -23,14 +23,14 @@ from jaxspec.bench.roofline import time_in_turns
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import (
     SpeculativeLoop,
+    batch_view,
     commit,
-    drafted_prefix,
+    draft_context,
     make_window,
     newest_token,
-    rows_of,
     window_tokens,
 )
-from jaxspec.drafters.base import Outcome
+from jaxspec.drafters.base import RoundInfo
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.sampling_params import SamplingParams
@@ -98,23 +98,23 @@ def changing(tree: PyTree, index: jax.Array) -> PyTree:
 def mid_decode(
     engine: Engine, prompts: Sequence[Sequence[int]], *, num_tokens: int, draft_length: int
 ) -> DecodeState:
-    """A state of `engine` whose seats are all taken and have emitted `num_tokens` each.
+    """A state of `engine` whose batch_size are all taken and have emitted `num_tokens` each.
 
     The rows are decoded to that length, and set running again with all the room there is.
 
     Args:
-      engine: with a static scheduler, so that every row has a seat.
-      prompts: token ids, repeated until they fill the seats.
+      engine: with a static scheduler, so that every row has a row.
+      prompts: token ids, repeated until they fill the rows of the batch.
       num_tokens: emitted by every row.
       draft_length: what the rows ask for from there on; 0 decodes plainly.
     """
-    seats = engine.shape.seats
+    batch_size = engine.shape.batch_size
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    chosen = list(itertools.islice(itertools.cycle(prompts), seats))
+    chosen = list(itertools.islice(itertools.cycle(prompts), batch_size))
     engine.generate(chosen, params)
     state: DecodeState = jax.tree.map(jnp.copy, engine.state)
     engine.reset()
-    every_row = jnp.zeros((seats,), jnp.int32)
+    every_row = jnp.zeros((batch_size,), jnp.int32)
     state = state.replace(
         finish=every_row + Finish.RUNNING,
         limit=every_row + engine.longest_prompt + 1,
@@ -127,7 +127,7 @@ def mid_decode(
 
     # The last round of a row that has room for one token drafts nothing, so the drafter may lag.
     catch_up = jax.jit(loop.catch_up)
-    for row in range(seats):
+    for row in range(batch_size):
         state = catch_up(loop.params, state, np.int32(row))
     return state
 
@@ -142,10 +142,10 @@ def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, R
 
     @jax.jit
     def prepare(params, state):
-        rows = rows_of(state)
+        rows = batch_view(state)
         draft, drafter_state = loop.drafter.propose(shape, params["drafter"], state.drafter, rows)
         window = make_window(state, draft, is_chain=loop.drafter.is_chain)
-        tokens, prefix = window_tokens(state, draft), drafted_prefix(draft, window)
+        tokens, prefix = window_tokens(state, draft), draft_context(draft, window)
         _, (hidden, logits) = _score(loop.target, params["target"], tokens, window, state.cache)
         verdict = loop.verifier.verify(logits, draft, rows, prefix)
         return rows, draft, drafter_state, tokens, window, prefix, hidden, logits, verdict
@@ -169,14 +169,14 @@ def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, R
     def commit_stage(params, fixed, drafter_state):
         bare, draft, verdict, hidden = fixed
         after = commit(bare, draft, verdict)
-        outcome = Outcome(
+        outcome = RoundInfo(
             draft=draft,
             verdict=verdict,
             hidden=hidden,
             num_committed_before=bare.num_committed,
         )
         drafter_state = loop.drafter.commit(
-            shape, params["drafter"], drafter_state, rows_of(after), outcome
+            shape, params["drafter"], drafter_state, batch_view(after), outcome
         )
         return drafter_state, after
 
@@ -193,10 +193,10 @@ def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, R
 
 def plain_stages(loop: Any, state: DecodeState) -> dict[str, Repeated]:
     """`target` and the whole `round` of the window-1 loop (`jaxspec.decode.plain`)."""
-    nothing = jnp.zeros((loop.shape.seats,), jnp.int32)
+    nothing = jnp.zeros((loop.shape.batch_size,), jnp.int32)
     draft = Draft(
-        tokens=jnp.zeros((loop.shape.seats, 0), jnp.int32),
-        parents=chain_parents(loop.shape.seats, 0),
+        tokens=jnp.zeros((loop.shape.batch_size, 0), jnp.int32),
+        parents=chain_parents(loop.shape.batch_size, 0),
         num_valid=nothing,
     )
     window = make_window(state, draft, is_chain=True)
@@ -235,17 +235,17 @@ def _copy(tree: PyTree) -> PyTree:
 
 
 def forward_runs(
-    model: LanguageModel, *, batch: int, window: int, contexts: Sequence[int], capacity: int
+    model: LanguageModel, *, batch: int, window: int, contexts: Sequence[int], max_length: int
 ) -> list[tuple[Pass, Run]]:
-    """A forward pass with the head behind each of several contexts, one compiled program for all.
+    """A forward pass with the head after each of several contexts, one compiled program for all.
 
     What the cache holds makes no difference to the time, so it holds zeros.
 
     Args:
       contexts: committed slots before the window.
-      capacity: slots per row, as many as the engine's that the times are to speak for.
+      max_length: slots per row, as many as the engine's that the times are to speak for.
     """
-    cache = model.init_cache(batch, capacity)
+    cache = model.init_cache(batch, max_length)
 
     def program(params, cache, start, num_times):
         positions = start + jnp.arange(window, dtype=jnp.int32)
@@ -301,7 +301,7 @@ def measure_passes(
     batches: Sequence[int],
     windows: Sequence[int],
     contexts: Sequence[int],
-    capacity: int,
+    max_length: int,
     repeats: int,
 ) -> list[Measured]:
     """Median seconds of forward passes at every combination, all of them timed in turns."""
@@ -309,7 +309,7 @@ def measure_passes(
         pair
         for batch, window in itertools.product(batches, windows)
         for pair in forward_runs(
-            model, batch=batch, window=window, contexts=contexts, capacity=capacity
+            model, batch=batch, window=window, contexts=contexts, max_length=max_length
         )
     ]
     seconds = time_in_turns([run for _, run in passes], repeats)

@@ -1,4 +1,4 @@
-"""Cost of a round against capacity, at the same number of live slots.
+"""Cost of a round against max_length, at the same number of live slots.
 
     python -m jaxspec.bench.step_cost --capacities 1024 4096 16384 --live-slots 256
 
@@ -37,29 +37,29 @@ class StepCost:
     live_slots: int = 256
     """Committed tokens per row when timing starts."""
     batch_size: int = 8
-    """Rows."""
-    window: int = 5
+    """BatchView."""
+    verify_length: int = 5
     """Tokens scored per round."""
     rounds: int = 64
     """Rounds of one timed run."""
     repeats: int = 9
-    """Timed runs per capacity."""
+    """Timed runs per max_length."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of parameters, compute and cache."""
 
     def run(self) -> dict[str, Any]:
-        """Milliseconds per round (median of the repeats) and temporaries, by capacity."""
+        """Milliseconds per round (median of the repeats) and temporaries, by max_length."""
         model = load_model(self.model, dtype=self.dtype)
         engines = [
             Engine(
                 model,
                 NGram(),
                 scheduler=Static(),
-                window=self.window,
-                seats=self.batch_size,
-                capacity=capacity,
+                verify_length=self.verify_length,
+                batch_size=self.batch_size,
+                max_length=max_length,
             )
-            for capacity in self.capacities
+            for max_length in self.capacities
         ]
         seconds = np.zeros((self.repeats + 1, len(engines)))
         for repeat in range(self.repeats + 1):  # the first run compiles
@@ -72,12 +72,12 @@ class StepCost:
             "config": dataclasses.asdict(self),
             "results": [
                 {
-                    "capacity": capacity,
+                    "max_length": max_length,
                     "ms_per_round": float(ms[index]),
                     "ratio_to_first": float(pairs[index]),
                     "temporary_bytes": self._temporaries(engines[index]),
                 }
-                for index, capacity in enumerate(self.capacities)
+                for index, max_length in enumerate(self.capacities)
             ],
             **provenance(),
         }

@@ -42,7 +42,7 @@ class TraceCost:
     """Tokens drafted per round."""
     prompt_tokens: int = 64
     """Committed tokens per row when timing starts."""
-    capacity: int = 512
+    max_length: int = 512
     """Slots per row; buffers of the trace are as long."""
     rounds: int = 48
     """Rounds of one timed run."""
@@ -60,14 +60,14 @@ class TraceCost:
         target = load_model(self.target, dtype=self.dtype)
         drafter = DraftModel(load_model(self.draft, dtype=self.dtype))
         results = []
-        for seats in self.batch_sizes:
+        for batch_size in self.batch_sizes:
             engines = {
                 level: Engine(
                     target,
                     drafter,
                     draft_length=self.draft_length,
-                    seats=seats,
-                    capacity=self.capacity,
+                    batch_size=batch_size,
+                    max_length=self.max_length,
                     trace=level,
                 )
                 for level in (None, *LEVELS)
@@ -86,7 +86,7 @@ class TraceCost:
             for index, (level, engine) in enumerate(engines.items()):
                 results.append(
                     {
-                        "seats": seats,
+                        "batch_size": batch_size,
                         "trace": level,
                         "ms_per_round": float(ms[index]),
                         "ratio_to_none": float(np.median(ratios[:, index])),
@@ -109,10 +109,10 @@ class TraceCost:
         """Seconds of `rounds` rounds of rows whose prompts have been read."""
         shape = engine.shape
         prompts = np.random.default_rng(0).integers(
-            0, engine.target.vocab_size, (shape.seats, self.prompt_tokens)
+            0, engine.target.vocab_size, (shape.batch_size, self.prompt_tokens)
         )
         params = SamplingParams(
-            max_tokens=self.rounds * shape.window + 1,
+            max_tokens=self.rounds * shape.verify_length + 1,
             ignore_eos=True,
             temperature=self.temperature,
             seed=0,

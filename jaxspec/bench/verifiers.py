@@ -61,7 +61,7 @@ class Verifiers:
     samples: int = 4
     """Outputs per prompt."""
     batch_size: int = 8
-    """Rows."""
+    """BatchView."""
     repeats: int = 7
     """Timed runs of each kind of sampling parameters."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -84,7 +84,7 @@ class Verifiers:
             for index in range(len(lines))
         ]
         prompts = [line.prompt for line in lines]
-        shape: dict[str, Any] = {"seats": self.batch_size, "capacity": 512}
+        shape: dict[str, Any] = {"batch_size": self.batch_size, "max_length": 512}
         of_output = [domain for domain in domains for _ in range(self.samples)]
         plain = Engine(target, **shape).generate(prompts, params)
         overlap = overlaps(target, draft, plain, self.temperature)

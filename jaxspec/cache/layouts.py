@@ -2,10 +2,10 @@
 
 `ragged`: position i of every row stands at slot i, and rows end where they end. Nothing is ever
 moved; the compiled program holds no realignment. `aligned`: rows are padded on the left so that all
-rows in seats end at one slot, and are moved whenever they have accepted different numbers of tokens
-(EQSPEC and EXSPEC, 2510.22876). Same forward, same verifier; only the placement differs. A row's
-sums run over slots in block order, so an aligned row's rounding depends on its neighbours' lengths:
-its output equals the ragged one except at ties within rounding.
+rows in the batch end at one slot, and are moved whenever they have accepted different numbers of
+tokens (EQSPEC and EXSPEC, 2510.22876). Same forward, same verifier; only the placement differs. A
+row's sums run over slots in block order, so an aligned row's rounding depends on its neighbours'
+lengths: its output equals the ragged one except at ties within rounding.
 
 Only the target's cache has a layout. A drafter's own cache stays ragged, which is no business of
 the target's.
@@ -37,24 +37,24 @@ def check_layout(layout: str) -> None:
         )
 
 
-def longest_prompt(layout: Layout, *, capacity: int, window: int) -> int:
+def longest_prompt(layout: Layout, *, max_length: int, verify_length: int) -> int:
     """Prompt tokens that leave room for one round; a row may grow to one token more.
 
     A round that begins with n committed tokens writes slots n - 1 to n + window - 2. Aligned rows
-    all begin where the longest row in a seat does, even one that has ended there, at its limit: so
-    the limit is one token less than where everybody begins at a place of their own.
+    all begin where the longest row in the batch does, even one that has ended there, at its limit:
+    so the limit is one token less than where everybody begins at a place of their own.
     """
     if layout == "aligned":
-        return capacity - window
-    return min(capacity - window + 1, capacity - 1)
+        return max_length - verify_length
+    return min(max_length - verify_length + 1, max_length - 1)
 
 
-def arrange(cache: PyTree, *, layout: Layout) -> PyTree:
+def to_layout(cache: PyTree, *, layout: Layout) -> PyTree:
     """A new cache in this layout."""
     return kv.aligned(cache) if layout == "aligned" else cache
 
 
-def vacate(cache: PyTree, row: jax.Array) -> PyTree:
+def reset_padding(cache: PyTree, row: jax.Array) -> PyTree:
     """The cache before a new request's prompt is read into `row`: without padding."""
     return kv.without_padding(cache, row) if isinstance(cache, kv.KVCache) else cache
 
@@ -73,8 +73,8 @@ def lengths(state: DecodeState) -> jax.Array:
 def window_start(state: DecodeState) -> jax.Array:
     """`[B]` int32, the position at which each row's window begins: that of its newest token.
 
-    Rows that are not running begin at the slot at which the foremost running row does, so that they
-    neither lengthen nor widen the range of blocks that attention reads.
+    Rows that are not running begin at the slot at which the foremost running row does, so that
+    they neither lengthen nor widen the range of blocks that attention reads.
     """
     is_running = state.is_running
     start = state.num_committed - 1
@@ -85,14 +85,15 @@ def window_start(state: DecodeState) -> jax.Array:
     return jnp.where(is_running, start, jnp.maximum(foremost - first_slot, 0))
 
 
-def align(state: DecodeState, *, capacity: int, window: int) -> DecodeState:
-    """The state of the rows in seats with an aligned cache realigned, and the move counted; with a
-    ragged cache it is returned as it is. Rows that have ended are moved too, as published."""
+def align(state: DecodeState, *, max_length: int, verify_length: int) -> DecodeState:
+    """The state of the rows in the batch with an aligned cache realigned, and the move counted;
+    with a ragged cache it is returned as it is. Rows that have ended are moved too, as
+    published."""
     before = state.cache.first_slot if isinstance(state.cache, kv.KVCache) else None
     if before is None:
         return state
-    num_committed = jnp.where(state.finish == Finish.EMPTY_SEAT, 0, state.num_committed)
-    largest = longest_prompt("aligned", capacity=capacity, window=window) + 1
+    num_committed = jnp.where(state.finish == Finish.EMPTY_ROW, 0, state.num_committed)
+    largest = longest_prompt("aligned", max_length=max_length, verify_length=verify_length) + 1
     schedule = state.schedule
     state = state.replace(cache=kv.realign(state.cache, num_committed, largest=largest))
     moved = jnp.sum(kv.num_moved(before, paddings(state), num_committed), dtype=jnp.int32)
@@ -109,7 +110,7 @@ class Snapshot:
     """What the invariants speak of, on the host, for every row that is held.
 
     Attributes:
-      num_committed: `[B]`; 0 where nobody holds the row.
+      num_committed: `[B]`; 0 where no one holds the row.
       finish: `[B]`, `Finish`.
       num_rounds: `[B]`, rounds the row has taken part in.
       tokens: `[B, S]`.
@@ -142,7 +143,7 @@ def snapshot(state: DecodeState) -> Snapshot:
     finish, first_slot = np.array(state.finish), state.cache.first_slot
     values = [np.array(each) for each in kv_by_position(state.cache)]
     return Snapshot(
-        num_committed=np.where(finish == Finish.EMPTY_SEAT, 0, np.array(state.num_committed)),
+        num_committed=np.where(finish == Finish.EMPTY_ROW, 0, np.array(state.num_committed)),
         finish=finish,
         num_rounds=np.array(state.counts.num_rounds),
         tokens=np.array(state.tokens),
@@ -152,42 +153,43 @@ def snapshot(state: DecodeState) -> Snapshot:
 
 
 def broken_invariants(
-    before: Snapshot, after: Snapshot, *, window: int, regroups: bool
+    before: Snapshot, after: Snapshot, *, verify_length: int, regroups: bool
 ) -> list[str]:
     """A sentence for each invariant of 2510.22876, section 3.1, that one round has broken.
 
     - I1 (aligned only): all rows of the round end at one slot: after it, or, where the scheduler
       `regroups` and rows are aligned only as they are seated, before it.
     - I2: a token's position is its slot less the padding, and positions are contiguous: a row grows
-      by 1 to `window` tokens behind those it has, which stay, and lies within its capacity.
+      by 1 to `verify_length` tokens after those it has, which stay, and lies within its max_length.
     - I3: a row's slots hold the KV of its tokens but the newest: to the bit what they held before
       the round, for those that were committed then, and none that was never written for the others.
 
     Args:
-      before: with NaN in all slots without committed KV (`cache.with_garbage`), so that KV which
-        was not written shows, and KV that was read by mistake makes the row's scores not finite.
+      before: with NaN in all slots without committed KV (`cache.poison_uncommitted`), so that KV
+        which was not written shows, and KV that was read by mistake makes the row's scores not
+        finite.
       after: one round later.
     """
     sentences = []
     num_before, num_after = before.num_committed, after.num_committed
-    took_part = after.num_rounds > before.num_rounds
-    capacity = before.tokens.shape[1]
+    was_active = after.num_rounds > before.num_rounds
+    max_length = before.tokens.shape[1]
     if after.first_slot is not None:
         ends = after.first_slot + (num_before if regroups else num_after)
-        ends = ends[took_part].tolist()
+        ends = ends[was_active].tolist()
         if len(set(ends)) > 1:
             sentences.append(f"I1: rows of one round end at slots {ends}.")
         outside = (num_after > 0) & (
-            (after.first_slot < 0) | (after.first_slot + num_after > capacity)
+            (after.first_slot < 0) | (after.first_slot + num_after > max_length)
         )
         for row in np.flatnonzero(outside):
             sentences.append(
                 f"I2: row {row} has {num_after[row]} tokens from slot {after.first_slot[row]} on, "
-                f"and {capacity} slots."
+                f"and {max_length} slots."
             )
     for row in np.flatnonzero(num_before > 0):
         old, new = int(num_before[row]), int(num_after[row])
-        if not (1 <= new - old <= window if took_part[row] else new == old):
+        if not (1 <= new - old <= verify_length if was_active[row] else new == old):
             sentences.append(f"I2: row {row} went from {old} to {new} tokens in one round.")
         if not np.array_equal(before.tokens[row, :old], after.tokens[row, :old]):
             sentences.append(f"I2: committed tokens of row {row} have changed.")
@@ -218,15 +220,15 @@ class CheckedRun:
 
     Args:
       run: `(params, state, num_rounds, min_running) -> state`, donating its state.
-      window: T of a round.
+      verify_length: T of a round.
       regroups: the scheduler's.
     """
 
-    def __init__(self, run: Callable, *, window: int, regroups: bool):
+    def __init__(self, run: Callable, *, verify_length: int, regroups: bool):
         self._run = run
-        self._window = window
+        self._verify_length = verify_length
         self._regroups = regroups
-        self._spoil = jax.jit(_with_garbage, donate_argnums=0)
+        self._poison = jax.jit(_poison_uncommitted, donate_argnums=0)
 
     def __call__(self, params: PyTree, state: DecodeState, num_rounds, min_running) -> DecodeState:
         """The state after the rounds.
@@ -237,18 +239,18 @@ class CheckedRun:
         for _ in range(int(num_rounds)):
             if np.sum(np.asarray(state.is_running)) < min_running:
                 break
-            state = self._spoil(state)
+            state = self._poison(state)
             before = snapshot(state)
             state = self._run(params, state, np.int32(1), min_running)
             broken = broken_invariants(
-                before, snapshot(state), window=self._window, regroups=self._regroups
+                before, snapshot(state), verify_length=self._verify_length, regroups=self._regroups
             )
             if broken:
                 raise AssertionError(" ".join(broken))
         return state
 
 
-def _with_garbage(state: DecodeState) -> DecodeState:
-    is_held = state.finish != Finish.EMPTY_SEAT
+def _poison_uncommitted(state: DecodeState) -> DecodeState:
+    is_held = state.finish != Finish.EMPTY_ROW
     num_live = jnp.where(is_held, state.num_committed - 1, 0)
-    return state.replace(cache=kv.with_garbage(state.cache, num_live))
+    return state.replace(cache=kv.poison_uncommitted(state.cache, num_live))

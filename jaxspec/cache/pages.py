@@ -3,7 +3,7 @@
 KV lives in pages, per layer `[P, K, block, H]`, and a table `[rows, S / block]` of page numbers
 says which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is
 not the cache's business: the decode state holds one integer per row, and slots beyond it are
-garbage. So rolling back lowers an integer, reusing a seat is free, and nothing is ever copied or
+garbage. So rolling back lowers an integer, reusing a row is free, and nothing is ever copied or
 zeroed:
 
     row 0, 3 committed, window of 3:   a b c . . .   ->  write at slots 2, 3, 4 (c and two drafts)
@@ -270,17 +270,17 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
     return cache.replace(layers=tuple(move(layer) for layer in cache.layers))
 
 
-def with_garbage(cache: KVCache, num_live: jax.Array) -> KVCache:
+def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
     """The cache with NaN in every slot but those of each row's positions below `num_live` `[B]`.
 
-    For checks: what nobody may read as a value, everybody who does turns to NaN. `num_live` is of
+    For checks: what no one may read as a value, everybody who does turns to NaN. `num_live` is of
     all rows that the pages belong to.
     """
     shape = (cache.table.shape[0], cache.capacity)
     every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
     kept = jnp.where(every < num_live[:, None], every, -1)
 
-    def spoil(layer):
+    def poison(layer):
         k, v = read_slots(layer, cache.table, every, cache.dtype)
         garbage = _to_storage(jnp.full((), jnp.nan, cache.dtype), layer.k)
         spoiled = layer.replace(
@@ -288,7 +288,7 @@ def with_garbage(cache: KVCache, num_live: jax.Array) -> KVCache:
         )
         return write(spoiled, cache.table, k, v, kept)
 
-    return cache.replace(layers=tuple(spoil(layer) for layer in cache.layers))
+    return cache.replace(layers=tuple(poison(layer) for layer in cache.layers))
 
 
 def aligned(cache: KVCache) -> KVCache:
@@ -329,7 +329,7 @@ def aligned_first_slot(
 
     Args:
       first_slot: `[B]` int32.
-      num_committed: `[B]` int32; 0 is a row that holds nothing: it gets 0, and nobody heeds it.
+      num_committed: `[B]` int32; 0 is a row that holds nothing: it gets 0, and no one heeds it.
       largest: the common end beyond which a round's window would not fit; there padding that all
         rows share is taken away.
     """

@@ -119,7 +119,7 @@ def is_converted(path: str | os.PathLike) -> bool:
 def atomic_directory(destination: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory beside `destination` that becomes it when the block ends well.
 
-    If the block raises, the directory is removed; if the process is killed, it stays behind as
+    If the block raises, the directory is removed; if the process is killed, it stays after as
     `.NAME.partial-HOST-PID-...` until the next write to the same destination removes it. With
     `overwrite`, the old directory is moved aside first, so between two renames the destination is
     absent; it is never a mixture.
@@ -156,7 +156,7 @@ def atomic_directory(destination: str | os.PathLike, *, overwrite: bool = False)
         if _is_disk_full(error):
             raise CheckpointError(
                 f"The disk of {destination.parent} filled up while {destination.name} was written; "
-                "free some space or name a destination on another disk (nothing was left behind)."
+                "free some space or name a destination on another disk (nothing was left after)."
             ) from error
         raise
     finally:
@@ -246,7 +246,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
     path = str(directory / "params")
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly compress
-    # Each save waits for the one before it, so nobody changes an array under Orbax's hands.
+    # Each save waits for the one before it, so no one changes an array under Orbax's hands.
     context.memory.deepcopy_host_arrays = False
     batch: dict[LeafPath, Any] = {}
 

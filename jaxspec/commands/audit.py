@@ -54,7 +54,7 @@ class AuditCommand:
     draft: str | None = None
     """A draft model, named like the target."""
     drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft behind
+    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
     its first token less likely than that), or your own `package.module:factory`."""
     verifier: Literal["coupled", "coupled:independent", "rejection", "block", "typical"] = "coupled"
     """What decides how much of a draft is kept."""
@@ -82,11 +82,11 @@ class AuditCommand:
     """Do not stop at the model's end-of-text tokens."""
     draft_length: int = 4
     """Tokens drafted per round."""
-    window: int | None = None
+    verify_length: int | None = None
     """Tokens scored per round; default: draft length + 1."""
     batch_size: int = 8
     """Requests decoded together."""
-    capacity: int = 1024
+    max_length: int = 1024
     """Slots per request, for its prompt and completion."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
@@ -95,7 +95,7 @@ class AuditCommand:
     their_dtype: str | None = None
     """In which those were computed: fp32, bf16 or fp16; default what the file's header says."""
     alpha: float = ALPHA
-    """Chance that samples of the target's law are said not to be, for the whole file."""
+    """Chance that samples of the target's distribution are said not to be, for the whole file."""
     html: pathlib.Path | None = None
     """Write the report with plots as one HTML file."""
     controls: bool = False
@@ -206,7 +206,7 @@ class AuditCommand:
                 "--their-dtype was given without --outputs; name the file of outputs, or use "
                 "--dtype for a run."
             )
-        for name in ("limit", "n_requests", "max_prompt_tokens", "batch_size", "capacity"):
+        for name in ("limit", "n_requests", "max_prompt_tokens", "batch_size", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = name.replace("_", "-")
@@ -226,8 +226,8 @@ class AuditCommand:
                 "No drafter was given, so there is nothing to audit; add --draft MODEL or "
                 "--drafter ngram, or name a file of --outputs."
             )
-        window = self.draft_length + 1 if self.window is None else self.window
-        check_draft_length(self.draft_length, window)
+        verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
+        check_draft_length(self.draft_length, verify_length)
         lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
         lines = lines[: self.limit]
         with working(f"loading {target_name}"):
@@ -243,9 +243,9 @@ class AuditCommand:
             drafter,
             verifier=CHOICES[self.verifier],
             draft_length=self.draft_length,
-            window=window,
-            seats=min(self.batch_size, num_requests),
-            capacity=self.capacity,
+            verify_length=verify_length,
+            batch_size=min(self.batch_size, num_requests),
+            max_length=self.max_length,
             max_logprobs=0,
         )
         with working("auditing") as status:

@@ -47,7 +47,7 @@ class DecodeCommand:
     draft: str | None = None
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft behind
+    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
     its first token less likely than that), or your own `package.module:factory`."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
     """What decides how much of a draft is kept."""
@@ -71,7 +71,7 @@ class DecodeCommand:
     """0 is greedy."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of parameters, compute and cache."""
-    capacity: int | None = None
+    max_length: int | None = None
     """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
     up to it."""
     repeats: int = 5
@@ -111,7 +111,7 @@ class DecodeCommand:
                 batch_sizes=self.batch_sizes,
                 draft_lengths=self.draft_lengths,
                 repeats=self.repeats,
-                slots=self.capacity,
+                slots=self.max_length,
                 say=status.update,
             )
             against = []
@@ -196,8 +196,8 @@ class DecodeCommand:
             self.verifier,
             "--draft-length",
             str(max(self.draft_lengths)),
-            "--capacity",
-            str(bench.capacity),
+            "--max-length",
+            str(bench.max_length),
             "--dtype",
             self.dtype,
         ]

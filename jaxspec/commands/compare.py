@@ -48,7 +48,7 @@ class CompareCommand:
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """`none` (plain decoding), `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`
-    (`draft_model@0.4:MODEL` ends each draft behind its first token less likely than that), or your
+    (`draft_model@0.4:MODEL` ends each draft after its first token less likely than that), or your
     own `package.module:factory`; repeat the option for each."""
     prompts: pathlib.Path | None = None
     """A file of prompts, as for `generate`; default: the sample prompts of the embedded pair. Its
@@ -73,11 +73,11 @@ class CompareCommand:
     """Do not stop at the model's end-of-text tokens."""
     draft_length: int = 4
     """Tokens drafted per round."""
-    window: int | None = None
+    verify_length: int | None = None
     """Tokens scored per round; default: draft length + 1."""
     batch_size: int = 8
     """Prompts decoded together."""
-    capacity: int = 1024
+    max_length: int = 1024
     """Slots per prompt, for the prompt and its completion."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
@@ -96,13 +96,13 @@ class CompareCommand:
                 f"--drafter was given {given}; name at least two different drafters, e.g. "
                 "--drafter none --drafter ngram."
             )
-        for name in ("limit", "max_prompt_tokens", "batch_size", "capacity"):
+        for name in ("limit", "max_prompt_tokens", "batch_size", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = name.replace("_", "-")
                 raise SettingError(f"--{option} {value} was given; it must be at least 1.")
-        window = self.draft_length + 1 if self.window is None else self.window
-        check_draft_length(self.draft_length, window)
+        verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
+        check_draft_length(self.draft_length, verify_length)
         makers = {
             name: choose_drafter(name, None, dtype=self.dtype)
             for name in dict.fromkeys(self.drafter)
@@ -131,9 +131,9 @@ class CompareCommand:
                 [dataclasses.replace(each, seed=self.seed + i) for i in range(len(encoded))],
                 categories=[category_of(line) for line in lines],
                 draft_length=self.draft_length,
-                window=window,
-                seats=self.batch_size,
-                capacity=self.capacity,
+                verify_length=verify_length,
+                batch_size=self.batch_size,
+                max_length=self.max_length,
                 repeats=self.repeats,
                 seed=self.seed,
                 on_stage=status.update,

@@ -86,7 +86,7 @@ class DemoCommand:
         show_completions(console, target, completions[:NUM_DOMAINS])
         all_equal = all(run["equal_to_plain"] for run in runs)
         console.print(runs_table(runs))
-        for text, style in remarks(runs, all_equal=all_equal, window=self.draft_length + 1):
+        for text, style in remarks(runs, all_equal=all_equal, verify_length=self.draft_length + 1):
             console.print(text, style=style, highlight=False)
         return make_document(
             "demo",
@@ -133,8 +133,8 @@ class DemoCommand:
                 target,
                 drafter,
                 draft_length=self.draft_length,
-                seats=batch_size,
-                capacity=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
+                batch_size=batch_size,
+                max_length=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
                 prefill_chunk=64,  # the prompts are short
             )
             for drafter in (None, *drafters)
@@ -259,7 +259,7 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def remarks(
-    runs: Sequence[dict[str, Any]], *, all_equal: bool, window: int
+    runs: Sequence[dict[str, Any]], *, all_equal: bool, verify_length: int
 ) -> Iterable[tuple[str, str]]:
     """What to know about the table: sentences and their styles."""
     if all_equal:
@@ -272,7 +272,7 @@ def remarks(
     elsewhere = "" if num_same == num_outputs else "; elsewhere near-ties are rounded otherwise"
     yield (
         f"Speed-ups are over window-1 plain decoding, prefill included. It is another program than "
-        f"the drafters' window of {window}, and its outputs equal theirs in {num_same} of "
+        f"the drafters' window of {verify_length}, and its outputs equal theirs in {num_same} of "
         f"{num_outputs} cases{elsewhere}.",
         "dim",
     )

@@ -52,7 +52,7 @@ class GenerateCommand:
     """A draft model, named like the target."""
     drafter: str | None = None
     """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`.
-    `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft behind its first
+    `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft after its first
     token less likely than that."""
     prompt: str | None = None
     """One prompt, as text."""
@@ -67,20 +67,20 @@ class GenerateCommand:
     exactness: Exactness = "bitwise"
     """bitwise: every token is scored in a window of one width, so that outputs do not depend on
     drafts to the bit. ties: in the narrowest that drafts need; equal except at ties in rounding."""
-    window: int | None = None
+    verify_length: int | None = None
     """Tokens scored per round; default: draft length + 1, with auto 5. Runs that share it agree bit
     for bit."""
     batch_size: int = 8
     """Prompts decoded together; fewer if there are fewer."""
     scheduler: Literal["continuous", "static", "pool"] = "continuous"
-    """Which rows take part in a round. continuous fills a free seat at once; static decodes batch
+    """Which rows take part in a round. continuous fills a free row at once; static decodes batch
     after batch, as EQSPEC does; pool is EXSPEC's."""
     layout: Layout = "ragged"
     """Where KV stands. ragged moves none; aligned pads rows on the left and moves them after every
     round, as EQSPEC does, for comparison."""
     check_invariants: bool = False
     """Check KV, padding and positions after every round: many times slower, for hunting a fault."""
-    capacity: int = 1024
+    max_length: int = 1024
     """Slots per prompt, for the prompt and its completion."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
@@ -114,7 +114,7 @@ class GenerateCommand:
     the model's own logits."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
     """What decides how much of a draft is kept. coupled: the tokens of plain decoding with the same
-    seeds; rejection and block: the target's law; typical: lossy."""
+    seeds; rejection and block: the target's distribution; typical: lossy."""
     limit: int | None = None
     """Use the first so many prompts of the file."""
     max_prompt_tokens: int | None = None
@@ -136,9 +136,9 @@ class GenerateCommand:
     trace: pathlib.Path | None = None
     """Parquet file for one row per round: context length, drafted, accepted and emitted tokens.
     Written when all prompts are done; replaces an older one."""
-    trace_level: Literal["rounds", "tokens", "laws"] = "rounds"
+    trace_level: Literal["rounds", "tokens", "distributions"] = "rounds"
     """tokens: also one row per drafted token, rejected ones included, in FILE.tokens.parquet;
-    laws: these with entropies and overlap of target and draft."""
+    distributions: these with entropies and overlap of target and draft."""
     json: bool = False
     """End with one line of JSON on standard output."""
 
@@ -152,13 +152,15 @@ class GenerateCommand:
         make_drafter = choose_drafter(self.drafter, self.draft, dtype=self.dtype)
         if make_drafter is not None:
             if self.draft_length != "auto":
-                window = self.draft_length + 1 if self.window is None else self.window
-                check_draft_length(self.draft_length, window)
-        elif self.window not in (None, 1):
+                verify_length = (
+                    self.draft_length + 1 if self.verify_length is None else self.verify_length
+                )
+                check_draft_length(self.draft_length, verify_length)
+        elif self.verify_length not in (None, 1):
             raise SettingError(
-                f"--window {self.window} was given without a drafter; add --draft MODEL or "
-                "--drafter ngram, or leave the window out: plain decoding scores one token at a "
-                "time."
+                f"--verify-length {self.verify_length} was given without a drafter; add "
+                "--draft MODEL or --drafter ngram, or leave it out: plain decoding scores one token "
+                "at a time."
             )
         elif self.verifier != "coupled":
             raise SettingError(
@@ -187,12 +189,12 @@ class GenerateCommand:
             verifier=VERIFIERS[self.verifier](),
             draft_length=self.draft_length,
             exactness=self.exactness,
-            window=self.window,
+            verify_length=self.verify_length,
             scheduler=SCHEDULERS[self.scheduler](),
             layout=self.layout,
             check_invariants=self.check_invariants,
-            seats=min(self.batch_size, len(lines) * self.n),
-            capacity=self.capacity,
+            batch_size=min(self.batch_size, len(lines) * self.n),
+            max_length=self.max_length,
             max_logprobs=self.logprobs,
             trace=self.trace_level if self.trace is not None else None,
         )
@@ -294,7 +296,7 @@ class GenerateCommand:
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
     def _check_numbers(self) -> None:
-        for name in ("batch_size", "capacity", "window", "limit", "max_prompt_tokens"):
+        for name in ("batch_size", "max_length", "verify_length", "limit", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = name.replace("_", "-")
@@ -501,12 +503,12 @@ def summary(
 def _batches(
     engine: Engine, requests: Sequence[Request], progress: DecodingProgress
 ) -> Iterator[tuple[list[Completion], float]]:
-    """Completions of `requests` in order, as many at a time as there are seats, and the seconds
-    since those before them."""
+    """Completions of `requests` in order, as many at a time as there are batch_size, and the
+    seconds since those before them."""
     started_s, batch = time.perf_counter(), []
     for completion in engine.run(requests, on_progress=progress.batch_at(0)):
         batch.append(completion)
-        if len(batch) == engine.shape.seats:
+        if len(batch) == engine.shape.batch_size:
             ended_s = time.perf_counter()
             yield batch, ended_s - started_s
             started_s, batch = ended_s, []
@@ -523,13 +525,13 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     is_sampled = params.temperature > 0
     shape = dataclasses.asdict(engine.shape)
     # These follow from the verifier, or from what is recorded.
-    for name in ("is_noise_shared", "needs_draft_law", "needs_greedy_law"):
+    for name in ("is_noise_shared", "needs_draft_probs", "needs_greedy_probs"):
         del shape[name]
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
     sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
     settings = [engine.target.name, shape, dtypes, sampling, format]
-    if len(engine.windows) > 1:  # which of them a token was scored in decides ties
-        settings.append(engine.windows)
+    if len(engine.verify_lengths) > 1:  # which of them a token was scored in decides ties
+        settings.append(engine.verify_lengths)
     if is_sampled and not engine.verifier.is_coupled:
         described = engine.describe()
         settings += [described[name] for name in ("verifier", "drafter", "draft_length")]

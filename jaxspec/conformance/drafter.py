@@ -38,7 +38,7 @@ from jaxspec.conformance.report import (
     enters,
     run_checks,
 )
-from jaxspec.decode.loop import SpeculativeLoop, rows_of
+from jaxspec.decode.loop import SpeculativeLoop, batch_view
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -47,12 +47,12 @@ from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.schedulers import Static
-from jaxspec.types import DecodeState, Draft, Prefix, PyTree, Rows, Verdict
+from jaxspec.types import BatchView, DecodeState, Draft, DraftContext, PyTree, Verdict
 from jaxspec.verifiers import Coupled
 
 NUM_ROUNDS = 8  # of scripted verdicts
-ALPHA = 1e-6  # probability that a healthy part fails one test of a law
-NUM_DRAWS = 200  # drafts per row that a law is tested with
+ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution
+NUM_DRAWS = 200  # drafts per row that a distribution is tested with
 
 DRAFTER_CHECKS: dict[str, Clause] = {}
 
@@ -64,14 +64,15 @@ def check_drafter(
     prompts: Sequence[Sequence[int]] | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    capacity: int = 256,
+    max_length: int = 256,
     seed: int = 0,
 ) -> Report:
-    """Whether a drafter keeps the contracts of decoding, and draws from the law that it states.
+    """Whether a drafter keeps the contracts of decoding, and draws from the distribution that it
+    states.
 
     A drafter cannot make the output wrong while the loop is right; it can make a request depend on
-    its neighbours, forget to forget, or state a law that it did not draw from, and then sampled
-    output is biased.
+    its neighbours, forget to forget, or state a distribution that it did not draw from, and then
+    sampled output is biased.
 
     Args:
       drafter: anything that follows the `Drafter` protocol.
@@ -80,22 +81,22 @@ def check_drafter(
         something; default `battery_prompts`.
       only: names of checks to run; default all of `DRAFTER_CHECKS`.
       skip: names of checks to leave out.
-      capacity: slots per row, a multiple of 128.
+      max_length: slots per row, a multiple of 128.
       seed: of the requests and draws.
 
     Raises:
       SettingError: no such check, or prompts that are too few or too long.
     """
     chosen = chosen_checks(DRAFTER_CHECKS, only, skip)
-    capacity = kv.round_up_to_block(capacity)
+    max_length = kv.round_up_to_block(max_length)
     prompts = battery_prompts(target.vocab_size, seed=seed) if prompts is None else prompts
-    longest = capacity - MAX_TOKENS - WINDOW
+    longest = max_length - MAX_TOKENS - WINDOW
     if len(prompts) < 2 * ROWS or not all(0 < len(prompt) <= longest for prompt in prompts):
         raise SettingError(
             f"{len(prompts)} prompts were given to check a drafter with; give at least {2 * ROWS} "
             f"of 1 to {longest} tokens each."
         )
-    bench = _DrafterBench(drafter, target, prompts=prompts, capacity=capacity, seed=seed)
+    bench = _DrafterBench(drafter, target, prompts=prompts, max_length=max_length, seed=seed)
     return run_checks("drafter", drafter, chosen, bench)
 
 
@@ -123,10 +124,12 @@ class _Scripted:
     is_lossless: bool = False
     is_coupled: bool = True
     is_noise_shared: bool = True
-    needs_draft_law: bool = False
+    needs_draft_probs: bool = False
     takes_trees: bool = True
 
-    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
         """The script's verdict, or that of `Coupled`."""
         is_scripted = jnp.any(rows.stop_tokens == self.marker, axis=1)
 
@@ -137,7 +140,7 @@ class _Scripted:
         honest = Coupled().verify(logits, draft, rows, prefix)
         return jax.tree.map(choose, self.script(draft, rows), honest)
 
-    def script(self, draft: Draft, rows: Rows) -> Verdict:
+    def script(self, draft: Draft, rows: BatchView) -> Verdict:
         """Follows first children down the tree for as many steps as the lot says; the next token is
         one that the row holds already."""
         num_rows, num_nodes = draft.tokens.shape
@@ -149,9 +152,11 @@ class _Scripted:
         path = []
         for depth in range(num_nodes):
             children = is_node & (draft.parents == node[:, None])
-            goes_on = jnp.any(children, axis=1) & (depth < wanted)
-            node = jnp.where(goes_on, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes)
-            path.append(jnp.where(goes_on, node, -1))
+            should_continue = jnp.any(children, axis=1) & (depth < wanted)
+            node = jnp.where(
+                should_continue, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes
+            )
+            path.append(jnp.where(should_continue, node, -1))
         path = jnp.stack(path, axis=1)
         length = rows.num_committed[:, None]
         place = jnp.floor(lots[:, 1:] * length.astype(jnp.float32)).astype(jnp.int32)
@@ -180,9 +185,9 @@ class _Round:
 class _DrafterBench:
     """A drafter in the production engine, with rounds whose outcome follows a script."""
 
-    def __init__(self, drafter: Drafter, target: Model, *, prompts, capacity: int, seed: int):
+    def __init__(self, drafter: Drafter, target: Model, *, prompts, max_length: int, seed: int):
         self.drafter, self.target = drafter, target
-        self.prompts, self.capacity, self.seed = prompts, capacity, seed
+        self.prompts, self.max_length, self.seed = prompts, max_length, seed
         self.marker = target.vocab_size
         self.num_nodes = WINDOW - 1
 
@@ -194,8 +199,8 @@ class _DrafterBench:
             verifier=_Scripted(marker=self.marker),
             scheduler=Static(),  # a row per seat
             draft_length=self.num_nodes,
-            seats=ROWS,
-            capacity=self.capacity,
+            batch_size=ROWS,
+            max_length=self.max_length,
             prefill_chunk=CHUNK,
         )
 
@@ -216,7 +221,7 @@ class _DrafterBench:
         """The compiled draft of a decode state, which stays as it is."""
 
         def propose(params, state: DecodeState) -> Draft:
-            rows = rows_of(state)
+            rows = batch_view(state)
             return self.drafter.propose(self.shape, params["drafter"], state.drafter, rows)[0]
 
         return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
@@ -229,7 +234,7 @@ class _DrafterBench:
         """The scripted request number `index`, with this prompt."""
         temperature, top_p = ((0.0, 1.0), (0.8, 1.0), (1.3, 0.9))[index % 3]
         params = SamplingParams(
-            max_tokens=self.capacity,
+            max_tokens=self.max_length,
             temperature=temperature,
             top_p=top_p,
             seed=100 * self.seed + index,
@@ -238,8 +243,8 @@ class _DrafterBench:
         )
         return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
 
-    def seat(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
-        """Puts requests into the seats of the engine and reads their prompts."""
+    def admit(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
+        """Puts requests into the rows of the batch of the engine and reads their prompts."""
         length = self.num_nodes if draft_length is None else draft_length
         for row, request in enumerate(requests):
             self.engine._admit_request(row, request, row, length)
@@ -247,7 +252,7 @@ class _DrafterBench:
     def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
         """The engine's state after these requests entered an engine that has just been made."""
         self.engine._state = None
-        self.seat(requests, draft_length=draft_length)
+        self.admit(requests, draft_length=draft_length)
         return self.engine.state
 
     def rounds(self, indices: Sequence[int]) -> Iterator[_Round]:
@@ -290,19 +295,19 @@ class _DrafterBench:
         )
 
 
-class _LawBench:
+class _DistributionBench:
     """A drafter under an engine shape of its own, where only its draws are looked at."""
 
     def __init__(self, b: _DrafterBench, *, is_noise_shared: bool):
         self.drafter = b.drafter
         self.shape = EngineShape(
-            seats=ROWS,
-            capacity=b.capacity,
-            window=WINDOW,
+            batch_size=ROWS,
+            max_length=b.max_length,
+            verify_length=WINDOW,
             prefill_chunk=CHUNK,
             vocab_size=b.target.vocab_size,
             is_noise_shared=is_noise_shared,
-            needs_draft_law=True,
+            needs_draft_probs=True,
         )
         self.rng = np.random.default_rng(b.seed)
         self._prepare = Program(
@@ -315,9 +320,9 @@ class _LawBench:
             f"the draft of {self.drafter.name}",
         )
 
-    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> Rows:
+    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> BatchView:
         """Rows that hold these prompts."""
-        tokens = np.zeros((ROWS, self.shape.capacity), np.int32)
+        tokens = np.zeros((ROWS, self.shape.max_length), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -325,7 +330,7 @@ class _LawBench:
         def fill(value: Any, dtype: Any = np.float32) -> jax.Array:
             return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (ROWS,)))
 
-        return Rows(
+        return BatchView(
             tokens=jnp.asarray(tokens),
             num_committed=jnp.asarray(lengths),
             draft_limit=fill(self.shape.num_nodes, np.int32),
@@ -344,9 +349,9 @@ class _LawBench:
             ),
         )
 
-    def _prepared(self, params: PyTree, rows: Rows) -> PyTree:
+    def _prepared(self, params: PyTree, rows: BatchView) -> PyTree:
         """The drafter's state after it has read the rows."""
-        chunks = -(-self.shape.capacity // CHUNK)
+        chunks = -(-self.shape.max_length // CHUNK)
 
         def read(index, state):
             row = index // chunks
@@ -358,7 +363,7 @@ class _LawBench:
         state = lax.fori_loop(0, ROWS, admit, self.drafter.init(self.shape))
         return lax.fori_loop(0, ROWS * chunks, read, state)
 
-    def drafts(self, rows: Rows, *, num_draws: int, keys_of=None) -> list[Draft]:
+    def drafts(self, rows: BatchView, *, num_draws: int, keys_of=None) -> list[Draft]:
         """Drafts of these rows under many keys.
 
         Args:
@@ -413,7 +418,7 @@ def _protocol(b: _DrafterBench) -> str:
 def _static_shapes(b: _DrafterBench) -> str:
     drafter, shape, params = b.drafter, b.shape, b.drafter.params
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: rows_of(b.loop.init()))
+    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
@@ -433,13 +438,14 @@ def _static_shapes(b: _DrafterBench) -> str:
 
 
 def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
-    """Rows are an array's first axis: schedulers seat rows by it, and know it by its length."""
+    """Rows are an array's first axis: schedulers seat rows by it, and know it by its
+    length."""
 
     def is_cache(node: Any) -> bool:
         return isinstance(node, kv.KVCache)
 
     def shapes(num_rows: int) -> list[tuple[int, ...]]:
-        held = dataclasses.replace(shape, seats=num_rows)
+        held = dataclasses.replace(shape, batch_size=num_rows)
         state = jax.eval_shape(functools.partial(drafter.init, held))
         leaves = jax.tree.leaves(state, is_leaf=is_cache)
         return [leaf.table.shape if is_cache(leaf) else leaf.shape for leaf in leaves]
@@ -457,7 +463,7 @@ def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
 def _params(b: _DrafterBench) -> str:
     drafter, shape = b.drafter, b.shape
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: rows_of(b.loop.init()))
+    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     params = drafter.params
     demand_nothing_closed_over(functools.partial(drafter.propose, shape), params, state, rows)
@@ -525,13 +531,13 @@ def _determinism(b: _DrafterBench) -> str:
     return f"{len(expected)} rounds, twice"
 
 
-@enters(DRAFTER_CHECKS, "C4", "E2: a row's drafts do not depend on its neighbours or its seat")
+@enters(DRAFTER_CHECKS, "C4", "E2: a row's drafts do not depend on its neighbours or its row")
 def _row_independence(b: _DrafterBench) -> str:
     expected = b.history
-    # The requests of seats 0 to 2 in other seats, among others.
-    for seats in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
-        for index, round_ in enumerate(b.rounds(seats)):
-            for row, number in enumerate(seats):
+    # The requests of rows 0 to 2 in other rows, among others.
+    for batch_size in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
+        for index, round_ in enumerate(b.rounds(batch_size)):
+            for row, number in enumerate(batch_size):
                 if number < ROWS:
                     difference = _differs(round_.draft, expected[index].draft, row, number)
                     demand(
@@ -539,7 +545,7 @@ def _row_independence(b: _DrafterBench) -> str:
                         f"in round {index}, request {number} in seat {row} among others was "
                         f"drafted {difference}",
                     )
-    return f"{ROWS} requests in other seats, among other neighbours"
+    return f"{ROWS} requests in other batch_size, among other neighbours"
 
 
 @enters(DRAFTER_CHECKS, "C1", "no drift: after any verdict it drafts as if it had just caught up")
@@ -577,32 +583,34 @@ def _no_drift(b: _DrafterBench) -> str:
     )
 
 
-@enters(DRAFTER_CHECKS, "C1", "a new request in a used seat finds nothing of its predecessor")
+@enters(DRAFTER_CHECKS, "C1", "a new request in a used row finds nothing of its predecessor")
 def _seat_reuse(b: _DrafterBench) -> str:
     newcomers = [b.request(ROWS + row, b.prompts[ROWS + row]) for row in range(ROWS)]
     expected = b.draft(b.fresh(newcomers))
     for _ in b.rounds(range(ROWS)):
         pass
-    b.seat(newcomers)
+    b.admit(newcomers)
     found = b.draft(b.engine.state)
     for row in range(ROWS):
         difference = _differs(found, expected, row, row)
-        demand(not difference, f"in a used seat, request {row} was drafted {difference}")
-    return f"{ROWS} seats, after {NUM_ROUNDS} rounds of others"
+        demand(not difference, f"in a used row, request {row} was drafted {difference}")
+    return f"{ROWS} batch_size, after {NUM_ROUNDS} rounds of others"
 
 
 @enters(DRAFTER_CHECKS, "C1", "catch_up closes any lag, a chunk of one row at a time")
 def _catch_up(b: _DrafterBench) -> str:
-    if b.drafter.lag(b.engine.state.drafter, rows_of(b.engine.state)) is None:
+    if b.drafter.lag(b.engine.state.drafter, batch_view(b.engine.state)) is None:
         raise NotApplicable("it keeps nothing that could lag")
 
     @jax.jit
     def lag_of(state: DecodeState) -> jax.Array | None:
-        return b.drafter.lag(state.drafter, rows_of(state))
+        return b.drafter.lag(state.drafter, batch_view(state))
 
     @jax.jit
     def catch_up(params, state: DecodeState, row) -> DecodeState:
-        after = b.drafter.catch_up(b.shape, params["drafter"], state.drafter, rows_of(state), row)
+        after = b.drafter.catch_up(
+            b.shape, params["drafter"], state.drafter, batch_view(state), row
+        )
         return state.replace(drafter=after)
 
     requests = [b.request(row, b.prompts[row]) for row in range(ROWS)]
@@ -654,16 +662,16 @@ def _output(b: _DrafterBench) -> str:
 
 @enters(DRAFTER_CHECKS, "C2", "nothing is compiled after the first requests")
 def _trace_count(b: _DrafterBench) -> str:
-    for seats in (range(ROWS), range(ROWS, 2 * ROWS)):
-        for _ in b.rounds(seats):
+    for batch_size in (range(ROWS), range(ROWS, 2 * ROWS)):
+        for _ in b.rounds(batch_size):
             pass
     return demand_compiled_once(b.engine)
 
 
-@enters(DRAFTER_CHECKS, "C4", "q is the law that the drafts were drawn from (chi-square)")
-def _draft_law(b: _DrafterBench) -> str:
+@enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
+def _draft_probs(b: _DrafterBench) -> str:
     _demand_chain(b)
-    bench = _LawBench(b, is_noise_shared=False)
+    bench = _DistributionBench(b, is_noise_shared=False)
     rows = bench.rows(
         b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
     )
@@ -683,14 +691,14 @@ def _draft_law(b: _DrafterBench) -> str:
         is_valid = _is_valid(draft)
         q = np.asarray(draft.q, np.float64)[is_valid]
         tokens = np.asarray(draft.tokens)[is_valid]
-        is_law = np.isfinite(q).all() and (q >= 0).all()
+        is_distribution = np.isfinite(q).all() and (q >= 0).all()
         total = q.sum(axis=1)
-        demand(is_law, "q holds values that are negative or not finite")
+        demand(is_distribution, "q holds values that are negative or not finite")
         demand((np.abs(total - 1) < 1e-3).all(), f"q sums to {total.tolist()[:3]}, not to 1")
         q_token = np.take_along_axis(q, tokens[:, None], axis=1)
         demand((q_token > 0).all(), "a token was drafted whose q is 0")
-        # Where a token's share begins when the law is laid out from the likeliest token on, and a
-        # random place within it: uniform if tokens are drawn from q.
+        # Where a token's share begins when the distribution is laid out from the likeliest token
+        # on, and a random place within it: uniform if tokens are drawn from q.
         is_likelier = q > q_token
         is_likelier |= (q == q_token) & (np.arange(q.shape[1]) < tokens[:, None])
         begins = np.sum(np.where(is_likelier, q, 0), axis=1)
@@ -708,10 +716,11 @@ def _draft_law(b: _DrafterBench) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
 def _fresh_noise(b: _DrafterBench) -> str:
     _demand_chain(b)
-    bench = _LawBench(b, is_noise_shared=False)
+    bench = _DistributionBench(b, is_noise_shared=False)
     prompt = list(b.prompts[1])
-    # So hot that any law is nearly flat: equal noise shows as equal tokens. Row 1 is a token longer
-    # than row 0 and has its key, as one request in two rounds; row 2 is another request.
+    # So hot that any distribution is nearly flat: equal noise shows as equal tokens. Row 1 is a
+    # token longer than row 0 and has its key, as one request in two rounds; row 2 is another
+    # request.
     prompts = [prompt, [*prompt, prompt[0]], prompt]
     rows = bench.rows(prompts, temperature=50.0, top_p=1.0, top_k=0)
     drafts = bench.drafts(
@@ -747,7 +756,7 @@ def _fresh_noise(b: _DrafterBench) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
 def _shared_noise(b: _DrafterBench) -> str:
     _demand_chain(b)
-    bench = _LawBench(b, is_noise_shared=True)
+    bench = _DistributionBench(b, is_noise_shared=True)
     rows = bench.rows(
         b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
     )
@@ -768,10 +777,11 @@ def _shared_noise(b: _DrafterBench) -> str:
         num_tokens += int(_is_valid(draft).sum())
         demand(
             not missed.any(),
-            "is_noise_shared was set, and it drafted a token that its own law and the target's "
-            "noise do not give: it draws with noise of its own, and few drafts will be accepted",
+            "is_noise_shared was set, and it drafted a token that its own distribution and the "
+            "target's noise do not give: it draws with noise of its own, and few drafts will be "
+            "accepted",
         )
-    return f"{num_tokens} drafted tokens are those of its law under the target's noise"
+    return f"{num_tokens} drafted tokens are those of its distribution under the target's noise"
 
 
 def _demand_chain(b: _DrafterBench) -> None:

@@ -45,7 +45,7 @@ def check_model(
     *,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    capacity: int = 256,
+    max_length: int = 256,
     seed: int = 0,
 ) -> Report:
     """Whether a model keeps the contracts that decoding relies on.
@@ -55,31 +55,31 @@ def check_model(
       only: names of checks to run; default all of `MODEL_CHECKS`.
       skip: names of checks to leave out: `tree_paths` for a model that will only see chains,
         `positions` for one that knows no positions.
-      capacity: slots per row, a multiple of 128; no position at or above it is used.
+      max_length: slots per row, a multiple of 128; no position at or above it is used.
       seed: of the tokens and requests.
 
     Raises:
       SettingError: no such check.
     """
     chosen = chosen_checks(MODEL_CHECKS, only, skip)
-    bench = _ModelBench(model, capacity=kv.round_up_to_block(capacity), seed=seed)
+    bench = _ModelBench(model, max_length=kv.round_up_to_block(max_length), seed=seed)
     return run_checks("model", model, chosen, bench)
 
 
 class _ModelBench:
     """A model, a batch of `ROWS` rows in a small cache, and one compiled window of `WINDOW`."""
 
-    def __init__(self, model: Model, *, capacity: int, seed: int):
-        self.model, self.capacity = model, capacity
+    def __init__(self, model: Model, *, max_length: int, seed: int):
+        self.model, self.max_length = model, max_length
         self.rng = np.random.default_rng(seed)
         self.num_traces = 0
         # Short rows, and one that reaches into the second half (another block, if there are two).
-        self.lengths = np.array([5, 12, capacity // 2 + 6], np.int32)
+        self.lengths = np.array([5, 12, max_length // 2 + 6], np.int32)
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
         """`[ROWS, S]` int32; any two neighbours differ."""
-        steps = self.rng.integers(1, self.model.vocab_size, (ROWS, self.capacity))
+        steps = self.rng.integers(1, self.model.vocab_size, (ROWS, self.max_length))
         return (np.cumsum(steps, axis=1) % self.model.vocab_size).astype(np.int32)
 
     def other(self, tokens: np.ndarray) -> np.ndarray:
@@ -88,7 +88,7 @@ class _ModelBench:
 
     def empty(self) -> kv.KVCache:
         """A cache with nothing in it."""
-        cache = self.model.init_cache(ROWS, self.capacity)
+        cache = self.model.init_cache(ROWS, self.max_length)
         demand(
             isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
         )
@@ -185,8 +185,8 @@ class _ModelBench:
 
     def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
         """k and v of every layer, `[ROWS, S, K, H]` each."""
-        slot = jnp.arange(self.capacity, dtype=jnp.int32)
-        slots = jnp.broadcast_to(slot, (ROWS, self.capacity))
+        slot = jnp.arange(self.max_length, dtype=jnp.int32)
+        slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
         return [
             np.asarray(part.astype(jnp.float32))
             for layer in cache.layers
@@ -195,7 +195,7 @@ class _ModelBench:
 
     def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
         """The cache with `value` in each row's slots from `first` on."""
-        slot = np.arange(self.capacity, dtype=np.int32)
+        slot = np.arange(self.max_length, dtype=np.int32)
         slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
 
         def fill(layer):
@@ -218,8 +218,8 @@ class _ModelBench:
             self.model,
             Oracle([[0] * self.longest] * len(self.prompts)),
             draft_length=WINDOW - 1,
-            seats=ROWS,
-            capacity=self.capacity,
+            batch_size=ROWS,
+            max_length=self.max_length,
             prefill_chunk=CHUNK,
         )
         self.plain = engine.generate(self.prompts, self.requests, speculate=False)
@@ -272,8 +272,8 @@ def _cache(b: _ModelBench) -> str:
     num_rows, num_blocks = cache.table.shape
     demand(num_rows == ROWS, f"it has {num_rows} rows where {ROWS} were asked for")
     demand(
-        cache.capacity >= b.capacity,
-        f"it has {cache.capacity} slots per row where {b.capacity} were asked for",
+        cache.capacity >= b.max_length,
+        f"it has {cache.capacity} slots per row where {b.max_length} were asked for",
     )
     pages = np.asarray(cache.table)
     demand(len(np.unique(pages)) == pages.size, "two entries of its table name one page")
@@ -366,7 +366,7 @@ def _writes(b: _ModelBench) -> str:
         layer, part = index // 2, "kv"[index % 2]
         for row in range(ROWS):
             first = int(b.lengths[row])
-            inside = np.zeros(b.capacity, bool)
+            inside = np.zeros(b.max_length, bool)
             inside[first : first + WINDOW] = is_running[row]
             where = f"{part} of layer {layer}, row {row}"
             missing = np.flatnonzero(inside & ~np.isfinite(new[row]).all(axis=(1, 2)))
@@ -382,7 +382,7 @@ def _writes(b: _ModelBench) -> str:
 
 @enters(MODEL_CHECKS, "C1", "slots outside [0, S) are stored nowhere")
 def _outside_slots(b: _ModelBench) -> str:
-    size = b.capacity
+    size = b.max_length
     slots = np.array([[-1, -2, size, size + 1], [size + 7, -1, -9, 2 * size], [-1] * WINDOW])
     after = b.score(b.read, b.window, b.lengths, slots=slots)[2]
     for old, new in zip(b.contents(b.read), b.contents(after), strict=True):
@@ -500,7 +500,7 @@ def _positions(b: _ModelBench) -> str:
     return f"exchanging the halves of a context changed the state by {distance:.2g} of its size"
 
 
-@enters(MODEL_CHECKS, "C4", "E2: a row's bits do not depend on its neighbours or its seat")
+@enters(MODEL_CHECKS, "C4", "E2: a row's bits do not depend on its neighbours or its row")
 def _row_independence(b: _ModelBench) -> str:
     def bits(cache, tokens, start, seat, **options):
         hidden, logits, after = b.score(cache, tokens, start, **options)
@@ -512,7 +512,7 @@ def _row_independence(b: _ModelBench) -> str:
     others = b.window.copy()
     others[1:] = b.other(others[1:])
     only_first = np.array([True, False, False])
-    broken = b.filled(b.read, np.array([b.capacity, 0, 0]), float("nan"))
+    broken = b.filled(b.read, np.array([b.max_length, 0, 0]), float("nan"))
     order = np.roll(np.arange(ROWS), 1)
     tokens, lengths = b.tokens[order], b.lengths[order]
     moved = b.context(lengths, tokens), b.following(tokens, lengths), lengths, 1
@@ -520,11 +520,11 @@ def _row_independence(b: _ModelBench) -> str:
         "its neighbours had other tokens": bits(b.read, others, b.lengths, 0),
         "its neighbours had ended": bits(b.read, b.window, b.lengths, 0, is_running=only_first),
         "its neighbours' slots held NaN": bits(broken, b.window, b.lengths, 0),
-        "it took another seat": bits(*moved),
+        "it took another row": bits(*moved),
     }.items():
         is_same = all(equal_values(a, c) for a, c in zip(expected, found, strict=True))
         demand(is_same, f"row 0 changed when {what}")
-    return "other tokens, ended and broken neighbours, another seat"
+    return "other tokens, ended and broken neighbours, another row"
 
 
 @enters(MODEL_CHECKS, "C1", "rejected drafts leave no trace: rolling back lowers an integer")
@@ -540,7 +540,7 @@ def _rollback(b: _ModelBench) -> str:
         found = b.score(drafted, tokens, start)
         is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
         demand(is_same, "scores after a rejected draft differ from those without it")
-        live = np.arange(b.capacity) < (start + WINDOW)[:, None]
+        live = np.arange(b.max_length) < (start + WINDOW)[:, None]
         for kept, after in zip(b.contents(expected[2]), b.contents(found[2]), strict=True):
             is_same = equal_values(kept[live], after[live])
             demand(is_same, "live KV after a rejected draft differs from that without it")

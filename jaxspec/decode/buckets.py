@@ -21,7 +21,7 @@ from jaxspec.errors import SettingError
 from jaxspec.types import DecodeState, PyTree
 
 
-def ladder_windows(widest: int) -> tuple[int, ...]:
+def window_buckets(widest: int) -> tuple[int, ...]:
     """The windows that are compiled: 1 (plain decoding), those of 2, 4, 8, ... drafts, and the
     widest; so no draft is scored in twice the window it needs."""
     windows, draft_length = {1, widest}, 2
@@ -33,20 +33,21 @@ def ladder_windows(widest: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NarrowLoop(SpeculativeLoop):
-    """A speculative loop that scores `window` tokens per round, over the state of a wider one with
-    the same `shape`. With a window of 1 it takes the steps of `PlainLoop`, and the drafter rests.
+    """A speculative loop that scores `verify_length` tokens per round, over the state of a wider
+    one with the same `shape`. With a window of 1 it takes the steps of `PlainLoop`, and the drafter
+    rests.
 
     Attributes:
-      window: T of a round, at most `shape.window`.
+      verify_length: T of a round, at most `shape.verify_length`.
     """
 
-    window: int
+    verify_length: int
 
     @functools.cached_property
     def _steps(self) -> SpeculativeLoop | PlainLoop:
         """The loop whose rounds these are, made for this window alone."""
-        shape = dataclasses.replace(self.shape, window=self.window)
-        if self.window > 1:
+        shape = dataclasses.replace(self.shape, verify_length=self.verify_length)
+        if self.verify_length > 1:
             return SpeculativeLoop(**{**_settings(self), "shape": shape})
         return PlainLoop(
             target=self.target,
@@ -66,26 +67,26 @@ class NarrowLoop(SpeculativeLoop):
         return steps.round(params, state)
 
 
-def make_ladder(loop: SpeculativeLoop) -> dict[int, SpeculativeLoop]:
-    """A loop for each of `ladder_windows`, all over the state of `loop`, the widest.
+def make_buckets(loop: SpeculativeLoop) -> dict[int, SpeculativeLoop]:
+    """A loop for each of `window_buckets`, all over the state of `loop`, the widest.
 
     Raises:
       SettingError: the drafter keeps a state that depends on the window.
     """
     ladder: dict[int, SpeculativeLoop] = {}
-    widest = loop.shape.window
-    for window in ladder_windows(widest):
-        if window == widest:
-            ladder[window] = loop
+    widest = loop.shape.verify_length
+    for verify_length in window_buckets(widest):
+        if verify_length == widest:
+            ladder[verify_length] = loop
             continue
-        shape = dataclasses.replace(loop.held, window=window)
+        shape = dataclasses.replace(loop.held, verify_length=verify_length)
         if _shapes(loop, shape) != _shapes(loop, loop.held):
             raise SettingError(
                 f'exactness="ties" was given with the drafter {loop.drafter.name}, which keeps a '
                 "state that depends on the window and so cannot be used at several; leave the "
-                "exactness out, or make the drafter's `init` independent of `shape.window`."
+                "exactness out, or make the drafter's `init` independent of `shape.verify_length`."
             )
-        ladder[window] = NarrowLoop(**_settings(loop), window=window)
+        ladder[verify_length] = NarrowLoop(**_settings(loop), verify_length=verify_length)
     return ladder
 
 

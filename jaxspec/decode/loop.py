@@ -3,8 +3,9 @@
     propose -> score -> verify -> commit
 
 One `lax.while_loop` runs rounds until every row has ended; nothing leaves the device in between.
-Rows accept different numbers of tokens, so each stands at an offset of its own, `num_committed`:
-two rows, window of four (`r` the newest committed token, `d` drafts), before a round and after it:
+Rows accept different numbers of tokens, so each stands at an offset of its own,
+`num_committed`: two rows, window of four (`r` the newest committed token, `d` drafts), before a
+  round and after it:
 
     row 0   a b r|d d d .        accepts 2    a b r d d n|. .
     row 1   a b c d e r|d d d    accepts 0    a b c d e r n|. .
@@ -29,21 +30,21 @@ from jaxspec import sampling
 from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import KVCache, commit_path, put_table
-from jaxspec.drafters.base import Drafter, EngineShape, Outcome
+from jaxspec.drafters.base import Drafter, EngineShape, RoundInfo
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.telemetry import trace as telemetry
 from jaxspec.types import (
     AcceptanceCounts,
+    BatchView,
     DecodeState,
     Draft,
+    DraftContext,
     Finish,
     Logprobs,
     Origin,
-    Prefix,
     PyTree,
-    Rows,
     RowSampling,
     ScheduleCounts,
     Verdict,
@@ -77,45 +78,47 @@ class SpeculativeLoop:
 
     @property
     def held(self) -> EngineShape:
-        """The shape of the state: a row for every resident, not only for those in seats."""
-        num_rows = self.scheduler.num_residents(self.shape.seats)
-        return dataclasses.replace(self.shape, seats=num_rows)
+        """The shape of the state: a row for every resident, not only for those in the batch."""
+        num_rows = self.scheduler.num_residents(self.shape.batch_size)
+        return dataclasses.replace(self.shape, batch_size=num_rows)
 
     def init(self) -> DecodeState:
         """State with every row empty."""
         return self.empty(self.held)
 
     def empty(self, held: EngineShape) -> DecodeState:
-        """State of `held.seats` empty rows."""
+        """State of `held.batch_size` empty rows."""
         return empty_state(
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
             trace=self.trace,
-            cache=layouts.arrange(
-                self.target.init_cache(held.seats, held.capacity), layout=self.layout
+            cache=layouts.to_layout(
+                self.target.init_cache(held.batch_size, held.max_length), layout=self.layout
             ),
             drafter=self.drafter.init(held),
         )
 
-    def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+    def admit(
+        self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
+    ) -> DecodeState:
         """State with a request in row `row`; its prompt has still to be read."""
-        state = take_seat(state, row, seat)
+        state = admit_row(state, row, admission)
         drafter = self.drafter.admit(
-            self.held, params["drafter"], state.drafter, rows_of(state), row
+            self.held, params["drafter"], state.drafter, batch_view(state), row
         )
         return state.replace(drafter=drafter)
 
     def prefill(
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
-        """State after one chunk of a seat's prompt, read by the target and by the drafter."""
-        return self.catch_up(params, self.read_prompt(params, state, row, start), row)
+        """State after one chunk of a row's prompt, read by the target and by the drafter."""
+        return self.catch_up(params, self.prefill_target(params, state, row, start), row)
 
-    def read_prompt(
+    def prefill_target(
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
-        """State after one chunk of a seat's prompt, read by the target only: the drafter lags."""
+        """State after one chunk of a row's prompt, read by the target only: the drafter lags."""
         stop = jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1)
         cache = prefill_chunk(
             self.target,
@@ -127,18 +130,18 @@ class SpeculativeLoop:
             stop=stop,
             chunk=self.shape.prefill_chunk,
         )
-        return note_read(state.replace(cache=cache), row, stop)
+        return mark_prefilled(state.replace(cache=cache), row, stop)
 
     def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
         """State after the drafter has read a chunk of what it has not seen of a row."""
         drafter = self.drafter.catch_up(
-            self.held, params["drafter"], state.drafter, rows_of(state), row
+            self.held, params["drafter"], state.drafter, batch_view(state), row
         )
         return state.replace(drafter=drafter)
 
     def lag(self, state: DecodeState) -> jax.Array:
         """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
-        lag = self.drafter.lag(state.drafter, rows_of(state))
+        lag = self.drafter.lag(state.drafter, batch_view(state))
         return jnp.zeros_like(state.num_committed) if lag is None else lag
 
     def run(
@@ -157,7 +160,7 @@ class SpeculativeLoop:
 
     def round(self, params: PyTree, state: DecodeState) -> DecodeState:
         """One round: propose, score, verify, commit."""
-        rows = rows_of(state)
+        rows = batch_view(state)
         draft, drafter_state = self.drafter.propose(
             self.shape, params["drafter"], state.drafter, rows
         )
@@ -166,11 +169,11 @@ class SpeculativeLoop:
             params["target"], window_tokens(state, draft), window, state.cache
         )
         logits = self.target.logits(params["target"], hidden)
-        prefix = drafted_prefix(draft, window)
+        prefix = draft_context(draft, window)
         verdict = self.verifier.verify(logits, draft, rows, prefix)
         if not self.drafter.is_chain:
             cache = commit_path(cache, window.start, verdict.path)
-        outcome = Outcome(
+        outcome = RoundInfo(
             draft=draft,
             verdict=verdict,
             hidden=hidden,
@@ -194,7 +197,7 @@ class SpeculativeLoop:
             )
             state = state.replace(trace=trace)
         drafter_state = self.drafter.commit(
-            self.shape, params["drafter"], drafter_state, rows_of(state), outcome
+            self.shape, params["drafter"], drafter_state, batch_view(state), outcome
         )
         return state.replace(drafter=drafter_state)
 
@@ -211,67 +214,71 @@ def run_rounds(
 ) -> DecodeState:
     """State after `num_rounds` rounds, or fewer if less than `min_running` rows are left.
 
-    Where more rows are held than there are seats, the rows in seats are decoded until the scheduler
-    would seat others; only then are they put back and others taken, so a round costs the same.
+    Where more rows are held than there are rows, the rows in the batch are decoded until the
+    scheduler would seat others; only then are they put back and others taken, so a round costs the
+    same.
 
-    Rows of an aligned cache are aligned as they are seated. A scheduler that keeps them in seats
-    has them aligned after every round too, as EQSPEC does; one that regroups has not, and those it
-    seats together again may need nothing (EXSPEC). A ragged cache has nothing to align.
+    Rows of an aligned cache are aligned as they are seated. A scheduler that keeps them in the
+    batch has them aligned after every round too, as EQSPEC does; one that regroups has not, and
+    those it rows together again may need nothing (EXSPEC). A ragged cache has nothing to
+    align.
 
     Args:
-      round_: from a state of the rows in seats to the state after a round.
+      round_: from a state of the rows in the batch to the state after a round.
       empty: makes an empty state of so many rows, by which arrays with a row axis are told.
     """
 
     def count(state: DecodeState) -> jax.Array:
         return jnp.sum(state.is_running, dtype=jnp.int32)
 
-    def align(state: DecodeState, took_part: jax.Array) -> DecodeState:
-        state = count_lengths(state, took_part)
-        return layouts.align(state, capacity=shape.capacity, window=shape.window)
+    def align(state: DecodeState, was_active: jax.Array) -> DecodeState:
+        state = count_lengths(state, was_active)
+        return layouts.align(state, max_length=shape.max_length, verify_length=shape.verify_length)
 
-    def decode(index, state, goes_on):
+    def decode(index, state, should_continue):
         def body(carry):
             index, state = carry
-            took_part = state.is_running
+            was_active = state.is_running
             if scheduler.regroups:
-                state = align(state, took_part)
-            state = count_round(round_(state), took_part)
+                state = align(state, was_active)
+            state = count_round(round_(state), was_active)
             if not scheduler.regroups:
-                state = align(state, took_part)
+                state = align(state, was_active)
             return index + 1, state
 
         if not scheduler.regroups:
-            state = layouts.align(state, capacity=shape.capacity, window=shape.window)
-        return lax.while_loop(goes_on, body, (index, state))
+            state = layouts.align(
+                state, max_length=shape.max_length, verify_length=shape.verify_length
+            )
+        return lax.while_loop(should_continue, body, (index, state))
 
     def is_unfinished(carry):
         index, state = carry
         return (index < num_rounds) & (count(state) >= min_running)
 
-    num_rows, seats = state.num_committed.shape[0], shape.seats
-    if num_rows == seats:
+    num_rows, batch_size = state.num_committed.shape[0], shape.batch_size
+    if num_rows == batch_size:
         return decode(jnp.int32(0), state, is_unfinished)[1]
     is_per_row = rows_axis(empty, shape, num_rows)
 
-    def seat_and_decode(carry):
+    def regroup_and_decode(carry):
         first, state = carry
-        rows = scheduler.choose(state, seats)
+        rows = scheduler.choose(state, batch_size)
         view = take_rows(state, rows, is_per_row)
         num_waiting = count(state) - count(view)
 
-        def goes_on(carry):
+        def should_continue(carry):
             index, view = carry
             num_running = count(view)
             is_right = (index < num_rounds) & (num_running + num_waiting >= min_running)
             if scheduler.regroups:
                 return is_right & (index == first)
-            return is_right & ((num_running == seats) | (num_waiting == 0))
+            return is_right & ((num_running == batch_size) | (num_waiting == 0))
 
-        index, view = decode(first, view, goes_on)
+        index, view = decode(first, view, should_continue)
         return index, put_rows(state, rows, view, is_per_row)
 
-    return lax.while_loop(is_unfinished, seat_and_decode, (jnp.int32(0), state))[1]
+    return lax.while_loop(is_unfinished, regroup_and_decode, (jnp.int32(0), state))[1]
 
 
 def _is_cache(node: PyTree) -> bool:
@@ -293,30 +300,32 @@ def rows_axis(
     """
 
     def sizes(num_rows: int):
-        shapes = jax.eval_shape(lambda: empty(dataclasses.replace(shape, seats=num_rows)))
+        shapes = jax.eval_shape(lambda: empty(dataclasses.replace(shape, batch_size=num_rows)))
         return jax.tree.map(_num_rows, shapes, is_leaf=_is_cache)
 
     return jax.tree.map(operator.ne, sizes(num_rows), sizes(num_rows + 1))
 
 
-def count_round(state: DecodeState, took_part: jax.Array) -> DecodeState:
-    """State after a round in which the rows `took_part` `[B]` were decoded."""
+def count_round(state: DecodeState, was_active: jax.Array) -> DecodeState:
+    """State after a round in which the rows `was_active` `[B]` were decoded."""
     schedule = state.schedule
     return state.replace(
         schedule=schedule.replace(
             num_rounds=schedule.num_rounds + 1,
-            num_rows=schedule.num_rows + jnp.sum(took_part, dtype=jnp.int32),
+            num_rows=schedule.num_rows + jnp.sum(was_active, dtype=jnp.int32),
         )
     )
 
 
-def count_lengths(state: DecodeState, took_part: jax.Array) -> DecodeState:
-    """State with the rows `took_part` `[B]` of a round compared by length; see `ScheduleCounts`."""
-    # Rows that took no part get lengths below zero, each its own. Sorted, equals are neighbours.
-    nobody = -1 - jnp.arange(took_part.shape[0], dtype=jnp.int32)
-    length = jnp.sort(jnp.where(took_part, layouts.lengths(state), nobody))
+def count_lengths(state: DecodeState, was_active: jax.Array) -> DecodeState:
+    """State with the rows `was_active` `[B]` of a round compared by length; see
+    `ScheduleCounts`."""
+    # Rows that took no part get lengths below zero, each its own. Sorted, equals are
+    # neighbours.
+    absent = -1 - jnp.arange(was_active.shape[0], dtype=jnp.int32)
+    length = jnp.sort(jnp.where(was_active, layouts.lengths(state), absent))
     is_same = jnp.pad(length[1:] == length[:-1], 1)
-    is_grouped = jnp.all(took_part) & (length[0] == length[-1])
+    is_grouped = jnp.all(was_active) & (length[0] == length[-1])
     num_alike = jnp.sum(is_same[1:] | is_same[:-1], dtype=jnp.int32)
     schedule = state.schedule
     return state.replace(
@@ -352,7 +361,7 @@ def put_rows(
     return jax.tree.map(put_back, is_per_row, state, view)
 
 
-class Seat(struct.PyTreeNode, kw_only=True):
+class Admission(struct.PyTreeNode, kw_only=True):
     """A request as it enters the batch.
 
     Attributes:
@@ -382,7 +391,7 @@ class LogprobsConfig:
 
     Attributes:
       num_top: likeliest alternatives kept per token.
-      is_processed: of the law that is sampled from; otherwise of the model's own logits.
+      is_processed: of the distribution that is sampled from; otherwise of the model's own logits.
     """
 
     num_top: int
@@ -398,8 +407,8 @@ def empty_state(
     logprobs: LogprobsConfig | None = None,
     trace: telemetry.TraceConfig | None = None,
 ) -> DecodeState:
-    """A state of `shape.seats` rows, all empty."""
-    num_rows, nodes = shape.seats, shape.num_nodes
+    """A state of `shape.batch_size` rows, all empty."""
+    num_rows, nodes = shape.batch_size, shape.num_nodes
 
     def zeros(*size: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_rows, *size), dtype)
@@ -411,15 +420,15 @@ def empty_state(
     if logprobs is not None:
         num_top = logprobs.num_top
         buffers = Logprobs(
-            of_token=floats(shape.capacity),
-            top=floats(shape.capacity, num_top),
-            top_tokens=zeros(shape.capacity, num_top),
+            of_token=floats(shape.max_length),
+            top=floats(shape.max_length, num_top),
+            top_tokens=zeros(shape.max_length, num_top),
         )
     return DecodeState(
         cache=cache,
         drafter=drafter,
         num_committed=zeros() + 1,
-        finish=zeros() + Finish.EMPTY_SEAT,
+        finish=zeros() + Finish.EMPTY_ROW,
         arrival=zeros(),
         schedule=ScheduleCounts(
             num_rounds=jnp.int32(0),
@@ -445,8 +454,8 @@ def empty_state(
             prompt_length=zeros(),
             min_length=zeros(),
         ),
-        tokens=zeros(shape.capacity),
-        origin=zeros(shape.capacity, dtype=jnp.int8),
+        tokens=zeros(shape.max_length),
+        origin=zeros(shape.max_length, dtype=jnp.int8),
         stop_token=zeros() - 1,
         logprobs=buffers,
         counts=AcceptanceCounts(
@@ -457,58 +466,58 @@ def empty_state(
             drafted_at=zeros(nodes),
             accepted_at=zeros(nodes),
         ),
-        trace=telemetry.empty_trace(trace, num_rows, shape.capacity, nodes),
+        trace=telemetry.empty_trace(trace, num_rows, shape.max_length, nodes),
     )
 
 
-def take_seat(state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+def admit_row(state: DecodeState, row: jax.Array, admission: Admission) -> DecodeState:
     """State with a request in row `row`. KV of the row's predecessor stays where it is:
     garbage.
     """
     return state.replace(
-        cache=layouts.vacate(state.cache, row),
-        num_committed=state.num_committed.at[row].set(seat.length),
-        finish=state.finish.at[row].set(_first_finish(seat)),
-        arrival=state.arrival.at[row].set(seat.arrival),
-        limit=state.limit.at[row].set(seat.limit),
-        limit_finish=state.limit_finish.at[row].set(seat.limit_finish),
-        draft_limit=state.draft_limit.at[row].set(seat.draft_limit),
-        stop_tokens=state.stop_tokens.at[row].set(seat.stop_tokens),
+        cache=layouts.reset_padding(state.cache, row),
+        num_committed=state.num_committed.at[row].set(admission.length),
+        finish=state.finish.at[row].set(_first_finish(admission)),
+        arrival=state.arrival.at[row].set(admission.arrival),
+        limit=state.limit.at[row].set(admission.limit),
+        limit_finish=state.limit_finish.at[row].set(admission.limit_finish),
+        draft_limit=state.draft_limit.at[row].set(admission.draft_limit),
+        stop_tokens=state.stop_tokens.at[row].set(admission.stop_tokens),
         sampling=jax.tree.map(
-            lambda values, value: values.at[row].set(value), state.sampling, seat.sampling
+            lambda values, value: values.at[row].set(value), state.sampling, admission.sampling
         ),
-        tokens=state.tokens.at[row].set(seat.tokens),
+        tokens=state.tokens.at[row].set(admission.tokens),
         origin=state.origin.at[row].set(jnp.int8(Origin.PROMPT)),
         stop_token=state.stop_token.at[row].set(-1),
         counts=jax.tree.map(lambda count: count.at[row].set(0), state.counts),
     )
 
 
-def _first_finish(seat: Seat) -> jax.Array:
+def _first_finish(admission: Admission) -> jax.Array:
     """A prompt of one token needs no reading: it is the root of the first round."""
-    begins = jnp.where(jnp.greater(seat.length, 1), Finish.READING, Finish.RUNNING)
-    return jnp.where(jnp.less(seat.length, seat.limit), begins, seat.limit_finish)
+    begins = jnp.where(jnp.greater(admission.length, 1), Finish.PREFILLING, Finish.RUNNING)
+    return jnp.where(jnp.less(admission.length, admission.limit), begins, admission.limit_finish)
 
 
-def note_read(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeState:
+def mark_prefilled(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeState:
     """State after row `row` was prefilled up to slot `stop`; it runs if that was all."""
     is_read = stop >= state.num_committed[row] - 1
     finish = state.finish[row]
-    finish = jnp.where(is_read & (finish == Finish.READING), Finish.RUNNING, finish)
+    finish = jnp.where(is_read & (finish == Finish.PREFILLING), Finish.RUNNING, finish)
     return state.replace(finish=state.finish.at[row].set(finish))
 
 
-def rows_of(state: DecodeState) -> Rows:
+def batch_view(state: DecodeState) -> BatchView:
     """What drafters see. A round emits one token beyond its draft, so the last token a row may
     still emit is never drafted."""
     room = state.limit - state.num_committed
     wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room - 1), 0)
-    return Rows(
+    return BatchView(
         tokens=state.tokens,
         num_committed=state.num_committed,
         draft_limit=wanted,
         stop_tokens=state.stop_tokens,
-        sampling=sampling.undemanding(state.sampling, ~state.is_running),
+        sampling=sampling.as_greedy(state.sampling, ~state.is_running),
         remaining=jnp.where(state.is_running, room, 0),
     )
 
@@ -530,8 +539,8 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     """Where the newest token and the draft's nodes stand.
 
     Entry i is stored at slot `start + i` and stands at position `start + depth`. All T entries of a
-    running row are written, valid or not, so no live block holds a slot of unknown content. Rows
-    that have ended write nothing.
+    running row are written, valid or not, so no live block holds a slot of unknown content.
+    Rows that have ended write nothing.
     """
     num_rows, num_nodes = draft.tokens.shape
     is_running = state.is_running
@@ -554,7 +563,7 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
 
 
-def drafted_prefix(draft: Draft, window: Window) -> Prefix:
+def draft_context(draft: Draft, window: Window) -> DraftContext:
     """What stands before the token that each window entry's scores decide: its ancestors and
     itself. The root is committed already."""
     num_nodes = draft.tokens.shape[1]
@@ -565,7 +574,7 @@ def drafted_prefix(draft: Draft, window: Window) -> Prefix:
         depth = window.positions - window.start[:, None]
         on_path = (window.paths[..., None] == entry[1:]) & (entry <= depth[..., None])[..., None]
         is_before = jnp.any(on_path, axis=2)
-    return Prefix(tokens=draft.tokens, is_before=is_before, position=window.positions + 1)
+    return DraftContext(tokens=draft.tokens, is_before=is_before, position=window.positions + 1)
 
 
 def emitted_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
@@ -582,8 +591,8 @@ def record_logprobs(
     logits: jax.Array,
     draft: Draft,
     verdict: Verdict,
-    rows: Rows,
-    prefix: Prefix,
+    rows: BatchView,
+    prefix: DraftContext,
 ) -> DecodeState:
     """State with the log-probabilities of the tokens that this round may emit.
 
@@ -594,7 +603,7 @@ def record_logprobs(
     entry = jnp.pad(verdict.path + 1, ((0, 0), (1, 0)))
     if config.is_processed:
         logits = sampling.adjust(logits, rows, prefix)
-        logits = sampling.law_logits(logits, rows.sampling)
+        logits = sampling.filtered_logits(logits, rows.sampling)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
     of_token = jnp.take_along_axis(logprobs, jnp.maximum(emitted, 0)[..., None], axis=2)[..., 0]
@@ -661,7 +670,7 @@ def put(buffer: jax.Array, start: jax.Array, values: jax.Array, num_kept: jax.Ar
 def count(
     state: DecodeState, draft: Draft, verdict: Verdict, num_emitted: jax.Array
 ) -> AcceptanceCounts:
-    """Totals after the round. Only tokens that were kept count as accepted: what lies behind a stop
+    """Totals after the round. Only tokens that were kept count as accepted: what lies after a stop
     token was never emitted."""
     is_counted = num_emitted > 0
     num_drafted = jnp.where(is_counted, draft.num_valid, 0)

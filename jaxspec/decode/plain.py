@@ -1,9 +1,9 @@
 """Plain decoding, one token per step: the baseline of every speed-up, and an independent witness.
 
-It shares the model, prefill, the law of a row's tokens (`sampling`), the state record and the
-filling of seats with `decoding`, but no code of the round: nothing here knows of drafts, windows or
-verdicts. Its bits differ from a wider window's (another matrix shape sums in another order), so its
-output equals theirs except at ties within rounding.
+It shares the model, prefill, the distribution of a row's tokens (`sampling`), the state record and
+the filling of batch_size with `decoding`, but no code of the round: nothing here knows of drafts,
+windows or verdicts. Its bits differ from a wider window's (another matrix shape sums in another
+order), so its output equals theirs except at ties within rounding.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from jaxspec import sampling
 from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
 from jaxspec.decode.loop import (
+    Admission,
     LogprobsConfig,
-    Seat,
+    admit_row,
+    batch_view,
     empty_state,
-    note_read,
-    rows_of,
+    mark_prefilled,
     run_rounds,
-    take_seat,
 )
 from jaxspec.drafters.base import EngineShape
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.telemetry import trace as telemetry
-from jaxspec.types import DecodeState, Finish, Logprobs, Origin, Prefix, PyTree, Window
+from jaxspec.types import DecodeState, DraftContext, Finish, Logprobs, Origin, PyTree, Window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,33 +54,35 @@ class PlainLoop:
     @property
     def held(self) -> EngineShape:
         """The shape of the state: a row for every resident."""
-        num_rows = self.scheduler.num_residents(self.shape.seats)
-        return dataclasses.replace(self.shape, seats=num_rows)
+        num_rows = self.scheduler.num_residents(self.shape.batch_size)
+        return dataclasses.replace(self.shape, batch_size=num_rows)
 
     def init(self) -> DecodeState:
         """State with every row empty."""
         return self.empty(self.held)
 
     def empty(self, held: EngineShape) -> DecodeState:
-        """State of `held.seats` empty rows."""
-        cache = self.target.init_cache(held.seats, held.capacity)
+        """State of `held.batch_size` empty rows."""
+        cache = self.target.init_cache(held.batch_size, held.max_length)
         return empty_state(
             held,
             num_stop_tokens=self.num_stop_tokens,
             logprobs=self.logprobs,
             trace=self.trace,
-            cache=layouts.arrange(cache, layout=self.layout),
+            cache=layouts.to_layout(cache, layout=self.layout),
             drafter=(),
         )
 
-    def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+    def admit(
+        self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
+    ) -> DecodeState:
         """State with a request in row `row`; its prompt has still to be read."""
-        return take_seat(state, row, seat)
+        return admit_row(state, row, admission)
 
     def prefill(
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
-        """State after one chunk of a seat's prompt."""
+        """State after one chunk of a row's prompt."""
         chunk = self.shape.prefill_chunk
         stop = jnp.minimum(start + chunk, state.num_committed[row] - 1)
         cache = prefill_chunk(
@@ -93,7 +95,7 @@ class PlainLoop:
             stop=stop,
             chunk=chunk,
         )
-        return note_read(state.replace(cache=cache), row, stop)
+        return mark_prefilled(state.replace(cache=cache), row, stop)
 
     def run(
         self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
@@ -111,7 +113,7 @@ class PlainLoop:
 
     def step(self, params: PyTree, state: DecodeState) -> DecodeState:
         """One token for every running row."""
-        row = jnp.arange(self.shape.seats, dtype=jnp.int32)
+        row = jnp.arange(self.shape.batch_size, dtype=jnp.int32)
         running = state.finish == Finish.RUNNING
         here = state.num_committed - 1
         token = state.tokens[row, here]
@@ -123,8 +125,8 @@ class PlainLoop:
         )
         hidden, cache = self.target.forward(params, token[:, None], window, state.cache)
         logits = self.target.logits(params, hidden)
-        rows = rows_of(state)
-        prefix = Prefix(
+        rows = batch_view(state)
+        prefix = DraftContext(
             tokens=jnp.zeros_like(token)[:, None],
             is_before=jnp.zeros((1, 1, 1), bool),
             position=(here + 1)[:, None],
@@ -138,12 +140,12 @@ class PlainLoop:
         finish = jnp.where(length >= state.limit, state.limit_finish, Finish.RUNNING)
         finish = jnp.where(stops, Finish.STOP_TOKEN, finish)
         finish = jnp.where(finite, finish, Finish.NON_FINITE)
-        slot = jnp.where(emits, here + 1, self.shape.capacity + row)
+        slot = jnp.where(emits, here + 1, self.shape.max_length + row)
         logprobs = state.logprobs
         if self.logprobs is not None:
             if self.logprobs.is_processed:
                 adjusted = sampling.adjust(logits, rows, prefix)
-                logits = sampling.law_logits(adjusted, rows.sampling)
+                logits = sampling.filtered_logits(adjusted, rows.sampling)
             scores = jax.nn.log_softmax(logits[:, 0], axis=-1)
             top, top_tokens = lax.top_k(scores, self.logprobs.num_top)
             new = Logprobs(

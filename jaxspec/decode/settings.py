@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.cache import layouts
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
-from jaxspec.decode.loop import LogprobsConfig, Seat, SpeculativeLoop
+from jaxspec.decode.loop import Admission, LogprobsConfig, SpeculativeLoop
 from jaxspec.decode.plain import PlainLoop
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.errors import SettingError
@@ -39,9 +39,9 @@ def make_loop(
     verifier: Verifier,
     scheduler: Scheduler,
     draft_length: int,
-    window: int | None,
-    seats: int,
-    capacity: int,
+    verify_length: int | None,
+    batch_size: int,
+    max_length: int,
     prefill_chunk: int,
     layout: Layout = "ragged",
     logprobs: LogprobsConfig | None = None,
@@ -55,8 +55,8 @@ def make_loop(
     """
     check_layout(layout)
     for name, value in (
-        ("seats", seats),
-        ("capacity", capacity),
+        ("batch_size", batch_size),
+        ("max_length", max_length),
         ("prefill_chunk", prefill_chunk),
     ):
         if value < 1:
@@ -67,15 +67,15 @@ def make_loop(
                 f"The verifier {verifier.name} was given without a drafter, so there is nothing to "
                 "verify; leave it out or give a drafter."
             )
-        if window not in (None, 1):
+        if verify_length not in (None, 1):
             raise SettingError(
-                f"A window of {window} was given without a drafter; plain decoding scores one "
-                "token per step, so leave the window out or give a drafter."
+                f"A verify_length of {verify_length} was given without a drafter; plain decoding "
+                "scores one token per step, so leave it out or give a drafter."
             )
-        window = 1
+        verify_length = 1
     else:
-        window = draft_length + 1 if window is None else window
-        check_draft_length(draft_length, window)
+        verify_length = draft_length + 1 if verify_length is None else verify_length
+        check_draft_length(draft_length, verify_length)
         drafter.check(target)
         if not (drafter.is_chain or verifier.takes_trees):
             raise SettingError(
@@ -84,19 +84,19 @@ def make_loop(
             )
     records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(
-        seats=seats,
-        capacity=kv.round_up_to_block(capacity),
-        window=window,
+        batch_size=batch_size,
+        max_length=kv.round_up_to_block(max_length),
+        verify_length=verify_length,
         prefill_chunk=prefill_chunk,
         vocab_size=target.vocab_size,
         is_noise_shared=verifier.is_noise_shared,
-        needs_draft_law=verifier.needs_draft_law or records_tokens,
-        needs_greedy_law=records_tokens,
+        needs_draft_probs=verifier.needs_draft_probs or records_tokens,
+        needs_greedy_probs=records_tokens,
     )
-    if layouts.longest_prompt(layout, capacity=shape.capacity, window=window) < 1:
+    if layouts.longest_prompt(layout, max_length=shape.max_length, verify_length=verify_length) < 1:
         raise SettingError(
-            f"A window of {window} does not fit a capacity of {shape.capacity}; raise the capacity "
-            "or narrow the window."
+            f"A verify_length of {verify_length} does not fit a max_length of {shape.max_length}; "
+            "raise the max_length or lower the verify_length."
         )
     if drafter is None:
         return PlainLoop(
@@ -130,19 +130,20 @@ def check_exactness(exactness: str) -> None:
         )
 
 
-def check_draft_length(draft_length: int, window: int) -> None:
+def check_draft_length(draft_length: int, verify_length: int) -> None:
     """Raises `SettingError` unless a draft of this length fits the window."""
-    if not 1 <= draft_length < window:
+    if not 1 <= draft_length < verify_length:
         raise SettingError(
-            f"A draft length of {draft_length} was given for a window of {window}; it must be at "
-            "least 1 and less than the window, which also holds the newest committed token."
+            f"A draft length of {draft_length} was given for a verify_length of {verify_length}; "
+            "it must be at least 1 and less than the verify_length, which also counts the newest "
+            "committed token."
         )
 
 
 def longest_prompt(loop: Loop) -> int:
     """Prompt tokens that leave room for one round."""
     return layouts.longest_prompt(
-        loop.layout, capacity=loop.shape.capacity, window=loop.shape.window
+        loop.layout, max_length=loop.shape.max_length, verify_length=loop.shape.verify_length
     )
 
 
@@ -161,17 +162,19 @@ def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
     return stops
 
 
-def make_seat(request: Request, loop: Loop, *, draft_length: int, arrival: int = 0) -> Seat:
+def make_admission(
+    request: Request, loop: Loop, *, draft_length: int, arrival: int = 0
+) -> Admission:
     """A request as it enters the batch; its prompt is no longer than `longest_prompt(loop)`."""
     prompt, params = request.prompt_token_ids, request.params
-    tokens = np.zeros((loop.shape.capacity,), np.int32)
+    tokens = np.zeros((loop.shape.max_length,), np.int32)
     tokens[: len(prompt)] = prompt
     stops = stop_tokens(request, loop.target)
     padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
     padded_stops[: len(stops)] = stops
     wanted, largest = len(prompt) + params.max_tokens, longest_prompt(loop) + 1
-    limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.CAPACITY
-    return Seat(
+    limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.MAX_LENGTH
+    return Admission(
         tokens=tokens,
         length=np.int32(len(prompt)),
         limit=np.int32(min(wanted, largest)),

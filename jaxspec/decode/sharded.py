@@ -9,9 +9,9 @@ devices of one shard take every round together. Two shards of two rows, each spl
     data 0    heads 0, 1   heads 2, 3     rows 0, 1
     data 1    heads 0, 1   heads 2, 3     rows 2, 3
 
-Rows are numbered through: row r lives on shard `r // rows per shard`. What has a row axis keeps it,
-one shard's rows after the other's; what has none (a round counter) gets the shards as its first
-axis. Page numbers are a shard's own, so a table is read on its shard only.
+Rows are numbered through: row r lives on shard `r // rows per shard`. What has a row axis
+keeps it, one shard's rows after the other's; what has none (a round counter) gets the shards as its
+first axis. Page numbers are a shard's own, so a table is read on its shard only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import KVCache, LayerCache
-from jaxspec.decode.loop import Seat, SpeculativeLoop, rows_axis
+from jaxspec.decode.loop import Admission, SpeculativeLoop, rows_axis
 from jaxspec.decode.plain import PlainLoop
 from jaxspec.drafters.base import EngineShape
 from jaxspec.errors import SettingError
@@ -72,19 +72,19 @@ def num_model_shards(mesh: Mesh) -> int:
     return mesh.shape[MODEL]
 
 
-def seats_per_shard(seats: int, mesh: Mesh) -> int:
+def batch_size_per_shard(batch_size: int, mesh: Mesh) -> int:
     """Seats of each data shard.
 
     Raises:
-      SettingError: the shards do not divide the seats.
+      SettingError: the shards do not divide the rows of the batch.
     """
     num_shards = num_data_shards(mesh)
-    if seats % num_shards:
+    if batch_size % num_shards:
         raise SettingError(
-            f"{seats} seats were given for a mesh whose {DATA} axis has {num_shards} shards; seats "
-            f"are shared out evenly, so give a multiple of {num_shards}."
+            f"batch_size {batch_size} was given for a mesh whose {DATA} axis has {num_shards} "
+            f"shards; rows are shared out evenly, so give a multiple of {num_shards}."
         )
-    return seats // num_shards
+    return batch_size // num_shards
 
 
 def param_shardings(owner: Any, mesh: Mesh) -> PyTree:
@@ -120,7 +120,7 @@ class ShardedLoop:
     has one for each data shard.
 
     Attributes:
-      loop: of one shard; its `shape.seats` are the seats of a shard.
+      loop: of one shard; its `shape.batch_size` are the rows of the batch of a shard.
       mesh: as `check_mesh` returns it.
     """
 
@@ -139,13 +139,13 @@ class ShardedLoop:
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows that each shard holds, in seats or waiting."""
-        return self.loop.held.seats
+        """Rows that each shard holds, in the batch or waiting."""
+        return self.loop.held.batch_size
 
     @property
     def held(self) -> EngineShape:
         """The shape of the state: the rows of all shards."""
-        return dataclasses.replace(self.loop.held, seats=self.num_shards * self.rows_per_shard)
+        return dataclasses.replace(self.loop.held, batch_size=self.num_shards * self.rows_per_shard)
 
     @functools.cached_property
     def param_shardings(self) -> PyTree:
@@ -195,7 +195,7 @@ class ShardedLoop:
 
     def state_of_device(self, state: DecodeState) -> DecodeState:
         """Shapes of what one device holds of a shard's `state`, which may have any number of
-        rows and any capacity."""
+        rows and any max_length."""
 
         def of(leaf, sharding: NamedSharding):
             split = P(None, *sharding.spec[1:]) if len(sharding.spec) > 1 else P()
@@ -239,19 +239,21 @@ class ShardedLoop:
         """State with every row empty."""
         return self._on_shards(lambda: self._outside(self.loop.init()), ())()
 
-    def admit(self, params: PyTree, state: DecodeState, row: jax.Array, seat: Seat) -> DecodeState:
+    def admit(
+        self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
+    ) -> DecodeState:
         """State with a request in row `row` (int32 scalar, numbered through); its prompt has still
         to be read."""
         shard = jnp.arange(self.num_shards, dtype=jnp.int32)
         is_here = row // self.rows_per_shard == shard
 
-        def on_shard(params, state, is_here, row, seat):
+        def on_shard(params, state, is_here, row, admission):
             return self._if(
-                is_here[0], lambda state: self.loop.admit(params, state, row, seat), state
+                is_here[0], lambda state: self.loop.admit(params, state, row, admission), state
             )
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(), P()))
-        return on_shards(params, state, is_here, row % self.rows_per_shard, seat)
+        return on_shards(params, state, is_here, row % self.rows_per_shard, admission)
 
     def prefill(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
@@ -264,11 +266,11 @@ class ShardedLoop:
         """
         return self._on_rows(self.loop.prefill, params, state, rows, starts)
 
-    def read_prompt(
+    def prefill_target(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
         """`prefill` for the target only."""
-        return self._on_rows(self._speculative.read_prompt, params, state, rows, starts)
+        return self._on_rows(self._speculative.prefill_target, params, state, rows, starts)
 
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
         """State after the drafter has read a chunk of what it has not seen of one row on each

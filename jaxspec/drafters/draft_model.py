@@ -18,12 +18,12 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache.pages import KVCache
-from jaxspec.drafters.base import EngineShape, Outcome
+from jaxspec.drafters.base import EngineShape, RoundInfo
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.sampling import draw_draft
-from jaxspec.types import Draft, PyTree, Rows, Window, chain_parents
+from jaxspec.types import BatchView, Draft, PyTree, Window, chain_parents
 
 
 class DraftModelState(struct.PyTreeNode, kw_only=True):
@@ -50,7 +50,7 @@ class DraftModel:
 
     Vocabularies that are padded to different sizes are fine: only ids that both have are proposed.
 
-    With `min_confidence` a row stops drafting early, behind the first token that the draft model
+    With `min_confidence` a row stops drafting early, after the first token that the draft model
     was less sure of than that; the round's draft steps end when every row has stopped (Hugging
     Face's `assistant_confidence_threshold`). The token itself stays in the draft. A draft may end
     because of tokens it holds, but a token left out because of what it is would bias the output
@@ -58,8 +58,8 @@ class DraftModel:
 
     Attributes:
       model: the draft model.
-      min_confidence: probability in [0, 1] under the law that the row's drafts are drawn from; of a
-        greedy row under the softmax of its scores. 0 never stops, and costs nothing.
+      min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
+        from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
 
     Raises:
       SettingError: `min_confidence` is no probability.
@@ -115,22 +115,24 @@ class DraftModel:
     def init(self, shape: EngineShape) -> DraftModelState:
         """An empty cache."""
         return DraftModelState(
-            cache=self.model.init_cache(shape.seats, shape.capacity),
-            num_seen=jnp.zeros((shape.seats,), jnp.int32),
-            num_steps=jnp.zeros((shape.seats,), jnp.int32),
+            cache=self.model.init_cache(shape.batch_size, shape.max_length),
+            num_seen=jnp.zeros((shape.batch_size,), jnp.int32),
+            num_steps=jnp.zeros((shape.batch_size,), jnp.int32),
             num_positions=jnp.int32(0),
         )
 
-    def admit(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
+    def admit(self, shape, params, state: DraftModelState, rows: BatchView, row) -> DraftModelState:
         """Nothing of the new request has been seen."""
         return state.replace(num_seen=state.num_seen.at[row].set(0))
 
-    def lag(self, state: DraftModelState, rows: Rows) -> jax.Array:
+    def lag(self, state: DraftModelState, rows: BatchView) -> jax.Array:
         """`[B]`, what `catch_up` should read; a lag of one is made up by the next round itself."""
         return jnp.maximum(rows.num_committed - 1 - state.num_seen, 0)
 
-    def catch_up(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
-        """Reads a chunk of the unseen tokens of seat `row`."""
+    def catch_up(
+        self, shape, params, state: DraftModelState, rows: BatchView, row
+    ) -> DraftModelState:
+        """Reads a chunk of the unseen tokens of row `row`."""
         start = state.num_seen[row]
         stop = jnp.minimum(start + shape.prefill_chunk, rows.num_committed[row] - 1)
         cache = prefill_chunk(
@@ -147,13 +149,13 @@ class DraftModel:
         num_positions = state.num_positions + jnp.maximum(stop - start, 0)
         return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
 
-    def propose(self, shape, params, state: DraftModelState, rows: Rows):
+    def propose(self, shape, params, state: DraftModelState, rows: BatchView):
         """A chain; as many steps as the most demanding row asks for, counted at run time.
 
         A row reads what its own draft needs and nothing else, however long its neighbours draft.
         Rows that lag by more than one token get no draft: their context has a hole.
         """
-        seats, num_nodes = shape.seats, shape.num_nodes
+        batch_size, num_nodes = shape.batch_size, shape.num_nodes
         stops_early = self.min_confidence > 0
         can_draft = rows.num_committed - 2 <= state.num_seen
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
@@ -182,7 +184,7 @@ class DraftModel:
             return read(token, newest - 1, lags, cache)[1]
 
         def step(carry):
-            node, num_steps, num_valid, tokens, laws, cache = carry
+            node, num_steps, num_valid, tokens, distributions, cache = carry
             last = lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)[:, 0]
             # A row that has stopped stays where it stood, so that it looks at no unwritten slot.
             depth = jnp.minimum(node, jnp.maximum(num_valid - 1, 0))
@@ -194,42 +196,44 @@ class DraftModel:
                 node,
                 vocab_size=shape.vocab_size,
                 is_noise_shared=shape.is_noise_shared,
-                needs_law=shape.needs_draft_law,
-                needs_greedy_law=shape.needs_greedy_law,
+                needs_probs=shape.needs_draft_probs,
+                needs_greedy_probs=shape.needs_greedy_probs,
                 needs_confidence=stops_early,
             )
             tokens = lax.dynamic_update_slice_in_dim(tokens, drawn.token[:, None], node + 1, axis=1)
-            if drawn.law is not None:
-                laws = lax.dynamic_update_slice_in_dim(laws, drawn.law[:, None], node, axis=1)
+            if drawn.distribution is not None:
+                distributions = lax.dynamic_update_slice_in_dim(
+                    distributions, drawn.distribution[:, None], node, axis=1
+                )
             if drawn.confidence is not None:
                 is_sure = drawn.confidence >= self.min_confidence
                 num_valid = end_draft(num_valid, node, is_sure=is_sure)
                 num_steps = jnp.max(num_valid)
-            return node + 1, num_steps, num_valid, tokens, laws, cache
+            return node + 1, num_steps, num_valid, tokens, distributions, cache
 
         # Loops of no or one trip, unlike conditionals, pass the cache through without copying it.
         cache = lax.fori_loop(0, jnp.any(lags).astype(jnp.int32), read_unseen, state.cache)
         root = jnp.take_along_axis(rows.tokens, newest[:, None], axis=1)
         tokens = jnp.pad(root, ((0, 0), (0, num_nodes)))
-        laws = None
-        if shape.needs_draft_law:
-            laws = jnp.zeros((seats, num_nodes, shape.vocab_size), jnp.float32)
-        carry = jnp.int32(0), jnp.max(num_valid), num_valid, tokens, laws, cache
+        distributions = None
+        if shape.needs_draft_probs:
+            distributions = jnp.zeros((batch_size, num_nodes, shape.vocab_size), jnp.float32)
+        carry = jnp.int32(0), jnp.max(num_valid), num_valid, tokens, distributions, cache
         carry = lax.while_loop(lambda carry: carry[0] < carry[1], step, carry)
-        _, _, num_valid, tokens, laws, cache = carry
+        _, _, num_valid, tokens, distributions, cache = carry
         draft = Draft(
             tokens=tokens[:, 1:],
-            parents=chain_parents(seats, num_nodes),
+            parents=chain_parents(batch_size, num_nodes),
             num_valid=num_valid,
-            q=laws,
+            q=distributions,
         )
-        num_read = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
+        num_prefilled = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
         state = state.replace(
-            cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_read
+            cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_prefilled
         )
         return draft, state
 
-    def commit(self, shape, params, state: DraftModelState, rows: Rows, outcome: Outcome):
+    def commit(self, shape, params, state: DraftModelState, rows: BatchView, outcome: RoundInfo):
         """Of the accepted drafts all but the row's last step's have been seen."""
         seen = outcome.num_committed_before + jnp.minimum(
             outcome.verdict.num_accepted, state.num_steps - 1
@@ -239,7 +243,7 @@ class DraftModel:
 
 
 def end_draft(num_valid: jax.Array, node: jax.Array, *, is_sure: jax.Array) -> jax.Array:
-    """`num_valid` `[B]` int32 after `node` was drafted: rows that are not sure of it end behind it.
+    """`num_valid` `[B]` int32 after `node` was drafted: rows that are not sure of it end after it.
 
     Whether a node is drafted is thus decided by the nodes before it alone, which is what lossless
     rules need: given these, it is drawn from q, or the target draws in its place.

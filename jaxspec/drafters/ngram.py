@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import EngineShape, StatelessDrafter
 from jaxspec.errors import SettingError
-from jaxspec.types import Draft, Rows, chain_parents
+from jaxspec.types import BatchView, Draft, chain_parents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class NGram(StatelessDrafter):
         """`ngram:MIN-MAX`."""
         return f"ngram:{self.prompt_lookup_min}-{self.prompt_lookup_max}"
 
-    def propose(self, shape: EngineShape, params, state, rows: Rows):
+    def propose(self, shape: EngineShape, params, state, rows: BatchView):
         """A chain per row; none where nothing matches."""
         tokens, length = rows.tokens, rows.num_committed[:, None]
-        slot = jnp.arange(shape.capacity, dtype=jnp.int32)[None]
+        slot = jnp.arange(shape.max_length, dtype=jnp.int32)[None]
         # matched[b, j]: tokens that agree going backwards from slot j - 1 and from the row's end,
         # so that slot j holds a continuation. Slots wrap around, hence the test against `size`.
         still = (slot >= 1) & (slot < length)
@@ -51,17 +51,17 @@ class NGram(StatelessDrafter):
             still &= (slot >= size) & (jnp.roll(tokens, size, axis=1) == pattern)
             matched = jnp.where(still, size, matched)
         # Longest first, then latest: one maximum over both.
-        best = jnp.max(jnp.where(matched > 0, matched * shape.capacity + slot, 0), axis=1)
-        size, source = best // shape.capacity, best % shape.capacity
+        best = jnp.max(jnp.where(matched > 0, matched * shape.max_length + slot, 0), axis=1)
+        size, source = best // shape.max_length, best % shape.max_length
         node = jnp.arange(shape.num_nodes, dtype=jnp.int32)
         drafted = jnp.take_along_axis(
-            tokens, jnp.minimum(source[:, None] + node, shape.capacity - 1), axis=1
+            tokens, jnp.minimum(source[:, None] + node, shape.max_length - 1), axis=1
         )
         available = jnp.where(size >= self.prompt_lookup_min, rows.num_committed - source, 0)
         limit = jnp.minimum(rows.draft_limit, shape.num_nodes)
         draft = Draft(
             tokens=drafted,
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=jnp.minimum(available, limit),
         )
         return draft, state

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.drafters.base import Drafter, EngineShape, Outcome
+from jaxspec.drafters.base import Drafter, EngineShape, RoundInfo
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
-from jaxspec.types import Draft, PyTree, Rows, chain_parents
+from jaxspec.types import BatchView, Draft, PyTree, chain_parents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,14 +78,14 @@ class Oracle:
     def init(self, shape: EngineShape) -> PyTree:
         """The sequence each seat decodes, -1 if unknown; and the costing drafter's state."""
         return {
-            "sequence": jnp.full((shape.seats,), -1, jnp.int32),
+            "sequence": jnp.full((shape.batch_size,), -1, jnp.int32),
             "cost": self.cost_of.init(shape) if self.cost_of else (),
         }
 
-    def admit(self, shape, params, state, rows: Rows, row) -> PyTree:
-        """Finds the sequence that starts with the seat's prompt."""
+    def admit(self, shape, params, state, rows: BatchView, row) -> PyTree:
+        """Finds the sequence that starts with the row's prompt."""
         table = params["table"]
-        width = min(table.shape[1], shape.capacity)
+        width = min(table.shape[1], shape.max_length)
         index = jnp.arange(width, dtype=jnp.int32)
         prompt = rows.tokens[row, :width]
         same = (table[:, :width] == prompt) | (index >= rows.num_committed[row])
@@ -96,19 +96,19 @@ class Oracle:
             cost = self.cost_of.admit(shape, params["cost"], cost, rows, row)
         return {"sequence": state["sequence"].at[row].set(found), "cost": cost}
 
-    def lag(self, state, rows: Rows) -> jax.Array | None:
+    def lag(self, state, rows: BatchView) -> jax.Array | None:
         """The costing drafter's."""
         return self.cost_of.lag(state["cost"], rows) if self.cost_of else None
 
-    def catch_up(self, shape, params, state, rows: Rows, row) -> PyTree:
+    def catch_up(self, shape, params, state, rows: BatchView, row) -> PyTree:
         """The costing drafter's."""
         if self.cost_of is None:
             return state
         cost = self.cost_of.catch_up(shape, params["cost"], state["cost"], rows, row)
         return {**state, "cost": cost}
 
-    def propose(self, shape: EngineShape, params, state, rows: Rows):
-        """The next recorded tokens, some of them spoilt."""
+    def propose(self, shape: EngineShape, params, state, rows: BatchView):
+        """The next recorded tokens, some of them poisoned."""
         table = params["table"]
         position = rows.num_committed[:, None] + jnp.arange(shape.num_nodes, dtype=jnp.int32)
         sequence = jnp.maximum(state["sequence"], 0)
@@ -132,12 +132,12 @@ class Oracle:
             state = {**state, "cost": cost}
         draft = Draft(
             tokens=jnp.where(known, tokens, 0),
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=num_valid,
         )
         return draft, state
 
-    def commit(self, shape, params, state, rows: Rows, outcome: Outcome) -> PyTree:
+    def commit(self, shape, params, state, rows: BatchView, outcome: RoundInfo) -> PyTree:
         """The costing drafter's."""
         if self.cost_of is None:
             return state

@@ -6,8 +6,8 @@ where `a_j` is the probability that draft j is accepted if those before it are (
 them the round's share of what the drafter reads of prompts. The controller takes the n with the
 highest `E(n) / t(n)`. It measures `a_j` on the rows that are running, forgetting slowly. What a
 round takes is measured once, with the engine's own programs, at a short and at a long context;
-shapes are static, so a round costs the same however many seats are taken. Given those times, the
-same acceptance leads to the same choices.
+shapes are static, so a round costs the same however many rows are taken. Given those times,
+the same acceptance leads to the same choices.
 
 Two things keep it from harm. It drafts, and changes its mind, only for a clear gain. And once plain
 decoding has won, drafts are tried again only when the trial, whatever comes of it, costs a small
@@ -61,8 +61,9 @@ class RoundTimes:
 class Rounds(Protocol):
     """What `measure_round_times` runs: an engine that decodes requests made up for the purpose."""
 
-    def seat(self, prompt_length: int) -> None:
-        """Fills the seats with requests of one token, the first one with so many, and waits."""
+    def fill(self, prompt_length: int) -> None:
+        """Fills the rows of the batch with requests of one token, the first one with so many, and
+        waits."""
         ...
 
     def run(self, draft_length: int, num_rounds: int) -> None:
@@ -90,7 +91,7 @@ def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTime
       longest: draft length.
       room: tokens of the longest prompt.
     """
-    lengths = range(longest, -1, -1)  # plain decoding last: it leaves the drafter behind
+    lengths = range(longest, -1, -1)  # plain decoding last: it leaves the drafter after
     sizes = (1, MEASURED_ROUNDS)
     num_tokens = {length: sum(sizes) * (length + 1) for length in lengths}
     chunk_s: list[float] = []
@@ -105,7 +106,7 @@ def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTime
         for _ in range(MEASUREMENTS):
             for length in lengths:
                 if prompt_length == 1:
-                    rounds.seat(prompt_length)
+                    rounds.fill(prompt_length)
                 for size in sizes:
                     found.setdefault((length, size), []).append(timed(length, size))
             started_s = time.perf_counter()
@@ -119,7 +120,7 @@ def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTime
             for n in range(longest + 1)
         )
 
-    rounds.seat(1)
+    rounds.fill(1)
     for length in lengths:  # compiles
         rounds.run(length, 1)
     rounds.catch_up()
@@ -127,7 +128,7 @@ def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTime
     short_context = max(num_tokens.values()) // 2
     long_context = room - MEASUREMENTS * sum(num_tokens.values())
     if long_context >= WORTH_MEASURING:
-        rounds.seat(long_context)
+        rounds.fill(long_context)
         long_s = measure(long_context)
     return RoundTimes(
         short_context=short_context,
@@ -198,7 +199,7 @@ class DraftLengthController:
         *,
         context: int,
         num_rounds: int,
-        count_unread: Callable[[], int],
+        count_unprefilled: Callable[[], int],
         chunks_per_token: float = 0.0,
     ) -> Choice:
         """The draft length of the next rounds.
@@ -206,8 +207,8 @@ class DraftLengthController:
         Args:
           context: committed tokens of the longest running row.
           num_rounds: most rounds to the next decision.
-          count_unread: chunks that the drafter would have to read first, of all rows; asked only
-            where a trial could be afforded but for them.
+          count_unprefilled: chunks that the drafter would have to read first, of all rows; asked
+            only where a trial could be afforded but for them.
           chunks_per_token: of prompts, that a drafter in use reads for each token that a row emits,
             summed over the rows.
         """
@@ -218,7 +219,7 @@ class DraftLengthController:
             drafting = max(range(1, len(rates)), key=rates.__getitem__)
             more_s = self.times.of(drafting, context) - self.times.of(0, context)
             left_s = TRIAL_SHARE * self._plain_s - TRIAL_ROUNDS * max(more_s, 0.0)
-            self._is_trial = left_s >= 0 and count_unread() * self.times.chunk_s <= left_s
+            self._is_trial = left_s >= 0 and count_unprefilled() * self.times.chunk_s <= left_s
             if not self._is_trial:
                 return Choice(draft_length=0, num_rounds=num_rounds)
             return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
-from jaxspec.decode.buckets import make_ladder
+from jaxspec.decode.buckets import make_buckets
 from jaxspec.decode.loop import LogprobsConfig, SpeculativeLoop
 from jaxspec.decode.plain import PlainLoop
 from jaxspec.decode.settings import (
@@ -30,11 +30,11 @@ from jaxspec.decode.settings import (
     check_exactness,
     home_of,
     longest_prompt,
+    make_admission,
     make_loop,
-    make_seat,
     stop_tokens,
 )
-from jaxspec.decode.sharded import ShardedLoop, check_mesh, seats_per_shard
+from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.adaptive import Choice, DraftLengthController, measure_round_times
 from jaxspec.engine.memory import measure_memory
@@ -63,7 +63,7 @@ from jaxspec.verifiers import Coupled, Verifier
 _log = logging.getLogger(__name__)
 
 ROUNDS_PER_CHUNK = 4  # between two chunks of prompts, and between two pieces of a stream
-LIVE = (Finish.RUNNING, Finish.READING)
+LIVE = (Finish.RUNNING, Finish.PREFILLING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +110,12 @@ class Engine:
     others are being decoded; these may be called by several threads. Requests are taken in the
     order in which they came. With the default scheduler `Continuous()` a row that ends is replaced
     in the next round by one whose prompt has been read already, in rows held besides those in
-    seats; `Static()` decodes batch after batch, each to its end; `Pool()` is EXSPEC's.
+    batch_size; `Static()` decodes batch after batch, each to its end; `Pool()` is EXSPEC's.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
-    engine's shape (`capacity`, `window`, `seats`, `prefill_chunk`, mesh, dtype), not on its
-    neighbours, its seat, the drafter or the draft length. Other verifiers keep what their `promise`
-    says; plain decoding draws as `coupled` does, so sampled tokens differ from theirs.
+    engine's shape (`max_length`, `verify_length`, `batch_size`, `prefill_chunk`, mesh, dtype), not
+    on its neighbours, its row, the drafter or the draft length. Other verifiers keep what their
+    `promise` says; plain decoding draws as `coupled` does, so sampled tokens differ from theirs.
 
     With a `mesh` the engine uses its devices. Each shard of the axis `data` decodes rows of its own
     and shares nothing with the others but the queue; an axis `model` splits heads, feed-forward and
@@ -127,31 +127,31 @@ class Engine:
       drafter: what proposes tokens; None decodes plainly, one token per step.
       scheduler: which rows take part in a round; default `Continuous()`.
       layout: where KV stands in the target's cache. `ragged` never moves any; `aligned` pads rows
-        on the left so that those in seats end at one slot, and moves them after every round, as
+        on the left so that those in the batch end at one slot, and moves them after every round, as
         2510.22876 does. Its output equals the ragged one's except at ties within rounding.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
-      draft_length: tokens proposed per round, 1 to `window - 1`; or `auto`, which chooses between 0
-        and `window - 1` as the rows go on, by their acceptance and by what rounds cost here (see
-        `jaxspec.engine.adaptive`), which is measured before the first request.
+      draft_length: tokens proposed per round, 1 to `verify_length - 1`; or `auto`, which chooses
+        between 0 and `verify_length - 1` as the rows go on, by their acceptance and by what rounds
+        cost here (see `jaxspec.engine.adaptive`), which is measured before the first request.
       exactness: `bitwise` scores every token in a window of one width, so that outputs do not
         depend on drafts to the bit. `ties` scores no more than the drafts need, down to plain steps
         of one token where nothing is drafted: faster, and equal except at ties within rounding.
-      window: T, tokens scored per round, or at most with `ties`; default `draft_length + 1`, and 5
-        with `auto`. Runs that should agree bit for bit must share it.
-      seats: B, rows of a batch; of all data shards together, if there is a mesh. A scheduler's own
-        numbers of rows are of each shard.
-      capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
-        of a row needs `window` slots.
+      verify_length: T, tokens scored per round, or at most with `ties`; default `draft_length + 1`,
+        and 5 with `auto`. Runs that should agree bit for bit must share it.
+      batch_size: B, rows of a batch; of all data shards together, if there is a mesh. A scheduler's
+        own numbers of rows are of each shard.
+      max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
+        round of a row needs `verify_length` slots.
       prefill_chunk: prompt tokens read per call.
       rounds_per_sync: most rounds between two looks of the host.
       max_queue: requests that may wait for a row; `submit` refuses more.
       max_logprobs: log-probabilities kept per token for requests that ask for them, besides the
         emitted token's; None keeps none and costs nothing.
-      logprobs_mode: of the model's own logits (`raw_logprobs`), or of the law that tokens are drawn
-        from (`processed_logprobs`; of a greedy row at temperature 1).
+      logprobs_mode: of the model's own logits (`raw_logprobs`), or of the distribution that tokens
+        are drawn from (`processed_logprobs`; of a greedy row at temperature 1).
       trace: what is recorded for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, one
-        record per drafted token as well; or `laws`, also entropies and overlap of p and q. None
-        records nothing and costs nothing.
+        record per drafted token as well; or `distributions`, also entropies and overlap of p and q.
+        None records nothing and costs nothing.
       check_invariants: run round by round and check after each that KV, padding and positions are
         what `layouts.broken_invariants` says; many times slower, for hunting a fault. A broken one
         raises `AssertionError`.
@@ -160,15 +160,15 @@ class Engine:
 
     Raises:
       SettingError: a setting out of range; a mesh with other axes, or one that does not divide the
-        seats, or the target's KV heads, feed-forward width or vocabulary.
+        batch_size, or the target's KV heads, feed-forward width or vocabulary.
       ModelError: the drafter cannot draft for the target.
 
     Example:
       >>> import jaxspec
       >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
       >>> engine = jaxspec.Engine(
-      ...     target, drafter=jaxspec.DraftModel(draft), draft_length=4, seats=8, capacity=1024
-      ... )
+      ...     target, drafter=jaxspec.DraftModel(draft), draft_length=4, batch_size=8,
+      max_length=1024 ... )
       >>> completions = engine.generate(
       ...     ["Once upon a time", "def main():"],
       ...     jaxspec.SamplingParams(max_tokens=64, ignore_eos=True),
@@ -187,9 +187,9 @@ class Engine:
         layout: Layout = "ragged",
         draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
         exactness: Exactness = "bitwise",
-        window: int | None = None,
-        seats: int = 8,
-        capacity: int = 1024,
+        verify_length: int | None = None,
+        batch_size: int = 8,
+        max_length: int = 1024,
         prefill_chunk: int = 128,
         rounds_per_sync: int = 32,
         max_queue: int = 1024,
@@ -209,8 +209,12 @@ class Engine:
         self.logprobs_mode = logprobs_mode
         self.is_adaptive = draft_length == "auto" and drafter is not None
         if draft_length == "auto":
-            window = DEFAULT_DRAFT_LENGTH + 1 if window is None and drafter is not None else window
-            draft_length = DEFAULT_DRAFT_LENGTH if window is None else window - 1
+            verify_length = (
+                DEFAULT_DRAFT_LENGTH + 1
+                if verify_length is None and drafter is not None
+                else verify_length
+            )
+            draft_length = DEFAULT_DRAFT_LENGTH if verify_length is None else verify_length - 1
         self.draft_length = draft_length if drafter is not None else 0
         self.rounds_per_sync = rounds_per_sync
         self.max_queue = max_queue
@@ -239,22 +243,24 @@ class Engine:
             scheduler=self.scheduler,
             layout=layout,
             draft_length=draft_length,
-            window=window,
-            seats=seats if self.mesh is None else seats_per_shard(seats, self.mesh),
-            capacity=capacity,
+            verify_length=verify_length,
+            batch_size=batch_size
+            if self.mesh is None
+            else batch_size_per_shard(batch_size, self.mesh),
+            max_length=max_length,
             prefill_chunk=prefill_chunk,
             logprobs=logprobs,
             trace=None if trace is None else TraceConfig(level=trace),
         )
         check_exactness(exactness)
-        ladder = {loop.shape.window: loop}
+        ladder = {loop.shape.verify_length: loop}
         if exactness == "ties" and isinstance(loop, SpeculativeLoop):
-            ladder = make_ladder(loop)
-        self.windows = tuple(ladder)
-        self._shard_loop, self._rows_per_shard = loop, loop.held.seats
+            ladder = make_buckets(loop)
+        self.verify_lengths = tuple(ladder)
+        self._shard_loop, self._rows_per_shard = loop, loop.held.batch_size
         self._loop = loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
-        self.shape = dataclasses.replace(loop.shape, seats=seats)
-        self.num_residents = self._loop.held.seats
+        self.shape = dataclasses.replace(loop.shape, batch_size=batch_size)
+        self.num_residents = self._loop.held.batch_size
         self._num_shards = self.num_residents // self._rows_per_shard
         self.memory = measure_memory(self._loop)
         _log.info(self.memory.sentence)
@@ -270,10 +276,10 @@ class Engine:
         whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
 
         def program(
-            what: str, function: Callable, window: int | None = None, **options: Any
+            what: str, function: Callable, verify_length: int | None = None, **options: Any
         ) -> Any:
-            window = self.shape.window if window is None else window
-            name = f"the {what} of {whose}, {seats} seat{'s' * (seats > 1)}, window {window}"
+            verify_length = self.shape.verify_length if verify_length is None else verify_length
+            name = f"the {what} of {whose}, batch {batch_size}, window {verify_length}"
             return Program(jax.jit(function, **options), name)
 
         updating = {"donate_argnums": 1, "out_shardings": home}
@@ -288,17 +294,19 @@ class Engine:
         if check_invariants:
             for width, run in rounds.items():
                 runs[width] = layouts.CheckedRun(
-                    run, window=width, regroups=self.scheduler.regroups
+                    run, verify_length=width, regroups=self.scheduler.regroups
                 )
-        self._run: Any = runs.pop(self.shape.window)
+        self._run: Any = runs.pop(self.shape.verify_length)
         self._narrow_runs = runs
         own = []
         if self.is_adaptive:
             assert not isinstance(self._loop, PlainLoop), "an adaptive engine has a drafter"
-            self._read_prompt = program("target's prefill", self._loop.read_prompt, **updating)
+            self._prefill_target = program(
+                "target's prefill", self._loop.prefill_target, **updating
+            )
             self._catch_up = program("catching up", self._loop.catch_up, **updating)
             self._lag = program("lag", self._loop.lag)
-            own = [self._read_prompt, self._catch_up, self._lag]
+            own = [self._prefill_target, self._catch_up, self._lag]
         self._end_rows = program("cancellation", _end_rows, donate_argnums=0, out_shardings=home)
         self._rounds = tuple(rounds.values())
         self._programs = compilation.numbered(
@@ -333,10 +341,12 @@ class Engine:
     @property
     def exactness(self) -> str:
         """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding:
-        asked for, or the aligned layout), `law` (the target's law) or `lossy`."""
+        asked for, or the aligned layout), `distribution` (the target's distribution) or `lossy`."""
         if self.verifier.is_coupled:
-            return "bitwise" if self.layout == "ragged" and len(self.windows) == 1 else "ties"
-        return "law" if self.verifier.is_lossless else "lossy"
+            return (
+                "bitwise" if self.layout == "ragged" and len(self.verify_lengths) == 1 else "ties"
+            )
+        return "distribution" if self.verifier.is_lossless else "lossy"
 
     @property
     def rounds_by_draft_length(self) -> dict[int, int]:
@@ -347,8 +357,8 @@ class Engine:
 
     def metrics(self) -> dict[str, Any]:
         """Counters of the engine's life, in vLLM's names; any thread may ask (see
-        `telemetry.Metrics.snapshot`). Rows that are running are counted as far as the host last
-        looked."""
+        `telemetry.Metrics.snapshot`). Rows that are running are counted as far as the host
+        last looked."""
         return self._metrics.snapshot()
 
     def describe(self) -> dict[str, Any]:
@@ -362,7 +372,7 @@ class Engine:
             "scheduler": self.scheduler.name,
             "num_residents": self.num_residents,
             "draft_length": "auto" if self.is_adaptive else self.draft_length,
-            "windows": list(self.windows),
+            "verify_lengths": list(self.verify_lengths),
             "exactness": self.exactness,
             "promise": self.verifier.promise,
             "mesh": None if self.mesh is None else dict(self.mesh.shape),
@@ -389,17 +399,17 @@ class Engine:
           params: default `SamplingParams()`; `n` must be 1.
           request_id: a name that no unfinished request has; by default one is made.
           speculate: False decodes plainly; see `generate`.
-          draft_length: instead of the engine's, up to `window - 1`.
+          draft_length: instead of the engine's, up to `verify_length - 1`.
           chat_template: Jinja template for messages instead of the tokenizer's own.
 
         Raises:
-          PromptError: the prompt is empty, malformed or too long for the engine's capacity.
+          PromptError: the prompt is empty, malformed or too long for the engine's max_length.
           SettingError: a parameter out of range.
           QueueFullError: `max_queue` requests are waiting.
           RequestError: the id is taken, or the engine was shut down.
         """
         ticket = self._ticket(
-            prompt, params, request_id, speculate, draft_length, chat_template, is_claimed=False
+            prompt, params, request_id, speculate, draft_length, chat_template, has_consumer=False
         )
         self._enqueue(ticket)
         return ticket.request.request_id
@@ -456,7 +466,7 @@ class Engine:
         decoded alongside. Closing the iterator cancels the request.
         """
         ticket = self._ticket(
-            prompt, params, request_id, speculate, draft_length, chat_template, is_claimed=True
+            prompt, params, request_id, speculate, draft_length, chat_template, has_consumer=True
         )
         ticket.is_streamed = True
         self._enqueue(ticket)
@@ -467,13 +477,13 @@ class Engine:
             is_done = False
             while not is_done:
                 with self._device_lock:
-                    if not ticket.news and ticket.completion is None:
+                    if not ticket.pending_output and ticket.completion is None:
                         self._advance()
-                for output in self._take_news(ticket):
+                for output in self._take_pending_output(ticket):
                     is_done = output.completion is not None
                     yield output
         finally:
-            self._let_go([ticket])
+            self._release([ticket])
 
     async def astream(
         self,
@@ -489,7 +499,7 @@ class Engine:
         share the steps. Waits for a place in the queue where `stream` would refuse.
         """
         ticket = self._ticket(
-            prompt, params, request_id, speculate, draft_length, chat_template, is_claimed=True
+            prompt, params, request_id, speculate, draft_length, chat_template, has_consumer=True
         )
         ticket.is_streamed = True
         while True:
@@ -501,13 +511,13 @@ class Engine:
         try:
             is_done = False
             while not is_done:
-                if not ticket.news and ticket.completion is None:
+                if not ticket.pending_output and ticket.completion is None:
                     await self._step_in_thread()
-                for output in self._take_news(ticket):
+                for output in self._take_pending_output(ticket):
                     is_done = output.completion is not None
                     yield output
         finally:
-            self._let_go([ticket])
+            self._release([ticket])
 
     async def _step_in_thread(self) -> None:
         """A step on another thread; whoever else waits for one shares it."""
@@ -541,7 +551,7 @@ class Engine:
           params: one for all, or one each; default `SamplingParams()`.
           speculate: False decodes plainly: in the same compiled program with every draft marked
             invalid, or with `exactness="ties"` in steps of one token.
-          draft_length: instead of the engine's, up to `window - 1`; compiles nothing.
+          draft_length: instead of the engine's, up to `verify_length - 1`; compiles nothing.
           chat_template: Jinja template for messages instead of the tokenizer's own.
           on_progress: called on the host whenever it looks, every `rounds_per_sync` rounds at the
             least.
@@ -579,7 +589,7 @@ class Engine:
         for request in requests:
             self._check(request)
         tickets = [
-            Ticket(request=request, draft_length=draft_length, is_claimed=True)
+            Ticket(request=request, draft_length=draft_length, has_consumer=True)
             for request in requests
         ]
         order = self.scheduler.order(
@@ -603,7 +613,7 @@ class Engine:
                     num_yielded += 1
                     yield completion
         finally:
-            self._let_go(tickets)
+            self._release(tickets)
 
     def _progress(self, tickets: Sequence[Ticket], started_s: float, first_round: int) -> Progress:
         """Where a call stands."""
@@ -683,16 +693,16 @@ class Engine:
         rows = np.zeros((self._num_shards,), np.int32)
         per_shard, number = self._per_shard(rows), np.int32(0)
         [request] = make_requests([[0]], SamplingParams(), self.target, longest=1)
-        seat = make_seat(request, self._shard_loop, draft_length=0)
+        admission = make_admission(request, self._shard_loop, draft_length=0)
         arguments = {
             self._init: (),
-            self._admit: (self._params, state, number, seat),
+            self._admit: (self._params, state, number, admission),
             self._prefill: (self._params, state, per_shard, per_shard),
             **{run: (self._params, state, number, per_shard) for run in self._rounds},
         }
         if self.is_adaptive:
             arguments |= {
-                self._read_prompt: (self._params, state, per_shard, per_shard),
+                self._prefill_target: (self._params, state, per_shard, per_shard),
                 self._catch_up: (self._params, state, per_shard),
                 self._lag: (state,),
             }
@@ -750,7 +760,7 @@ class Engine:
         draft_length: int | None,
         chat_template: str | None,
         *,
-        is_claimed: bool,
+        has_consumer: bool,
     ) -> Ticket:
         """A single request, checked."""
         params = SamplingParams() if params is None else params
@@ -774,7 +784,7 @@ class Engine:
         return Ticket(
             request=request,
             draft_length=self._draft_length(speculate, draft_length),
-            is_claimed=is_claimed,
+            has_consumer=has_consumer,
             is_interactive=True,
         )
 
@@ -782,7 +792,7 @@ class Engine:
         draft_length = self.draft_length if draft_length is None else draft_length
         if self.drafter is None or not speculate:
             return 0
-        check_draft_length(draft_length, self.shape.window)
+        check_draft_length(draft_length, self.shape.verify_length)
         return draft_length
 
     def _check(self, request: Request) -> None:
@@ -826,8 +836,8 @@ class Engine:
             self._queue.remove(ticket)
             self._finish(ticket, self._aborted(ticket.request, Finish.CANCELLED))
 
-    def _let_go(self, tickets: Sequence[Ticket]) -> None:
-        """Cancels what nobody waits for any more."""
+    def _release(self, tickets: Sequence[Ticket]) -> None:
+        """Cancels what no one waits for any more."""
         with self._lock:
             for ticket in tickets:
                 if ticket.completion is None:
@@ -840,14 +850,14 @@ class Engine:
             self._rows[ticket.row] = None
             ticket.row = None
         self._tickets.pop(ticket.name, None)
-        if not ticket.is_claimed:
+        if not ticket.has_consumer:
             self._finished.append(completion)
 
-    def _take_news(self, ticket: Ticket) -> list[StreamOutput]:
+    def _take_pending_output(self, ticket: Ticket) -> list[StreamOutput]:
         """What a streamed request emitted since the last call."""
-        news, ticket.news = ticket.news, []
+        pending_output, ticket.pending_output = ticket.pending_output, []
         outputs = []
-        for token_ids, text in news:
+        for token_ids, text in pending_output:
             outputs.append(
                 StreamOutput(request_id=ticket.request.request_id, token_ids=token_ids, text=text)
             )
@@ -869,7 +879,7 @@ class Engine:
         try:
             self._end_cancelled()
             self._admit_waiting()
-            self._read_prompts()
+            self._prefill_prompts()
             self._run_rounds()
             self._collect()
         except BaseException:
@@ -895,30 +905,30 @@ class Engine:
                 ticket = self._queue.popleft()
                 self._rows[row], ticket.row = ticket, row
             ticket.arrival = next(self._arrivals)
-            self._seat_request(row, ticket.request, ticket.arrival, ticket.draft_length)
+            self._admit_into(row, ticket.request, ticket.arrival, ticket.draft_length)
 
     def _free_rows(self) -> list[int]:
-        """Rows to give away now, in this order: whatever shard holds the fewest comes next."""
+        """BatchView to give away now, in this order: whatever shard holds the fewest comes next."""
         free = []
         for shard in range(self._num_shards):
             rows = range(shard * self._rows_per_shard, (shard + 1) * self._rows_per_shard)
             empty = [row for row in rows if self._rows[row] is None]
             num_held = len(rows) - len(empty)
-            if self.scheduler.fills_seats or num_held == 0:
+            if self.scheduler.refills_rows or num_held == 0:
                 free += [(num_held + index, row) for index, row in enumerate(empty)]
         return [row for _, row in sorted(free)]
 
-    def _read_prompts(self) -> None:
+    def _prefill_prompts(self) -> None:
         """Reads the prompts of new rows, the oldest first: all of them, or one chunk where rows are
         running whose output somebody awaits."""
-        while self._read_chunk():
+        while self._prefill_chunk():
             if self._is_interactive and self._running:
                 break
 
-    def _read_chunk(self) -> bool:
+    def _prefill_chunk(self) -> bool:
         """Reads a chunk of the oldest prompt that is not read, on each shard; False if there is
         none."""
-        unread = [(row, ticket) for row, ticket in self._held.items() if ticket.num_unread > 0]
+        unread = [(row, ticket) for row, ticket in self._held.items() if ticket.num_unprefilled > 0]
         oldest: dict[int, tuple[int, Ticket]] = {}
         for row, ticket in sorted(unread, key=lambda item: item[1].arrival):
             oldest.setdefault(row // self._rows_per_shard, (row, ticket))
@@ -927,11 +937,11 @@ class Engine:
         # While nothing is drafted the drafter reads nothing either.
         rests = self._controller is not None and self._controller.draft_length == 0
         self._prefill_rows(
-            {row: ticket.num_read for row, ticket in oldest.values()},
-            self._read_prompt if rests else self._prefill,
+            {row: ticket.num_prefilled for row, ticket in oldest.values()},
+            self._prefill_target if rests else self._prefill,
         )
         for _, ticket in oldest.values():
-            ticket.num_read += self.shape.prefill_chunk
+            ticket.num_prefilled += self.shape.prefill_chunk
         return True
 
     def _prefill_rows(self, starts: Mapping[int, int], prefill: Any = None) -> None:
@@ -953,7 +963,7 @@ class Engine:
     def _run_rounds(self) -> None:
         """Decodes until the host has something to do."""
         held = self._held
-        running = [row for row, ticket in held.items() if ticket.num_unread <= 0]
+        running = [row for row, ticket in held.items() if ticket.num_unprefilled <= 0]
         if not running:
             return
         num_rounds, min_running = self.rounds_per_sync, np.ones((self._num_shards,), np.int32)
@@ -964,7 +974,7 @@ class Engine:
             if len(running) < len(held) or any(ticket.is_streamed for ticket in held.values()):
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self._queue:
-            min_running[:] = self.scheduler.min_running(self.shape.seats // self._num_shards)
+            min_running[:] = self.scheduler.min_running(self.shape.batch_size // self._num_shards)
         longest = max(held[row].draft_length for row in running)
         if self._controller is not None and longest > 0:
             num_rounds = self._choose_draft_length(num_rounds)
@@ -972,13 +982,15 @@ class Engine:
             longest = min(longest, self._choice.draft_length)
         self._run_at(longest, num_rounds, min_running)
 
-    def _window_for(self, draft_length: int) -> int:
+    def _verify_length_for(self, draft_length: int) -> int:
         """The narrowest window that there is for so many drafts."""
-        return min(window for window in self.windows if window > draft_length)
+        return min(
+            verify_length for verify_length in self.verify_lengths if verify_length > draft_length
+        )
 
     def _run_at(self, draft_length: int, num_rounds: int, min_running: np.ndarray) -> None:
         """Runs rounds in the narrowest window there is for so many drafts."""
-        run = self._narrow_runs.get(self._window_for(draft_length), self._run)
+        run = self._narrow_runs.get(self._verify_length_for(draft_length), self._run)
         self._state = run(
             self._params, self.state, np.int32(num_rounds), self._per_shard(min_running)
         )
@@ -991,7 +1003,7 @@ class Engine:
     @property
     def _running(self) -> list[Ticket]:
         """Requests whose prompts have been read."""
-        return [ticket for ticket in self._held.values() if ticket.num_unread <= 0]
+        return [ticket for ticket in self._held.values() if ticket.num_unprefilled <= 0]
 
     @property
     def _is_interactive(self) -> bool:
@@ -1018,17 +1030,19 @@ class Engine:
         stopped, unreadable, ended = [], [], []
         for row, ticket in held.items():
             # The loop would be called for ever without decoding such a row.
-            assert finish[row] != Finish.READING or ticket.num_unread > 0, "its prompt was read"
+            assert finish[row] != Finish.PREFILLING or ticket.num_unprefilled > 0, (
+                "its prompt was read"
+            )
             first, last = len(ticket.request.prompt_token_ids), int(num_committed[row])
             ticket.acceptance = Acceptance.of_row(counts, row, num_emitted=last - first)
             output = tokens[row, first:last].tolist() if ticket.reads_output else []
             is_live = finish[row] in LIVE
             try:
-                ticket.look_for_stop(self.target.tokenizer, output)
+                ticket.check_stop_strings(self.target.tokenizer, output)
                 if ticket.stopped is not None:
                     stopped.append(row)
                 elif is_live and ticket.is_streamed:
-                    ticket.note_news(self.target.tokenizer, output)
+                    ticket.buffer_output(self.target.tokenizer, output)
             except Exception:  # of a tokenizer, perhaps the user's own: the others go on
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
                 unreadable.append(row)
@@ -1043,7 +1057,7 @@ class Engine:
             # They ran a few rounds too far; what they emitted there is cut off.
             self._end(stopped, Finish.STOP_STRING)
         if unreadable:
-            self._end(unreadable, Finish.UNREADABLE)
+            self._end(unreadable, Finish.TOKENIZER_ERROR)
         if ended:
             self._harvest(ended)
 
@@ -1071,7 +1085,7 @@ class Engine:
                 completion = complete(finish=finish, stopped=ticket.stopped)
             except Exception:  # of a tokenizer: the tokens are kept, and the others go on
                 _log.exception("the output of request %s cannot be read", request.request_id)
-                completion = complete(finish=Finish.UNREADABLE)
+                completion = complete(finish=Finish.TOKENIZER_ERROR)
             with self._lock:
                 self._finish(ticket, completion)
 
@@ -1084,7 +1098,9 @@ class Engine:
         with self._device_lock:
             if self._controller is None:
                 times = measure_round_times(
-                    _MadeUpRequests(self), longest=self.shape.window - 1, room=self.longest_prompt
+                    _MadeUpRequests(self),
+                    longest=self.shape.verify_length - 1,
+                    room=self.longest_prompt,
                 )
                 self._state = None
                 self._controller = DraftLengthController(times)
@@ -1099,7 +1115,7 @@ class Engine:
         self._choice = self._controller.choose(
             context=self._longest_context,
             num_rounds=num_rounds,
-            count_unread=lambda: sum(map(self._num_chunks, lags().values())),
+            count_unprefilled=lambda: sum(map(self._num_chunks, lags().values())),
             chunks_per_token=sum(
                 self._num_chunks(len(request.prompt_token_ids)) / request.params.max_tokens
                 for request in drafting
@@ -1107,7 +1123,9 @@ class Engine:
         )
         if self._choice.draft_length > 0:
             self._catch_up_rows(lags())
-        if self._window_for(self._choice.draft_length) > 1:  # in a window of one nobody drafts
+        if (
+            self._verify_length_for(self._choice.draft_length) > 1
+        ):  # in a window of one no one drafts
             self._limit_drafts(self._choice.draft_length)
         return self._choice.num_rounds
 
@@ -1122,7 +1140,7 @@ class Engine:
         return {
             row: int(lags[row])
             for row, ticket in self._held.items()
-            if ticket.num_unread <= 0 and ticket.draft_length > 0 and lags[row] > 1
+            if ticket.num_unprefilled <= 0 and ticket.draft_length > 0 and lags[row] > 1
         }
 
     def _catch_up_rows(self, lags: Mapping[int, int]) -> int:
@@ -1172,7 +1190,7 @@ class Engine:
         new = [
             (before[row], ticket.acceptance)
             for row, ticket in held.items()
-            if ticket.draft_length >= choice.draft_length and ticket.num_unread <= 0
+            if ticket.draft_length >= choice.draft_length and ticket.num_unprefilled <= 0
         ]
         num_row_rounds = [now.num_rounds - then.num_rounds for then, now in new]
         positions = range(choice.draft_length)
@@ -1187,15 +1205,17 @@ class Engine:
             ],
         )
 
-    def _seat_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
+    def _admit_into(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
         """Puts a request into a row; its prompt has still to be read."""
-        seat = make_seat(request, self._shard_loop, draft_length=draft_length, arrival=arrival)
-        self._state = self._admit(self._params, self.state, np.int32(row), seat)
+        admission = make_admission(
+            request, self._shard_loop, draft_length=draft_length, arrival=arrival
+        )
+        self._state = self._admit(self._params, self.state, np.int32(row), admission)
 
     def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
         """Puts a request into a row and reads its prompt, past all queues: for those who run rounds
         by themselves."""
-        self._seat_request(row, request, arrival, draft_length)
+        self._admit_into(row, request, arrival, draft_length)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             self._prefill_rows({row: start})
 
@@ -1209,7 +1229,7 @@ class Engine:
         self._metrics.abandon()
         with self._lock:
             for ticket in self._held.values():
-                self._finish(ticket, self._aborted(ticket.request, Finish.LOST))
+                self._finish(ticket, self._aborted(ticket.request, Finish.DEVICE_ERROR))
 
     def _aborted(self, request: Request, finish: Finish) -> Completion:
         """The completion of a request that emitted nothing."""
@@ -1231,57 +1251,57 @@ class Ticket:
     Attributes:
       request: what is decoded.
       draft_length: drafted tokens per round; 0 decodes plainly.
-      is_claimed: somebody holds the ticket and takes the completion from it; otherwise `step`
+      has_consumer: somebody holds the ticket and takes the completion from it; otherwise `step`
         returns it.
       is_interactive: came alone and is awaited; otherwise it is one of a list.
       is_streamed: somebody reads the output as it grows.
-      name: by which it can be cancelled; for one of a list, nobody's.
+      name: by which it can be cancelled; for one of a list, no one's.
       row: it holds on the device, if it does.
       arrival: order among the admitted.
-      num_read: prompt tokens that prefill has been called for.
+      num_prefilled: prompt tokens that prefill has been called for.
       is_cancelled: to be ended at the next step.
       stopped: the stop string found in its output.
       acceptance: at the last look.
       completion: once it has ended.
-      news: token ids and text that a stream has still to hand out.
-      num_streamed: tokens among the news so far.
-      text: of the news so far.
+      pending_output: token ids and text that a stream has still to hand out.
+      num_streamed: tokens among the pending_output so far.
+      text: of the pending_output so far.
     """
 
     request: Request
     draft_length: int
-    is_claimed: bool
+    has_consumer: bool
     is_interactive: bool = False
     is_streamed: bool = False
     name: Hashable = None
     row: int | None = None
     arrival: int = 0
-    num_read: int = 0
+    num_prefilled: int = 0
     is_cancelled: bool = False
     stopped: StopMatch | None = None
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     completion: Completion | None = None
-    news: list[tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=list)
+    pending_output: list[tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=list)
     num_streamed: int = 0
     text: str = ""
 
     @property
-    def num_unread(self) -> int:
+    def num_unprefilled(self) -> int:
         """Prompt tokens left to prefill; the last one is the root of the first round."""
-        return len(self.request.prompt_token_ids) - 1 - self.num_read
+        return len(self.request.prompt_token_ids) - 1 - self.num_prefilled
 
     @property
     def reads_output(self) -> bool:
         """Whether the host reads the output while it grows."""
         return self.is_streamed or bool(self.request.params.stop)
 
-    def look_for_stop(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
+    def check_stop_strings(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
         """Notes the first stop string in the output so far."""
         params = self.request.params
         if params.stop and tokenizer is not None:
             self.stopped = find_stop(tokenizer, output, params.stop, min_tokens=params.min_tokens)
 
-    def note_news(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
+    def buffer_output(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
         """Notes what was emitted since the last look, and how much of its text is final."""
         token_ids = tuple(output[self.num_streamed :])
         if not token_ids:
@@ -1290,7 +1310,7 @@ class Ticket:
         if tokenizer is not None:
             settled = settled_text(tokenizer, output, self.request.params.stop)
             text = settled if settled.startswith(text) else text
-        self.news.append((token_ids, text[len(self.text) :]))
+        self.pending_output.append((token_ids, text[len(self.text) :]))
         self.num_streamed, self.text = len(output), text
 
 
@@ -1319,11 +1339,11 @@ class _MadeUpRequests:
 
     engine: Engine
 
-    def seat(self, prompt_length: int) -> None:
+    def fill(self, prompt_length: int) -> None:
         engine = self.engine
         engine._state = None
-        params = SamplingParams(max_tokens=engine.shape.capacity, ignore_eos=True)
-        for index, row in enumerate(engine._free_rows()[: engine.shape.seats]):
+        params = SamplingParams(max_tokens=engine.shape.max_length, ignore_eos=True)
+        for index, row in enumerate(engine._free_rows()[: engine.shape.batch_size]):
             prompt = (0,) * (prompt_length if index == 0 else 1)
             request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
             engine._admit_request(row, request, index, engine.draft_length)
@@ -1380,5 +1400,5 @@ def _logprobs(
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
     """State in which some rows `[B]` bool, those that have not ended, end with this `Finish`."""
-    is_live = state.is_running | (state.finish == Finish.READING)
+    is_live = state.is_running | (state.finish == Finish.PREFILLING)
     return state.replace(finish=jnp.where(is_ended & is_live, finish, state.finish))

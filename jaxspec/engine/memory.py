@@ -25,7 +25,7 @@ class Memory:
     Attributes:
       num_devices: that hold as much each.
       num_rows: rows that are held; a `model` axis shares them.
-      capacity: slots of a row.
+      max_length: slots of a row.
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
       buffers_bytes: tokens, log-probabilities and all else that is kept per row.
@@ -34,7 +34,7 @@ class Memory:
 
     num_devices: int
     num_rows: int
-    capacity: int
+    max_length: int
     weights_bytes: int
     kv_bytes: int
     buffers_bytes: int
@@ -52,7 +52,7 @@ class Memory:
         free = "" if self.free_bytes is None else f"; {in_units(self.free_bytes)} were free"
         return (
             f"weights {in_units(self.weights_bytes)}, KV {in_units(self.kv_bytes)} and buffers "
-            f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.capacity} slots"
+            f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.max_length} slots"
             f"{each}{free}"
         )
 
@@ -62,10 +62,10 @@ def measure_memory(loop: Loop | ShardedLoop) -> Memory:
 
     Raises:
       SettingError: the state does not fit into the memory that is free; names the largest numbers
-        of seats and of slots that would.
+        of rows and of slots that would.
     """
     held = _of_shard(loop).held
-    kv_bytes, buffers_bytes = _state_bytes(loop, held.seats, held.capacity)
+    kv_bytes, buffers_bytes = _state_bytes(loop, held.batch_size, held.max_length)
     if isinstance(loop, ShardedLoop):
         devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
     else:
@@ -76,8 +76,8 @@ def measure_memory(loop: Loop | ShardedLoop) -> Memory:
         free = [count // len(devices) for count in free]
     memory = Memory(
         num_devices=len(devices),
-        num_rows=held.seats,
-        capacity=held.capacity,
+        num_rows=held.batch_size,
+        max_length=held.max_length,
         weights_bytes=num_bytes(params),
         kv_bytes=kv_bytes,
         buffers_bytes=buffers_bytes,
@@ -125,11 +125,11 @@ def _of_shard(loop: Loop | ShardedLoop) -> Loop:
     return loop.loop if isinstance(loop, ShardedLoop) else loop
 
 
-def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, capacity: int) -> tuple[int, int]:
+def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, max_length: int) -> tuple[int, int]:
     """Bytes of the KV caches, and of all else, in a state of this shape; what one device holds of
     that of a shard, where there are some."""
     of_shard = _of_shard(loop)
-    shape = dataclasses.replace(of_shard.shape, seats=num_rows, capacity=capacity)
+    shape = dataclasses.replace(of_shard.shape, batch_size=num_rows, max_length=max_length)
     state = jax.eval_shape(lambda: of_shard.empty(shape))
     if isinstance(loop, ShardedLoop):
         state = loop.state_of_device(state)
@@ -139,26 +139,26 @@ def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, capacity: int) -> tupl
 
 
 def _does_not_fit(loop: Loop | ShardedLoop, memory: Memory) -> str:
-    """The refusal, with the largest seats and the largest capacity that fit."""
+    """The refusal, with the largest rows and the largest max_length that fit."""
     free = memory.free_bytes
     assert free is not None
     of_shard = _of_shard(loop)
-    scheduler, given = of_shard.scheduler, of_shard.shape.seats
+    scheduler, given = of_shard.scheduler, of_shard.shape.batch_size
     num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
 
-    def fits(seats: int, capacity: int) -> bool:
-        return sum(_state_bytes(loop, scheduler.num_residents(seats), capacity)) <= free
+    def fits(batch_size: int, max_length: int) -> bool:
+        return sum(_state_bytes(loop, scheduler.num_residents(batch_size), max_length)) <= free
 
-    seats = _largest(lambda n: fits(n, memory.capacity), given)
-    blocks = _largest(lambda n: fits(given, n * BLOCK), memory.capacity // BLOCK)
+    batch_size = _largest(lambda n: fits(n, memory.max_length), given)
+    blocks = _largest(lambda n: fits(given, n * BLOCK), memory.max_length // BLOCK)
     advice = []
-    if seats:
-        advice.append(f"{num_shards * seats} seats of this capacity")
+    if batch_size:
+        advice.append(f"a batch_size of {num_shards * batch_size} at this max_length")
     if blocks:
-        advice.append(f"a capacity of {blocks * BLOCK} with these seats")
+        advice.append(f"a max_length of {blocks * BLOCK} at this batch_size")
     return (
-        f"{num_shards * given} seats of capacity {memory.capacity} were given, whose KV and "
-        f"buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
+        f"batch_size {num_shards * given} and max_length {memory.max_length} were given, whose KV "
+        f"and buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
         f"{in_units(memory.weights_bytes)} of weights; "
         + (
             f"the most that fits is {' or '.join(advice)}."

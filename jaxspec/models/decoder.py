@@ -62,7 +62,7 @@ def param_specs(config: ModelConfig, num_shards: int) -> dict[str, Any]:
     """The parameter pytree with each leaf's `PartitionSpec` over a mesh axis `model`.
 
     Attention is split by KV head, the feed-forward by its hidden units, embedding and head by the
-    vocabulary, so that partial results meet only behind attention, feed-forward, embedding and head
+    vocabulary, so that partial results meet only after attention, feed-forward, embedding and head
     (Megatron-LM, 1909.08053). A tied model has a spec for the head that may be kept besides the
     embedding.
 

@@ -36,19 +36,20 @@ class Completion:
       prompt_token_ids: what was decoded from, special prefix included.
       token_ids: the output; the stop token, if one ended it, is its last.
       text: the output without special tokens, or None if the model has no tokenizer.
-      finish_reason: `stop` (a stop token or string), `length` (max_tokens or capacity) or `abort`.
-      stop_reason: the stop token's id, the stop string, `capacity`, `non-finite`, or None.
+      finish_reason: `stop` (a stop token or string), `length` (max_tokens or max_length) or
+        `abort`.
+      stop_reason: the stop token's id, the stop string, `max_length`, `non-finite`, or None.
       acceptance: what became of the drafts; those that a stop string cut off are counted too.
       index: which of the prompt's `n` completions this is.
       seed: of the request's draws; None for a greedy one.
       logprobs: for each output token, log-probabilities by token id: the emitted token's and the
         likeliest ones'; None unless asked for.
-      logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the law
-        that was sampled from), as in vLLM.
+      logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the
+        distribution that was sampled from), as in vLLM.
       origins: `Origin` of each output token.
       pieces: text of each output token, for display; bytes of a split character are shown apart.
       trace: its rounds and drafted tokens, NumPy arrays with rounds first (`Completions.rounds` and
-        `.tokens` make frames of them); None unless the engine records them. Rounds behind a stop
+        `.tokens` make frames of them); None unless the engine records them. Rounds after a stop
         string are in it too.
     """
 
@@ -161,9 +162,10 @@ class Completions(list[Completion]):
     def tokens(self, **columns: Iterable[Any]) -> pandas.DataFrame:
         """A frame with one row per drafted token, rejected ones included.
 
-        p is the law that the row is sampled from, after penalties, temperature and filters. q is
-        the draft model's law at the same settings. A greedy row is traced at temperature 1: p is
-        then the softmax of the model's own logits (penalised, if penalties were asked for).
+        p is the distribution that the row is sampled from, after penalties, temperature and
+        filters. q is the draft model's distribution at the same settings. A greedy row is traced at
+        temperature 1: p is then the softmax of the model's own logits (penalised, if penalties were
+          asked for).
 
         Its columns, whole numbers int32, others fp32 unless stated:
           request_id, index, round: as in `rounds`.
@@ -179,10 +181,10 @@ class Completions(list[Completion]):
           reached: bool, whether its acceptance was decided on: every node above it was kept, and
             the output did not end before it. Conditional acceptance is the mean of `accepted` over
             these.
-          entropy_p, entropy_q: in nats; only with `trace='laws'`.
+          entropy_p, entropy_q: in nats; only with `trace='distributions'`.
           overlap: sum of min(p, q), the probability that rejection sampling keeps a token of q;
-            only with `trace='laws'`. The law of a deterministic drafter is a point mass: entropy 0,
-            and the overlap is p of its token.
+            only with `trace='distributions'`. The distribution of a deterministic drafter is a
+            point mass: entropy 0, and the overlap is p of its token.
 
         Args:
           **columns: as in `rounds`.
@@ -269,13 +271,13 @@ def make_completion(
     trace: Trace | None = None,
 ) -> Completion:
     """The completion of a row that has ended, cut at a stop string if it was `stopped`; without
-    text if it is `Finish.UNREADABLE`."""
+    text if it is `Finish.TOKENIZER_ERROR`."""
     if stopped is not None:
         token_ids = token_ids[: stopped.num_tokens]
         origins = origins[: stopped.num_tokens]
         logprobs = logprobs and logprobs[: stopped.num_tokens]
     text, pieces = None, ()
-    if model.tokenizer is not None and finish != Finish.UNREADABLE:
+    if model.tokenizer is not None and finish != Finish.TOKENIZER_ERROR:
         ended_by_token = finish == Finish.STOP_TOKEN and stopped is None
         text = model.tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
         pieces = tuple(model.tokenizer.pieces(token_ids))
@@ -285,11 +287,11 @@ def make_completion(
         finish_reason, stop_reason = {
             Finish.STOP_TOKEN: ("stop", stop_token),
             Finish.MAX_TOKENS: ("length", None),
-            Finish.CAPACITY: ("length", "capacity"),
+            Finish.MAX_LENGTH: ("length", "max_length"),
             Finish.NON_FINITE: ("abort", "non-finite"),
             Finish.CANCELLED: ("abort", "cancelled"),
-            Finish.LOST: ("abort", "device failure"),
-            Finish.UNREADABLE: ("abort", "tokenizer failure"),
+            Finish.DEVICE_ERROR: ("abort", "device failure"),
+            Finish.TOKENIZER_ERROR: ("abort", "tokenizer failure"),
         }[finish]
     return Completion(
         request_id=request.request_id,

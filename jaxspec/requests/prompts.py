@@ -156,7 +156,7 @@ def sample_prompts() -> list[PromptLine]:
 
 
 def chat_template(name: str | None) -> str | None:
-    """The Jinja template behind `--chat-template`: `vicuna`, or a file; None stays None.
+    """The Jinja template after `--chat-template`: `vicuna`, or a file; None stays None.
 
     Raises:
       PromptError: no such file.

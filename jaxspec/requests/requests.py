@@ -77,8 +77,8 @@ def make_requests(
         ids = prompt_token_ids(prompt, model, name=name, chat_template=chat_template)
         if len(ids) > longest:
             raise PromptError(
-                f"{name} has {len(ids)} tokens, and the engine's capacity leaves room for "
-                f"{longest}; raise the capacity or shorten the prompt."
+                f"{name} has {len(ids)} tokens, and the engine's max_length leaves room for "
+                f"{longest}; raise the max_length or shorten the prompt."
             )
         for token in one.stop_token_ids:
             if not 0 <= token < model.vocab_size:

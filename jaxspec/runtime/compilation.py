@@ -5,8 +5,9 @@ long looks hung. So everything of ours that may take seconds to compile is a `Pr
 function with a name, which says after two seconds what it is that compiles, and at the end how long
 that took and whether the persistent cache held it:
 
-    compiling the decode round of my-model, 8 seats, window 5 (4 of 5) ...
-    compiled the decode round of my-model, 8 seats, window 5 (4 of 5) in 41.3 s (not in the cache)
+    compiling the decode round of my-model, 8 batch_size, window 5 (4 of 5) ...
+    compiled the decode round of my-model, 8 batch_size, window 5 (4 of 5) in 41.3 s (not in the
+    cache)
 
 These are records of the logger `jaxspec.runtime.compilation`, which prints them on standard error
 unless it has been given handlers of its own. It takes what any logger takes:
@@ -80,8 +81,8 @@ class Program:
 
     Args:
       function: as `jax.jit` returns it.
-      name: what it does, and for whom, to go behind "compiling": `the decode round of demo-target,
-        8 seats, window 5`.
+      name: what it does, and for whom, to go after "compiling": `the decode round of demo-target,
+        8 batch_size, window 5`.
       shapes_vary: False for a function that is always called with arguments of the same shapes,
         dtypes and places (what others compile is compiled in silence); True looks at the shapes of
         every call, and is for functions that are called rarely.

@@ -1,7 +1,8 @@
 """The scheduler protocol.
 
-An engine holds `num_residents` rows whose prompts have been read; a round decodes `seats` of them,
-chosen on the device by a table of row numbers, so that no KV is copied when a row joins or leaves.
+An engine holds `num_residents` rows whose prompts have been read; a round decodes `batch_size` of
+them, chosen on the device by a table of row numbers, so that no KV is copied when a row joins or
+leaves.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from jaxspec.types import DecodeState
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """A rule for filling seats.
+    """A rule for filling batch_size.
 
     Attributes:
       name: for reports and the command line.
-      fills_seats: whether a request may join while others are being decoded; otherwise a batch is
+      refills_rows: whether a request may join while others are being decoded; otherwise a batch is
         decoded to its end before the next one is admitted.
       regroups: whether `choose` may replace rows that are still running; otherwise it is asked only
         when a row has ended and another waits.
@@ -32,22 +33,22 @@ class Scheduler(Protocol):
         ...
 
     @property
-    def fills_seats(self) -> bool:  # noqa: D102
+    def refills_rows(self) -> bool:  # noqa: D102
         ...
 
     @property
     def regroups(self) -> bool:  # noqa: D102
         ...
 
-    def num_residents(self, seats: int) -> int:
-        """Rows held by an engine with this many seats, at least as many.
+    def num_residents(self, batch_size: int) -> int:
+        """Rows held by an engine with this many rows, at least as many.
 
         Raises:
           SettingError: fewer were asked for.
         """
         ...
 
-    def min_running(self, seats: int) -> int:
+    def min_running(self, batch_size: int) -> int:
         """While requests are queued, the host admits some when fewer rows than this are running."""
         ...
 
@@ -61,9 +62,9 @@ class Scheduler(Protocol):
         """
         ...
 
-    def choose(self, state: DecodeState, seats: int) -> jax.Array:
-        """`[seats]` int32, distinct rows for the next round; rows that have ended may fill a seat
-        that nobody wants."""
+    def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
+        """`[batch_size]` int32, distinct rows for the next round; rows that have ended may fill a
+        row that no one wants."""
         ...
 
 

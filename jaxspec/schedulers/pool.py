@@ -18,16 +18,18 @@ from jaxspec.types import DecodeState
 @dataclasses.dataclass(frozen=True)
 class Pool:
     """Of a window of resident rows, in order of arrival, the first group of equal length that fills
-    all seats is decoded; without one the first rows of the window, whatever their lengths.
+    all rows of the batch is decoded; without one the first rows of the window, whatever their
+    lengths.
 
     The window is scanned in order of arrival, and the first length that as many rows have as there
-    are seats wins; a smaller group is never decoded alone. Length is what 2510.22876 groups by:
-    padding counts where rows are padded (the `aligned` layout), since rows that are padded to one
-    length need no realignment. Unlike the published code, a row that joins makes no other one's
+    are rows wins; a smaller group is never decoded alone. Length is what 2510.22876 groups
+    by: padding counts where rows are padded (the `aligned` layout), since rows that are padded to
+    one length need no realignment. Unlike the published code, a row that joins makes no other one's
     prompt be read again, and completions come back in input order also when sorted.
 
     Attributes:
-      window_size: resident rows, at least as many as there are seats; the paper takes 32 and 48.
+      window_size: resident rows, at least as many as there are rows; the paper takes 32 and
+        48.
       sort_by_length: admit the requests of an offline list by rising prompt length.
       strategy: `cross_batch` looks for groups; `batch` always takes the first rows of the window.
     """
@@ -36,7 +38,7 @@ class Pool:
     sort_by_length: bool = False
     strategy: Literal["cross_batch", "batch"] = "cross_batch"
     name: str = dataclasses.field(default="pool", init=False)
-    fills_seats: bool = dataclasses.field(default=True, init=False)
+    refills_rows: bool = dataclasses.field(default=True, init=False)
     regroups: bool = dataclasses.field(default=True, init=False)
 
     def __post_init__(self):
@@ -45,16 +47,16 @@ class Pool:
                 f"The strategy {self.strategy!r} was given; it must be cross_batch or batch."
             )
 
-    def num_residents(self, seats: int) -> int:
+    def num_residents(self, batch_size: int) -> int:
         """The window."""
-        if self.window_size < seats:
+        if self.window_size < batch_size:
             raise SettingError(
-                f"A pool of {self.window_size} rows was given for {seats} seats; it must hold at "
-                "least as many rows as a round decodes."
+                f"A pool of {self.window_size} rows was given for a batch_size of {batch_size}; it "
+                "must hold at least as many rows as a round decodes."
             )
         return self.window_size
 
-    def min_running(self, seats: int) -> int:
+    def min_running(self, batch_size: int) -> int:
         """The window is kept full."""
         return self.window_size
 
@@ -63,16 +65,16 @@ class Pool:
         order = input_order(prompt_lengths, max_tokens)
         return sorted(order, key=lambda i: prompt_lengths[i]) if self.sort_by_length else order
 
-    def choose(self, state: DecodeState, seats: int) -> jax.Array:
+    def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
         """Rows of equal length, or else the first that are running."""
         order = by_arrival(state)
         if self.strategy == "batch":
-            return order[:seats]
+            return order[:batch_size]
         length, is_running = lengths(state)[order], state.is_running[order]
         index = jnp.arange(len(order), dtype=jnp.int32)
         # peers[i, j]: row j came no later than row i and has its length.
         peers = (length[:, None] == length) & is_running[:, None] & is_running
         peers &= index <= index[:, None]
-        is_full = jnp.sum(peers, axis=1, dtype=jnp.int32) == seats
+        is_full = jnp.sum(peers, axis=1, dtype=jnp.int32) == batch_size
         is_chosen = jnp.where(jnp.any(is_full), peers[jnp.argmax(is_full)], is_running)
-        return order[jnp.argsort(jnp.where(is_chosen, index, len(order) + index))[:seats]]
+        return order[jnp.argsort(jnp.where(is_chosen, index, len(order) + index))[:batch_size]]

@@ -14,17 +14,17 @@ from jaxspec.types import DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Every resident row has a seat, and keeps it until the whole batch has ended."""
+    """Every resident row has a row, and keeps it until the whole batch has ended."""
 
     name: str = dataclasses.field(default="static", init=False)
-    fills_seats: bool = dataclasses.field(default=False, init=False)
+    refills_rows: bool = dataclasses.field(default=False, init=False)
     regroups: bool = dataclasses.field(default=False, init=False)
 
-    def num_residents(self, seats: int) -> int:
-        """As many as there are seats."""
-        return seats
+    def num_residents(self, batch_size: int) -> int:
+        """As many as there are batch_size."""
+        return batch_size
 
-    def min_running(self, seats: int) -> int:
+    def min_running(self, batch_size: int) -> int:
         """A batch is decoded to its end."""
         return 1
 
@@ -32,6 +32,6 @@ class Static:
         """Consecutive batches, in input order."""
         return input_order(prompt_lengths, max_tokens)
 
-    def choose(self, state: DecodeState, seats: int) -> jax.Array:
+    def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
         """All of them."""
-        return jnp.arange(seats, dtype=jnp.int32)
+        return jnp.arange(batch_size, dtype=jnp.int32)

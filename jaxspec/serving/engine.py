@@ -4,14 +4,14 @@
 compiled functions and a state that it carries itself:
 
     prefilled = engine.prefill(prompt, params)          a row of its own, on any thread, ahead
-    state = engine.insert(prefilled, state, seat)       into the batch, while others are running
-    state, result = engine.generate(state)              one round for every seat
-    state = engine.free(state, seat)                    at any time
+    state = engine.insert(prefilled, state, row)       into the batch, while others are running
+    state, result = engine.generate(state)              one round for every row of the batch
+    state = engine.free(state, row)                    at any time
 
-Here is what a step returns for three seats and a draft length of 3: seat 0 had two drafts accepted,
-seat 1 none, and seat 2 has ended (or nobody sits there):
+Here is what a step returns for three rows and a draft length of 3: row 0 had two drafts
+accepted, row 1 none, and row 2 has ended (or no one sits there):
 
-    seat    tokens          num_new   done
+    row    tokens          num_new   done
     0        7  3  9 -1     3         no
     1       12 -1 -1 -1     1         no
     2       -1 -1 -1 -1     0         yes
@@ -23,12 +23,12 @@ first ones come from the first `generate` after `insert`.
 slot, each with a `valid` flag, may take a token that is not valid for the end of the request:
 JetStream's orchestrator does, as it does a stop token. An adapter that turns `num_new` into such
 flags ends requests at the first rejected draft. It has to hold tokens back instead: keep a queue
-per seat, append `tokens[seat, :num_new[seat]]` after each step, and hand on as many columns as the
-shortest queue of a running seat is long, all of them valid. The width varies from call to call, and
+per row, append `tokens[row, :num_new[row]]` after each step, and hand on as many columns as the
+shortest queue of a running row is long, all of them valid. The width varies from call to call, and
 is at least one, as a running row emits at least one token per round. Seats whose row is `done` hand
 on what is left in their queue, and only then the invalid column that ends them; until then their
-seat is not given away. A stack that needs one width for ever takes a single column per call, and
-the engine is stepped only when the queue of some running seat is empty.
+row is not given away. A stack that needs one width for ever takes a single column per call, and
+the engine is stepped only when the queue of some running row is empty.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ import numpy as np
 from flax import struct
 
 from jaxspec.cache.pages import KVCache, copy_row
-from jaxspec.decode.loop import Seat, note_read, rows_axis
+from jaxspec.decode.loop import Admission, mark_prefilled, rows_axis
 from jaxspec.decode.settings import (
     check_draft_length,
     home_of,
     longest_prompt,
+    make_admission,
     make_loop,
-    make_seat,
 )
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.errors import SettingError
@@ -68,19 +68,19 @@ ONE = np.int32(1)
 
 
 class Prefilled(struct.PyTreeNode, kw_only=True):
-    """A prompt that has been read, ready for a seat of any engine of this shape.
+    """A prompt that has been read, ready for a row of any engine of this shape.
 
     A pytree: it may be moved to other devices, kept, and inserted more than once.
 
     Attributes:
-      seat: the row's settings and tokens.
+      admission: the row's settings and tokens.
       cache: the target's KV of the prompt, in a cache of one row.
       drafter: the drafter's state for one row.
       request: static, what was read; a sampled request's seed is in it.
-      shape: static, the engine's, with one seat.
+      shape: static, the engine's, with one row.
     """
 
-    seat: Seat
+    admission: Admission
     cache: PyTree
     drafter: PyTree
     request: Request = struct.field(pytree_node=False)
@@ -95,7 +95,7 @@ class StepResult(struct.PyTreeNode, kw_only=True):
         ends a row is its last.
       num_new: `[B]` int32, at least 1 for a row that was running and whose scores are finite, 0 for
         the others.
-      done: `[B]` bool, rows that are not running after the round, empty seats among them.
+      done: `[B]` bool, rows that are not running after the round, empty batch_size among them.
       finish: `[B]` int32, `types.Finish`: why.
       num_drafted: `[B]` int32, tokens drafted in this round.
       num_accepted: `[B]` int32, how many of them are among the new tokens. The totals of a row
@@ -114,10 +114,10 @@ class ServingEngine:
     """Compiled functions over a `DecodeState` that the caller holds; the engine itself holds none.
 
     A request's tokens are those of `jaxspec.Engine` with the same settings, bit for bit, whoever
-    sits in the other seats and whenever it was inserted, with the verifiers of which that holds
-    there (`coupled`). Every function is compiled once. `insert`, `generate` and `free` donate the
-    state they are given: go on with the one they return. `prefill` touches no state and may run on
-    another thread while a round runs.
+    sits in the other rows and whenever it was inserted, with the verifiers of which that
+    holds there (`coupled`). Every function is compiled once. `insert`, `generate` and `free` donate
+    the state they are given: go on with the one they return. `prefill` touches no state and may run
+    on another thread while a round runs.
 
     To read prompts on another device, make a second engine with the model's parameters there: a
     `Prefilled` of the same shape fits, and is moved when it is inserted.
@@ -126,11 +126,11 @@ class ServingEngine:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
-      draft_length: tokens proposed per round, 1 to `window - 1`.
+      draft_length: tokens proposed per round, 1 to `verify_length - 1`.
       window: T, tokens scored per round; default `draft_length + 1`.
-      seats: B, rows of the batch.
-      capacity: slots per row for prompt and output, rounded up to a multiple of 128. The last round
-        of a row needs `window` slots. Each `Prefilled` holds a row of them too.
+      batch_size: B, rows of the batch.
+      max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
+        round of a row needs `window` slots. Each `Prefilled` holds a row of them too.
       prefill_chunk: prompt tokens read per call.
 
     Raises:
@@ -140,16 +140,16 @@ class ServingEngine:
     Example:
       >>> import jax, jaxspec
       >>> from jaxspec.serving import ServingEngine
-      >>> engine = ServingEngine(jaxspec.load_model("demo-target"), jaxspec.NGram(), seats=2)
+      >>> engine = ServingEngine(jaxspec.load_model("demo-target"), jaxspec.NGram(), batch_size=2)
       >>> prefilled = engine.prefill("def main():", jaxspec.SamplingParams(max_tokens=24))
-      >>> state = engine.insert(prefilled, engine.init_decode_state(), seat=1)
+      >>> state = engine.insert(prefilled, engine.init_decode_state(), row=1)
       >>> token_ids, is_done = [], False
       >>> while not is_done:
       ...     state, result = engine.generate(state)
       ...     new = jax.device_get(result)
       ...     token_ids += new.tokens[1, : new.num_new[1]].tolist()
       ...     is_done = new.done[1]
-      >>> state = engine.free(state, seat=1)
+      >>> state = engine.free(state, row=1)
       >>> len(token_ids)
       24
     """
@@ -162,8 +162,8 @@ class ServingEngine:
         verifier: Verifier | None = None,
         draft_length: int = 4,
         window: int | None = None,
-        seats: int = 8,
-        capacity: int = 1024,
+        batch_size: int = 8,
+        max_length: int = 1024,
         prefill_chunk: int = 128,
     ):
         use_compilation_cache()
@@ -175,21 +175,21 @@ class ServingEngine:
             verifier=Coupled() if verifier is None else verifier,
             scheduler=Static(),
             draft_length=draft_length,
-            window=window,
-            seats=seats,
-            capacity=capacity,
+            verify_length=window,
+            batch_size=batch_size,
+            max_length=max_length,
             prefill_chunk=prefill_chunk,
         )
         self.shape = self._loop.shape
         self.draft_length = draft_length if drafter is not None else 0
         # A prompt is read by the same functions, in a state of one row.
         self._alone = dataclasses.replace(
-            self._loop, shape=dataclasses.replace(self.shape, seats=1)
+            self._loop, shape=dataclasses.replace(self.shape, batch_size=1)
         )
         self._params = self._loop.params
         self._home = home_of(self._params)
         whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
-        sizes = f"{seats} seat{'s' * (seats > 1)}, window {self.shape.window}"
+        sizes = f"batch {batch_size}, window {self.shape.verify_length}"
 
         def program(what: str, function: Callable, **options: Any) -> Any:
             return Program(jax.jit(function, **options), f"the {what} of {whose}, {sizes}")
@@ -200,7 +200,7 @@ class ServingEngine:
         self._prefill = program("prefill", self._alone.prefill, donate_argnums=1)
         self._insert = program("insertion", self._insert_row, donate_argnums=1)
         self._generate = program("decode round", self._step, donate_argnums=1)
-        self._free = program("freeing of seats", _free_row, donate_argnums=0)
+        self._free = program("freeing of batch_size", _free_row, donate_argnums=0)
         self._programs = compilation.numbered(
             self._init,
             self._init_alone,
@@ -231,19 +231,19 @@ class ServingEngine:
           of each its name, the seconds it took, and whether the persistent cache held it.
         """
         number = np.int32(0)
-        seat = make_seat(
+        admission = make_admission(
             self._make_request([0], SamplingParams(seed=0)), self._loop, draft_length=0
         )
         state, row = (
             compilation.shapes_at(jax.eval_shape(loop.init), self._home)
             for loop in (self._loop, self._alone)
         )
-        # A seat that is inserted has been put where the state is.
-        placed = seat if self._home is None else jax.device_put(seat, self._home)
+        # An admission that is inserted has been put where the state is.
+        placed = admission if self._home is None else jax.device_put(admission, self._home)
         arguments = {
             self._init: (),
             self._init_alone: (),
-            self._admit_alone: (self._params, row, ALONE, seat),
+            self._admit_alone: (self._params, row, ALONE, admission),
             self._prefill: (self._params, row, ALONE, number),
             self._insert: (self._params, state, number, placed, row.cache, row.drafter),
             self._generate: (self._params, state, ONE),
@@ -252,7 +252,7 @@ class ServingEngine:
         return compilation.warm_up(arguments, on_program)
 
     def init_decode_state(self) -> DecodeState:
-        """A state in which every seat is empty."""
+        """A state in which every row of the batch is empty."""
         return self._init()
 
     def prefill(
@@ -271,7 +271,7 @@ class ServingEngine:
           prompt: token ids, text or chat messages.
           params: default `SamplingParams()`. A sampled request without a seed is given one here:
             `Prefilled.request` names it.
-          draft_length: of this row instead of the engine's, up to `window - 1`; 0 decodes it
+          draft_length: of this row instead of the engine's, up to `verify_length - 1`; 0 decodes it
             plainly in the same program, to the same tokens.
 
         Raises:
@@ -285,39 +285,39 @@ class ServingEngine:
         if draft_length is None or self.drafter is None:
             draft_length = self.draft_length
         elif draft_length != 0:
-            check_draft_length(draft_length, self.shape.window)
-        seat = make_seat(request, self._loop, draft_length=draft_length)
-        state = self._admit_alone(self._params, self._init_alone(), ALONE, seat)
+            check_draft_length(draft_length, self.shape.verify_length)
+        admission = make_admission(request, self._loop, draft_length=draft_length)
+        state = self._admit_alone(self._params, self._init_alone(), ALONE, admission)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             state = self._prefill(self._params, state, ALONE, np.int32(start))
         return Prefilled(
-            seat=seat,
+            admission=admission,
             cache=state.cache,
             drafter=state.drafter,
             request=request,
             shape=self._alone.shape,
         )
 
-    def insert(self, prefilled: Prefilled, state: DecodeState, seat: int) -> DecodeState:
-        """`state` (donated) with the prompt in `seat`, from the next round on.
+    def insert(self, prefilled: Prefilled, state: DecodeState, row: int) -> DecodeState:
+        """`state` (donated) with the prompt in `row`, from the next round on.
 
         Its KV is copied on the device, as many blocks of it as are live. Whoever sat there has
         left: nothing of the predecessor is read, nothing has to be cleared.
 
         Raises:
-          SettingError: there is no such seat, or the prompt was read by an engine of another shape.
+          SettingError: there is no such row, or the prompt was read by an engine of another shape.
         """
-        self._check_seat(seat)
+        self._check_row(row)
         if prefilled.shape != self._alone.shape or _form(prefilled) != self._form:
             raise SettingError(
                 "A prompt was inserted that an engine with another model, drafter, verifier, "
-                f"window, capacity or prefill chunk has read ({prefilled.shape}, here "
+                f"window, max_length or prefill chunk has read ({prefilled.shape}, here "
                 f"{self._alone.shape}); read it with an engine of these settings."
             )
-        row = (prefilled.seat, prefilled.cache, prefilled.drafter)
+        parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if self._home is not None:
             row = jax.device_put(row, self._home)  # does nothing to what is there already
-        return self._insert(self._params, state, np.int32(seat), *row)
+        return self._insert(self._params, state, np.int32(row), *parts)
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:
         """`state` (donated) after one round, and what the round did.
@@ -327,16 +327,16 @@ class ServingEngine:
         """
         return self._generate(self._params, state, ONE)
 
-    def free(self, state: DecodeState, seat: int) -> DecodeState:
-        """`state` (donated) with `seat` empty: a row that was running is cancelled.
+    def free(self, state: DecodeState, row: int) -> DecodeState:
+        """`state` (donated) with `row` empty: a row that was running is cancelled.
 
         Seats whose row has ended may also be inserted into right away.
 
         Raises:
-          SettingError: there is no such seat.
+          SettingError: there is no such row.
         """
-        self._check_seat(seat)
-        return self._free(state, np.int32(seat))
+        self._check_row(row)
+        return self._free(state, np.int32(row))
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The one request that a prompt makes, with a seed if it is sampled."""
@@ -345,11 +345,11 @@ class ServingEngine:
         )
         return request
 
-    def _check_seat(self, seat: int) -> None:
-        if not 0 <= seat < self.shape.seats:
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.shape.batch_size:
             raise SettingError(
-                f"Seat {seat} was given, and the engine has {self.shape.seats}; name one from 0 to "
-                f"{self.shape.seats - 1}."
+                f"Row {row} was given, and the engine has {self.shape.batch_size}; name one from 0 "
+                f"to {self.shape.batch_size - 1}."
             )
 
     def _insert_row(
@@ -357,7 +357,7 @@ class ServingEngine:
         params: PyTree,
         state: DecodeState,
         row: jax.Array,
-        seat: Seat,
+        admission: Admission,
         cache: PyTree,
         drafter: PyTree,
     ) -> DecodeState:
@@ -365,13 +365,13 @@ class ServingEngine:
 
         State that a drafter shares among rows stays the batch's own.
         """
-        state = self._loop.admit(params, state, row, seat)
-        state = note_read(state, row, jnp.asarray(seat.length) - 1)
-        is_per_row = rows_axis(self._loop.empty, self.shape, self.shape.seats)
+        state = self._loop.admit(params, state, row, admission)
+        state = mark_prefilled(state, row, jnp.asarray(admission.length) - 1)
+        is_per_row = rows_axis(self._loop.empty, self.shape, self.shape.batch_size)
 
         def take_over(has_rows: bool, leaf, alone):
             if isinstance(leaf, KVCache):
-                return copy_row(leaf, row, alone, jnp.asarray(ALONE), jnp.asarray(seat.length))
+                return copy_row(leaf, row, alone, jnp.asarray(ALONE), jnp.asarray(admission.length))
             return leaf.at[row].set(alone[ALONE]) if has_rows else leaf
 
         cache = jax.tree.map(take_over, is_per_row.cache, state.cache, cache)
@@ -387,7 +387,7 @@ class ServingEngine:
         """
         state = self._loop.run(params, before, one, one)
         num_new = state.num_committed - before.num_committed
-        index = jnp.arange(self.shape.window, dtype=jnp.int32)
+        index = jnp.arange(self.shape.verify_length, dtype=jnp.int32)
         slots = before.num_committed[:, None] + index
         tokens = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
         counts = jax.tree.map(jnp.subtract, state.counts, before.counts)
@@ -403,8 +403,8 @@ class ServingEngine:
 
 
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:
-    """State in which nobody sits in `row`; what is stored there is garbage now."""
-    return state.replace(finish=state.finish.at[row].set(jnp.int32(Finish.EMPTY_SEAT)))
+    """State in which no one sits in `row`; what is stored there is garbage now."""
+    return state.replace(finish=state.finish.at[row].set(jnp.int32(Finish.EMPTY_ROW)))
 
 
 def _form(row: DecodeState | Prefilled) -> tuple[PyTree, Sequence[tuple]]:
@@ -423,7 +423,7 @@ def _refuse_host_settings(params: SamplingParams) -> None:
     if params.stop:
         raise SettingError(
             f"The stop strings {params.stop} were given, and this engine sees tokens only; look "
-            "for them in the text of its output and free the seat, or name stop_token_ids."
+            "for them in the text of its output and free the row, or name stop_token_ids."
         )
     if params.logprobs is not None:
         raise SettingError(

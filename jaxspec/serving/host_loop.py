@@ -30,7 +30,7 @@ def serve(
 ) -> Iterator[tuple[int, str, Finish]]:
     """Yields `(prompt's number, new text, why it ended or RUNNING)` as rows emit tokens.
 
-    A prompt that is refused raises in its turn, when it would be seated; check `prompts` before
+    A prompt that is refused raises in its turn, when it would be active; check `prompts` before
     where others must not suffer.
     """
     tokenizer = engine.target.tokenizer
@@ -39,31 +39,31 @@ def serve(
             f"The model {engine.target.name} has no tokenizer, so its output cannot be printed as "
             "text; name a model that has one."
         )
-    state, seated, coming = engine.init_decode_state(), {}, enumerate(prompts)
+    state, active, coming = engine.init_decode_state(), {}, enumerate(prompts)
     with ThreadPoolExecutor(1) as reader:
         ready = collections.deque()
         while True:
-            # As many prompts are being read, or lie ready, as could be seated at once.
-            for number, prompt in itertools.islice(coming, engine.shape.seats - len(ready)):
+            # As many prompts are being read, or lie ready, as could be active at once.
+            for number, prompt in itertools.islice(coming, engine.shape.batch_size - len(ready)):
                 ready.append((number, reader.submit(engine.prefill, prompt, params)))
-            for seat in [seat for seat in range(engine.shape.seats) if seat not in seated]:
+            for row in [row for row in range(engine.shape.batch_size) if row not in active]:
                 # Nobody waits for a prompt while others could go on.
-                if ready and (ready[0][1].done() or not seated):
+                if ready and (ready[0][1].done() or not active):
                     number, prefilled = ready.popleft()
-                    state = engine.insert(prefilled.result(), state, seat)
-                    seated[seat] = (number, tokenizer.stream())
-            if not seated:
+                    state = engine.insert(prefilled.result(), state, row)
+                    active[row] = (number, tokenizer.stream())
+            if not active:
                 return
             state, result = engine.generate(state)
             result = jax.device_get(result)
-            for seat, (number, stream) in list(seated.items()):
-                finish = Finish(int(result.finish[seat]))
-                new = result.tokens[seat, : result.num_new[seat]].tolist()
+            for row, (number, stream) in list(active.items()):
+                finish = Finish(int(result.finish[row]))
+                new = result.tokens[row, : result.num_new[row]].tolist()
                 text = stream.push(new[:-1] if finish == Finish.STOP_TOKEN else new)
-                if result.done[seat]:
+                if result.done[row]:
                     text += stream.end()
-                    del seated[seat]
-                if text or result.done[seat]:
+                    del active[row]
+                if text or result.done[row]:
                     yield number, text, finish
 
 
@@ -71,7 +71,7 @@ def main(model: str = "demo-target") -> int:
     """Decodes the prompts on standard input, one a line, and prints them as they grow."""
     prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     try:
-        engine = ServingEngine(load_model(model), NGram(), seats=4)
+        engine = ServingEngine(load_model(model), NGram(), batch_size=4)
         for number, text, finish in serve(engine, prompts, SamplingParams(max_tokens=64)):
             ending = "" if finish == Finish.RUNNING else f"  [{finish.name.lower()}]"
             print(f"{number}: {text!r}{ending}", flush=True)

@@ -3,13 +3,13 @@
 Layout and scheduler are settings of the engine (`aligned` with `Static` or `Pool`). What else their
 code does differently stands here, so that a study can switch it on and off:
 
-- `WithoutBonus`: the target's scores behind the last draft are computed and thrown away, so a round
+- `WithoutBonus`: the target's scores after the last draft are computed and thrown away, so a round
   never emits more tokens than it drafted.
 - `BatchMinimum`: every row drafts only as many tokens as the row that is nearest to its end.
 - `RereadingDraftModel`: no draft KV is kept between rounds; each reads the whole context again.
 
 None of them changes an output. What changes outputs there (an end-of-text token looked for in the
-prompt, tokens behind it kept, sorted completions) is not rebuilt, nor is the reading of a whole
+prompt, tokens after it kept, sorted completions) is not rebuilt, nor is the reading of a whole
 batch's prompts again when one row joins.
 """
 
@@ -26,7 +26,7 @@ from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
 from jaxspec.schedulers import Pool, Static
-from jaxspec.types import Draft, Prefix, PyTree, Rows, Verdict, Window
+from jaxspec.types import BatchView, Draft, DraftContext, PyTree, Verdict, Window
 from jaxspec.verifiers import Coupled
 
 
@@ -37,7 +37,7 @@ def eqspec(draft: Model) -> dict[str, Any]:
       >>> import jaxspec
       >>> from jaxspec.bench import published
       >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
-      >>> engine = jaxspec.Engine(target, **published.eqspec(draft), seats=4)
+      >>> engine = jaxspec.Engine(target, **published.eqspec(draft), batch_size=4)
     """
     return {
         "drafter": BatchMinimum(RereadingDraftModel(draft)),
@@ -67,7 +67,9 @@ class WithoutBonus(Coupled):
         """`coupled:without-bonus`."""
         return "coupled:without-bonus"
 
-    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
         """The verdict of `Coupled`, one token shorter after full acceptance."""
         verdict = super().verify(logits, draft, rows, prefix)
         last = jnp.maximum(draft.num_valid - 1, 0)
@@ -87,7 +89,7 @@ class BatchMinimum:
     """Lets a drafter draft, for every row of a round, `min(k, fewest tokens that a row may still
     emit)`; the engine's draft length k must fill its window.
 
-    The last token that a row may emit is drafted too, which is of use to nobody: the target's own
+    The last token that a row may emit is drafted too, which is of use to no one: the target's own
     token would stand there anyway. Only so are the published counts of drafted tokens met.
     """
 
@@ -102,7 +104,7 @@ class BatchMinimum:
         return f"batch-minimum:{self.inner.name}"
 
     def propose(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: Rows
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
     ) -> tuple[Draft, PyTree]:
         """A draft of one length for all rows."""
         remaining = rows.remaining
@@ -129,15 +131,17 @@ class RereadingDraftModel(DraftModel):
         """`rereading:draft_model:NAME`."""
         return f"rereading:{super().name}"
 
-    def lag(self, state: DraftModelState, rows: Rows) -> None:
+    def lag(self, state: DraftModelState, rows: BatchView) -> None:
         """Keeps nothing that could lag."""
         return None
 
-    def catch_up(self, shape, params, state: DraftModelState, rows: Rows, row) -> DraftModelState:
+    def catch_up(
+        self, shape, params, state: DraftModelState, rows: BatchView, row
+    ) -> DraftModelState:
         """Nothing is read before it is needed."""
         return state
 
-    def propose(self, shape, params, state: DraftModelState, rows: Rows):
+    def propose(self, shape, params, state: DraftModelState, rows: BatchView):
         """Reads all but the newest token of every row that drafts, then drafts."""
         is_drafting = rows.draft_limit > 0
         context = jnp.where(is_drafting, rows.num_committed - 1, 0)
@@ -159,10 +163,10 @@ class RereadingDraftModel(DraftModel):
 
         num_chunks = -(-longest // shape.prefill_chunk)
         cache = lax.fori_loop(0, num_chunks, read, state.cache)
-        num_read = longest * jnp.sum(is_drafting, dtype=jnp.int32)
+        num_prefilled = longest * jnp.sum(is_drafting, dtype=jnp.int32)
         state = state.replace(
             cache=cache,
             num_seen=jnp.where(is_drafting, rows.num_committed - 1, state.num_seen),
-            num_positions=state.num_positions + num_read,
+            num_positions=state.num_positions + num_prefilled,
         )
         return super().propose(shape, params, state, rows)

@@ -20,7 +20,7 @@ MODELS = {
 }
 
 # Table 1: exact and partial match with batch-1 plain decoding, per cent, by model and batch size.
-# They compare decoded text, so text behind an EOS token counts as a difference.
+# They compare decoded text, so text after an EOS token counts as a difference.
 EQUIVALENCE: dict[str, dict[tuple[str, int], tuple[float, float]]] = {
     "non-speculative batch (HF)": {
         ("Vicuna", 4): (53.8, 98.2),

@@ -35,7 +35,7 @@ class Schedule:
     Attributes:
       num_rounds: until every row has ended.
       num_rows: rows decoded, summed over rounds.
-      num_grouped_rounds: rounds that filled every seat with rows of one length.
+      num_grouped_rounds: rounds that filled every row of the batch with rows of one length.
       num_grouped_rows: rows decoded that had the length of another row of their round.
     """
 
@@ -46,7 +46,7 @@ class Schedule:
 
     @property
     def grouping_by_calls(self) -> float:
-        """Share of rounds whose seats all held rows of one length, as the paper counts."""
+        """Share of rounds whose rows all held rows of one length, as the paper counts."""
         return self.num_grouped_rounds / self.num_rounds
 
     @property
@@ -69,16 +69,16 @@ def emitted_by_round(origins: Sequence[Origin]) -> tuple[int, ...]:
 def replay_pool(
     rows: Sequence[Row],
     *,
-    seats: int,
+    batch_size: int,
     window_size: int,
     layout: Literal["ragged", "aligned"] = "ragged",
 ) -> Schedule:
-    """EXSPEC's pool (2510.22876, algorithm 2): the first group of `seats` rows of one length in a
-    window of resident rows, or else its first rows.
+    """EXSPEC's pool (2510.22876, algorithm 2): the first group of `batch_size` rows of one length
+    in a window of resident rows, or else its first rows.
 
     Args:
       rows: in order of arrival.
-      seats: rows of a round.
+      batch_size: rows of a round.
       window_size: resident rows; a row that ends is replaced before the next round.
       layout: `aligned` counts padding as length, as the published code does: rows decoded together
         without being a group are padded to the longest of them, and keep that padding.
@@ -92,11 +92,11 @@ def replay_pool(
             window.append(queue.popleft())
         if not window:
             break
-        chosen = _first_group(window, seats) or window[:seats]
+        chosen = _first_group(window, batch_size) or window[:batch_size]
         lengths = collections.Counter(row.length for row in chosen)
         num_rounds += 1
         num_rows += len(chosen)
-        num_grouped_rounds += len(lengths) == 1 and len(chosen) == seats
+        num_grouped_rounds += len(lengths) == 1 and len(chosen) == batch_size
         num_grouped_rows += sum(n for n in lengths.values() if n > 1)
         if layout == "aligned" and len(lengths) > 1:
             longest = max(row.num_committed for row in chosen)
@@ -126,12 +126,12 @@ class _Running:
         self.length += num_emitted
 
 
-def _first_group(window: Sequence[_Running], seats: int) -> list[_Running] | None:
-    """The first `seats` rows of one length, scanning in order of arrival."""
+def _first_group(window: Sequence[_Running], batch_size: int) -> list[_Running] | None:
+    """The first `batch_size` rows of one length, scanning in order of arrival."""
     buckets: dict[int, list[_Running]] = {}
     for row in window:
         bucket = buckets.setdefault(row.length, [])
         bucket.append(row)
-        if len(bucket) == seats:
+        if len(bucket) == batch_size:
             return bucket
     return None

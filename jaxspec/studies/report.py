@@ -212,7 +212,9 @@ def rounds_table(cells: dict[str, Cell]) -> Grid | None:
                     f"{system['num_equal_to_jaxspec']} of {cell['num_prompts']}",
                 )
             )
-        rows.append((size, "ideal, seats refilled at once", str(cell["ideal_rounds"]), *[""] * 6))
+        rows.append(
+            (size, "ideal, batch_size refilled at once", str(cell["ideal_rounds"]), *[""] * 6)
+        )
         rows.append((size, "ideal, static batches", str(cell["ideal_rounds_static"]), *[""] * 6))
     if not rows:
         return None
@@ -222,7 +224,7 @@ def rounds_table(cells: dict[str, Cell]) -> Grid | None:
             "batch",
             "system",
             "rounds",
-            "seats used",
+            "batch_size used",
             "emitted/round",
             "target positions",
             "draft positions",
@@ -740,7 +742,7 @@ figure { margin: 0 0 1.5rem; } figure img { max-width: 100%; }
 <table>{% for name, value in setup %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}
 </table>
 <p>EQSPEC is the aligned layout with static batches, EXSPEC the aligned layout with the same-length
-pool, jaxspec the ragged layout with continuous seats: all run by this package, on this machine.
+pool, jaxspec the ragged layout with continuous batching: all run by this package, on this machine.
 Published figures stand on a tinted ground: {{ published }}.</p>
 {% for caption, data in images %}
 <figure><figcaption><b>{{ caption }}</b></figcaption>

@@ -3,9 +3,9 @@
     python -m jaxspec.studies.study --quick --output study
 
 EQSPEC is the aligned layout with static batches, EXSPEC the aligned layout with the same-length
-pool, and jaxspec's own the ragged layout with continuous seats; all six combinations are run, with
-speculation and without. Every result is a cell, written to the disk as soon as it is known, so an
-interrupted study goes on where it stopped.
+pool, and jaxspec's own the ragged layout with continuous batching; all six combinations are run,
+with speculation and without. Every result is a cell, written to the disk as soon as it is known, so
+an interrupted study goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Decoding:
     Attributes:
       layout: of the target's cache.
       scheduler: a name of `SCHEDULERS`.
-      batch_size: seats.
+      batch_size: batch_size.
       speculates: False decodes plainly, by the window-1 loop.
     """
 
@@ -269,7 +269,7 @@ class Bench:
         return found
 
     def decodings(self, batch_size: int) -> list[Decoding]:
-        """All combinations; a quick study leaves out most that are nobody's, except at batch 8."""
+        """All combinations; a quick study leaves out most that are no one's, except at batch 8."""
         every = [
             Decoding(
                 layout=layout, scheduler=scheduler, batch_size=batch_size, speculates=speculates
@@ -336,8 +336,8 @@ class Bench:
     # ---- what is decoded
 
     def requests(self, batch_size: int) -> list[Request]:
-        """A quick study decodes three times as many requests as there are seats, at least 24; where
-        prompts do not suffice they come again, each time cut by eight more tokens."""
+        """A quick study decodes three times as many requests as there are rows, at least 24;
+        where prompts do not suffice they come again, each time cut by eight more tokens."""
         num = max(24, 3 * batch_size) if self.options.quick else len(self.prompts)
         if self.options.limit is not None:
             num = min(num, self.options.limit)
@@ -351,10 +351,10 @@ class Bench:
     def _as_requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
         # The embedded pair writes on until it is stopped; so do random weights.
         params = SamplingParams(max_tokens=self.options.max_tokens)
-        return make_requests(prompts, params, self.target, longest=self.capacity)
+        return make_requests(prompts, params, self.target, longest=self.max_length)
 
     @property
-    def capacity(self) -> int:
+    def max_length(self) -> int:
         """Room for the longest prompt, its completion, and a window that begins at its end."""
         longest = max(map(len, (*self.prompts, *self.in_file_order)))
         return longest + self.options.max_tokens + self.options.draft_length + 2
@@ -373,7 +373,7 @@ class Bench:
             drafter=drafter,
             layout=decoding.layout,
             scheduler=self.scheduler(decoding.scheduler, decoding.batch_size),
-            seats=decoding.batch_size,
+            batch_size=decoding.batch_size,
         )
 
     def compiled(self, **settings: Any) -> Engine:
@@ -382,7 +382,7 @@ class Bench:
             self.target,
             **settings,
             draft_length=self.options.draft_length,
-            capacity=self.capacity,
+            max_length=self.max_length,
             prefill_chunk=64 if self.options.quick else 128,
         )
         engine.generate([[0, 0]], SamplingParams(max_tokens=2))
@@ -405,7 +405,7 @@ class Bench:
     @functools.cached_property
     def scorer(self) -> Scorer:
         """For judging divergences."""
-        return Scorer(self.target, capacity=self.capacity)
+        return Scorer(self.target, max_length=self.max_length)
 
     # ---- measurements
 
@@ -459,8 +459,8 @@ class Bench:
             "ideal_rounds": list_scheduling(own_rounds, decoding.batch_size),
             "acceptance": total.to_json(),
             "target_positions": {
-                "live": schedule["num_rows"] * shape.window + prompt_tokens,
-                "computed": schedule["num_rounds"] * shape.seats * shape.window
+                "live": schedule["num_rows"] * shape.verify_length + prompt_tokens,
+                "computed": schedule["num_rounds"] * shape.batch_size * shape.verify_length
                 + _chunked(requests, shape.prefill_chunk),
             },
             "equivalence": self.equivalence(requests, completions),
@@ -493,7 +493,7 @@ class Bench:
         assert clock.middle is not None
         parts = time_parts(engine, clock.middle)
         num_rounds = schedule["num_rounds"]
-        num_seatings = {
+        num_regroupings = {
             "static": 0,
             "pool": num_rounds,
             "continuous": len(requests),  # at most: rows that end together are replaced together
@@ -502,13 +502,13 @@ class Bench:
             "draft": num_rounds * parts.get("draft", 0.0),
             "verify": num_rounds * (parts["target"] + parts.get("verify", 0.0)),
             "align": schedule["num_realignments"] * parts["align"],
-            "seat": num_seatings * parts["seat"],
+            "seat": num_regroupings * parts["seat"],
         }
         in_rounds = clock.seconds["rounds"] - sum(seconds.values())
         return {
             "wall_s": wall_s,
             "part_s": parts,
-            "num_seatings": num_seatings,
+            "num_regroupings": num_regroupings,
             "seconds": {
                 **seconds,
                 "rest of the rounds": in_rounds,
@@ -561,14 +561,14 @@ class Bench:
         """Rounds and token-positions on the same few prompts, beside the ideal schedule's."""
         prompts = [prompt[:ROUNDS_PROMPT_TOKENS] for prompt in self.in_file_order[:ROUNDS_PROMPTS]]
         params = SamplingParams(max_tokens=ROUNDS_TOKENS)
-        requests = make_requests(prompts, params, self.target, longest=self.capacity)
+        requests = make_requests(prompts, params, self.target, longest=self.max_length)
         prompt_tokens = sum(len(prompt) - 1 for prompt in prompts)
         systems, outputs, own_rounds = {}, {}, []
         for name, make in self.systems_by_rounds(batch_size).items():
             engine = make()
             before, read_before = _counts(engine), int(engine.state.drafter.num_positions)
             completions = list(engine.run(requests))
-            num_read = int(engine.state.drafter.num_positions) - read_before
+            num_prefilled = int(engine.state.drafter.num_positions) - read_before
             schedule = {key: n - before[key] for key, n in _counts(engine).items()}
             total = Acceptance.total([completion.acceptance for completion in completions])
             outputs[name] = [completion.token_ids for completion in completions]
@@ -580,8 +580,9 @@ class Bench:
                 "acceptance": total.to_json(),
                 "num_drafted": total.num_draft_tokens,
                 "num_committed": committed,
-                "target_positions": schedule["num_rows"] * engine.shape.window + prompt_tokens,
-                "draft_positions": num_read,
+                "target_positions": schedule["num_rows"] * engine.shape.verify_length
+                + prompt_tokens,
+                "draft_positions": num_prefilled,
             }
         assert own_rounds, "jaxspec comes last: the ideal is of its acceptance"
         ours = outputs["jaxspec"]
@@ -612,7 +613,7 @@ class Bench:
             return self.engine(decoding, DraftModel(self.draft))
 
         def make_published(settings: dict[str, Any]) -> Engine:
-            return self.compiled(**settings, seats=batch_size)
+            return self.compiled(**settings, batch_size=batch_size)
 
         pool = {"window_size": max(ROUNDS_PROMPTS, 2 * batch_size)}
         return {
@@ -682,7 +683,9 @@ class Bench:
             for size in sizes
             for window in sorted({size, 16, 32, GROUPING_WINDOW, 96})
             if window >= size
-            for schedule in [replay_pool(histories, seats=size, window_size=window, layout=layout)]
+            for schedule in [
+                replay_pool(histories, batch_size=size, window_size=window, layout=layout)
+            ]
         ]
         return {
             "num_requests": len(rows),
@@ -699,7 +702,7 @@ class Bench:
         """A compiled pool's counters beside the replay's."""
         replayed = replay_pool(
             [Row(prompt_length=first, emitted=tuple(rest)) for first, *rest in cell["rows"]],
-            seats=cell["batch_size"],
+            batch_size=cell["batch_size"],
             window_size=cell["engine"]["num_residents"],
             layout=cell["layout"],
         )

@@ -98,23 +98,23 @@ def time_parts(engine: Engine, state: DecodeState) -> dict[str, float]:
       `draft`, `target` (forward pass and head), `verify` and `commit` of a round (plain decoding
       has `target` only); `align`, a realignment after rows have emitted different numbers of
       tokens (0 in the ragged layout); `seat`, choosing rows, and taking and putting back what is
-      kept per row (0 where every row has a seat).
+      kept per row (0 where every row has a row).
     """
     loop, shape = engine._loop, engine.shape
     assert isinstance(loop, SpeculativeLoop | PlainLoop), "the parts of one device's loop"
     state = engine._run(engine._params, state, np.int32(NUM_ROUNDS_IN), np.int32(1))
     parts: dict[str, Repeated] = {}
     view = state
-    if engine.num_residents > shape.seats:
+    if engine.num_residents > shape.batch_size:
         is_per_row = rows_axis(loop.empty, shape, engine.num_residents)
 
         def seat(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            rows = engine.scheduler.choose(state, shape.seats)
+            rows = engine.scheduler.choose(state, shape.batch_size)
             state = put_rows(state, rows, take_rows(state, rows, is_per_row), is_per_row)
             return state, rows  # something to wait for
 
         parts["seat"] = Repeated(seat, (), (), jax.tree.map(jnp.copy, state))
-        rows = engine.scheduler.choose(state, shape.seats)
+        rows = engine.scheduler.choose(state, shape.batch_size)
         view = take_rows(state, rows, is_per_row)
     if engine.layout == "aligned":
         parts["align"] = _alignment(engine, view)
@@ -133,9 +133,11 @@ def time_parts(engine: Engine, state: DecodeState) -> dict[str, float]:
 def _alignment(engine: Engine, view: DecodeState) -> Repeated:
     """Realigning rows that have emitted 1, 2, ... tokens in turn, and undoing it."""
     shape = engine.shape
-    align = functools.partial(layouts.align, capacity=shape.capacity, window=shape.window)
+    align = functools.partial(
+        layouts.align, max_length=shape.max_length, verify_length=shape.verify_length
+    )
     before = view.num_committed
-    after = before + 1 + jnp.arange(shape.seats, dtype=jnp.int32) % shape.window
+    after = before + 1 + jnp.arange(shape.batch_size, dtype=jnp.int32) % shape.verify_length
 
     def there_and_back(_, lengths: Any, state: DecodeState) -> tuple[DecodeState, jax.Array]:
         for num_committed in lengths:

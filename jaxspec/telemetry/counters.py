@@ -123,7 +123,7 @@ class Metrics:
             self._running = Acceptance.total(running)
 
     def abandon(self) -> None:
-        """Keeps what running rows have done, which nobody will finish."""
+        """Keeps what running rows have done, which no one will finish."""
         with self._lock:
             self._ended += self._running
             self._running = Acceptance()

@@ -58,12 +58,12 @@ def tokens_frame(
     lengths = [len(part["node"]) for part in parts]
     fields = {}
     for name, dtype in _TOKEN_COLUMNS.items():
-        if name not in _LAW_COLUMNS or (parts and all(name in part for part in parts)):
+        if name not in _DISTRIBUTION_COLUMNS or (parts and all(name in part for part in parts)):
             fields[name] = _joined([part[name] for part in parts], dtype)
     return _frame(requests, lengths, fields, columns)
 
 
-_LAW_COLUMNS = ("entropy_p", "entropy_q", "overlap")
+_DISTRIBUTION_COLUMNS = ("entropy_p", "entropy_q", "overlap")
 _TOKEN_COLUMNS = {
     "round": np.int32,
     "node": np.int32,
@@ -76,7 +76,7 @@ _TOKEN_COLUMNS = {
     "rank": np.int32,
     "accepted": np.bool_,
     "reached": np.bool_,
-    **dict.fromkeys(_LAW_COLUMNS, np.float32),
+    **dict.fromkeys(_DISTRIBUTION_COLUMNS, np.float32),
 }
 
 
@@ -103,7 +103,7 @@ def _tokens_of(trace: Trace) -> dict[str, np.ndarray]:
         is_root = parent[:, n] < 0
         depth[:, n] = np.where(is_root, 1, depth[each, above] + 1)
         is_after_kept[:, n] = is_root | is_accepted[each, above]
-    # What stands behind a token that ended the output was never judged.
+    # What stands after a token that ended the output was never judged.
     is_reached = is_after_kept & (depth <= np.asarray(rounds.emitted)[:, None])
     columns = {
         "round": np.broadcast_to(np.arange(num_rounds, dtype=np.int32)[:, None], node.shape),
@@ -118,8 +118,8 @@ def _tokens_of(trace: Trace) -> dict[str, np.ndarray]:
         "accepted": is_accepted,
         "reached": is_reached,
     }
-    if trace.laws is not None:
-        columns |= {name: getattr(trace.laws, name) for name in _LAW_COLUMNS}
+    if trace.distributions is not None:
+        columns |= {name: getattr(trace.distributions, name) for name in _DISTRIBUTION_COLUMNS}
     return {name: np.asarray(values)[is_drafted] for name, values in columns.items()}
 
 
@@ -128,7 +128,7 @@ def _traces(requests: Sequence[TracedRequest]) -> list[Trace]:
     if len(traces) < len(requests):
         raise SettingError(
             f"{len(requests) - len(traces)} of {len(requests)} completions have no trace; make the "
-            "engine with trace='rounds', 'tokens' or 'laws'."
+            "engine with trace='rounds', 'tokens' or 'distributions'."
         )
     return traces
 

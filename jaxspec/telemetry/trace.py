@@ -17,12 +17,12 @@ import numpy as np
 from jaxspec import sampling
 from jaxspec.errors import SettingError
 from jaxspec.types import (
+    BatchView,
     DecodeState,
+    DistributionTrace,
     Draft,
-    LawTrace,
-    Prefix,
+    DraftContext,
     RoundTrace,
-    Rows,
     TokenTrace,
     Trace,
     Verdict,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     pass
 
 
-TraceLevel: TypeAlias = Literal["rounds", "tokens", "laws"]
-LEVELS: tuple[TraceLevel, ...] = ("rounds", "tokens", "laws")
+TraceLevel: TypeAlias = Literal["rounds", "tokens", "distributions"]
+LEVELS: tuple[TraceLevel, ...] = ("rounds", "tokens", "distributions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class TraceConfig:
     """What the loop records.
 
     Each level holds those before it; with S slots and N draft nodes a row takes, in bytes,
-    `24 S` (rounds), `19 S N` more (tokens) and `12 S N` more (laws).
+    `24 S` (rounds), `19 S N` more (tokens) and `12 S N` more (distributions).
 
     Attributes:
-      level: `rounds`; `tokens`, one record per drafted token; or `laws`, with entropies and overlap
-        of p and q.
+      level: `rounds`; `tokens`, one record per drafted token; or `distributions`, with entropies
+        and overlap of p and q.
     """
 
     level: TraceLevel
@@ -53,8 +53,8 @@ class TraceConfig:
     def __post_init__(self):
         if self.level not in LEVELS:
             raise SettingError(
-                f"trace {self.level!r} was given; it must be 'rounds', 'tokens' or 'laws', or None "
-                "to record nothing."
+                f"trace {self.level!r} was given; it must be 'rounds', 'tokens' or "
+                "'distributions', or None to record nothing."
             )
 
     @property
@@ -63,9 +63,9 @@ class TraceConfig:
         return self.level != "rounds"
 
     @property
-    def has_laws(self) -> bool:
+    def has_distributions(self) -> bool:
         """Whether entropies and overlap are recorded."""
-        return self.level == "laws"
+        return self.level == "distributions"
 
 
 def empty_trace(
@@ -81,7 +81,7 @@ def empty_trace(
     def of_nodes(dtype=jnp.float32) -> jax.Array:
         return jnp.zeros((num_rows, num_rounds, num_nodes), dtype)
 
-    tokens = laws = None
+    tokens = distributions = None
     if config.has_tokens:
         tokens = TokenTrace(
             token_id=of_nodes(jnp.int32),
@@ -91,8 +91,10 @@ def empty_trace(
             logprob_q=of_nodes(),
             rank=of_nodes(jnp.int32),
         )
-    if config.has_laws:
-        laws = LawTrace(entropy_p=of_nodes(), entropy_q=of_nodes(), overlap=of_nodes())
+    if config.has_distributions:
+        distributions = DistributionTrace(
+            entropy_p=of_nodes(), entropy_q=of_nodes(), overlap=of_nodes()
+        )
     rounds = RoundTrace(
         engine_round=of_rounds(),
         context_length=of_rounds(),
@@ -101,7 +103,7 @@ def empty_trace(
         accepted=of_rounds(),
         emitted=of_rounds(),
     )
-    return Trace(rounds=rounds, tokens=tokens, laws=laws)
+    return Trace(rounds=rounds, tokens=tokens, distributions=distributions)
 
 
 def record_round(
@@ -112,8 +114,8 @@ def record_round(
     logits: jax.Array,
     draft: Draft,
     verdict: Verdict,
-    rows: Rows,
-    prefix: Prefix,
+    rows: BatchView,
+    prefix: DraftContext,
     depth: jax.Array,
     is_chain: bool,
 ) -> Trace:
@@ -141,7 +143,7 @@ def record_round(
         accepted=num_kept,
         emitted=num_emitted,
     )
-    tokens = laws = None
+    tokens = distributions = None
     if config.has_tokens:
         is_kept = node < num_kept[:, None]  # by depth along the path
         is_accepted = jnp.any((verdict.path[..., None] == node) & is_kept[..., None], axis=1)
@@ -155,14 +157,15 @@ def record_round(
             return jnp.take_along_axis(values, entry[..., None], axis=1)
 
         scores = before_nodes(sampling.adjust(logits, rows, prefix))
-        p = jax.nn.log_softmax(sampling.law_logits(scores, rows.sampling), axis=-1)
+        p = jax.nn.log_softmax(sampling.filtered_logits(scores, rows.sampling), axis=-1)
         score = _of_tokens(scores, draft.tokens)[..., None]
-        has_law = None
+        has_probs = None
         logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
         if draft.q is not None:
-            # A drafter may leave the law of a greedy row zero: that draft is deterministic too.
-            has_law = jnp.sum(draft.q, axis=-1) > 0
-            logprob_q = jnp.where(has_law, jnp.log(_of_tokens(draft.q, draft.tokens)), jnp.nan)
+            # A drafter may leave the distribution of a greedy row zero: that draft is deterministic
+            # too.
+            has_probs = jnp.sum(draft.q, axis=-1) > 0
+            logprob_q = jnp.where(has_probs, jnp.log(_of_tokens(draft.q, draft.tokens)), jnp.nan)
         tokens = TokenTrace(
             token_id=draft.tokens,
             parent=draft.parents.astype(jnp.int16),
@@ -171,9 +174,11 @@ def record_round(
             logprob_q=logprob_q,
             rank=1 + jnp.sum(scores > score, axis=-1, dtype=jnp.int32),
         )
-        if config.has_laws:
-            laws = _compare_laws(p, draft, has_law)
-    return _write(state, Trace(rounds=rounds, tokens=tokens, laws=laws), num_emitted)
+        if config.has_distributions:
+            distributions = _compare_distributions(p, draft, has_probs)
+    return _write(
+        state, Trace(rounds=rounds, tokens=tokens, distributions=distributions), num_emitted
+    )
 
 
 def _of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -181,21 +186,23 @@ def _of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, tokens[..., None], axis=2)[..., 0]
 
 
-def _compare_laws(log_p: jax.Array, draft: Draft, has_law: jax.Array | None) -> LawTrace:
+def _compare_distributions(
+    log_p: jax.Array, draft: Draft, has_probs: jax.Array | None
+) -> DistributionTrace:
     """Entropies and overlap of p, given by its logarithm `[B, N, V]`, and the draft's q."""
     p = jnp.exp(log_p)
-    of_point_mass = LawTrace(
+    of_point_mass = DistributionTrace(
         entropy_p=-jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=-1),
         entropy_q=jnp.zeros(draft.tokens.shape, jnp.float32),
         overlap=_of_tokens(p, draft.tokens),
     )
-    if draft.q is None or has_law is None:
+    if draft.q is None or has_probs is None:
         return of_point_mass
     q = draft.q
     log_q = jnp.log(jnp.where(q > 0, q, 1))
     return of_point_mass.replace(
         entropy_q=-jnp.sum(q * log_q, axis=-1),
-        overlap=jnp.where(has_law, jnp.sum(jnp.minimum(p, q), axis=-1), of_point_mass.overlap),
+        overlap=jnp.where(has_probs, jnp.sum(jnp.minimum(p, q), axis=-1), of_point_mass.overlap),
     )
 
 
@@ -235,7 +242,11 @@ def _write(state: DecodeState, new: Trace, num_emitted: jax.Array) -> Trace:
 
     written = {
         name: jax.tree.map(put, getattr(trace, name), part)
-        for name, part in (("rounds", new.rounds), ("tokens", new.tokens), ("laws", new.laws))
+        for name, part in (
+            ("rounds", new.rounds),
+            ("tokens", new.tokens),
+            ("distributions", new.distributions),
+        )
         if part is not None
     }
     return trace.replace(**written)

@@ -231,7 +231,8 @@ def distillation_loss(
     *,
     total_variation_weight: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss against the teacher's law p and the acceptance rate, both means over `weights` `[B, T]`.
+    """Loss against the teacher's distribution p and the acceptance rate, both means over `weights`
+    `[B, T]`.
 
     The loss mixes KL(p || q) with the total variation distance, which is one minus the acceptance
     rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec, 2310.08461).
@@ -599,7 +600,7 @@ def _initial_state(
     fingerprint: dict[str, Any],
     is_resumed: bool,
 ) -> tuple[TrainState, int]:
-    """The state to start from and the steps it has behind it."""
+    """The state to start from and the steps it has after it."""
 
     def init():
         params = decoder.init_params(model, jax.random.key(config.seed), jnp.float32)

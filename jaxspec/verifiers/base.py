@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
-from jaxspec.types import Draft, Prefix, Rows, Verdict
+from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 
 
 @runtime_checkable
@@ -16,10 +16,10 @@ class Verifier(Protocol):
     Attributes:
       name: for reports and the command line.
       promise: what its output is, in words.
-      is_lossless: whether the output follows the target's law.
+      is_lossless: whether the output follows the target's distribution.
       is_coupled: whether the output is plain decoding's, token for token.
       is_noise_shared: whether sampling drafters should draw with the target's noise.
-      needs_draft_law: whether a sampling drafter must hand over `Draft.q`.
+      needs_draft_probs: whether a sampling drafter must hand over `Draft.q`.
       takes_trees: whether drafts may be trees; otherwise chains only.
     """
 
@@ -44,14 +44,16 @@ class Verifier(Protocol):
         ...
 
     @property
-    def needs_draft_law(self) -> bool:  # noqa: D102
+    def needs_draft_probs(self) -> bool:  # noqa: D102
         ...
 
     @property
     def takes_trees(self) -> bool:  # noqa: D102
         ...
 
-    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
         """The verdict on a draft.
 
         Args:

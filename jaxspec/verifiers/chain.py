@@ -1,4 +1,5 @@
-"""What the chain rules have in common: laws of the nodes, and the verdict of an accepted length."""
+"""What the chain rules have in common: distributions of the nodes, and the verdict of an accepted
+length."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from flax import struct
 from jax import lax
 
 from jaxspec import sampling
-from jaxspec.types import Draft, Prefix, Rows, Verdict
+from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.coupled import follow
 
 
-class ChainLaws(struct.PyTreeNode, kw_only=True):
-    """Laws along a drafted chain, fp32.
+class ChainDistributions(struct.PyTreeNode, kw_only=True):
+    """Distributions along a drafted chain, fp32.
 
     Attributes:
       p: `[B, N + 1, V]`, the target's, before each node and after the last.
-      q: `[B, N + 1, V]`, the law each node was drawn from; zero where there is no node, so that the
-        residual of a fully accepted draft is p itself.
+      q: `[B, N + 1, V]`, the distribution each node was drawn from; zero where there is no node, so
+        that the residual of a fully accepted draft is p itself.
       p_token: `[B, N]`, p of each drafted token.
       q_token: `[B, N]`, q of each drafted token; 1 where there is no node.
       is_node: `[B, N]` bool.
@@ -34,18 +35,18 @@ class ChainLaws(struct.PyTreeNode, kw_only=True):
     is_node: jax.Array
 
 
-Accept = Callable[[ChainLaws, jax.Array], tuple[jax.Array, jax.Array]]
+Accept = Callable[[ChainDistributions, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def verify_chain(
-    accept: Accept, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix
+    accept: Accept, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
 ) -> Verdict:
     """The verdict of a chain rule; rows of temperature 0 follow the arg max instead.
 
     Args:
-      accept: from the laws and one uniform draw per node, `[B, N]`, to the number of accepted nodes
-        `[B]` and the weights `[B, V]` from which the next token is drawn; the target's law is used
-        where they are all zero (possible by rounding only).
+      accept: from the distributions and one uniform draw per node, `[B, N]`, to the number of
+        accepted nodes `[B]` and the weights `[B, V]` from which the next token is drawn; the
+        target's distribution is used where they are all zero (possible by rounding only).
     """
     num_rows, num_nodes = draft.tokens.shape
     chex.assert_shape(logits, (num_rows, num_nodes + 1, None))
@@ -53,11 +54,11 @@ def verify_chain(
     is_sampled = rows.sampling.temperature > 0
 
     def sampled() -> Verdict:
-        laws = chain_laws(sampling.law(logits, rows, prefix), draft)
+        distributions = chain_distributions(sampling.distribution(logits, rows, prefix), draft)
         node = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), draft.tokens.shape)
         draws = sampling.uniform(sampling.round_keys(rows, node, sampling.Stream.ACCEPT))
-        num_accepted, weights = accept(laws, draws)
-        of_target = at_node(laws.p, num_accepted)
+        num_accepted, weights = accept(distributions, draws)
+        of_target = at_node(distributions.p, num_accepted)
         weights = jnp.where(jnp.any(weights > 0, axis=1, keepdims=True), weights, of_target)
         keys = sampling.round_keys(rows, num_accepted[:, None], sampling.Stream.RESIDUAL)
         next_token = sampling.draw_weighted(keys[:, 0], weights)
@@ -77,19 +78,20 @@ def verify_chain(
     return lax.cond(jnp.any(is_sampled), sampled, lambda: verdict)
 
 
-def greedy_rows(rows: Rows) -> Rows:
+def greedy_rows(rows: BatchView) -> BatchView:
     """The same rows at temperature 0."""
     cold = jnp.zeros_like(rows.sampling.temperature)
     return rows.replace(sampling=rows.sampling.replace(temperature=cold))
 
 
-def chain_laws(p: jax.Array, draft: Draft) -> ChainLaws:
-    """Laws of a draft; one without q is deterministic, and its q a point mass on each token."""
+def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
+    """Distributions of a draft; one without q is deterministic, and its q a point mass on each
+    token."""
     num_nodes = draft.tokens.shape[1]
     is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
     q = jax.nn.one_hot(draft.tokens, p.shape[2], dtype=jnp.float32) if draft.q is None else draft.q
     q = jnp.where(is_node[..., None], q, 0)
-    return ChainLaws(
+    return ChainDistributions(
         p=p,
         q=jnp.pad(q, ((0, 0), (0, 1), (0, 0))),
         p_token=_of_tokens(p[:, :num_nodes], draft.tokens),

@@ -3,8 +3,8 @@
 Each draw is keyed by the request and the position, so the output is what the target would have
 drawn alone, token for token, whatever was drafted, chain or tree. At temperature 0 the draw is the
 arg max: greedy verification (Leviathan et al., 2211.17192). A drafter that samples should do so
-with the same noise: then it proposes the token that the target will draw wherever their laws are
-close.
+with the same noise: then it proposes the token that the target will draw wherever their
+distributions are close.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.sampling import choose
-from jaxspec.types import Draft, Prefix, Rows, Verdict
+from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Coupled:
     is_noise_shared: bool = True
     is_lossless: bool = dataclasses.field(default=True, init=False)
     is_coupled: bool = dataclasses.field(default=True, init=False)
-    needs_draft_law: bool = dataclasses.field(default=False, init=False)
+    needs_draft_probs: bool = dataclasses.field(default=False, init=False)
     takes_trees: bool = dataclasses.field(default=True, init=False)
     promise: str = dataclasses.field(
         default="the target's own tokens, bit for bit, at any temperature", init=False
@@ -42,7 +42,9 @@ class Coupled:
         """`coupled`, or `coupled:independent`."""
         return "coupled" if self.is_noise_shared else "coupled:independent"
 
-    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
         """Follows the drafts that the target draws."""
         return follow(choose(logits, rows, prefix), draft)
 

@@ -10,33 +10,40 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec.types import Draft, Prefix, Rows, Verdict
-from jaxspec.verifiers.chain import ChainLaws, at_node, verify_chain
+from jaxspec.types import BatchView, Draft, DraftContext, Verdict
+from jaxspec.verifiers.chain import ChainDistributions, at_node, verify_chain
 
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
     """Accepts a drafted token x with probability min(1, p(x) / q(x)); on rejection the next token
-    comes from the residual law, norm(max(p - q, 0))."""
+    comes from the residual distribution, norm(max(p - q, 0))."""
 
     name: str = dataclasses.field(default="rejection", init=False)
     promise: str = dataclasses.field(
-        default="tokens of the target's law (greedy rows: the target's own tokens)", init=False
+        default="tokens of the target's distribution (greedy rows: the target's own tokens)",
+        init=False,
     )
     is_lossless: bool = dataclasses.field(default=True, init=False)
     is_coupled: bool = dataclasses.field(default=False, init=False)
     is_noise_shared: bool = dataclasses.field(default=False, init=False)
-    needs_draft_law: bool = dataclasses.field(default=True, init=False)
+    needs_draft_probs: bool = dataclasses.field(default=True, init=False)
     takes_trees: bool = dataclasses.field(default=False, init=False)
 
-    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
         """Accepts the leading drafts that pass their test."""
         return verify_chain(accept_leading, logits, draft, rows, prefix)
 
 
-def accept_leading(laws: ChainLaws, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Number of leading nodes with `u q < p`, and the residual behind them."""
-    passes = (draws * laws.q_token < laws.p_token) & laws.is_node
+def accept_leading(
+    distributions: ChainDistributions, draws: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Number of leading nodes with `u q < p`, and the residual after them."""
+    passes = (draws * distributions.q_token < distributions.p_token) & distributions.is_node
     num_accepted = jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
-    residual = jnp.maximum(at_node(laws.p, num_accepted) - at_node(laws.q, num_accepted), 0)
+    residual = jnp.maximum(
+        at_node(distributions.p, num_accepted) - at_node(distributions.q, num_accepted), 0
+    )
     return num_accepted, residual

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import SettingError
-from jaxspec.types import Draft, Prefix, Rows, Verdict
-from jaxspec.verifiers.chain import ChainLaws, at_node, verify_chain
+from jaxspec.types import BatchView, Draft, DraftContext, Verdict
+from jaxspec.verifiers.chain import ChainDistributions, at_node, verify_chain
 
 
 @dataclasses.dataclass(frozen=True)
 class Typical:
     """Accepts drafted tokens that the target finds likely enough: `p(x) > min(epsilon, delta
-    exp(-H(p)))`. **Lossy:** the output does not follow the target's law (greedy rows do).
+    exp(-H(p)))`. **Lossy:** the output does not follow the target's distribution (greedy rows do).
 
     Attributes:
       epsilon: probability above which any token is accepted.
@@ -26,12 +26,12 @@ class Typical:
     delta: float = 0.3
     name: str = dataclasses.field(default="typical (lossy)", init=False)
     promise: str = dataclasses.field(
-        default="lossy: tokens that the target finds typical, not its law", init=False
+        default="lossy: tokens that the target finds typical, not its distribution", init=False
     )
     is_lossless: bool = dataclasses.field(default=False, init=False)
     is_coupled: bool = dataclasses.field(default=False, init=False)
     is_noise_shared: bool = dataclasses.field(default=False, init=False)
-    needs_draft_law: bool = dataclasses.field(default=False, init=False)
+    needs_draft_probs: bool = dataclasses.field(default=False, init=False)
     takes_trees: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
@@ -42,15 +42,19 @@ class Typical:
                     "on probabilities."
                 )
 
-    def verify(self, logits: jax.Array, draft: Draft, rows: Rows, prefix: Prefix) -> Verdict:
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
         """Accepts the leading drafts that are typical."""
         return verify_chain(self._accept, logits, draft, rows, prefix)
 
-    def _accept(self, laws: ChainLaws, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
-        before = laws.p[:, :-1]
+    def _accept(
+        self, distributions: ChainDistributions, draws: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        before = distributions.p[:, :-1]
         surprise = jnp.where(before > 0, -jnp.log(jnp.where(before > 0, before, 1)), 0)
         entropy = jnp.sum(before * surprise, axis=2)
         threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
-        passes = (laws.p_token > threshold) & laws.is_node
+        passes = (distributions.p_token > threshold) & distributions.is_node
         num_accepted = jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
-        return num_accepted, at_node(laws.p, num_accepted)
+        return num_accepted, at_node(distributions.p, num_accepted)

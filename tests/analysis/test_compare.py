@@ -27,7 +27,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def drafters(target):
-    plain = Engine(target, seats=2, capacity=128).generate(PROMPTS, GREEDY)
+    plain = Engine(target, batch_size=2, max_length=128).generate(PROMPTS, GREEDY)
     known = toy.sequences(plain)
     return {
         "none": None,
@@ -37,7 +37,12 @@ def drafters(target):
 
 
 def run(target, drafters, **changes):
-    options = {"draft_length": DRAFT_LENGTH, "seats": 2, "capacity": 128, "repeats": 2} | changes
+    options = {
+        "draft_length": DRAFT_LENGTH,
+        "batch_size": 2,
+        "max_length": 128,
+        "repeats": 2,
+    } | changes
     return compare(target, drafters, PROMPTS, GREEDY, categories=CATEGORIES, **options)
 
 
@@ -138,8 +143,8 @@ def test_sampled_requests_share_their_seeds(target, drafters):
         PROMPTS,
         params,
         draft_length=DRAFT_LENGTH,
-        seats=2,
-        capacity=128,
+        batch_size=2,
+        max_length=128,
         repeats=1,
     )
     assert found.holds

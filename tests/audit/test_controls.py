@@ -20,7 +20,7 @@ OF_TOKENS = [name for name, fault in FAULTS.items() if fault.kind in KINDS]
 OF_LAW = [
     pytest.param(name, marks=[pytest.mark.slow] if name.startswith("draft_") else [])
     for name, fault in FAULTS.items()
-    if fault.kind == "law"
+    if fault.kind == "distribution"
 ]
 
 
@@ -80,8 +80,8 @@ def test_fault_is_caught_and_its_healthy_twin_passes(bench, name):
 
 
 @pytest.mark.parametrize("name", OF_LAW)
-def test_fault_of_the_law_is_caught_and_its_healthy_twin_passes(name):
-    result = controls.run_law_control(FAULTS[name])
+def test_fault_of_the_distribution_is_caught_and_its_healthy_twin_passes(name):
+    result = controls.run_distribution_control(FAULTS[name])
     assert result.healthy_passes, result.detail
     assert result.caught, result.detail
 
@@ -93,17 +93,17 @@ def test_a_fault_that_does_nothing_is_not_caught(bench, fault):
     assert not result.caught, result.detail
 
 
-def test_a_law_fault_that_does_nothing_is_not_caught():
+def test_a_distribution_fault_that_does_nothing_is_not_caught():
     patches = ((jaxspec.sampling, "round_keys", lambda real, pad_token: real),)
     fault = dataclasses.replace(FAULTS["one_stream"], patches=patches)
-    result = controls.run_law_control(fault)
+    result = controls.run_distribution_control(fault)
     assert result.healthy_passes
     assert not result.caught, result.detail
 
 
 def test_the_table_holds_what_eqspec_lists():
     """Every kind is there, and each fault acts somewhere; only the numerics control is harmless."""
-    assert {fault.kind for fault in FAULTS.values()} == {*KINDS, "law"}
+    assert {fault.kind for fault in FAULTS.values()} == {*KINDS, "distribution"}
     for fault in FAULTS.values():
         assert bool(fault.edits or fault.patches) == (fault.kind != "numerics")
         assert all((fault.source, fault.invariant, fault.detection))
@@ -149,7 +149,7 @@ def test_a_fault_applied_alone_does_what_it_does_in_the_shared_program(bench, pa
         engine = bench._engine()
         alone = engine.generate(bench.workload.prompts, bench.workload.params)
     assert [c.token_ids for c in alone] == [c.token_ids for c in shared]
-    # Nothing of it is left behind.
+    # Nothing of it is left after.
     assert controls.decoder.run_layers.__module__ == "jaxspec.models.decoder"
     assert jaxspec.decode.loop.commit.__qualname__ == "commit"
 
@@ -168,16 +168,18 @@ def test_reports_hold_every_control(bench):
         assert word in text
 
 
-def test_the_law_of_a_scene_is_that_of_the_sampler():
-    scene = controls._law_scene(FAULTS["one_stream"])
+def test_the_distribution_of_a_scene_is_that_of_the_sampler():
+    scene = controls._distribution_scene(FAULTS["one_stream"])
     size = scene.p.shape[0]
-    law = scene.law()
-    assert law.shape == (size,) * scene.num_tokens
-    assert law.sum() == pytest.approx(1)
+    distribution = scene.distribution()
+    assert distribution.shape == (size,) * scene.num_tokens
+    assert distribution.sum() == pytest.approx(1)
     values = scene._sampling(jnp.ones((size,), jnp.int32))
-    logits = jaxspec.sampling.law_logits(jnp.asarray(scene.p, jnp.float32)[:, None], values)
+    logits = jaxspec.sampling.filtered_logits(jnp.asarray(scene.p, jnp.float32)[:, None], values)
     step = np.asarray(jax.nn.softmax(logits, axis=-1))[:, 0]
-    np.testing.assert_allclose(law.sum(axis=tuple(range(1, law.ndim))), step[0], atol=1e-6)
+    np.testing.assert_allclose(
+        distribution.sum(axis=tuple(range(1, distribution.ndim))), step[0], atol=1e-6
+    )
     assert (step == 0).any(), "the filter removes nothing, so its order cannot show"
 
 

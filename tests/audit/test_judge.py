@@ -49,8 +49,8 @@ class Setting:
 
     def __post_init__(self):
         self.target = toy.model(dtype=jnp.dtype(self.dtype), num_layers=1)
-        self.engine = Engine(self.target, seats=4, capacity=256)
-        self.scorer = Scorer(self.target, capacity=256)
+        self.engine = Engine(self.target, batch_size=4, max_length=256)
+        self.scorer = Scorer(self.target, max_length=256)
         self.prompts = toy.prompts(LENGTHS)
         self.made = {}
 
@@ -105,7 +105,7 @@ def test_an_output_of_the_target_itself_is_clean_in_fp32(fp32, name):
         assert fp32.judge(completion, completion.token_ids, EACH[name]) is None
         own = fp32.alone(completion, completion.token_ids, EACH[name])
         assert own.divergences == ()
-        assert own.is_of_the_law
+        assert own.is_of_the_distribution
         assert own.num_tokens == len(completion.token_ids)
 
 
@@ -135,7 +135,7 @@ def test_rounding_in_bf16_makes_ties_and_nothing_else(bf16):
         for completion in bf16.outputs(params):
             own = bf16.alone(completion, completion.token_ids, params)
             assert own.first is None, own.first
-            assert own.is_of_the_law
+            assert own.is_of_the_distribution
             ties += own.divergences
     assert ties
     assert all(0 <= d.margin <= d.bound < 1 for d in ties)
@@ -144,7 +144,7 @@ def test_rounding_in_bf16_makes_ties_and_nothing_else(bf16):
 def test_programs_of_other_rounding_part_at_ties(bf16):
     prompts = toy.prompts([20] * 24, seed=5)
     params = SamplingParams(max_tokens=40)
-    exact = Engine(with_dtype(bf16.target, "float32"), seats=8, capacity=128)
+    exact = Engine(with_dtype(bf16.target, "float32"), batch_size=8, max_length=128)
     parted = 0
     ours, theirs = exact.generate(prompts, params), bf16.engine.generate(prompts, params)
     for one, other in zip(ours, theirs, strict=True):
@@ -160,7 +160,7 @@ def twins(dtype, difference):
     which one of them stands; the output with the other in its place."""
     target = toy.model(seed=4, dtype=dtype, num_layers=1)
     prompt = toy.prompts([9])[0]
-    completion = Engine(target, seats=1, capacity=128).generate([prompt], GREEDY)[0]
+    completion = Engine(target, batch_size=1, max_length=128).generate([prompt], GREEDY)[0]
     token = completion.token_ids[-1]
     other = next(i for i in range(toy.VOCAB) if i not in completion.token_ids)
     head = np.array(target.params["head"], np.float32)
@@ -179,7 +179,7 @@ def twins(dtype, difference):
 )
 def test_twins(dtype, difference, finding):
     target, completion, token, other = twins(jnp.dtype(dtype), -difference)
-    scorer = Scorer(target, capacity=64)
+    scorer = Scorer(target, max_length=64)
     index = completion.token_ids.index(token)
     ids = completion.token_ids[: index + 1]
     found = judge(
@@ -202,11 +202,11 @@ def test_another_seed_is_sampling_and_the_same_seed_is_not(fp32):
             assert found.finding == Finding.SAMPLING
             assert found.margin > found.bound
         unkeyed = dataclasses.replace(SAMPLED, seed=None)
-        assert fp32.alone(theirs, theirs.token_ids, unkeyed).is_of_the_law
+        assert fp32.alone(theirs, theirs.token_ids, unkeyed).is_of_the_distribution
     assert num_parted >= 6
 
 
-def test_a_sampled_output_of_another_law_is_a_fault(fp32):
+def test_a_sampled_output_of_another_distribution_is_a_fault(fp32):
     rng = np.random.default_rng(0)
     for completion in fp32.outputs(SAMPLED):
         output = rng.integers(0, toy.VOCAB, 24).tolist()
@@ -220,8 +220,8 @@ def test_what_the_filters_exclude_is_a_fault_in_a_sampled_output(fp32):
     completion = fp32.outputs(FILTERED)[4]
     own = fp32.alone(completion, changed(completion.token_ids, 5, by=9), unkeyed)
     assert own.first.index == 5
-    assert own.first.log_law == -math.inf
-    assert not own.is_of_the_law
+    assert own.first.log_probs == -math.inf
+    assert not own.is_of_the_distribution
 
 
 def test_an_output_that_ends_too_early_or_too_late_is_a_fault(fp32):
@@ -259,7 +259,7 @@ def test_scores_across_segments_agree_with_decoding(fp32):
 
 
 def test_one_program_serves_all_lengths_and_parameters():
-    scorer = Scorer(toy.model(num_layers=1), capacity=256)
+    scorer = Scorer(toy.model(num_layers=1), max_length=256)
     for length, params in zip(LENGTHS, (*EACH.values(), *EACH.values()), strict=True):
         list(scorer.segments(toy.prompts([length])[0], [1, 2, 3], params))
     programs = (scorer._read_wide, scorer._read_own, scorer._score, *scorer._rescore.values())
@@ -273,14 +273,14 @@ def test_noise_is_that_of_the_dtype(fp32, bf16):
 
     assert np.all(noise(fp32.scorer) < 1e-4)
     assert np.all(noise(bf16.scorer) > 1e-3)
-    as_bf16 = Scorer(fp32.target, capacity=256, dtype="bfloat16")
+    as_bf16 = Scorer(fp32.target, max_length=256, dtype="bfloat16")
     assert np.all(noise(as_bf16) > 1e-3)
 
 
 def test_what_cannot_be_scored_is_refused(fp32):
     for prompt, output, said in (
         ([], [1], "there must be a prompt"),
-        ([1], [1] * 400, "a larger capacity"),
+        ([1], [1] * 400, "a larger max_length"),
         ([1], [toy.VOCAB], "ends at 60"),
     ):
         with pytest.raises(jaxspec.PromptError, match=said):
@@ -289,7 +289,7 @@ def test_what_cannot_be_scored_is_refused(fp32):
 
 # The filters as the judge sees them, against the ones that decode.
 
-LAWS = [
+DISTRIBUTIONS = [
     SamplingParams(temperature=0.7, top_k=5),
     SamplingParams(temperature=1.0, top_p=0.7),
     SamplingParams(temperature=1.3, min_p=0.1),
@@ -297,16 +297,16 @@ LAWS = [
 ]
 
 
-law_logits = jax.jit(sampling.law_logits)
+filtered_logits = jax.jit(sampling.filtered_logits)
 
 
 def kept_by_decoding(logits, params):
     row = jax.tree.map(lambda value: value[None], params.of_row(prompt_length=1))
-    law = law_logits(np.asarray(logits, np.float32)[None, None], row)
-    return np.isfinite(np.asarray(law)[0, 0])
+    distribution = filtered_logits(np.asarray(logits, np.float32)[None, None], row)
+    return np.isfinite(np.asarray(distribution)[0, 0])
 
 
-@pytest.mark.parametrize("params", LAWS)
+@pytest.mark.parametrize("params", DISTRIBUTIONS)
 def test_filters_keep_what_decoding_keeps(params):
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -317,7 +317,7 @@ def test_filters_keep_what_decoding_keeps(params):
         np.testing.assert_array_equal(must, may)
 
 
-@pytest.mark.parametrize("params", LAWS)
+@pytest.mark.parametrize("params", DISTRIBUTIONS)
 def test_no_change_within_the_margin_draws_the_token(params):
     """Soundness: a token's margin is at most what the scores must really move apart."""
     rng = np.random.default_rng(1)

@@ -41,8 +41,8 @@ def engine_of(*, dtype="float32", **options):
         target,
         close_draft(target),
         draft_length=3,
-        seats=4,
-        capacity=128,
+        batch_size=4,
+        max_length=128,
         max_logprobs=0,
         **options,
     )
@@ -66,7 +66,11 @@ def test_a_healthy_coupled_run_holds_every_level():
         assert audit.levels[name].num_other_bits == 0
     assert [audit.levels[name].num_compared for name in ("E1", "E2", "E3")] == [6, 10, 3]
     assert all(c.are_bits_equal for c in audit.levels["E1"])
-    assert (audit.num_requests, audit.num_sampled, len(audit.law.log_evidence)) == (6, 3, 3)
+    assert (audit.num_requests, audit.num_sampled, len(audit.distribution.log_evidence)) == (
+        6,
+        3,
+        3,
+    )
     assert audit.promise.startswith("bit-exact")
     assert audit.probe.holds
     assert "holds" in audit.sentence
@@ -97,32 +101,37 @@ def test_a_sabotaged_round_breaks_e1(monkeypatch):
     assert divergence["finding"] == "synchronisation fault"
 
 
-def test_rejection_promises_the_law_only():
+def test_rejection_promises_the_distribution_only():
     audit = audit_engine(engine_of(verifier=rejection.Rejection()), PROMPTS, SAMPLED)
     assert audit.holds
     assert audit.promise.startswith("distribution only")
     assert audit.levels["E1"].holds is None
     assert "draws other tokens" in audit.levels["E1"].reason
     assert audit.levels["E2"].holds is True
-    assert audit.law.holds is True
+    assert audit.distribution.holds is True
 
 
-def test_a_verifier_that_accepts_everything_breaks_the_law(monkeypatch):
-    def accept_all(laws, draws):
+def test_a_verifier_that_accepts_everything_breaks_the_distribution(monkeypatch):
+    def accept_all(distributions, draws):
         del draws
-        num_accepted = jnp.sum(laws.is_node, axis=1, dtype=jnp.int32)
-        return num_accepted, rejection.at_node(laws.p, num_accepted)
+        num_accepted = jnp.sum(distributions.is_node, axis=1, dtype=jnp.int32)
+        return num_accepted, rejection.at_node(distributions.p, num_accepted)
 
     monkeypatch.setattr(rejection, "accept_leading", accept_all)
     target = toy.model(num_layers=1)
     stranger = jaxspec.DraftModel(toy.model(seed=9, num_layers=1))
     engine = Engine(
-        target, stranger, verifier=rejection.Rejection(), draft_length=3, seats=4, capacity=128
+        target,
+        stranger,
+        verifier=rejection.Rejection(),
+        draft_length=3,
+        batch_size=4,
+        max_length=128,
     )
     audit = audit_engine(engine, PROMPTS, dataclasses.replace(SAMPLED, top_p=1.0))
-    assert audit.law.holds is False
+    assert audit.distribution.holds is False
     assert not audit.holds
-    assert "law" in audit.sentence
+    assert "distribution" in audit.sentence
 
 
 def test_promises_in_words():
@@ -141,7 +150,7 @@ def test_the_studys_metrics_judge_text():
     equal, other = [5, 6, 7, 8], [5, 6, 9, 8]
     found = StudyMetrics.of(model, [equal, other], [equal, equal])
     assert (found.exact, found.partial) == (0.5, 0.75)
-    # Text behind the reference's end is not seen by the partial match.
+    # Text after the reference's end is not seen by the partial match.
     found = StudyMetrics.of(model, [[*equal, 9]], [equal])
     assert (found.exact, found.partial) == (0.0, 1.0)
     assert StudyMetrics.of(tiny.model(), [equal], [equal]) is None
@@ -153,7 +162,7 @@ def test_the_studys_metrics_judge_text():
 def test_the_embedded_pair(dtype, temperature):
     target = jaxspec.load_model("demo-target", dtype=dtype)
     draft = jaxspec.DraftModel(jaxspec.load_model("demo-draft", dtype=dtype))
-    engine = Engine(target, draft, seats=8, capacity=384, max_logprobs=0)
+    engine = Engine(target, draft, batch_size=8, max_length=384, max_logprobs=0)
     prompts = [line.prompt for line in sample_prompts()]
     params = SamplingParams(max_tokens=64, temperature=temperature, seed=1)
     audit = audit_engine(engine, prompts, params)
@@ -162,6 +171,6 @@ def test_the_embedded_pair(dtype, temperature):
 
 
 def test_an_aligned_engine_is_not_judged_by_the_levels_of_the_ragged_one():
-    engine = Engine(toy.model(), jaxspec.NGram(), layout="aligned", seats=1, capacity=128)
+    engine = Engine(toy.model(), jaxspec.NGram(), layout="aligned", batch_size=1, max_length=128)
     with pytest.raises(SettingError, match="the aligned layout was given to the audit"):
         audit_engine(engine, [[1, 2, 3]])

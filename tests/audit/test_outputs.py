@@ -1,4 +1,4 @@
-"""Other systems' outputs: the file, the verdicts under the target, the test of the law."""
+"""Other systems' outputs: the file, the verdicts under the target, the test of the distribution."""
 
 import collections
 import dataclasses
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec.audit import chi_square as laws
-from jaxspec.audit.chi_square import LawTest, combined_p_value, pooled, test_law
+from jaxspec.audit import chi_square as distributions
+from jaxspec.audit.chi_square import DistributionTest, combined_p_value, pooled, test_distribution
 from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.judge import Finding
 from jaxspec.audit.outputs import canonical_dtype, read_outputs
@@ -18,7 +18,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 
-test_law.__test__ = False  # a function of the package, not a test
+test_distribution.__test__ = False  # a function of the package, not a test
 
 HEADER = {"engine": "other", "version": "1.2", "dtype": "float32"}
 PROMPTS = ["Once upon a time", "def f(x):", "The end"]
@@ -31,7 +31,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def engine(target):
-    return Engine(target, seats=8, capacity=128)
+    return Engine(target, batch_size=8, max_length=128)
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +126,12 @@ def test_jaxspecs_own_seeds_are_checked_draw_by_draw(write, target, engine):
         lines = [line(one, seed=one.seed + other, sampling_params=drawn) for one in done]
         path = write({**HEADER, "engine": name}, *lines)
         audit = audit_outputs(target, read_outputs(path, target))
-        assert (audit.num_unlawful == 0) is holds
+        assert (audit.num_excluded == 0) is holds
         found = {d.finding for own in audit.judged for d in own.divergences}
         assert found == (set() if holds else {Finding.SAMPLING})
 
 
-# The law of samples.
+# The distribution of samples.
 
 NUM_SAMPLES = 200
 
@@ -142,26 +142,26 @@ def samples(engine, *, temperature):
 
 
 @pytest.mark.parametrize(("drawn_at", "holds"), [(1.0, True), (3.0, False)])
-def test_samples_are_tested_against_the_law(write, target, engine, drawn_at, holds):
+def test_samples_are_tested_against_the_distribution(write, target, engine, drawn_at, holds):
     said = {"temperature": 1.0, "top_k": 12}
     done = samples(engine, temperature=drawn_at)
     path = write({**HEADER, "sampling_params": said}, *map(line, done))
     audit = audit_outputs(target, read_outputs(path, target))
-    assert list(audit.law_tests) == [2]
-    test = audit.law_tests[2]
+    assert list(audit.distribution_tests) == [2]
+    test = audit.distribution_tests[2]
     assert test.num_samples == NUM_SAMPLES
     assert test.num_groups > 1
-    assert (audit.law_p_value >= laws.ALPHA) is holds
+    assert (audit.distribution_p_value >= distributions.ALPHA) is holds
     assert audit.holds is holds
     assert test.p_value >= test.p_value_unrounded
     assert "chi-square" in audit.sentence
 
 
-def test_a_token_that_the_filters_exclude_breaks_the_law(target, engine):
+def test_a_token_that_the_filters_exclude_breaks_the_distribution(target, engine):
     done = samples(engine, temperature=1.0)
     params = SamplingParams(temperature=1.0, top_k=2)
-    found = test_law(
-        Scorer(target, capacity=64),
+    found = test_distribution(
+        Scorer(target, max_length=64),
         prompt_ids=done[0].prompt_token_ids,
         samples=[one.token_ids for one in done],
         params=params,
@@ -170,9 +170,9 @@ def test_a_token_that_the_filters_exclude_breaks_the_law(target, engine):
 
 
 def test_few_samples_are_not_tested(target, engine):
-    done = samples(engine, temperature=1.0)[: laws.MIN_SAMPLES - 1]
-    found = test_law(
-        Scorer(target, capacity=64),
+    done = samples(engine, temperature=1.0)[: distributions.MIN_SAMPLES - 1]
+    found = test_distribution(
+        Scorer(target, max_length=64),
         prompt_ids=done[0].prompt_token_ids,
         samples=[one.token_ids for one in done],
         params=SamplingParams(temperature=1.0),
@@ -181,18 +181,18 @@ def test_few_samples_are_not_tested(target, engine):
 
 
 def test_rare_tokens_are_pooled():
-    law = np.array([0.5, 0.4, 0.06, 0.03, 0.01])
-    observed, expected = pooled(collections.Counter({0: 50, 1: 40, 2: 6, 4: 4}), law, 100)
+    distribution = np.array([0.5, 0.4, 0.06, 0.03, 0.01])
+    observed, expected = pooled(collections.Counter({0: 50, 1: 40, 2: 6, 4: 4}), distribution, 100)
     assert expected.tolist() == pytest.approx([50, 40, 10])  # 6 alone, joined by the rare 4
     assert observed.tolist() == [50, 40, 10]
-    observed, expected = pooled(collections.Counter({0: 20, 4: 5}), law, 25)
+    observed, expected = pooled(collections.Counter({0: 20, 4: 5}), distribution, 25)
     assert expected.tolist() == pytest.approx([12.5, 12.5])  # the rare ones are too few for a cell
     assert observed.tolist() == [20, 5]
 
 
 def test_p_values_of_several_prompts():
     def of(p):
-        return LawTest(
+        return DistributionTest(
             num_samples=1,
             num_groups=1,
             statistic=1.0,

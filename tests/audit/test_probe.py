@@ -39,9 +39,11 @@ def leaky(leak):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_holds_here(dtype):
     target = toy.model(dtype=jnp.dtype(dtype), num_layers=1)
-    engine = Engine(target, jaxspec.DraftModel(target), draft_length=3, seats=3, capacity=128)
+    engine = Engine(
+        target, jaxspec.DraftModel(target), draft_length=3, batch_size=3, max_length=128
+    )
     report = probe(engine)
-    assert (report.seats, report.neighbours, report.window_positions) == (True, True, True)
+    assert (report.batch_size, report.neighbours, report.window_positions) == (True, True, True)
     assert report.holds
     assert "bit-exact" in report.sentence
     assert report.to_json()["holds"] is True
@@ -50,22 +52,22 @@ def test_it_holds_here(dtype):
 
 
 def test_one_seat_and_no_window_leave_nothing_to_compare():
-    report = probe(Engine(toy.model(num_layers=1), seats=1, capacity=128))
-    assert (report.seats, report.neighbours, report.window_positions) == (None, None, None)
+    report = probe(Engine(toy.model(num_layers=1), batch_size=1, max_length=128))
+    assert (report.batch_size, report.neighbours, report.window_positions) == (None, None, None)
     assert "nothing to compare" in report.sentence
 
 
 @pytest.mark.parametrize("leak", ["rows", "neighbours", "window"])
 def test_a_leak_is_seen_and_named(leak):
     drafter = jaxspec.NGram() if leak == "window" else None
-    report = probe(Engine(leaky(leak), drafter, seats=3, capacity=128))
+    report = probe(Engine(leaky(leak), drafter, batch_size=3, max_length=128))
     assert not report.holds
     assert "equal up to ties" in report.sentence
     if leak == "window":
         assert report.window_positions is False
         assert "window positions" in report.sentence
     elif leak == "rows":
-        assert report.seats is False
+        assert report.batch_size is False
     else:
         assert report.neighbours is False
         assert "neighbours" in report.sentence

@@ -24,7 +24,7 @@ def divergence(index, margin, finding):
         noise=0.05,
         bound=0.1,
         filter_distance=None,
-        log_law=None,
+        log_probs=None,
         log_evidence=None,
         finding=finding,
     )
@@ -89,7 +89,7 @@ def test_a_report_without_divergences_has_a_curve_only(tmp_path):
         divergences=[],
         curves=[Curve(label="all", lengths=(5,), first=(None,))],
     )
-    assert [caption for caption, _ in make_plots(clean)] == ["Prefix match"]
+    assert [caption for caption, _ in make_plots(clean)] == ["DraftContext match"]
     write_html(clean, tmp_path / "r.html")
     assert "Divergences" not in (tmp_path / "r.html").read_text()
 

@@ -19,7 +19,7 @@ def test_growth_is_measured_without_the_cache(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    options = "--layers 1 3 --repeats 1 --width 32 --batch-size 1 --capacity 128 --draft-length 1"
+    options = "--layers 1 3 --repeats 1 --width 32 --batch-size 1 --max-length 128 --draft-length 1"
     done = subprocess.run(
         [sys.executable, "-m", "jaxspec.bench.compile_time", *options.split()],
         env=environment,

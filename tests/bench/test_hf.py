@@ -101,4 +101,4 @@ def test_comparisons_pair_every_system_with_every_engine(names, hf, greedy):
     wrong[0][2] = (wrong[0][2] + 1) % target.vocab_size
     assert agreement(target, done, greedy)[1] == 0
     assert agreement(target, done, wrong)[1] == 1
-    assert dataclasses.replace(bench, slots=300).capacity == 384
+    assert dataclasses.replace(bench, slots=300).max_length == 384

@@ -11,7 +11,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.studies import published
 from jaxspec.types import Draft, chain_parents
 
-SHAPE = {"seats": 2, "capacity": 128, "prefill_chunk": 16}
+SHAPE = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,6 @@ def test_the_pool_of_exspec_is_as_published(target):
 
 
 def test_list_scheduling_of_a_drawn_example():
-    # On two seats 3 and 1 begin; 2 follows 1, and 4 follows whichever ends first: both, at 3.
+    # On two rows 3 and 1 begin; 2 follows 1, and 4 follows whichever ends first: both, at 3.
     assert list_scheduling([3, 1, 2, 4], 2) == 7
     assert list_scheduling([3, 1, 2, 4], 1) == 10

@@ -137,7 +137,7 @@ def test_requests_that_come_again_are_cut_shorter(models, tmp_path):
 
 def test_latency_counts_from_arrival_and_nothing_is_lost():
     target = toy.model()
-    engine = Engine(target, seats=1, capacity=128)
+    engine = Engine(target, batch_size=1, max_length=128)
     prompts = toy.prompts([4, 5, 6, 3])
     params = SamplingParams(max_tokens=6)
     requests = make_requests(prompts, params, target, longest=engine.longest_prompt)
@@ -146,7 +146,7 @@ def test_latency_counts_from_arrival_and_nothing_is_lost():
     assert num_tokens == sum(map(len, alone))
     assert elapsed_s >= 0.3
     assert min(latency_s) > 0
-    # One seat: who came at the same time waits for those before.
+    # One row: who came at the same time waits for those before.
     assert latency_s[0] < latency_s[1] < latency_s[2]
 
 

@@ -14,7 +14,7 @@ from jaxspec.cli import main
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a command left behind."""
+    """What a command left after."""
 
     status: int
     out: str

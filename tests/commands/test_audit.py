@@ -19,7 +19,7 @@ def prompts(tmp_path_factory):
 
 def settings(models):
     return (
-        "--target", models.target, "--max-tokens", 9, "--batch-size", 2, "--capacity", 100,
+        "--target", models.target, "--max-tokens", 9, "--batch-size", 2, "--max-length", 100,
         "--draft-length", 3,
     )  # fmt: skip
 
@@ -35,7 +35,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
         "--n-requests", 5, "--temperature", 0.7, "--top-p", 0.9, "--html", page, "--json",
     )  # fmt: skip
     assert result.status == 0, result.err
-    for column in ("E1", "E2", "E3", "E4", "law"):
+    for column in ("E1", "E2", "E3", "E4", "distribution"):
         assert column in result.out
     assert "Promise: bit-exact" in result.out
     assert "raw string metrics" in result.out
@@ -43,7 +43,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     assert audit["holds"] is True
     assert (audit["num_requests"], audit["num_sampled"]) == (5, 5)
     assert {name: level["holds"] for name, level in audit["levels"].items()} == dict.fromkeys(
-        ("E1", "E2", "E3", "E4", "law"), True
+        ("E1", "E2", "E3", "E4", "distribution"), True
     )
     assert audit["study_metrics"]["exact"] == 1
     assert audit["probe"]["holds"] is True
@@ -64,7 +64,7 @@ def test_a_greedy_run_of_a_lossy_verifier_says_so(cli, models, prompts):
 
 def test_a_file_of_outputs(cli, models, tmp_path):
     made = tmp_path / "made.jsonl"
-    options = ("--target", models.target, "--max-tokens", 9, "--capacity", 100)
+    options = ("--target", models.target, "--max-tokens", 9, "--max-length", 100)
     cli("generate", *options, "--prompt", "The end", "--output", made)
     line = json.loads(made.read_text())
     ids = {name: line[name] for name in ("prompt_token_ids", "token_ids")}
@@ -125,7 +125,10 @@ def test_every_verifier_can_be_chosen():
         (("--target", "TARGET", "--drafter", "ngram", "--limit", 0), "--limit 0"),
         (("--target", "TARGET", "--drafter", "ngram", "--temperature", -1), "temperature -1"),
         (("--target", "TARGET", "--drafter", "ngram", "--top-p", 0), "top_p 0"),
-        (("--target", "TARGET", "--drafter", "ngram", "--draft-length", 9, "--window", 4), "9"),
+        (
+            ("--target", "TARGET", "--drafter", "ngram", "--draft-length", 9, "--verify-length", 4),
+            "9",
+        ),
         (("--controls", "--outputs", "x"), "Both --controls and --outputs"),
         (("--controls", "--target", "TARGET"), "for the negative controls"),
     ],

@@ -66,7 +66,7 @@ def test_decode_compares_every_draft_length_with_plain(document):
         assert run["num_not_ties"] == 0
         assert run["num_tokens"] == 3 * 6
         assert len(run["run_s"]) == 1
-        assert run["window"] == run["draft_length"] + 1
+        assert run["verify_length"] == run["draft_length"] + 1
         assert run["memory"]["bytes"] > 0
         assert run["memory"]["source"]
         split = run["stages_ms"]
@@ -85,7 +85,7 @@ def test_decode_compares_every_draft_length_with_plain(document):
 def test_decode_shows_both_promises_with_a_draft_length_that_chooses_itself(document):
     bitwise, ties = document["adaptive"]
     assert (bitwise["exactness"], ties["exactness"]) == ("bitwise", "ties")
-    assert (bitwise["windows"], ties["windows"]) == ([3], [1, 3])
+    assert (bitwise["verify_lengths"], ties["verify_lengths"]) == ([3], [1, 3])
     assert bitwise["equal_to_plain"] is True
     assert ties["equal_to_plain"] is None
     for run in (bitwise, ties):
@@ -241,7 +241,7 @@ def test_predict_refuses(refused, options, expected):
 
 def test_agreement_tells_a_fault_from_equality():
     target = toy.model()
-    done = Engine(target, seats=2, capacity=128).generate(
+    done = Engine(target, batch_size=2, max_length=128).generate(
         toy.prompts([5, 9]), SamplingParams(max_tokens=8)
     )
     theirs = [list(completion.token_ids) for completion in done]
@@ -257,8 +257,8 @@ def engine():
         DraftModel(toy.model(seed=1)),
         scheduler=Static(),
         draft_length=3,
-        seats=2,
-        capacity=128,
+        batch_size=2,
+        max_length=128,
     )
 
 
@@ -273,7 +273,7 @@ def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
     assert np.array_equal(middle.num_committed, [4 + 6, 11 + 6])
     loop = engine._loop
     draft, _ = loop.drafter.propose(
-        loop.shape, loop.params["drafter"], middle.drafter, stages.rows_of(middle)
+        loop.shape, loop.params["drafter"], middle.drafter, stages.batch_view(middle)
     )
     assert np.array_equal(draft.num_valid, [3, 3])
     rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(loop, params), state))
@@ -341,7 +341,7 @@ def test_the_floor_is_the_larger_of_two():
 
 @pytest.mark.slow
 def test_compile_times_come_from_processes(models):
-    options = ["--target", str(models.target), "--drafter", "ngram", "--capacity", "128"]
+    options = ["--target", str(models.target), "--drafter", "ngram", "--max-length", "128"]
     found = compile_times(options, batch_size=2)
     assert found["cold_s"] > found["persistent_s"] > 0  # seconds against tenths
 

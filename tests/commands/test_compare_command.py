@@ -32,7 +32,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
     plot = tmp_path / "plots" / "compare.png"
     document = run(
         console, "--target", models.target, "--drafter", "none", "--drafter", "ngram", "--drafter",
-        f"draft_model:{models.draft}", "--prompts", prompts, "--max-tokens", 8, "--capacity", 100,
+        f"draft_model:{models.draft}", "--prompts", prompts, "--max-tokens", 8, "--max-length", 100,
         "--batch-size", 2, "--draft-length", 3, "--repeats", 2, "--plot", plot,
     )  # fmt: skip
     text = console.export_text()
@@ -57,7 +57,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
         (("--drafter", "ngram", "--drafter", "ngram"), "at least two different"),
         (("--drafter", "none", "--drafter", "ngram:x"), "ngram:MIN-MAX"),
         (("--drafter", "none", "--drafter", "ngram", "--limit", "0"), "--limit 0"),
-        (("--drafter", "none", "--drafter", "ngram", "--window", "3"), "window of 3"),
+        (("--drafter", "none", "--drafter", "ngram", "--verify-length", "3"), "window of 3"),
     ],
 )
 def test_mistakes_are_refused_before_a_model_is_loaded(args, sentence):

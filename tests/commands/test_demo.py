@@ -54,7 +54,7 @@ def check(document, *, max_tokens, batch_sizes, draft):
             assert run["rounds"] == run["num_tokens"]
             assert run["per_position_acceptance"] == []
         else:  # one window in common
-            assert run["engine"]["window"] == document["config"]["draft_length"] + 1
+            assert run["engine"]["verify_length"] == document["config"]["draft_length"] + 1
             rates = run["per_position_acceptance"]
             assert rates == sorted(rates, reverse=True)
 
@@ -96,8 +96,8 @@ class ScriptedEngine:
     target: LanguageModel
     drafter: Drafter | None
     draft_length: int
-    seats: int
-    capacity: int
+    batch_size: int
+    max_length: int
     prefill_chunk: int
     is_wrong = False
 
@@ -105,7 +105,7 @@ class ScriptedEngine:
         return ()
 
     def describe(self):
-        return {"seats": self.seats}
+        return {"batch_size": self.batch_size}
 
     def generate(self, prompts, params, *, speculate=True, on_progress=None):
         is_wrong = self.is_wrong and speculate and isinstance(self.drafter, NGram)

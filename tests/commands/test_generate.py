@@ -37,7 +37,7 @@ def settings(models):
     """Options that all runs here share."""
     return (
         "--target", models.target, "--draft", models.draft, "--max-tokens", 9,
-        "--batch-size", 2, "--capacity", 100, "--draft-length", 3,
+        "--batch-size", 2, "--max-length", 100, "--draft-length", 3,
     )  # fmt: skip
 
 
@@ -90,8 +90,8 @@ def test_prompt_with_json(cli, models):
     assert result.status == 0, result.err
     document = result.document
     assert document["command"] == "generate"
-    assert document["engine"]["seats"] == 1  # not the batch size: there is one prompt
-    assert document["engine"]["window"] == 4
+    assert document["engine"]["batch_size"] == 1  # not the batch size: there is one prompt
+    assert document["engine"]["verify_length"] == 4
     assert document["exactness"] == "bitwise"
     assert document["config"]["draft_length"] == 3
     assert document["inputs"] == {"--prompt": hashlib.sha256(prompt.encode()).hexdigest()}
@@ -150,7 +150,7 @@ def test_resume_of_a_finished_file_decodes_nothing(cli, models, prompts, whole, 
     ("changes", "message"),
     [
         (("--max-tokens", 8), "Line 1 of"),
-        (("--window", 5), "Line 1 of"),
+        (("--verify-length", 5), "Line 1 of"),
         (("--batch-size", 3), "Line 1 of"),
         (("--ignore-eos",), "Line 1 of"),
         (("--max-prompt-tokens", 4), "Line 1 of"),
@@ -229,8 +229,8 @@ def test_a_sampled_run_resumes_under_another_drafter(cli, models, prompts, sampl
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"".join(sampled.read_bytes().splitlines(keepends=True)[:4]))
     options = (
-        "--target", models.target, "--drafter", "ngram", "--draft-length", 2, "--window", 4,
-        "--max-tokens", 9, "--batch-size", 2, "--capacity", 100, *SAMPLED,
+        "--target", models.target, "--drafter", "ngram", "--draft-length", 2, "--verify-length", 4,
+        "--max-tokens", 9, "--batch-size", 2, "--max-length", 100, *SAMPLED,
         "--prompts", prompts, "--output", path, "--resume",
     )  # fmt: skip
     result = cli("generate", *options)
@@ -264,7 +264,11 @@ def test_resume_with_other_sampling_is_refused(
 
 def digest(verifier=None, drafter=None, draft_length=3, **params):
     engine = Engine(
-        tiny.model(), drafter or NGram(), verifier=verifier, draft_length=draft_length, window=6
+        tiny.model(),
+        drafter or NGram(),
+        verifier=verifier,
+        draft_length=draft_length,
+        verify_length=6,
     )
     return generate._settings_digest(engine, SamplingParams(**params), "jsonl")
 
@@ -294,9 +298,9 @@ def test_sampling_in_the_document(cli, models):
     assert result.status == 0, result.err
     document = result.document
     assert document["verifier"] == "rejection"
-    assert document["exactness"] == "law"
+    assert document["exactness"] == "distribution"
     assert document["promise"] == document["engine"]["promise"]
-    assert "the target's law" in document["promise"]
+    assert "the target's distribution" in document["promise"]
     assert document["sampling"]["temperature"] == 1
     assert document["sampling"]["stop"] == ["never this", "nor this"]
     assert document["sampling"]["seed"] == 0
@@ -348,7 +352,7 @@ def test_killed_run_resumes_to_the_same_tokens(cli, models, tmp_path):
     prompts.write_text("".join(f"prompt number {i}\n" for i in range(60)))
     options = [
         "generate", "--target", models.target, "--drafter", "ngram", "--max-tokens", 150,
-        "--capacity", 200, "--batch-size", 1, "--prompts", prompts,
+        "--max-length", 200, "--batch-size", 1, "--prompts", prompts,
     ]  # fmt: skip
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     assert cli(*options, "--output", whole).status == 0
@@ -381,7 +385,7 @@ def test_spec_bench_format(cli, models, tmp_path):
     result = cli(
         "generate", "--target", models.target, "--drafter", "ngram:1-3", "--prompts", prompts,
         "--output", path, "--format", "spec-bench", "--max-tokens", 12, "--ignore-eos", "--chat",
-        "--chat-template", "vicuna", "--capacity", 400, "--batch-size", 2,
+        "--chat-template", "vicuna", "--max-length", 400, "--batch-size", 2,
     )  # fmt: skip
     assert result.status == 0, result.err
     lines = read_lines(path)
@@ -419,7 +423,16 @@ def test_round_lengths(origins, lengths):
 def test_traces_are_written_beside_each_other(cli, models, prompts, whole, tmp_path):
     pandas = pytest.importorskip("pandas")
     trace, output = tmp_path / "new" / "trace.parquet", tmp_path / "out.jsonl"
-    args = ("--prompts", prompts, "--output", output, "--trace", trace, "--trace-level", "laws")
+    args = (
+        "--prompts",
+        prompts,
+        "--output",
+        output,
+        "--trace",
+        trace,
+        "--trace-level",
+        "distributions",
+    )
     result = cli("generate", *settings(models), *args, "--json")
     assert result.status == 0, result.err
     assert token_ids(output) == token_ids(whole)
@@ -551,11 +564,14 @@ ONE = ("--prompt", "Once")
         (("--prompts", "absent.txt"), "absent.txt cannot be read (No such file"),
         (("--prompts", "."), "cannot be read (Is a directory)"),
         ((*ONE, "--draft-length", "0", "--drafter", "ngram"), "draft length of 0"),
-        ((*ONE, "--draft-length", "5", "--window", "5", "--drafter", "ngram"), "window of 5"),
-        ((*ONE, "--window", "5"), "--window 5 was given without a drafter"),
-        ((*ONE, "--window", "0"), "--window 0 was given; it must be at least 1"),
+        (
+            (*ONE, "--draft-length", "5", "--verify-length", "5", "--drafter", "ngram"),
+            "window of 5",
+        ),
+        ((*ONE, "--verify-length", "5"), "--verify-length 5 was given without a drafter"),
+        ((*ONE, "--verify-length", "0"), "--verify-length 0 was given; it must be at least 1"),
         ((*ONE, "--batch-size", "0"), "--batch-size 0"),
-        ((*ONE, "--capacity", "0"), "--capacity 0"),
+        ((*ONE, "--max-length", "0"), "--max-length 0"),
         ((*ONE, "--max-tokens", "0"), "max_tokens 0"),
         ((*ONE, "--temperature", "-1"), "temperature -1.0 was given"),
         ((*ONE, "--top-p", "0"), "top_p 0.0 was given"),
@@ -613,13 +629,13 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("short\n\n" + "long " * 40 + "\n")
     base = ("generate", "--target", models.target)
-    long = refused(*base, "--prompts", prompts, "--capacity", 128, "--drafter", "ngram")
+    long = refused(*base, "--prompts", prompts, "--max-length", 128, "--drafter", "ngram")
     assert "Line 3 of the prompt file has 201 tokens" in long
     assert "leaves room for 124" in long
     different = refused(*base, *ONE, "--draft", models.other_tokenizer)
     assert "different tokenizers" in different
-    wide = refused(*base, *ONE, "--drafter", "ngram", "--window", 500, "--capacity", 128)
-    assert "window of 500 does not fit a capacity of 128" in wide
+    wide = refused(*base, *ONE, "--drafter", "ngram", "--verify-length", 500, "--max-length", 128)
+    assert "window of 500 does not fit a max_length of 128" in wide
     template = refused("generate", "--target", models.no_template, *ONE, "--chat")
     assert "has no chat template; name one with --chat-template" in template
     text = refused("generate", "--target", models.no_tokenizer, *ONE)

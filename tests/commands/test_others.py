@@ -133,7 +133,7 @@ def test_memory_that_does_not_suffice(refused, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("jaxspec.cli.run_command", fail)
-    assert "lower the batch size or the capacity" in refused("env")
+    assert "lower the batch size or the max_length" in refused("env")
 
 
 def test_errors_of_the_program_itself_keep_their_traceback(cli, monkeypatch):
@@ -158,7 +158,7 @@ def test_an_interrupt_is_no_traceback(cli, monkeypatch):
 @pytest.mark.parametrize("args", [["env"], ["--help"], ["env", "--json"]])
 def test_a_reader_that_goes_away_is_no_traceback(args):
     read, write = os.pipe()
-    os.close(read)  # nobody will ever read
+    os.close(read)  # no one will ever read
     try:
         process = subprocess.run(
             [sys.executable, "-m", "jaxspec", *args],

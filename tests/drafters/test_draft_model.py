@@ -11,7 +11,7 @@ import toy
 
 import jaxspec
 from jaxspec.cache import pages as kv
-from jaxspec.decode.loop import rows_of
+from jaxspec.decode.loop import batch_view
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
@@ -55,8 +55,8 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         jaxspec.DraftModel(draft, min_confidence),
         scheduler=jaxspec.Static(),
         draft_length=4,
-        seats=3,
-        capacity=128,
+        batch_size=3,
+        max_length=128,
         rounds_per_sync=1,
     )
     requests = jaxspec.requests.requests.make_requests(
@@ -67,11 +67,11 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
     draft_lengths = set()
     for _ in range(12):
         drafter = engine._state.drafter
-        spoilt = kv.with_garbage(drafter.cache, drafter.num_seen)
-        engine._state = engine._state.replace(drafter=drafter.replace(cache=spoilt))
+        poisoned = kv.poison_uncommitted(drafter.cache, drafter.num_seen)
+        engine._state = engine._state.replace(drafter=drafter.replace(cache=poisoned))
         engine._state = engine._run(engine._params, engine._state, np.int32(1), np.int32(1))
         draft_lengths.add(tuple(np.asarray(engine._state.drafter.num_steps).tolist()))
-        lag = engine._loop.drafter.lag(engine._state.drafter, rows_of(engine._state))
+        lag = engine._loop.drafter.lag(engine._state.drafter, batch_view(engine._state))
         assert set(np.asarray(lag).tolist()) <= {0, 1}  # one after full acceptance
         kept, fresh = seen_kv(engine._state, draft)
         np.testing.assert_allclose(kept, fresh, atol=1e-4)
@@ -85,8 +85,8 @@ def test_the_check_above_catches_a_stale_slot(models):
         jaxspec.DraftModel(draft),
         scheduler=jaxspec.Static(),
         draft_length=4,
-        seats=3,
-        capacity=128,
+        batch_size=3,
+        max_length=128,
     )
     engine.generate(toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40))
     drafter = engine._state.drafter
@@ -103,13 +103,15 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
         drafter,
         scheduler=jaxspec.Static(),
         draft_length=4,
-        seats=1,
-        capacity=256,
+        batch_size=1,
+        max_length=256,
         prefill_chunk=16,
         rounds_per_sync=3,
     )
     prompt = toy.prompts((50,))[0]
-    truth = Engine(target, seats=1, capacity=256).generate([prompt], SamplingParams(max_tokens=60))
+    truth = Engine(target, batch_size=1, max_length=256).generate(
+        [prompt], SamplingParams(max_tokens=60)
+    )
     requests = jaxspec.requests.requests.make_requests(
         [prompt], SamplingParams(max_tokens=60), target, longest=100
     )
@@ -117,7 +119,7 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     for _ in range(10):
         engine._state = engine._run(engine._params, engine._state, np.int32(2), np.int32(1))
     state = engine._state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
-    rows = rows_of(state)
+    rows = batch_view(state)
     assert int(drafter.lag(state.drafter, rows)[0]) == 20
     draft, _ = drafter.propose(engine.shape, drafter.params, state.drafter, rows)
     assert int(draft.num_valid[0]) == 0
@@ -142,7 +144,7 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
 @pytest.fixture(scope="module")
 def mid_decode(models):
     """Shape and state of four rows, greedy and sampled, that have decoded for a while; drafts are
-    wanted with the law of every row."""
+    wanted with the distribution of every row."""
     target, draft = models
     engine = Engine(
         target,
@@ -150,8 +152,8 @@ def mid_decode(models):
         verifier=jaxspec.Rejection(),
         scheduler=jaxspec.Static(),
         draft_length=5,
-        seats=4,
-        capacity=128,
+        batch_size=4,
+        max_length=128,
     )
     params = [
         SamplingParams(max_tokens=30, temperature=temperature, top_k=top_k, seed=seed)
@@ -163,19 +165,19 @@ def mid_decode(models):
     for row, request in enumerate(requests):
         engine._admit_request(row, request, row, 5)
     state = engine._run(engine._params, engine._state, np.int32(4), np.int32(1))
-    return dataclasses.replace(engine.shape, needs_greedy_law=True), state
+    return dataclasses.replace(engine.shape, needs_greedy_probs=True), state
 
 
 def propose(drafter, shape, state, **changes):
     """The draft and the drafter's state after it."""
-    rows = rows_of(state).replace(**changes)
+    rows = batch_view(state).replace(**changes)
     return jax.jit(lambda *given: drafter.propose(shape, *given))(
         drafter.params, state.drafter, rows
     )
 
 
 def ends_behind(q, tokens, min_confidence):
-    """Draft lengths `[B]` by the laws `[B, N, V]` and tokens `[B, N]` of whole drafts."""
+    """Draft lengths `[B]` by the distributions `[B, N, V]` and tokens `[B, N]` of whole drafts."""
     unsure = np.take_along_axis(q, tokens[..., None], axis=2)[..., 0] < min_confidence
     return np.where(unsure.any(axis=1), unsure.argmax(axis=1) + 1, tokens.shape[1])
 
@@ -195,14 +197,14 @@ def test_a_draft_ends_behind_the_first_token_below_min_confidence(models, mid_de
         # The loop ended with the longest draft, and a row has read what its own draft needed.
         assert not np.any(draft.q[:, length.max() :])
         num_lagging = np.sum(np.asarray(state.drafter.num_seen < state.num_committed - 1))
-        num_read = int(after.num_positions - state.drafter.num_positions)
-        assert num_read == length.sum() + num_lagging
+        num_prefilled = int(after.num_positions - state.drafter.num_positions)
+        assert num_prefilled == length.sum() + num_lagging
         seen |= set(length.tolist())
     assert len(seen) >= 3
 
 
 def draft_of_a_row(drafter, shape, state, row, *, is_alone):
-    limit = rows_of(state).draft_limit
+    limit = batch_view(state).draft_limit
     limit = jnp.where(jnp.arange(4) == row, limit, 0) if is_alone else limit
     draft, _ = propose(drafter, shape, state, draft_limit=limit)
     length = int(draft.num_valid[row])
@@ -240,10 +242,12 @@ def test_a_confidence_that_is_no_probability_is_refused(models, min_confidence):
 def test_vocabularies_padded_differently_are_handled(models):
     target, _ = models
     prompts = toy.prompts((5, 40))
-    plain = Engine(target, seats=2, capacity=128).generate(prompts, SamplingParams(max_tokens=30))
+    plain = Engine(target, batch_size=2, max_length=128).generate(
+        prompts, SamplingParams(max_tokens=30)
+    )
     for vocab_size in (toy.VOCAB - 9, toy.VOCAB + 9):
         draft = toy.model(seed=3, vocab_size=vocab_size, width=24)
-        engine = Engine(target, jaxspec.DraftModel(draft), seats=2, capacity=128)
+        engine = Engine(target, jaxspec.DraftModel(draft), batch_size=2, max_length=128)
         drafted = engine.generate(prompts, SamplingParams(max_tokens=30))
         assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
 
@@ -265,6 +269,11 @@ def with_words(model, *words):
 def test_different_tokenizers_are_refused_and_shorter_ones_are_not(models):
     target, draft = models
     target = with_words(target, "a", "b", "c")
-    Engine(target, jaxspec.DraftModel(with_words(draft, "a", "b")), seats=1, capacity=128)
+    Engine(target, jaxspec.DraftModel(with_words(draft, "a", "b")), batch_size=1, max_length=128)
     with pytest.raises(ModelError, match=r"different tokenizers.*1 ids differ; id 1 is 'x'"):
-        Engine(target, jaxspec.DraftModel(with_words(draft, "a", "x", "c")), seats=1, capacity=128)
+        Engine(
+            target,
+            jaxspec.DraftModel(with_words(draft, "a", "x", "c")),
+            batch_size=1,
+            max_length=128,
+        )

@@ -10,9 +10,9 @@ from jaxspec.drafters.base import EngineShape
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
 from jaxspec.sampling import request_key
-from jaxspec.types import Rows, RowSampling
+from jaxspec.types import BatchView, RowSampling
 
-SHAPE = EngineShape(seats=1, capacity=32, window=5, prefill_chunk=8, vocab_size=9)
+SHAPE = EngineShape(batch_size=1, max_length=32, verify_length=5, prefill_chunk=8, vocab_size=9)
 GREEDY = RowSampling(
     temperature=jnp.zeros(1),
     top_k=jnp.zeros(1, jnp.int32),
@@ -30,7 +30,7 @@ GREEDY = RowSampling(
 def propose(tokens, limit, low, high):
     buffer = np.full((1, 32), 2)  # garbage that would match
     buffer[0, : len(tokens)] = tokens
-    rows = Rows(
+    rows = BatchView(
         tokens=jnp.asarray(buffer, jnp.int32),
         num_committed=jnp.asarray([len(tokens)], jnp.int32),
         draft_limit=jnp.asarray([limit], jnp.int32),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ties
 import toy
-from live import live_kv, spoil
+from live import live_kv, poison
 
 import jaxspec
 from jaxspec.decode import loop as decoding
@@ -64,19 +64,19 @@ def setting(request):
     """A target, prompts, and their plain continuations from the window-1 loop."""
     target = toy.model(dtype=jnp.dtype(request.param))
     prompts = toy.prompts(LENGTHS)
-    witness = Engine(target, seats=4, capacity=256).generate(prompts, PARAMS)
+    witness = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
     return target, prompts, witness
 
 
-def engine_for(target, drafter, *, draft_length=4, seats=4):
+def engine_for(target, drafter, *, draft_length=4, batch_size=4):
     return Engine(
         target,
         drafter,
         scheduler=jaxspec.Static(),  # prompt i is row i
         draft_length=draft_length,
-        window=WINDOW + 1,
-        seats=seats,
-        capacity=256,
+        verify_length=WINDOW + 1,
+        batch_size=batch_size,
+        max_length=256,
     )
 
 
@@ -91,7 +91,7 @@ def test_speculative_equals_plain_bit_for_bit(setting, name):
     batch = prompts[:4]
     plain = engine.generate(batch, PARAMS, speculate=False)
     plain_kv = live_kv(engine)
-    spoil(engine)  # or the plain run's KV would stand in for what the drafted run fails to write
+    poison(engine)  # or the plain run's KV would stand in for what the drafted run fails to write
     drafted = engine.generate(batch, PARAMS)
     assert token_ids(drafted) == token_ids(plain)
     for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
@@ -203,7 +203,7 @@ def sabotaged_window(state, draft, *, is_chain, real=decoding.make_window):
 def test_sabotage_is_caught(monkeypatch, module, name, sabotage):
     target = toy.model()
     prompts = toy.prompts(LENGTHS[:4])
-    witness = Engine(target, seats=4, capacity=256).generate(prompts, PARAMS)
+    witness = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
     oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.5)
     monkeypatch.setattr(module, name, sabotage)
     broken = engine_for(target, oracle).generate(prompts, PARAMS)

@@ -1,5 +1,5 @@
-"""Parity with `transformers.generate` on the embedded pair: greedy outputs, and the law of sampled
-ones.
+"""Parity with `transformers.generate` on the embedded pair: greedy outputs, and the distribution of
+sampled ones.
 
 Hugging Face's effective defaults are pinned (`top_k` would be 50).
 """
@@ -22,7 +22,7 @@ stats = pytest.importorskip("scipy.stats")
 PROMPTS = ["Once upon a time", "def main():", "The old man", "1 2 3 4 5", "She said", "import os"]
 NUM_SAMPLES = 1024
 ALPHA = 1e-3  # of each chi-square test; the seeds are fixed
-LAWS = {
+DISTRIBUTIONS = {
     "coupled": {"temperature": 0.8, "top_p": 0.9},
     "rejection": {"temperature": 0.8, "top_p": 0.9},
     "block": {"temperature": 1.2, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.3},
@@ -51,22 +51,22 @@ def ours():
     )
 
 
-def engine_with(ours, verifier, *, seats):
+def engine_with(ours, verifier, *, batch_size):
     target, draft = ours
     return jaxspec.Engine(
         target,
         jaxspec.DraftModel(draft),
         verifier=VERIFIERS[verifier](),
         draft_length=3,
-        seats=seats,
-        capacity=128,
+        batch_size=batch_size,
+        max_length=128,
         prefill_chunk=16,
     )
 
 
 def test_greedy_outputs_are_theirs(ours, theirs):
     params = jaxspec.SamplingParams(max_tokens=24, ignore_eos=True)
-    completions = engine_with(ours, "coupled", seats=6).generate(PROMPTS, params)
+    completions = engine_with(ours, "coupled", batch_size=6).generate(PROMPTS, params)
     witness = []
     for completion in completions:
         prompt = torch.tensor([completion.prompt_token_ids])
@@ -81,9 +81,9 @@ def test_greedy_outputs_are_theirs(ours, theirs):
     assert len({completion.token_ids for completion in completions}) == 6
 
 
-def their_laws(theirs, sequences, options):
-    """Law `[R, V]` of the token that `generate` draws after each of `sequences`, all of one
-    length."""
+def their_probs(theirs, sequences, options):
+    """Distribution `[R, V]` of the token that `generate` draws after each of `sequences`, all of
+    one length."""
     prompts = torch.tensor(sequences)
     found = theirs.generate(
         prompts,
@@ -99,22 +99,22 @@ def their_laws(theirs, sequences, options):
 
 def their_pairs(theirs, prompt, options):
     """Probability of each pair of first tokens."""
-    [first] = their_laws(theirs, [prompt], options)
+    [first] = their_probs(theirs, [prompt], options)
     likely = np.flatnonzero(first)
-    second = their_laws(theirs, [[*prompt, int(token)] for token in likely], options)
+    second = their_probs(theirs, [[*prompt, int(token)] for token in likely], options)
     return {
-        (int(token), int(following)): first[token] * law[following]
-        for token, law in zip(likely, second, strict=True)
-        for following in np.flatnonzero(law)
+        (int(token), int(following)): first[token] * distribution[following]
+        for token, distribution in zip(likely, second, strict=True)
+        for following in np.flatnonzero(distribution)
     }
 
 
-def p_value(counts, law):
+def p_value(counts, distribution):
     """Of a chi-square test; cells of fewer than 5 expected are put together."""
     num_samples = sum(counts.values())
-    often = [cell for cell, probability in law.items() if probability * num_samples >= 5]
+    often = [cell for cell, probability in distribution.items() if probability * num_samples >= 5]
     observed = [counts[cell] for cell in often]
-    expected = [law[cell] * num_samples for cell in often]
+    expected = [distribution[cell] * num_samples for cell in often]
     if num_samples - sum(expected) >= 1:
         observed.append(num_samples - sum(observed))
         expected.append(num_samples - sum(expected))
@@ -124,20 +124,20 @@ def p_value(counts, law):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verifier", list(LAWS))
-def test_sampled_outputs_follow_their_law(ours, theirs, verifier):
-    options = LAWS[verifier]
-    engine = engine_with(ours, verifier, seats=32)
+@pytest.mark.parametrize("verifier", list(DISTRIBUTIONS))
+def test_sampled_outputs_follow_their_distribution(ours, theirs, verifier):
+    options = DISTRIBUTIONS[verifier]
+    engine = engine_with(ours, verifier, batch_size=32)
     params = jaxspec.SamplingParams(max_tokens=3, seed=1, n=NUM_SAMPLES, ignore_eos=True, **options)
     completions = engine.generate(["The old man"], params)
     prompt = list(completions[0].prompt_token_ids)
-    law = their_pairs(theirs, prompt, options)
-    assert sum(law.values()) == pytest.approx(1)
+    distribution = their_pairs(theirs, prompt, options)
+    assert sum(distribution.values()) == pytest.approx(1)
     counts = collections.Counter(completion.token_ids[:2] for completion in completions)
-    assert set(counts) <= set(law)  # nothing that they filter out
+    assert set(counts) <= set(distribution)  # nothing that they filter out
     total = jaxspec.Acceptance.total([completion.acceptance for completion in completions])
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
-    assert p_value(counts, law) > ALPHA
-    # The check has teeth: it tells this law from that of a temperature a quarter higher.
+    assert p_value(counts, distribution) > ALPHA
+    # The check has teeth: it tells this distribution from that of a temperature a quarter higher.
     warmer = options | {"temperature": options["temperature"] * 1.25}
     assert p_value(counts, their_pairs(theirs, prompt, warmer)) < ALPHA

@@ -1,8 +1,8 @@
-"""Sampled output of the engine follows the target's law, whatever verifies it.
+"""Sampled output of the engine follows the target's distribution, whatever verifies it.
 
-Eight requests of different sampling parameters at a time, many seeds; the law they are held against
-is computed from the model's logits by Hugging Face's warpers, or by a few lines of numpy where
-torch is not installed.
+Eight requests of different sampling parameters at a time, many seeds; the distribution they are
+held against is computed from the model's logits by Hugging Face's warpers, or by a few lines of
+numpy where torch is not installed.
 """
 
 import itertools
@@ -71,7 +71,7 @@ def plain(target):
     return logits[0, 1], logits[:, 2]
 
 
-def law(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
+def distribution(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
     """`[V]` in numpy, in Hugging Face's order: temperature, top-k, top-p, min-p."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
@@ -92,10 +92,12 @@ def law(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
     return p / p.sum()
 
 
-def laws(plain, settings):
+def distributions(plain, settings):
     """Of the first token `[V]`, and of the second `[V, V]` given it."""
     first, second = plain
-    return law(first, **settings), np.stack([law(logits, **settings) for logits in second])
+    return distribution(first, **settings), np.stack(
+        [distribution(logits, **settings) for logits in second]
+    )
 
 
 def sample(engine, *, settings=SETTINGS, num_seeds=NUM_SEEDS, **options):
@@ -142,21 +144,21 @@ def engine_for(target, drafter, verifier):
         drafter,
         verifier=verifier,
         draft_length=3,
-        seats=8,
-        capacity=128,
+        batch_size=8,
+        max_length=128,
         prefill_chunk=4,
         rounds_per_sync=4,
     )
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_first_two_tokens_follow_the_law(target, drafter, plain, name):
+def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     drafter = toy.WrongDrafter(token=4) if "deterministic" in name else drafter
     engine = engine_for(target, drafter, VERIFIERS[name])
     tokens, completions = sample(engine)
     tested = []
     for settings, drawn in zip(SETTINGS, tokens, strict=True):
-        first, second = laws(plain, settings)
+        first, second = distributions(plain, settings)
         if settings["temperature"] == 0:
             assert np.all(drawn[:, 0] == np.argmax(first))
             assert np.all(drawn[:, 1] == np.argmax(second[np.argmax(first)]))
@@ -168,7 +170,7 @@ def test_first_two_tokens_follow_the_law(target, drafter, plain, name):
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
 
 
-def test_numpy_and_hugging_face_agree_on_the_law(plain):
+def test_numpy_and_hugging_face_agree_on_the_distribution(plain):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     for settings in SETTINGS:
@@ -186,14 +188,14 @@ def test_numpy_and_hugging_face_agree_on_the_law(plain):
             for warper in warpers:
                 scores = warper(None, scores)
             theirs = torch.softmax(scores, -1)[0].numpy()
-            np.testing.assert_allclose(law(logits, **settings), theirs, atol=1e-6)
+            np.testing.assert_allclose(distribution(logits, **settings), theirs, atol=1e-6)
 
 
 def test_the_settings_filter_something(plain):
     """Or the test above would say nothing about the filters."""
     for settings in SETTINGS:
         if settings["temperature"] > 0 and len(settings) > 1:
-            first, second = laws(plain, settings)
+            first, second = distributions(plain, settings)
             removed = np.sum(first == 0) + np.sum(second == 0)
             assert removed > 0, settings
 
@@ -202,18 +204,18 @@ def test_the_settings_filter_something(plain):
 
 
 @pytest.mark.parametrize("fault", ["temperature after the filters", "one key for all positions"])
-def test_a_broken_law_is_caught(monkeypatch, target, drafter, plain, fault):
+def test_a_broken_distribution_is_caught(monkeypatch, target, drafter, plain, fault):
     settings = [s for s in SETTINGS if s["temperature"] == 1.5 and "top_p" in s]
     if fault == "temperature after the filters":
-        real = sampling.law_logits
+        real = sampling.filtered_logits
 
-        def law_logits(logits, sampling_, *, real=real):
+        def filtered_logits(logits, sampling_, *, real=real):
             temperature = jnp.asarray(sampling_.temperature)
             cold = jnp.where(temperature > 0, jnp.float32(1), temperature)
             filtered = real(logits, sampling_.replace(temperature=cold))
             return filtered / jnp.where(temperature > 0, temperature, 1)[:, None, None]
 
-        monkeypatch.setattr(sampling, "law_logits", law_logits)
+        monkeypatch.setattr(sampling, "filtered_logits", filtered_logits)
     else:
         real = sampling.position_keys
         monkeypatch.setattr(sampling, "position_keys", lambda s, position: real(s, position * 0))
@@ -221,5 +223,5 @@ def test_a_broken_law_is_caught(monkeypatch, target, drafter, plain, fault):
     tokens, _ = sample(engine, settings=settings)
     tested = []
     for values, drawn in zip(settings, tokens, strict=True):
-        tested += p_values(drawn, *laws(plain, values))
+        tested += p_values(drawn, *distributions(plain, values))
     assert min(tested) < 1e-9

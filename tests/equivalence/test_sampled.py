@@ -1,8 +1,8 @@
 """Sampled output under `coupled`: a request's tokens depend on the request alone.
 
-Whatever drafts, however much, in whatever company, seat and order: the same seed gives the same
+Whatever drafts, however much, in whatever company, row and order: the same seed gives the same
 tokens as plain decoding, and the same KV, bit for bit. Scores that are not numbers end a row at the
-same place, drafted or not, and nobody beside it notices.
+same place, drafted or not, and no one beside it notices.
 """
 
 import collections
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from live import live_kv, spoil
+from live import live_kv, poison
 
 import jaxspec
 from jaxspec import sampling
@@ -55,7 +55,12 @@ def drafter_named(name, target, truth):
 
 
 def engine_for(target, drafter, **options):
-    settings = {"draft_length": 4, "window": WINDOW, "seats": 6, "capacity": 256} | options
+    settings = {
+        "draft_length": 4,
+        "verify_length": WINDOW,
+        "batch_size": 6,
+        "max_length": 256,
+    } | options
     return Engine(target, drafter, scheduler=jaxspec.Static(), **settings)  # prompt i is row i
 
 
@@ -80,7 +85,7 @@ class Setting:
 def make_setting(dtype):
     target = toy.model(dtype=jnp.dtype(dtype))
     prompts = toy.prompts(LENGTHS)
-    witness = Engine(target, seats=len(LENGTHS), capacity=256).generate(prompts, PARAMS)
+    witness = Engine(target, batch_size=len(LENGTHS), max_length=256).generate(prompts, PARAMS)
     return Setting(target=target, prompts=prompts, witness=witness)
 
 
@@ -115,7 +120,7 @@ def test_sampled_tokens_and_kv_are_plain_decodings(drafted):
     setting, engine = drafted
     plain = engine.generate(setting.prompts, PARAMS, speculate=False)
     plain_kv = live_kv(engine)
-    spoil(engine)
+    poison(engine)
     speculative = engine.generate(setting.prompts, PARAMS)
     assert token_ids(speculative) == token_ids(plain)
     for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
@@ -140,7 +145,7 @@ def test_draft_lengths_agree(drafted):
 def test_order_seats_and_neighbours_do_not_matter(drafted):
     setting, engine = drafted
     if isinstance(engine.drafter, toy.TreeOracle):
-        pytest.skip("its table is in the order of the seats")
+        pytest.skip("its table is in the order of the rows of the batch")
     reference = token_ids(engine.generate(setting.prompts, PARAMS))
     order = np.random.default_rng(1).permutation(len(LENGTHS))
     shuffled = engine.generate([setting.prompts[i] for i in order], [PARAMS[i] for i in order])
@@ -228,7 +233,7 @@ BREAKING_PARAMS = [
 @pytest.fixture(scope="module")
 def sound():
     """What the healthy model makes of these requests."""
-    engine = Engine(toy.model(num_layers=1), seats=6, capacity=128)
+    engine = Engine(toy.model(num_layers=1), batch_size=6, max_length=128)
     return engine.generate(toy.prompts(BREAKING_LENGTHS), BREAKING_PARAMS)
 
 
@@ -248,9 +253,11 @@ def test_scores_that_are_not_numbers_end_the_row_where_plain_decoding_does(sound
         "block": jaxspec.Block(),
     }
     if rule == "plain":
-        engine = Engine(target, seats=6, capacity=128)
+        engine = Engine(target, batch_size=6, max_length=128)
     else:
-        engine = Engine(target, oracle, verifier=rules[rule], draft_length=4, seats=6, capacity=128)
+        engine = Engine(
+            target, oracle, verifier=rules[rule], draft_length=4, batch_size=6, max_length=128
+        )
     found = engine.generate(prompts, BREAKING_PARAMS)
     for ours, truth, params in zip(found, sound, BREAKING_PARAMS, strict=True):
         length = len(ours.prompt_token_ids)
@@ -266,7 +273,7 @@ def test_scores_that_are_not_numbers_end_the_row_where_plain_decoding_does(sound
             assert ours.token_ids == truth.token_ids[: len(ours.token_ids)]
         assert all(0 <= token < toy.VOCAB for token in ours.token_ids)
     assert [c.finish_reason for c in found].count("abort") == 3
-    # The seats are as good as new.
+    # The rows are as good as new.
     assert token_ids(engine.generate(prompts, BREAKING_PARAMS)) == token_ids(found)
 
 
@@ -276,7 +283,7 @@ class WrongInOneRow(toy.WrongDrafter):
 
     def propose(self, shape, params, state, rows):
         draft, state = super().propose(shape, params, state, rows)
-        is_second = jnp.arange(shape.seats, dtype=jnp.int32) == 1
+        is_second = jnp.arange(shape.batch_size, dtype=jnp.int32) == 1
         return draft.replace(num_valid=jnp.where(is_second, draft.num_valid, 0)), state
 
 
@@ -284,7 +291,7 @@ def test_a_draft_whose_kv_is_not_a_number_does_not_disturb_the_neighbours():
     target = toy.model(num_layers=1)
     embedding = target.params["embedding"].at[toy.VOCAB - 1].set(jnp.nan)
     poisoned = dataclasses.replace(target, params={**target.params, "embedding": embedding})
-    engine = engine_for(poisoned, WrongInOneRow(token=toy.VOCAB - 1), seats=4)
+    engine = engine_for(poisoned, WrongInOneRow(token=toy.VOCAB - 1), batch_size=4)
     prompts = [[token % (toy.VOCAB - 1) for token in p] for p in toy.prompts(LENGTHS[:4])]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
     plain = engine.generate(prompts, params, speculate=False)
@@ -306,7 +313,7 @@ def test_a_draft_whose_kv_is_not_a_number_does_not_disturb_the_neighbours():
 )
 def test_sampling_parameters_compile_nothing(rule):
     target = toy.model(num_layers=1)
-    engine = engine_for(target, jaxspec.DraftModel(target), verifier=rule(), seats=2)
+    engine = engine_for(target, jaxspec.DraftModel(target), verifier=rule(), batch_size=2)
     prompts = toy.prompts((3, 140))
     engine.generate(prompts)
     programs = (engine._init, engine._admit, engine._prefill, engine._run)
@@ -361,13 +368,13 @@ def test_two_thousand_requests_are_equal_to_the_bit():
             truth = [[*p, 0] for p in prompts]
             if reference is not None:
                 truth = [[*p, *tokens] for p, tokens in zip(prompts, reference, strict=True)]
-            engine = engine_for(target, drafter_named(name, target, truth), seats=8)
+            engine = engine_for(target, drafter_named(name, target, truth), batch_size=8)
             plain = token_ids(engine.generate(prompts, params, speculate=False))
             of_reference = live_kv(engine) if of_reference is None else of_reference
             reference = plain if reference is None else reference
             for draft_length, backwards in itertools.product((1, 2, 3, 4, 6), (False, True)):
                 step = -1 if backwards else 1
-                spoil(engine)
+                poison(engine)
                 found = engine.generate(prompts[::step], params[::step], draft_length=draft_length)
                 if not backwards:  # the last batch still sits where the first run left it
                     for ours, theirs in zip(live_kv(engine), of_reference, strict=True):

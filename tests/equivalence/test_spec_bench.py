@@ -59,12 +59,12 @@ def check(target, draft, prompts, report):
 
     Returns accepted / drafted of each run, the plain ones (0) included.
     """
-    capacity = max(map(len, prompts)) + PARAMS.max_tokens + WINDOW
-    shape = {"seats": 8, "capacity": capacity}
+    max_length = max(map(len, prompts)) + PARAMS.max_tokens + WINDOW
+    shape = {"batch_size": 8, "max_length": max_length}
     witness = Engine(target, **shape).generate(prompts, PARAMS)
     plain, acceptance = None, []
     for drafter in (jaxspec.DraftModel(draft), jaxspec.NGram()):
-        engine = Engine(target, drafter, window=WINDOW, **shape)
+        engine = Engine(target, drafter, verify_length=WINDOW, **shape)
         runs = [engine.generate(prompts, PARAMS, speculate=False)]
         runs += [engine.generate(prompts, PARAMS, draft_length=length) for length in (1, 4, 7)]
         plain = plain or runs[0]
@@ -77,7 +77,7 @@ def check(target, draft, prompts, report):
             )
             assert equal == len(prompts)
             acceptance.append(total.num_accepted_tokens / max(total.num_draft_tokens, 1))
-    scorer = Scorer(target, capacity=capacity)
+    scorer = Scorer(target, max_length=max_length)
     parted = ties.divergences(target, plain, witness, PARAMS, scorer=scorer)
     for found in parted:
         report(

@@ -13,7 +13,7 @@ import pytest
 import toy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live import live_kv, spoil
+from live import live_kv, poison
 
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decoding
@@ -23,7 +23,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Static
 from jaxspec.types import Draft, Origin, Window, chain_parents
 
-SEATS, CAPACITY, WINDOW, SIZE = 3, 128, 6, 17
+BATCH_SIZE, MAX_LENGTH, WINDOW, SIZE = 3, 128, 6, 17
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,14 +42,14 @@ class Scripted(StatelessDrafter):
 
     def propose(self, shape, params, state, rows):
         position = rows.num_committed[:, None] + jnp.arange(shape.num_nodes, dtype=jnp.int32)
-        position = jnp.minimum(position, shape.capacity - 1)
+        position = jnp.minimum(position, shape.max_length - 1)
         truth, is_right, length = (
             jnp.take_along_axis(params[name], position, axis=1)
             for name in ("truth", "is_right", "length")
         )
         draft = Draft(
             tokens=jnp.where(is_right, truth, (truth + 1) % shape.vocab_size),
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=jnp.minimum(rows.draft_limit, length[:, 0]),
         )
         return draft, state
@@ -57,9 +57,9 @@ class Scripted(StatelessDrafter):
 
 def script_params(truth, is_right, length):
     def table(rows, dtype):
-        filled = np.zeros((SEATS, CAPACITY), dtype)
+        filled = np.zeros((BATCH_SIZE, MAX_LENGTH), dtype)
         for row, values in enumerate(rows):
-            filled[row, : len(values)] = values[:CAPACITY]
+            filled[row, : len(values)] = values[:MAX_LENGTH]
         return jnp.asarray(filled)
 
     return {
@@ -76,8 +76,8 @@ def make_engine():
         Scripted(),
         scheduler=Static(),  # the script goes by rows
         draft_length=WINDOW - 1,
-        seats=SEATS,
-        capacity=CAPACITY,
+        batch_size=BATCH_SIZE,
+        max_length=MAX_LENGTH,
         prefill_chunk=32,
         rounds_per_sync=5,
     )
@@ -90,8 +90,8 @@ def engine():
 
 @pytest.fixture(scope="module")
 def witness(engine):
-    """The window-1 loop, whose capacity ends where the other's does."""
-    return Engine(engine.target, seats=SEATS, capacity=CAPACITY, prefill_chunk=32)
+    """The window-1 loop, whose max_length ends where the other's does."""
+    return Engine(engine.target, batch_size=BATCH_SIZE, max_length=MAX_LENGTH, prefill_chunk=32)
 
 
 @pytest.fixture(scope="module")
@@ -101,24 +101,24 @@ def fresh_kv(engine):
 
     @jax.jit
     def read(tokens, length):
-        positions = jnp.broadcast_to(jnp.arange(CAPACITY, dtype=jnp.int32), tokens.shape)
+        positions = jnp.broadcast_to(jnp.arange(MAX_LENGTH, dtype=jnp.int32), tokens.shape)
         window = Window(
-            start=jnp.zeros((SEATS,), jnp.int32),
+            start=jnp.zeros((BATCH_SIZE,), jnp.int32),
             positions=positions,
             slots=jnp.where(positions < length[:, None] - 1, positions, -1),
         )
-        cache = target.init_cache(SEATS, CAPACITY)
+        cache = target.init_cache(BATCH_SIZE, MAX_LENGTH)
         _, cache = target.forward(target.params, tokens, window, cache)
         return [
             kv.read_slots(layer, cache.table, positions, target.dtype) for layer in cache.layers
         ]
 
     def of(sequences):
-        tokens = np.zeros((SEATS, CAPACITY), np.int32)
-        length = np.ones((SEATS,), np.int32)
+        tokens = np.zeros((BATCH_SIZE, MAX_LENGTH), np.int32)
+        length = np.ones((BATCH_SIZE,), np.int32)
         for row, sequence in enumerate(sequences):
             tokens[row, : len(sequence)], length[row] = sequence, len(sequence)
-        is_live = np.arange(CAPACITY) < length[:, None] - 1
+        is_live = np.arange(MAX_LENGTH) < length[:, None] - 1
         found = [values for layer in read(tokens, length) for values in layer]
         return [np.where(is_live[..., None, None], values, 0) for values in found]
 
@@ -139,10 +139,10 @@ class Example:
 
 @st.composite
 def examples(draw):
-    num_rows = draw(st.integers(1, SEATS))
+    num_rows = draw(st.integers(1, BATCH_SIZE))
     prompts, params, stop_at, is_right, length = [], [], [], [], []
     for _ in range(num_rows):
-        size = draw(st.one_of(st.integers(1, 40), st.integers(95, CAPACITY - WINDOW + 1)))
+        size = draw(st.one_of(st.integers(1, 40), st.integers(95, MAX_LENGTH - WINDOW + 1)))
         random = np.random.default_rng(draw(st.integers(0, 2**16)))
         prompts.append(random.integers(0, SIZE, size).tolist())
         max_tokens = draw(st.integers(1, 24))
@@ -157,8 +157,8 @@ def examples(draw):
         )
         stop_at.append(draw(st.none() | st.integers(0, 23)))
         chance = draw(st.sampled_from((0.0, 0.5, 0.8, 1.0)))
-        is_right.append(random.random(CAPACITY) < chance)
-        length.append(random.integers(draw(st.sampled_from((0, WINDOW - 1))), WINDOW, CAPACITY))
+        is_right.append(random.random(MAX_LENGTH) < chance)
+        length.append(random.integers(draw(st.sampled_from((0, WINDOW - 1))), WINDOW, MAX_LENGTH))
     return Example(
         prompts=prompts,
         params=params,
@@ -186,7 +186,7 @@ def check(engine, witness, fresh_kv, example):
 
     plain = engine.generate(example.prompts, params, speculate=False)
     plain_kv = live_kv(engine, len(plain))
-    spoil(engine)
+    poison(engine)
     drafted = engine.generate(example.prompts, params, draft_length=example.draft_length)
     drafted_kv = live_kv(engine, len(plain))
 
@@ -199,9 +199,9 @@ def check(engine, witness, fresh_kv, example):
     for ours, e1, single, asked in zip(drafted, plain, alone, params, strict=True):
         ends = (ours.finish_reason, ours.stop_reason)
         assert ends == (e1.finish_reason, e1.stop_reason)
-        # The narrower window leaves room for more tokens before the capacity.
+        # The narrower window leaves room for more tokens before the max_length.
         assert ours.token_ids == single.token_ids[: len(ours.token_ids)]
-        if ours.stop_reason != "capacity":
+        if ours.stop_reason != "max_length":
             assert ours.token_ids == single.token_ids
             assert ends == (single.finish_reason, single.stop_reason)
         check_lengths(ours, asked)
@@ -213,7 +213,7 @@ def check_lengths(completion, asked):
     """Limits, and the place of a stop token."""
     length = len(completion.token_ids)
     assert 1 <= length <= asked.max_tokens
-    assert len(completion.prompt_token_ids) + length <= CAPACITY
+    assert len(completion.prompt_token_ids) + length <= MAX_LENGTH
     assert all(0 <= token < SIZE for token in completion.token_ids)
     if completion.finish_reason == "stop":
         assert completion.stop_reason == completion.token_ids[-1]
@@ -221,7 +221,7 @@ def check_lengths(completion, asked):
         assert length > asked.min_tokens
     else:
         assert completion.finish_reason == "length"
-        assert completion.stop_reason == "capacity" or length == asked.max_tokens
+        assert completion.stop_reason == "max_length" or length == asked.max_tokens
     assert not set(completion.token_ids[:-1]) & set(asked.stop_token_ids)
 
 
@@ -269,8 +269,8 @@ PLAIN_EXAMPLE = Example(
     prompts=[[token % SIZE for token in prompt] for prompt in toy.prompts((5, 30))],
     params=[SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.8, seed=1)],
     stop_at=[None, 14],
-    is_right=[np.arange(CAPACITY) % 4 > 0] * 2,
-    length=[np.full(CAPACITY, WINDOW - 1)] * 2,
+    is_right=[np.arange(MAX_LENGTH) % 4 > 0] * 2,
+    length=[np.full(MAX_LENGTH, WINDOW - 1)] * 2,
     draft_length=WINDOW - 1,
 )
 

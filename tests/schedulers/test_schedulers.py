@@ -19,7 +19,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.types import Finish
 
-SEATS = 3
+BATCH_SIZE = 3
 LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12, 9, 31, 64, 3)
 SCHEDULERS = (
     Static(),
@@ -44,20 +44,20 @@ def params(num_requests):
 def setting():
     target = toy.model()
     prompts = toy.prompts(LENGTHS)
-    witness = Engine(target, seats=SEATS, capacity=256, scheduler=Static())
+    witness = Engine(target, batch_size=BATCH_SIZE, max_length=256, scheduler=Static())
     completions = witness.generate(prompts, params(len(prompts)))
     oracle = jaxspec.Oracle(toy.sequences(completions), acceptance=0.7)
     return target, prompts, completions, oracle
 
 
 def engine_for(target, drafter, scheduler, **more):
-    more = {"seats": SEATS, "capacity": 256, "rounds_per_sync": 8} | more
+    more = {"batch_size": BATCH_SIZE, "max_length": 256, "rounds_per_sync": 8} | more
     return Engine(target, drafter, scheduler=scheduler, **more)
 
 
-def list_scheduling(rounds, seats):
-    """Rounds until all have ended, if every free seat is taken at once in order of arrival."""
-    ends = [0] * seats
+def list_scheduling(rounds, batch_size):
+    """Rounds until all have ended, if every free row is taken at once in order of arrival."""
+    ends = [0] * batch_size
     for own in rounds:
         heapq.heappush(ends, heapq.heappop(ends) + own)
     return max(ends)
@@ -74,13 +74,13 @@ def test_schedulers_agree_to_the_bit_and_need_the_rounds_they_should(setting, sc
     assert [c.request_id for c in completions] == [str(i) for i in range(len(prompts))]
     num_rounds = int(engine.state.num_rounds) - first
     own = [completion.acceptance.num_rounds for completion in completions]
-    batches = [max(own[i : i + SEATS]) for i in range(0, len(own), SEATS)]
+    batches = [max(own[i : i + BATCH_SIZE]) for i in range(0, len(own), BATCH_SIZE)]
     if scheduler.name == "static":
         assert num_rounds == sum(batches)
     elif scheduler.name == "continuous":
-        assert num_rounds == list_scheduling(own, SEATS) < sum(batches)
+        assert num_rounds == list_scheduling(own, BATCH_SIZE) < sum(batches)
     else:
-        assert sum(own) / SEATS <= num_rounds <= sum(batches)
+        assert sum(own) / BATCH_SIZE <= num_rounds <= sum(batches)
     assert [step._cache_size() for step in (engine._run, engine._admit, engine._prefill)] == [1] * 3
 
 
@@ -107,11 +107,13 @@ def test_rows_put_back_wrongly_are_caught(setting, monkeypatch):
     assert [c.token_ids for c in broken] != [c.token_ids for c in witness]
 
 
-SHAPE = EngineShape(seats=4, capacity=128, window=3, prefill_chunk=8, vocab_size=toy.VOCAB)
+SHAPE = EngineShape(
+    batch_size=4, max_length=128, verify_length=3, prefill_chunk=8, vocab_size=toy.VOCAB
+)
 
 
 def choose(scheduler, arrival, lengths, *, ended=(), padding=None):
-    """Rows that a scheduler seats."""
+    """Rows that a scheduler batch_size."""
     cache = None
     if padding is not None:
         cache = kv.aligned(toy.model(num_layers=1).init_cache(len(padding), 128))
@@ -150,7 +152,8 @@ def test_the_pools_length_counts_padding_and_the_batch_strategy_looks_for_no_gro
     assert choose(Pool(4, strategy="batch"), [0, 1, 2, 3], [5, 6, 5, 6], ended=[0]) == [1, 2]
     padded = [1, 2, 0, 0]  # rows 1 and 3 stand at 8 both, rows 0 and 2 at 6 and 5
     assert choose(Pool(4), [0, 1, 2, 3], [5, 6, 5, 8], padding=padded) == [1, 3]
-    # The first length to reach the seats wins, though another came first: 5 5 before 6 6.
+    # The first length to reach the rows of the batch wins, though another came first: 5 5 before 6
+    # 6.
     assert choose(Pool(5), [0, 1, 2, 3, 4], [6, 5, 5, 6, 6]) == [1, 2]
 
 
@@ -188,14 +191,14 @@ def test_counts_of_a_schedule_on_a_drawn_example():
     state = decoding.empty_state(SHAPE, num_stop_tokens=1, cache=(), drafter=())
     state = state.replace(num_committed=jnp.asarray([5, 7, 5, 9], jnp.int32))
 
-    def counted(*took_part):
-        after = decoding.count_lengths(state, jnp.asarray(took_part))
+    def counted(*was_active):
+        after = decoding.count_lengths(state, jnp.asarray(was_active))
         return int(after.schedule.num_grouped_rounds), int(after.schedule.num_grouped_rows)
 
     assert counted(True, True, True, True) == (0, 2)  # two rows of length 5
     assert counted(True, True, False, True) == (0, 0)
     assert counted(False, False, False, False) == (0, 0)
-    assert counted(True, False, True, False) == (0, 2)  # of one length, but seats are empty
+    assert counted(True, False, True, False) == (0, 2)  # of one length, but rows are empty
     state = state.replace(num_committed=jnp.asarray([5, 5, 5, 5], jnp.int32))
     assert counted(True, True, True, True) == (1, 4)
 
@@ -211,8 +214,8 @@ def test_refilled_rows_stop_at_their_own_strings_and_keep_their_logprobs():
         Engine(
             target,
             jaxspec.NGram(),
-            seats=2,
-            capacity=128,
+            batch_size=2,
+            max_length=128,
             scheduler=scheduler,
             rounds_per_sync=rounds_per_sync,
             max_logprobs=1,
@@ -238,7 +241,7 @@ def test_progress_counts_all_rounds(setting):
         assert seen[-1].num_finished == seen[-1].num_requests == len(prompts)
         assert seen[-1].num_emitted_tokens == sum(len(c.token_ids) for c in completions)
         own = [completion.acceptance.num_rounds for completion in completions]
-        assert seen[-1].num_rounds == list_scheduling(own, SEATS)
+        assert seen[-1].num_rounds == list_scheduling(own, BATCH_SIZE)
         assert all(a.num_rounds <= b.num_rounds for a, b in itertools.pairwise(seen))
 
 
@@ -260,8 +263,8 @@ def test_an_abandoned_run_leaves_the_engine_usable(setting):
 def test_seating_copies_no_kv(setting):
     target, _, _, oracle = setting
 
-    def temporaries(scheduler, capacity):
-        engine = engine_for(target, oracle, scheduler, capacity=capacity)
+    def temporaries(scheduler, max_length):
+        engine = engine_for(target, oracle, scheduler, max_length=max_length)
         state = jax.eval_shape(engine._loop.init)
         one = jax.ShapeDtypeStruct((), jnp.int32)
         compiled = engine._run.lower(engine._params, state, one, one).compile()
@@ -276,7 +279,10 @@ def test_seating_copies_no_kv(setting):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda target: Engine(target, seats=4, scheduler=Pool(3)), "A pool of 3 rows was given"),
+        (
+            lambda target: Engine(target, batch_size=4, scheduler=Pool(3)),
+            "A pool of 3 rows was given",
+        ),
         (lambda target: Continuous(waiting=-1), "waiting -1 was given"),
         (lambda target: Pool(4, strategy="best"), "strategy 'best' was given"),
     ],

@@ -15,7 +15,7 @@ from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine, host_loop
 from jaxspec.types import Finish
 
-SHAPE = {"draft_length": 3, "seats": 2, "capacity": 128, "prefill_chunk": 16}
+SHAPE = {"draft_length": 3, "batch_size": 2, "max_length": 128, "prefill_chunk": 16}
 PROMPTS = ["née", "a much longer prompt than the others, read in chunks", "b", "ça", "e", "🙂"]
 PARAMS = SamplingParams(max_tokens=20, temperature=1.2, seed=1)
 
@@ -89,7 +89,7 @@ def test_prompts_are_read_ahead_on_another_thread(engine, monkeypatch):
     monkeypatch.setattr(engine, "prefill", watched)
     stream = host_loop.serve(engine, PROMPTS, PARAMS)
     next(stream)
-    assert 2 <= len(threads) <= 4  # those in seats, and as many that wait
+    assert 2 <= len(threads) <= 4  # those in the batch, and as many that wait
     assert len(texts(stream)) == 6
     assert len(threads) == 6
     assert threading.main_thread() not in threads

@@ -26,7 +26,7 @@ from jaxspec.serving import ServingEngine
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Draft, Finish, chain_parents
 
-SHAPE = {"seats": 3, "capacity": 256, "prefill_chunk": 16}
+SHAPE = {"batch_size": 3, "max_length": 256, "prefill_chunk": 16}
 PROMPTS = toy.prompts((3, 40, 150, 1, 9, 240, 17))
 PARAMS = [
     SamplingParams(max_tokens=25),
@@ -34,7 +34,7 @@ PARAMS = [
     SamplingParams(max_tokens=20, frequency_penalty=0.4, repetition_penalty=1.2),
     SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, top_k=20, seed=2**40),
     SamplingParams(max_tokens=1),
-    SamplingParams(max_tokens=100),  # ends at the capacity
+    SamplingParams(max_tokens=100),  # ends at the max_length
     SamplingParams(max_tokens=30),  # ends at a stop token, see `requests`
 ]
 PROGRAMS = ("_init", "_init_alone", "_admit_alone", "_prefill", "_insert", "_generate", "_free")
@@ -55,7 +55,7 @@ class Remembering(StatelessDrafter):
         return {
             "next": jnp.zeros((shape.vocab_size,), jnp.int32),
             "num_admitted": jnp.int32(0),
-            "prompt_length": jnp.full((shape.seats,), -1, jnp.int32),
+            "prompt_length": jnp.full((shape.batch_size,), -1, jnp.int32),
         }
 
     def admit(self, shape, params, state, rows, row):
@@ -76,7 +76,7 @@ class Remembering(StatelessDrafter):
         knows = state["prompt_length"] > 0
         draft = Draft(
             tokens=jnp.stack(chain, axis=1),
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=jnp.where(knows, jnp.minimum(rows.draft_limit, shape.num_nodes), 0),
         )
         return draft, state
@@ -147,42 +147,42 @@ class Served:
 
 
 def serve(engine, requests, *, seed, state=None, prefill=None):
-    """Every request through some seat, in an order drawn from `seed`; seats are freed or simply
-    taken over, and some requests wait although a seat is free."""
+    """Every request through some row, in an order drawn from `seed`; batch_size are freed or simply
+    taken over, and some requests wait although a row is free."""
     random = np.random.default_rng(seed)
     prefill = prefill or engine.prefill
     state = engine.init_decode_state() if state is None else state
     waiting = collections.deque(random.permutation(len(requests)).tolist())
-    seated: dict[int, int] = {}
+    active: dict[int, int] = {}
     served = [Served() for _ in requests]
-    while waiting or seated:
-        free = [seat for seat in range(engine.shape.seats) if seat not in seated]
-        for seat in random.permutation(free).tolist():
-            if waiting and (not seated or random.random() < 0.7):
-                seated[seat] = waiting.popleft()
-                state = engine.insert(prefill(*requests[seated[seat]]), state, seat)
+    while waiting or active:
+        free = [row for row in range(engine.shape.batch_size) if row not in active]
+        for row in random.permutation(free).tolist():
+            if waiting and (not active or random.random() < 0.7):
+                active[row] = waiting.popleft()
+                state = engine.insert(prefill(*requests[active[row]]), state, row)
         state, result = engine.generate(state)
         result = jax.device_get(result)
-        for seat in range(engine.shape.seats):
-            if seat not in seated:
-                assert result.done[seat]
-                assert result.num_new[seat] == 0
+        for row in range(engine.shape.batch_size):
+            if row not in active:
+                assert result.done[row]
+                assert result.num_new[row] == 0
                 continue
-            request, num_new = served[seated[seat]], result.num_new[seat]
-            is_finite = result.finish[seat] != Finish.NON_FINITE
-            assert is_finite <= num_new <= engine.shape.window
-            assert np.all(result.tokens[seat, num_new:] == -1)
-            request.token_ids += result.tokens[seat, :num_new].tolist()
-            request.num_drafted += int(result.num_drafted[seat])
-            request.num_accepted += int(result.num_accepted[seat])
-            if result.done[seat]:
-                request.finish = Finish(int(result.finish[seat]))
+            request, num_new = served[active[row]], result.num_new[row]
+            is_finite = result.finish[row] != Finish.NON_FINITE
+            assert is_finite <= num_new <= engine.shape.verify_length
+            assert np.all(result.tokens[row, num_new:] == -1)
+            request.token_ids += result.tokens[row, :num_new].tolist()
+            request.num_drafted += int(result.num_drafted[row])
+            request.num_accepted += int(result.num_accepted[row])
+            if result.done[row]:
+                request.finish = Finish(int(result.finish[row]))
                 request.acceptance = Acceptance.of_row(
-                    jax.device_get(state.counts), seat, num_emitted=len(request.token_ids)
+                    jax.device_get(state.counts), row, num_emitted=len(request.token_ids)
                 )
-                del seated[seat]
+                del active[row]
                 if random.random() < 0.5:
-                    state = engine.free(state, seat)
+                    state = engine.free(state, row)
     return served
 
 
@@ -218,7 +218,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
         sizes.append({name: getattr(engine, name)._cache_size() for name in PROGRAMS})
         assert tokens_of(served) == tokens_of(wanted)
         assert [request.finish for request in served] == [Finish.MAX_TOKENS] * 5 + [
-            Finish.CAPACITY,
+            Finish.MAX_LENGTH,
             Finish.STOP_TOKEN,
         ]
         for request in served:
@@ -235,7 +235,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
 def test_another_verifier_in_bfloat16():
     target = toy.model(dtype=jnp.bfloat16)
     draft = DraftModel(toy.model(seed=1, dtype=jnp.bfloat16, num_layers=1))
-    shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 2}
+    shape = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16, "draft_length": 2}
     requests = [(PROMPTS[i], dataclasses.replace(PARAMS[i], max_tokens=15)) for i in (0, 1, 3, 6)]
     expected = completions_of(Engine(target, draft, verifier=Rejection(), **shape), requests)
     engine = ServingEngine(target, draft, verifier=Rejection(), **shape)
@@ -245,19 +245,19 @@ def test_another_verifier_in_bfloat16():
 
 @pytest.mark.slow
 def test_trees(target):
-    shape = {"seats": 2, "capacity": 128, "prefill_chunk": 16, "draft_length": 6}
+    shape = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16, "draft_length": 6}
     prompts, params = [PROMPTS[0], PROMPTS[1]], SamplingParams(max_tokens=20)
     expected = Engine(target, NGram(), **shape).generate(prompts, params)
     engine = ServingEngine(target, toy.TreeOracle(tuple(toy.sequences(expected))), **shape)
     state, outputs, num_steps = engine.init_decode_state(), [[], []], 0
-    for seat in (1, 0):  # this oracle knows its rows by their seats
-        state = engine.insert(engine.prefill(prompts[seat], params), state, seat)
+    for row in (1, 0):  # this oracle knows its rows by their rows
+        state = engine.insert(engine.prefill(prompts[row], params), state, row)
     is_done = False
     while not is_done:
         state, result = engine.generate(state)
         result = jax.device_get(result)
-        for seat, output in enumerate(outputs):
-            output += result.tokens[seat, : result.num_new[seat]].tolist()
+        for row, output in enumerate(outputs):
+            output += result.tokens[row, : result.num_new[row]].tolist()
         num_steps, is_done = num_steps + 1, result.done.all()
     assert [tuple(output) for output in outputs] == tokens_of(expected)
     assert num_steps == 5  # three nodes of the path are right, and the bonus token: four a round
@@ -282,13 +282,13 @@ def test_a_drafter_left_behind_is_noticed(engine_of, requests, expected):
 
 
 def with_nan(tree, num_live=0):
-    """Every cache in `tree` with NaN behind the first `num_live` slots of each row."""
+    """Every cache in `tree` with NaN after the first `num_live` slots of each row."""
 
-    def spoil(cache):
-        return kv.with_garbage(cache, jnp.full(cache.table.shape[:1], num_live, jnp.int32))
+    def poison(cache):
+        return kv.poison_uncommitted(cache, jnp.full(cache.table.shape[:1], num_live, jnp.int32))
 
     return tree.replace(
-        cache=spoil(tree.cache), drafter=tree.drafter.replace(cache=spoil(tree.drafter.cache))
+        cache=poison(tree.cache), drafter=tree.drafter.replace(cache=poison(tree.drafter.cache))
     )
 
 
@@ -319,8 +319,8 @@ def test_a_prompt_is_read_once_and_inserted_often(engine_of, requests, expected)
     read = [engine.prefill(*request) for request in requests]
     for index in (1, 2):
         state = engine.init_decode_state()
-        for seat, prefilled in ((2, read[index]), (0, read[index]), (1, read[5])):
-            state = engine.insert(prefilled, state, seat)
+        for row, prefilled in ((2, read[index]), (0, read[index]), (1, read[5])):
+            state = engine.insert(prefilled, state, row)
         outputs = [[], [], []]
         for step in itertools.count():
             if step == 4:  # a third time, over a longer predecessor in mid-flight
@@ -328,8 +328,8 @@ def test_a_prompt_is_read_once_and_inserted_often(engine_of, requests, expected)
                 outputs[1] = []
             state, result = engine.generate(state)
             result = jax.device_get(result)
-            for seat, output in enumerate(outputs):
-                output += result.tokens[seat, : result.num_new[seat]].tolist()
+            for row, output in enumerate(outputs):
+                output += result.tokens[row, : result.num_new[row]].tolist()
             if result.done.all():
                 break
         assert outputs == [list(expected[index].token_ids)] * 3
@@ -363,20 +363,20 @@ def test_plain_rows_in_the_same_program(engine_of, requests, expected):
 def test_a_row_is_cancelled_and_its_neighbours_do_not_notice(engine_of, requests, expected):
     engine = engine_of("ngram")
     state = engine.init_decode_state()
-    for seat in range(3):
-        state = engine.insert(engine.prefill(*requests[seat]), state, seat)
+    for row in range(3):
+        state = engine.insert(engine.prefill(*requests[row]), state, row)
     outputs = [[], [], []]
     for step in range(40):
         if step == 3:
             state = engine.free(state, 1)
         state, result = engine.generate(state)
         result = jax.device_get(result)
-        for seat, output in enumerate(outputs):
-            output += result.tokens[seat, : result.num_new[seat]].tolist()
+        for row, output in enumerate(outputs):
+            output += result.tokens[row, : result.num_new[row]].tolist()
         if step >= 3:
             assert result.num_new[1] == 0
             assert result.done[1]
-            assert result.finish[1] == Finish.EMPTY_SEAT
+            assert result.finish[1] == Finish.EMPTY_ROW
     assert result.num_new.tolist() == [0, 0, 0]
     assert outputs[0] == list(expected[0].token_ids)
     assert outputs[2] == list(expected[2].token_ids)
@@ -389,13 +389,13 @@ def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
     engine = engine_of(name)
     prefilled = engine.prefill(*requests[0])
     state = engine.init_decode_state()
-    row = (prefilled.seat, prefilled.cache, prefilled.drafter)
-    seat = np.int32(1)
+    row = (prefilled.row, prefilled.cache, prefilled.drafter)
+    row = np.int32(1)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.layers))
     for lowered, most in (
-        (engine._insert.lower(engine._params, state, seat, *row), 8192),
-        (engine._generate.lower(engine._params, state, seat), num_bytes),
-        (engine._free.lower(state, seat), 8192),
+        (engine._insert.lower(engine._params, state, row, *row), 8192),
+        (engine._generate.lower(engine._params, state, row), num_bytes),
+        (engine._free.lower(state, row), 8192),
     ):
         memory = lowered.compile().memory_analysis()
         assert memory.alias_size_in_bytes >= num_bytes
@@ -412,10 +412,20 @@ def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
 
 def test_copying_a_row_costs_as_much_as_is_live():
     cache = init_cache(
-        num_layers=1, num_rows=2, capacity=4 * BLOCK, num_kv_heads=1, head_size=2, dtype="bfloat16"
+        num_layers=1,
+        num_rows=2,
+        max_length=4 * BLOCK,
+        num_kv_heads=1,
+        head_size=2,
+        dtype="bfloat16",
     )
     source = init_cache(
-        num_layers=1, num_rows=1, capacity=4 * BLOCK, num_kv_heads=1, head_size=2, dtype="bfloat16"
+        num_layers=1,
+        num_rows=1,
+        max_length=4 * BLOCK,
+        num_kv_heads=1,
+        head_size=2,
+        dtype="bfloat16",
     )
     slots = jnp.arange(4 * BLOCK, dtype=jnp.int32)[None]
     values = jax.random.normal(jax.random.key(0), (1, 4 * BLOCK, 1, 2), jnp.bfloat16)
@@ -446,11 +456,14 @@ def test_a_seed_is_drawn_and_named(engine_of):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seats": 0}, "seats 0 was given"),
-        ({"window": 2}, "without a drafter"),
-        ({"drafter": NGram(), "draft_length": 4, "window": 4}, "for a window of 4"),
+        ({"batch_size": 0}, "batch_size 0 was given"),
+        ({"verify_length": 2}, "without a drafter"),
+        ({"drafter": NGram(), "draft_length": 4, "verify_length": 4}, "for a verify_length of 4"),
         ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
-        ({"drafter": NGram(), "window": 129, "capacity": 128}, "does not fit a capacity of 128"),
+        (
+            {"drafter": NGram(), "verify_length": 129, "max_length": 128},
+            "does not fit a max_length of 128",
+        ),
     ],
 )
 def test_settings_out_of_range(target, settings, message):
@@ -463,7 +476,7 @@ def test_settings_out_of_range(target, settings, message):
     [
         ([], {}, PromptError, "The prompt is empty"),
         ([61], {}, PromptError, "The prompt holds the token id 61"),
-        ([1] * 253, {}, PromptError, "253 tokens, and the engine's capacity leaves room for 252"),
+        ([1] * 253, {}, PromptError, "253 tokens, and the engine's max_length leaves room for 252"),
         ("text", {}, PromptError, "has no tokenizer"),
         ([1], {"stop": "x"}, SettingError, "this engine sees tokens only"),
         ([1], {"n": 2, "temperature": 1.0}, SettingError, "becomes one row"),
@@ -481,23 +494,23 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
     engine = engine_of("ngram")
     state = engine.init_decode_state()
     prefilled = engine.prefill([1, 2])
-    for seat in (-1, 3):
-        with pytest.raises(SettingError, match=f"Seat {seat} was given, and the engine has 3"):
-            engine.insert(prefilled, state, seat)
-        with pytest.raises(SettingError, match=f"Seat {seat} was given"):
-            engine.free(state, seat)
+    for row in (-1, 3):
+        with pytest.raises(SettingError, match=f"Admission {row} was given, and the engine has 3"):
+            engine.insert(prefilled, state, row)
+        with pytest.raises(SettingError, match=f"Admission {row} was given"):
+            engine.free(state, row)
     with pytest.raises(SettingError, match="A draft length of 5 was given for a window of 5"):
         engine.prefill([1, 2], draft_length=5)
     for other in (
         engine_of("draft_model"),  # another drafter
-        ServingEngine(target, NGram(), **SHAPE | {"capacity": 384}),
+        ServingEngine(target, NGram(), **SHAPE | {"max_length": 384}),
         ServingEngine(tiny.model(), NGram(), **SHAPE),  # another model
         ServingEngine(target, NGram(), draft_length=2, **SHAPE),
     ):
         with pytest.raises(SettingError, match="A prompt was inserted that an engine with another"):
             other.insert(prefilled, state, 0)
     assert not state.cache.layers[0].k.is_deleted()  # refused before anything happened
-    other = ServingEngine(target, NGram(), **SHAPE | {"seats": 2})  # only the number of seats
+    other = ServingEngine(target, NGram(), **SHAPE | {"batch_size": 2})  # only the batch size
     other.insert(prefilled, other.init_decode_state(), 1)
 
 

@@ -29,7 +29,9 @@ model = jaxspec.random_model(CONFIG)
 def engine_on(device):
     """A serving engine whose parameters are on `device`."""
     target = dataclasses.replace(model, params=jax.device_put(model.params, device))
-    return ServingEngine(target, jaxspec.DraftModel(target), seats=2, capacity=128, draft_length=2)
+    return ServingEngine(
+        target, jaxspec.DraftModel(target), batch_size=2, max_length=128, draft_length=2
+    )
 
 
 reader, decoder = engine_on(second), engine_on(first)

@@ -12,7 +12,7 @@ import toy
 import jaxspec
 from jaxspec.cache import pages as kv
 from jaxspec.decode import sharded as sharding
-from jaxspec.decode.loop import Seat, SpeculativeLoop
+from jaxspec.decode.loop import Admission, SpeculativeLoop
 from jaxspec.decode.plain import PlainLoop
 from jaxspec.drafters.base import EngineShape
 from jaxspec.schedulers import Static
@@ -21,8 +21,8 @@ from jaxspec.verifiers import Coupled
 
 NUM_STOP = 4
 CHUNK = 64
-CAPACITY = 256
-SEATS = 2  # of a shard
+MAX_LENGTH = 256
+BATCH_SIZE = 2  # of a shard
 WINDOW = 5
 
 
@@ -49,9 +49,9 @@ class Driver:
     def __init__(self, mesh, drafter=None, *, model=None, scheduler=None, window=WINDOW):
         self.target = target() if model is None else model
         shape = EngineShape(
-            seats=SEATS,
-            capacity=CAPACITY,
-            window=window if drafter is not None else 1,
+            batch_size=BATCH_SIZE,
+            max_length=MAX_LENGTH,
+            verify_length=window if drafter is not None else 1,
             prefill_chunk=CHUNK,
             vocab_size=self.target.vocab_size,
         )
@@ -86,12 +86,12 @@ class Driver:
         }[name]
         return getattr(self, name).lower(self.params, self.state, *arguments).compile()
 
-    def seat(self, prompt, params, draft_length) -> Seat:
-        tokens = np.zeros((CAPACITY,), np.int32)
+    def seat(self, prompt, params, draft_length) -> Admission:
+        tokens = np.zeros((MAX_LENGTH,), np.int32)
         tokens[: len(prompt)] = prompt
         values = (len(prompt), len(prompt) + params.max_tokens, Finish.MAX_TOKENS, draft_length)
         length, limit, finish, draft_limit = map(np.int32, values)
-        return Seat(
+        return Admission(
             tokens=tokens,
             length=length,
             limit=limit,

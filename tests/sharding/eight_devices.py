@@ -101,7 +101,7 @@ def test_speculative_equals_plain_bit_for_bit(which, params, request):
     by_row = requests(params, LENGTHS[:num_rows])
     plain = on_mesh.generate(by_row, draft_length=0)
     plain_kv = [on_mesh.live_kv(row) for row in by_row]
-    spoil(on_mesh)
+    poison(on_mesh)
     drafted = on_mesh.generate(by_row)
     assert drafted == plain
     for row in by_row:
@@ -110,7 +110,7 @@ def test_speculative_equals_plain_bit_for_bit(which, params, request):
     assert np.sum(on_mesh.state.counts.num_draft_tokens) > 0
 
 
-def spoil(on_mesh):
+def poison(on_mesh):
     """All KV becomes NaN: what an earlier run left cannot stand in for what this one forgets."""
     nan = jax.jit(
         lambda cache: jax.tree.map(
@@ -138,7 +138,7 @@ def test_a_shard_with_nothing_to_read_keeps_its_state(eight):
     before = jax.device_get(eight.state)
     rows, starts = np.full((8,), -1, np.int32), np.full((8,), 0, np.int32)
     rows[5] = 1
-    spoil(eight)
+    poison(eight)
     eight.state = eight.prefill(eight.params, eight.state, rows, starts)
     after = jax.device_get(eight.state)
     for layer in after.cache.layers:
@@ -176,7 +176,7 @@ def test_the_state_is_donated_and_nothing_is_compiled_again(eight, two_by_four):
 def test_rows_that_wait_are_seated_on_their_own_shard(one):
     scheduler = Continuous(waiting=2)
     on_mesh = Driver(driver.mesh(data=4), driver.draft_model(), scheduler=scheduler)
-    assert on_mesh.loop.held.seats == 16
+    assert on_mesh.loop.held.batch_size == 16
     by_row = requests()
     together = on_mesh.generate(by_row)
     few = dict(list(by_row.items())[4:12])
@@ -194,7 +194,7 @@ def assert_equal_or_tie(on_mesh, by_row, ours, theirs):
     for row, (prompt, params) in by_row.items():
         if ours[row] == theirs[row]:
             continue
-        scorer = scorer or Scorer(on_mesh.target, capacity=driver.CAPACITY)
+        scorer = scorer or Scorer(on_mesh.target, max_length=driver.MAX_LENGTH)
         found = judge(
             scorer,
             prompt_ids=prompt,

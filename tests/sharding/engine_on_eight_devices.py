@@ -26,15 +26,15 @@ def target():
     return toy.model(vocab_size=64, num_kv_heads=4)
 
 
-def engine(mesh, scheduler=None, *, seats=8, layout="ragged"):
+def engine(mesh, scheduler=None, *, batch_size=8, layout="ragged"):
     draft = jaxspec.DraftModel(toy.model(seed=1, vocab_size=64, num_kv_heads=4, num_layers=1))
     return Engine(
         target(),
         draft,
         scheduler=scheduler,
         layout=layout,
-        seats=seats,
-        capacity=256,
+        batch_size=batch_size,
+        max_length=256,
         prefill_chunk=64,
         rounds_per_sync=4,
         mesh=mesh,
@@ -52,8 +52,8 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def one():
-    """One device, with the seats of a shard."""
-    return engine(None, seats=2)
+    """One device, with the rows of the batch of a shard."""
+    return engine(None, batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_warm_up_leaves_nothing_to_compile():
 
     model = toy.model(vocab_size=64, num_kv_heads=4, num_layers=1)
     mesh = jax.make_mesh((2, 2), ("data", "model"))
-    warm = Engine(model, jaxspec.NGram(), seats=4, capacity=128, prefill_chunk=64, mesh=mesh)
+    warm = Engine(model, jaxspec.NGram(), batch_size=4, max_length=128, prefill_chunk=64, mesh=mesh)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         assert len(warm.warm_up()) == len(names) > 0
@@ -166,7 +166,7 @@ def test_new_weights_go_where_the_old_ones_are(four, prompts, expected):
 
 
 def test_two_by_four(one, prompts):
-    on_mesh = engine(jax.make_mesh((2, 4), ("data", "model")), seats=4)
+    on_mesh = engine(jax.make_mesh((2, 4), ("data", "model")), batch_size=4)
     completions = on_mesh.generate(prompts, PARAMS)
     together = token_ids(completions)
     assert token_ids(on_mesh.generate(prompts, PARAMS, speculate=False)) == together
@@ -186,8 +186,8 @@ def test_two_by_four(one, prompts):
 
 
 def test_meshes_that_do_not_fit_are_refused():
-    with pytest.raises(SettingError, match=r"6 seats were given .* 4 shards"):
-        engine(jax.make_mesh((4,), ("data",)), seats=6)
+    with pytest.raises(SettingError, match=r"6 batch_size were given .* 4 shards"):
+        engine(jax.make_mesh((4,), ("data",)), batch_size=6)
     with pytest.raises(SettingError, match=r"axes \(batch\)"):
         engine(jax.make_mesh((4,), ("batch",)))
     with pytest.raises(SettingError, match=r"model axis has 8 devices .* 4 KV heads"):
@@ -197,9 +197,9 @@ def test_meshes_that_do_not_fit_are_refused():
 def test_traces_are_those_of_one_device(prompts):
     model = toy.model(vocab_size=64, num_kv_heads=4, num_layers=1)
     frames = []
-    for mesh, seats in ((None, 2), (jax.make_mesh((2,), ("data",)), 4)):
+    for mesh, batch_size in ((None, 2), (jax.make_mesh((2,), ("data",)), 4)):
         traced = Engine(
-            model, jaxspec.NGram(), seats=seats, capacity=256, mesh=mesh, trace="tokens"
+            model, jaxspec.NGram(), batch_size=batch_size, max_length=256, mesh=mesh, trace="tokens"
         )
         completions = traced.generate(prompts, SamplingParams(max_tokens=20))
         frames.append((completions.rounds(), completions.tokens()))
@@ -213,7 +213,7 @@ def test_traces_are_those_of_one_device(prompts):
 def test_invariants_are_checked_on_one_device_only():
     mesh = jax.make_mesh((4,), ("data",))
     with pytest.raises(SettingError, match=r"check_invariants was given with a mesh"):
-        Engine(target(), seats=4, capacity=128, mesh=mesh, check_invariants=True)
+        Engine(target(), batch_size=4, max_length=128, mesh=mesh, check_invariants=True)
 
 
 def test_a_mesh_of_some_devices_says_so(caplog):
@@ -225,10 +225,10 @@ def test_a_mesh_of_some_devices_says_so(caplog):
 
 
 def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
-    need = engine(jax.make_mesh((8,), ("data",)), Static(), seats=32).memory.state_bytes
+    need = engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32).memory.state_bytes
     monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 8 * (need - 1))
-    with pytest.raises(SettingError, match=r"32 seats .* the most that fits is 24 seats"):
-        engine(jax.make_mesh((8,), ("data",)), Static(), seats=32)
+    with pytest.raises(SettingError, match=r"32 batch_size .* the most that fits is 24 batch_size"):
+        engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32)
 
 
 def test_draft_lengths_choose_themselves_on_a_mesh():
@@ -236,15 +236,17 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     model, draft = tiny.model(eos_token_ids=()), tiny.model(seed=5, eos_token_ids=())
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     prompts = toy.prompts(LENGTHS[:7])
-    expected = Engine(model, seats=2, capacity=256, prefill_chunk=16).generate(prompts, params)
+    expected = Engine(model, batch_size=2, max_length=256, prefill_chunk=16).generate(
+        prompts, params
+    )
     adaptive = Engine(
         model,
         jaxspec.DraftModel(draft),
         draft_length="auto",
         exactness="ties",
-        window=3,
-        seats=4,
-        capacity=256,
+        verify_length=3,
+        batch_size=4,
+        max_length=256,
         prefill_chunk=16,
         rounds_per_sync=4,
         mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]),
@@ -262,5 +264,10 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     assert_equal_or_ties(model, done, list(expected) * 8, [params] * 56)
     chosen = adaptive.rounds_by_draft_length
     assert chosen[2] - declined[2] > chosen[0] - declined[0]
-    programs = (adaptive._run, adaptive._narrow_runs[1], adaptive._catch_up, adaptive._read_prompt)
+    programs = (
+        adaptive._run,
+        adaptive._narrow_runs[1],
+        adaptive._catch_up,
+        adaptive._prefill_target,
+    )
     assert {program._cache_size() for program in programs} == {1}

@@ -313,7 +313,7 @@ def test_export_is_a_hugging_face_checkpoint(tmp_path, trained):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Why?"}], tokenize=False)
     assert chat == "Question: Why?\nAnswer:"
-    # Writing again replaces what was there and leaves nothing else behind.
+    # Writing again replaces what was there and leaves nothing else after.
     export.write_hugging_face(path, run.config, run.params, run.tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert not (path / "model.safetensors.index.json").exists()

@@ -154,8 +154,8 @@ def test_nothing_is_accepted_on_scores_that_are_not_numbers(verify, value):
     assert np.all(np.asarray(verdict.next_token)[stopped_there] == -1)
 
 
-def test_drafts_without_a_law_are_deterministic(verify):
-    """The same verdict as of a law that is a point mass."""
+def test_drafts_without_a_distribution_are_deterministic(verify):
+    """The same verdict as of a distribution that is a point mass."""
     logits, draft, rows = inputs()
     point = draft.replace(q=jax.nn.one_hot(draft.tokens, V, dtype=jnp.float32))
     for ours, theirs in zip(
@@ -166,11 +166,11 @@ def test_drafts_without_a_law_are_deterministic(verify):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_equal_laws_accept_everything(verify):
+def test_equal_distributions_accept_everything(verify):
     """Not with `coupled` or `typical`, which do not look at q."""
     verifier, run = verify
-    if not verifier.needs_draft_law:
-        pytest.skip("does not look at the draft's law")
+    if not verifier.needs_draft_probs:
+        pytest.skip("does not look at the draft's distribution")
     logits, draft, rows = inputs()
     rows = rows.replace(sampling=rows.sampling.replace(temperature=jnp.ones((B,), jnp.float32)))
     same = draft.replace(q=jax.nn.softmax(logits[:, :N]))

@@ -1,4 +1,5 @@
-"""The output law of every lossless verifier is the target's, by exact enumeration over two rounds.
+"""The output distribution of every lossless verifier is the target's, by exact enumeration over two
+rounds.
 
 See `enumeration`. Each way to break a rule or its noise is caught by the same check, and expected
 accepted lengths are those of the theory.
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumeration import Bench, Case, expected_accepted, law_error, make_rows, sequence_law
+from enumeration import Bench, Case, expected_accepted, make_rows, probs_error, sequence_probs
 
 import jaxspec
 from jaxspec import sampling
@@ -20,30 +21,32 @@ from jaxspec.drafters import draft_model
 from jaxspec.types import Draft, chain_parents
 from jaxspec.verifiers import block, chain, coupled, rejection
 
-ROUNDING = 2e-7  # of fp32 laws and draws; a bias that anybody could notice is thousands of times it
+ROUNDING = 2e-7  # of fp32; a bias that anybody could notice is thousands of times it
 RULES = {"rejection": jaxspec.Rejection, "block": jaxspec.Block}
 V, N = 3, 3
 DEPTH = 2 * (N + 1)
 
 
-def random_laws(seed, *, size=V, depth=DEPTH, sharpness=0.6):
+def random_distributions(seed, *, size=V, depth=DEPTH, sharpness=0.6):
     return np.random.default_rng(seed).dirichlet(np.full(size, sharpness), (depth, size))
 
 
-def constant(law, depth=DEPTH):
-    """A law that depends on nothing."""
-    return np.broadcast_to(np.array(law, float), (depth, len(law), len(law)))
+def constant(distribution, depth=DEPTH):
+    """A distribution that depends on nothing."""
+    return np.broadcast_to(
+        np.array(distribution, float), (depth, len(distribution), len(distribution))
+    )
 
 
 def one_hot(seed):
     return np.eye(V)[np.random.default_rng(seed).integers(0, V, (DEPTH, V))]
 
 
-def thinned(laws, seed):
-    """The laws with a zero entry in each."""
-    holes = np.eye(V)[np.random.default_rng(seed).integers(0, V, laws.shape[:2])]
-    laws = np.where(holes == 1, 0, laws)
-    return laws / laws.sum(-1, keepdims=True)
+def thinned(distributions, seed):
+    """The distributions with a zero entry in each."""
+    holes = np.eye(V)[np.random.default_rng(seed).integers(0, V, distributions.shape[:2])]
+    distributions = np.where(holes == 1, 0, distributions)
+    return distributions / distributions.sum(-1, keepdims=True)
 
 
 def fixed_drafts(seed):
@@ -52,24 +55,34 @@ def fixed_drafts(seed):
 
 MEMORYLESS = Case(p=constant([0.7, 0.3, 0.0]), q=constant([0.35, 0.65, 0.0]), num_drafted=(N, N))
 CASES = {
-    "random": Case(p=random_laws(0), q=random_laws(1), num_drafted=(N, N)),
+    "random": Case(p=random_distributions(0), q=random_distributions(1), num_drafted=(N, N)),
     "flat and peaked": Case(
-        p=random_laws(2, sharpness=5), q=random_laws(3, sharpness=0.2), num_drafted=(N, N)
+        p=random_distributions(2, sharpness=5),
+        q=random_distributions(3, sharpness=0.2),
+        num_drafted=(N, N),
     ),
     "memoryless": MEMORYLESS,
-    "equal": Case(p=random_laws(4), q=random_laws(4), num_drafted=(N, N)),
+    "equal": Case(p=random_distributions(4), q=random_distributions(4), num_drafted=(N, N)),
     "disjoint supports": Case(
         p=constant([0.4, 0.6, 0.0]), q=constant([0.0, 0.0, 1.0]), num_drafted=(N, N)
     ),
-    "one-hot target": Case(p=one_hot(5), q=random_laws(6), num_drafted=(N, N)),
-    "one-hot drafter": Case(p=random_laws(7), q=one_hot(8), num_drafted=(N, N)),
+    "one-hot target": Case(p=one_hot(5), q=random_distributions(6), num_drafted=(N, N)),
+    "one-hot drafter": Case(p=random_distributions(7), q=one_hot(8), num_drafted=(N, N)),
     "both one-hot": Case(p=one_hot(9), q=one_hot(10), num_drafted=(N, N)),
     "zero entries": Case(
-        p=thinned(random_laws(11), 0), q=thinned(random_laws(12), 1), num_drafted=(N, N)
+        p=thinned(random_distributions(11), 0),
+        q=thinned(random_distributions(12), 1),
+        num_drafted=(N, N),
     ),
-    "shorter drafts": Case(p=random_laws(13), q=random_laws(14), num_drafted=(2, 1)),
-    "nothing drafted later": Case(p=random_laws(15), q=random_laws(16), num_drafted=(1, 0)),
-    "deterministic drafts": Case(p=random_laws(17), fixed=fixed_drafts(0), num_drafted=(N, N)),
+    "shorter drafts": Case(
+        p=random_distributions(13), q=random_distributions(14), num_drafted=(2, 1)
+    ),
+    "nothing drafted later": Case(
+        p=random_distributions(15), q=random_distributions(16), num_drafted=(1, 0)
+    ),
+    "deterministic drafts": Case(
+        p=random_distributions(17), fixed=fixed_drafts(0), num_drafted=(N, N)
+    ),
     "deterministic, impossible": Case(
         p=constant([0.2, 0.8, 0.0]), fixed=np.full((DEPTH, V), 2), num_drafted=(N, N)
     ),
@@ -87,23 +100,25 @@ def bench(benches, request):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_output_law_is_the_targets(bench, name):
-    assert law_error(bench, CASES[name]) < ROUNDING
+def test_output_distribution_is_the_targets(bench, name):
+    assert probs_error(bench, CASES[name]) < ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "num_nodes", "num_rounds"), [(5, 2, 2), (4, 3, 2), (2, 2, 3)])
 @pytest.mark.parametrize("rule", RULES)
-def test_output_law_of_larger_vocabularies_and_more_rounds(rule, size, num_nodes, num_rounds):
+def test_output_distribution_of_larger_vocabularies_and_more_rounds(
+    rule, size, num_nodes, num_rounds
+):
     bench, depth = Bench(RULES[rule]()), num_rounds * (num_nodes + 1)
     for seed in range(4):
         case = Case(
-            p=random_laws(seed, size=size, depth=depth),
-            q=random_laws(100 + seed, size=size, depth=depth),
+            p=random_distributions(seed, size=size, depth=depth),
+            q=random_distributions(100 + seed, size=size, depth=depth),
             num_drafted=(num_nodes, num_nodes),
             num_nodes=num_nodes,
         )
-        assert law_error(bench, case, num_rounds=num_rounds) < ROUNDING
+        assert probs_error(bench, case, num_rounds=num_rounds) < ROUNDING
 
 
 SHORT_OF_CONFIDENCE = {
@@ -114,8 +129,8 @@ SHORT_OF_CONFIDENCE = {
 
 
 @pytest.mark.parametrize("name", SHORT_OF_CONFIDENCE)
-def test_drafts_that_end_early_leave_the_law_alone(bench, name):
-    assert law_error(bench, SHORT_OF_CONFIDENCE[name]) < ROUNDING
+def test_drafts_that_end_early_leave_the_distribution_alone(bench, name):
+    assert probs_error(bench, SHORT_OF_CONFIDENCE[name]) < ROUNDING
 
 
 def without_the_unsure_token(num_valid, node, *, is_sure):
@@ -126,7 +141,7 @@ def without_the_unsure_token(num_valid, node, *, is_sure):
 def test_leaving_out_an_unlikely_token_biases(bench, monkeypatch):
     monkeypatch.setattr(draft_model, "end_draft", without_the_unsure_token)
     for case in SHORT_OF_CONFIDENCE.values():
-        assert law_error(bench, case) > 1000 * ROUNDING
+        assert probs_error(bench, case) > 1000 * ROUNDING
 
 
 def test_no_two_draws_of_two_rounds_share_a_key(bench):
@@ -151,40 +166,45 @@ def one_stream(rows, node, stream, *, real=sampling.round_keys):
 def test_position_only_keys_bias_block_and_one_round_cannot_see_it(monkeypatch):
     monkeypatch.setattr(sampling, "round_keys", position_keys_only)
     bench = Bench(jaxspec.Block())
-    assert law_error(bench, MEMORYLESS, num_rounds=1) < ROUNDING
-    assert law_error(bench, MEMORYLESS) > 1e-3
+    assert probs_error(bench, MEMORYLESS, num_rounds=1) < ROUNDING
+    assert probs_error(bench, MEMORYLESS) > 1e-3
 
 
 def test_position_only_keys_happen_to_leave_rejection_alone(monkeypatch):
     # It never looks at noise beyond the token it emits last, so none is used twice: the check
     # above tells a bias from a key schedule that merely looks wrong.
     monkeypatch.setattr(sampling, "round_keys", position_keys_only)
-    assert law_error(Bench(jaxspec.Rejection()), MEMORYLESS) < ROUNDING
+    assert probs_error(Bench(jaxspec.Rejection()), MEMORYLESS) < ROUNDING
 
 
-def loosened(laws, draws):
+def loosened(distributions, draws):
     """`u q <= 1.1 p`."""
-    return rejection.accept_leading(laws, draws / 1.1)
+    return rejection.accept_leading(distributions, draws / 1.1)
 
 
-def without_residual(laws, draws):
+def without_residual(distributions, draws):
     """The token after a rejected draft comes from p."""
-    num_accepted, _ = rejection.accept_leading(laws, draws)
-    return num_accepted, chain.at_node(laws.p, num_accepted)
+    num_accepted, _ = rejection.accept_leading(distributions, draws)
+    return num_accepted, chain.at_node(distributions.p, num_accepted)
 
 
-def residual_of_the_wrong_node(laws, draws):
+def residual_of_the_wrong_node(distributions, draws):
     """The residual one node too early."""
-    num_accepted, weights = block.accept_longest(laws, draws)
+    num_accepted, weights = block.accept_longest(distributions, draws)
     early = jnp.maximum(num_accepted - 1, 0)
-    residual = jnp.maximum(chain.at_node(laws.p, early) - chain.at_node(laws.q, early), 0)
+    residual = jnp.maximum(
+        chain.at_node(distributions.p, early) - chain.at_node(distributions.q, early), 0
+    )
     return num_accepted, jnp.where((num_accepted == N)[:, None], weights, residual)
 
 
-def residual_without_reach(laws, draws):
+def residual_without_reach(distributions, draws):
     """`max(p - q, 0)`, as if block verification were token by token."""
-    num_accepted, weights = block.accept_longest(laws, draws)
-    p, q = (chain.at_node(law, num_accepted) for law in (laws.p, laws.q))
+    num_accepted, weights = block.accept_longest(distributions, draws)
+    p, q = (
+        chain.at_node(distribution, num_accepted)
+        for distribution in (distributions.p, distributions.q)
+    )
     return num_accepted, jnp.where((num_accepted == N)[:, None], weights, jnp.maximum(p - q, 0))
 
 
@@ -206,16 +226,16 @@ class Broken:
     ids=lambda accept: accept.__name__,
 )
 def test_a_broken_rule_is_caught(accept):
-    assert law_error(Bench(Broken(accept)), CASES["random"]) > 1e-3
+    assert probs_error(Bench(Broken(accept)), CASES["random"]) > 1e-3
 
 
 def test_a_stream_that_serves_two_purposes_is_caught(monkeypatch):
     monkeypatch.setattr(sampling, "round_keys", one_stream)
-    assert law_error(Bench(jaxspec.Rejection()), CASES["random"]) > 1e-3
+    assert probs_error(Bench(jaxspec.Rejection()), CASES["random"]) > 1e-3
 
 
 def test_lossy_acceptance_is_seen_to_be_lossy():
-    assert law_error(Bench(jaxspec.Typical()), CASES["random"]) > 1e-3
+    assert probs_error(Bench(jaxspec.Typical()), CASES["random"]) > 1e-3
 
 
 # Expected accepted tokens.
@@ -238,7 +258,9 @@ def chain_theory(p, q, num_nodes):
 @pytest.mark.parametrize("seed", range(12))
 def test_expected_accepted_tokens(benches, seed):
     rng = np.random.default_rng(seed)
-    p, q = (random_laws(rng.integers(1e6), sharpness=rng.choice([0.2, 1, 5])) for _ in range(2))
+    p, q = (
+        random_distributions(rng.integers(1e6), sharpness=rng.choice([0.2, 1, 5])) for _ in range(2)
+    )
     if seed % 3 == 0:
         q = 0.8 * p + 0.2 * q
     for num_nodes in (1, 2, 3):
@@ -266,10 +288,10 @@ def test_expected_accepted_tokens_where_they_are_known(benches):
 # one for each key, is enumerated completely.
 
 
-def coupled_law(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
-    """Law of two rounds of coupled decoding where the noise of each key takes one of
-    `num_noises` values with equal chances; the law of the target under such noise; and the share
-    of assignments in which the tokens are those of plain decoding."""
+def coupled_probs(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
+    """Distribution of two rounds of coupled decoding where the noise of each key takes one of
+    `num_noises` values with equal chances; the distribution of the target under such noise; and the
+    share of assignments in which the tokens are those of plain decoding."""
     size, length = p.shape[-1], 2 * (num_nodes + 1)
     noises = np.random.default_rng(1).gumbel(size=(num_noises, size)).astype(np.float32)
     worlds = np.array(list(itertools.product(range(num_noises), repeat=length)))
@@ -306,7 +328,7 @@ def coupled_law(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
                     jnp.int32(node),
                     vocab_size=size,
                     is_noise_shared=True,
-                    needs_law=False,
+                    needs_probs=False,
                     needs_confidence=True,
                 )
                 num_valid = draft_model.end_draft(
@@ -335,10 +357,10 @@ def coupled_law(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
                 )
             emitted = emitted + num_accepted + 1
 
-    # The target under the same noise: its law, and its own tokens in each world.
-    law = np.zeros_like(p)
+    # The target under the same noise: its distribution, and its own tokens in each world.
+    distribution = np.zeros_like(p)
     for noise in noises:
-        law += np.eye(size)[np.argmax(enumeration.log(p) + noise, axis=-1)] / num_noises
+        distribution += np.eye(size)[np.argmax(enumeration.log(p) + noise, axis=-1)] / num_noises
     is_same, last = np.ones(num_worlds, bool), np.zeros(num_worlds, int)
     for position in range(length):
         plain = np.argmax(enumeration.log(p[position, last]) + noises[worlds[:, position]], axis=-1)
@@ -349,7 +371,11 @@ def coupled_law(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
         here = emitted == n
         code = tokens[here, :n] @ (size ** np.arange(n - 1, -1, -1))
         np.add.at(mass[n], code, 1 / num_worlds)
-    return enumeration.complete(mass, law), sequence_law(law, length), is_same.mean()
+    return (
+        enumeration.complete(mass, distribution),
+        sequence_probs(distribution, length),
+        is_same.mean(),
+    )
 
 
 COUPLED_CASES = ("random", "flat and peaked", "equal", "disjoint supports", "zero entries")
@@ -359,7 +385,7 @@ COUPLED_CASES = ("random", "flat and peaked", "equal", "disjoint supports", "zer
 def test_coupled_tokens_are_plain_decodings_for_every_noise(name):
     case = CASES[name]
     for min_confidence in (0.0, 0.5):
-        found, expected, share_same = coupled_law(case.p, case.q, min_confidence=min_confidence)
+        found, expected, share_same = coupled_probs(case.p, case.q, min_confidence=min_confidence)
         assert share_same == 1
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
@@ -381,6 +407,6 @@ def first_draft_always(chosen, draft, *, real=coupled.follow):
 )
 def test_broken_coupling_is_caught(monkeypatch, module, name, sabotage):
     monkeypatch.setattr(module, name, sabotage)
-    found, expected, share_same = coupled_law(CASES["random"].p, CASES["random"].q)
+    found, expected, share_same = coupled_probs(CASES["random"].p, CASES["random"].q)
     assert np.abs(found - expected).max() > 1e-3
     assert share_same < 1

@@ -1,5 +1,5 @@
 """The verifiers with their own noise, on hundreds of thousands of rows: what exact enumeration
-replaces is tested here, and with it the law of drawn tokens, round after round."""
+replaces is tested here, and with it the distribution of drawn tokens, round after round."""
 
 import functools
 
@@ -26,18 +26,18 @@ RULES = {
 }
 
 
-def laws(kind):
+def distributions(kind):
     """p and q `[D, V, V]`, by number of emitted tokens and the last of them."""
     if kind == "memoryless":
         p, q = np.array([0.7, 0.3, 0.0]), np.array([0.35, 0.65, 0.0])
-        return tuple(np.broadcast_to(law, (DEPTH, V, V)) for law in (p, q))
+        return tuple(np.broadcast_to(distribution, (DEPTH, V, V)) for distribution in (p, q))
     rng = np.random.default_rng(3)
     return tuple(rng.dirichlet(np.full(V, 0.8), (DEPTH, V)) for _ in range(2))
 
 
 def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
     """Tokens `[B, R]` and mean accepted tokens of the first round; one request per row."""
-    p, q = (jnp.asarray(enumeration.log(law)) for law in laws(kind))
+    p, q = (jnp.asarray(enumeration.log(distribution)) for distribution in distributions(kind))
     keys = np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
 
     @jax.jit
@@ -45,7 +45,7 @@ def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
         state = enumeration.make_rows(jnp.zeros((rows,), jnp.int32), keys=keys)
         state = state.replace(num_committed=enumeration.PROMPT_LENGTH + emitted)
         last = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
-        context, drafted, law = last, jnp.zeros((rows, N), jnp.int32), []
+        context, drafted, distribution = last, jnp.zeros((rows, N), jnp.int32), []
         for node in range(N):
             context, of_node, _ = sampling.draw_draft(
                 q[emitted + node, context],
@@ -54,17 +54,17 @@ def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
                 jnp.int32(node),
                 vocab_size=V,
                 is_noise_shared=verifier.is_noise_shared,
-                needs_law=True,
+                needs_probs=True,
             )
             drafted = drafted.at[:, node].set(context)
-            law.append(of_node)
+            distribution.append(of_node)
         before = jnp.concatenate([last[:, None], drafted], axis=1)
         depth = emitted[:, None] + jnp.arange(N + 1, dtype=jnp.int32)
         draft = Draft(
             tokens=drafted,
             parents=chain_parents(rows, N),
             num_valid=jnp.full((rows,), N, jnp.int32),
-            q=jnp.stack(law, axis=1) if verifier.needs_draft_law else None,
+            q=jnp.stack(distribution, axis=1) if verifier.needs_draft_probs else None,
         )
         prefix = sampling.chain_prefix(state, drafted)
         verdict = verifier.verify(p[depth, before], draft, state, prefix)
@@ -89,9 +89,9 @@ def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
 
 
 def p_value(tokens, p):
-    """Of the tokens' frequencies under the target's law."""
+    """Of the tokens' frequencies under the target's distribution."""
     length = tokens.shape[1]
-    expected = enumeration.sequence_law(p, length) * len(tokens)
+    expected = enumeration.sequence_probs(p, length) * len(tokens)
     code = tokens @ (V ** np.arange(length - 1, -1, -1))
     observed = np.bincount(code, minlength=len(expected))
     if observed[expected == 0].any():
@@ -111,7 +111,7 @@ def run(name, kind):
 @pytest.mark.parametrize("name", RULES)
 def test_tokens_of_four_rounds_follow_the_target(name, kind):
     tokens, _ = run(name, kind)
-    assert p_value(tokens, laws(kind)[0]) > ALPHA
+    assert p_value(tokens, distributions(kind)[0]) > ALPHA
 
 
 def test_coupled_tokens_do_not_depend_on_the_drafters_noise():
@@ -135,7 +135,7 @@ def overlap(p, q, name):
 
 @pytest.mark.parametrize("name", ["coupled", "coupled:independent", "rejection"])
 def test_first_drafts_are_accepted_as_often_as_theory_says(name):
-    p, q = laws("random")
+    p, q = distributions("random")
     _, accepted = run(name, "random")
     expected = overlap(p[0, 0], q[0, 0], name)
     observed = np.mean(accepted >= 1)
@@ -143,7 +143,7 @@ def test_first_drafts_are_accepted_as_often_as_theory_says(name):
     assert abs(deviations) < scipy.stats.norm.isf(ALPHA / 2)
 
 
-def test_accepted_tokens_of_memoryless_laws():
+def test_accepted_tokens_of_memoryless_distributions():
     beta = 0.65
     mean, error = {}, {}
     for name in ("coupled", "rejection", "block"):
@@ -168,12 +168,12 @@ def position_keys_only(rows, node, stream):
 def test_position_only_keys_under_block_are_caught(monkeypatch):
     monkeypatch.setattr(sampling, "round_keys", position_keys_only)
     tokens, _ = decode(jaxspec.Block(), "memoryless")
-    assert p_value(tokens, laws("memoryless")[0]) < 1e-12
+    assert p_value(tokens, distributions("memoryless")[0]) < 1e-12
 
 
 def test_lossy_acceptance_is_seen_to_be_lossy():
     tokens, _ = decode(jaxspec.Typical(), "random", rows=20_000)
-    assert p_value(tokens, laws("random")[0]) < 1e-12
+    assert p_value(tokens, distributions("random")[0]) < 1e-12
 
 
 def test_draws_follow_weights_down_to_the_rarest():

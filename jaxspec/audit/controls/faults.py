@@ -39,16 +39,16 @@ from jax import lax
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decoding
-from jaxspec.decode.loop import Seat, SpeculativeLoop
+from jaxspec.decode.loop import Admission, SpeculativeLoop
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.registry import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder, layers
-from jaxspec.types import DecodeState, Draft, Finish, Origin, Rows, Verdict, Window
+from jaxspec.types import BatchView, DecodeState, Draft, Finish, Origin, Verdict, Window
 from jaxspec.verifiers import coupled
 
-Kind = Literal["tokens", "sampling", "order", "law", "efficiency", "numerics"]
+Kind = Literal["tokens", "sampling", "order", "distribution", "efficiency", "numerics"]
 Edit = Callable[[Any, "Place"], Any]
 Patch = tuple[Any, str, Callable[..., Any]]
 
@@ -65,8 +65,8 @@ class Fault:
       invariant: what it breaks: I1 to I3 of this module, or C1 to E4 of the package's design.
       detection: how the auditor sees it.
       kind: what has to be compared. `tokens`: greedy tokens; `sampling`: tokens of sampled rows;
-        `order`: which output belongs to which prompt; `law`: the distribution; `efficiency` and
-        `numerics`: nothing, the output is right.
+        `order`: which output belongs to which prompt; `distribution`: the distribution;
+        `efficiency` and `numerics`: nothing, the output is right.
       edits: by place of the round; see `PLACES`.
       patches: `(owner, attribute, wrap)`: functions replaced by `wrap(function, pad_token)`.
     """
@@ -147,7 +147,7 @@ class Place:
       chosen: `[B, N + 1]` the target's tokens at each node.
       after: the state after the commit.
       row: the seat that is filled or prefilled.
-      seat: the request that enters.
+      admission: the request that enters.
       start: first token of the prefill chunk.
     """
 
@@ -158,15 +158,15 @@ class Place:
     chosen: Any = None
     after: Any = None
     row: Any = None
-    seat: Any = None
+    admission: Any = None
     start: Any = None
 
 
 # Where edits act, and the value they turn into another.
 PLACES = {
-    "take_seat": "OpenState with a new request",
+    "admit_row": "OpenState with a new request",
     "prefill": "OpenState after a chunk of a prompt",
-    "rows": "Rows that drafter and verifier see",
+    "rows": "BatchView that drafter and verifier see",
     "window": "OpenWindow of the round",
     "verdict": "Verdict of the coupled verifier",
     "emitted": "[B, N + 1] tokens that the round may emit",
@@ -218,16 +218,16 @@ def installed(
 
         return wrapped
 
-    def take_seat(real):
-        def wrapped(state: OpenState, row, seat: Seat) -> OpenState:
-            was_used = state.is_reused[row] | (state.finish[row] != Finish.EMPTY_SEAT)
-            after = real(state, row, seat)
+    def admit_row(real):
+        def wrapped(state: OpenState, row, admission: Admission) -> OpenState:
+            was_used = state.is_reused[row] | (state.finish[row] != Finish.EMPTY_ROW)
+            after = real(state, row, admission)
             after = after.replace(
                 is_reused=state.is_reused.at[row].set(was_used),
                 padding=state.padding.at[row].set(0),
             )
-            at = Place(state=state, pad_token=pad_token, row=row, seat=seat)
-            return edited("take_seat", after, at)
+            at = Place(state=state, pad_token=pad_token, row=row, admission=admission)
+            return edited("admit_row", after, at)
 
         return wrapped
 
@@ -239,8 +239,8 @@ def installed(
 
         return wrapped
 
-    def rows_of(real):
-        def wrapped(state: OpenState) -> Rows:
+    def batch_view(real):
+        def wrapped(state: OpenState) -> BatchView:
             return edited("rows", real(state), Place(state=state, pad_token=pad_token))
 
         return wrapped
@@ -302,8 +302,8 @@ def installed(
     with contextlib.ExitStack() as stack:
         for owner, name, wrap in (
             (decoding, "empty_state", empty_state),
-            (decoding, "take_seat", take_seat),
-            (decoding, "rows_of", rows_of),
+            (decoding, "admit_row", admit_row),
+            (decoding, "batch_view", batch_view),
             (decoding, "make_window", make_window),
             (decoding, "emitted_tokens", emitted_tokens),
             (decoding, "commit", commit),
@@ -501,7 +501,7 @@ def _stale_kv(after: OpenState, at: Place) -> OpenState:
 
 
 def _stale_length(after: OpenState, at: Place) -> OpenState:
-    old = jnp.minimum(at.state.num_committed[at.row], jnp.asarray(at.seat.limit) - 1)
+    old = jnp.minimum(at.state.num_committed[at.row], jnp.asarray(at.admission.limit) - 1)
     kept = jnp.where(after.is_reused[at.row], old, 0)
     # A row that seems longer than the prompt that is read to it would wait for the rest for ever.
     is_longer = kept > after.num_committed[at.row]
@@ -554,8 +554,8 @@ def _bonus_from_draft(verdict: Verdict, at: Place) -> Verdict:
 
 
 def _bonus_behind_mismatch(verdict: Verdict, at: Place) -> Verdict:
-    behind = jnp.minimum(verdict.num_accepted + 1, at.chosen.shape[1] - 1)[:, None]
-    return verdict.replace(next_token=jnp.take_along_axis(at.chosen, behind, axis=1)[:, 0])
+    after = jnp.minimum(verdict.num_accepted + 1, at.chosen.shape[1] - 1)[:, None]
+    return verdict.replace(next_token=jnp.take_along_axis(at.chosen, after, axis=1)[:, 0])
 
 
 def _pad_drafts_match(verdict: Verdict, at: Place) -> Verdict:
@@ -611,7 +611,7 @@ def _stop_in_prompt(after: OpenState, at: Place) -> OpenState:
     slot = jnp.arange(after.tokens.shape[1], dtype=jnp.int32)
     is_prompt = slot < after.num_committed[at.row]
     is_stop = is_any_of(after.tokens[at.row][None], after.stop_tokens[at.row][None])[0]
-    is_live = (after.finish[at.row] == Finish.RUNNING) | (after.finish[at.row] == Finish.READING)
+    is_live = (after.finish[at.row] == Finish.RUNNING) | (after.finish[at.row] == Finish.PREFILLING)
     ends = jnp.any(is_prompt & is_stop) & is_live
     finish = jnp.where(ends, jnp.int32(Finish.STOP_TOKEN), after.finish[at.row])
     return after.replace(finish=after.finish.at[at.row].set(finish))
@@ -630,7 +630,7 @@ def _seedless(after: OpenState, at: Place) -> OpenState:
     return after.replace(sampling=after.sampling.replace(key=key))
 
 
-def _filters_of_neighbour(rows: Rows, at: Place) -> Rows:
+def _filters_of_neighbour(rows: BatchView, at: Place) -> BatchView:
     theirs = {
         name: jnp.roll(getattr(rows.sampling, name), 1, axis=0)
         for name in ("top_k", "top_p", "min_p")
@@ -641,7 +641,7 @@ def _filters_of_neighbour(rows: Rows, at: Place) -> Rows:
 def _position_only_keys(real, pad_token):
     """Keys that forget in which round a position is drawn."""
 
-    def round_keys(rows: Rows, node: jax.Array, stream):
+    def round_keys(rows: BatchView, node: jax.Array, stream):
         position = rows.num_committed[:, None] + node
         start = rows.replace(num_committed=jnp.zeros_like(rows.num_committed))
         return real(start, position, stream)
@@ -655,23 +655,24 @@ def _one_stream(real, pad_token):
 
 
 def _draft_in_another_order(real, pad_token):
-    """Drafts drawn with top-p before temperature, handed over with the law of the right order."""
+    """Drafts drawn with top-p before temperature, handed over with the distribution of the right
+    order."""
 
-    def law_logits(logits, values):
+    def filtered_logits(logits, values):
         unheated = values.replace(temperature=jnp.ones_like(values.temperature))
-        filtered = _law_logits(logits, unheated)
+        filtered = _filtered_logits(logits, unheated)
         return filtered / jnp.where(values.temperature > 0, values.temperature, 1)[:, None, None]
 
     def draw_draft(logits, rows, drafted, node, **options):
         drawn = real(logits, rows, drafted, node, **options)
-        with mock.patch.object(sampling, "law_logits", law_logits):
+        with mock.patch.object(sampling, "filtered_logits", filtered_logits):
             other = real(logits, rows, drafted, node, **options)
         return drawn._replace(token=other.token)
 
     return draw_draft
 
 
-_law_logits = sampling.law_logits
+_filtered_logits = sampling.filtered_logits
 
 
 # Cost.
@@ -725,8 +726,8 @@ def _pad_prompts(real, pad_token):
 
     def run(self, requests, **options):
         padded = []
-        for first in range(0, len(requests), self.shape.seats):
-            batch = requests[first : first + self.shape.seats]
+        for first in range(0, len(requests), self.shape.batch_size):
+            batch = requests[first : first + self.shape.batch_size]
             longest = max(len(request.prompt_token_ids) for request in batch)
             for request in batch:
                 ids = request.prompt_token_ids
@@ -771,7 +772,7 @@ FAULTS: Mapping[str, Fault] = {
             name="pad_drafts_accepted",
             source="DSD: pads that fill up short drafts are compared with pads",
             invariant="C5: only the first num_valid nodes of a draft are proposals",
-            detection=_BY_TOKENS + ", at pads behind a fully accepted draft",
+            detection=_BY_TOKENS + ", at pads after a fully accepted draft",
             edits={"verdict": _pad_drafts_match, "emitted": _pad_drafts_emitted},
         ),
         Fault(
@@ -834,14 +835,14 @@ FAULTS: Mapping[str, Fault] = {
             name="one_cursor_for_all_rows",
             source="one scalar cursor for the batch (Transformers' static cache, Flax's cache)",
             invariant="I1: every row stands at an offset of its own",
-            detection=_BY_TOKENS + ", in rows behind the foremost",
+            detection=_BY_TOKENS + ", in rows after the foremost",
             edits={"window": _one_cursor},
         ),
         Fault(
             name="draft_mask_by_value",
             source="draft columns masked where draft == pad",
             invariant="I3: a query sees every token before it, whatever its id",
-            detection=_BY_TOKENS + ", behind an accepted draft whose id is the pad's",
+            detection=_BY_TOKENS + ", after an accepted draft whose id is the pad's",
             edits={"window": _draft_mask_by_value},
         ),
         Fault(
@@ -853,30 +854,30 @@ FAULTS: Mapping[str, Fault] = {
         ),
         Fault(
             name="stale_kv_after_reuse",
-            source="a seat's KV taken for the new request's prefix",
-            invariant="C1: a seat's predecessor leaves nothing that is seen",
-            detection=_BY_TOKENS + ", in requests that take a used seat",
+            source="a row's KV taken for the new request's prefix",
+            invariant="C1: a row's predecessor leaves nothing that is seen",
+            detection=_BY_TOKENS + ", in requests that take a used row",
             edits={"prefill": _stale_kv},
         ),
         Fault(
             name="stale_length_after_reuse",
-            source="a seat's counters that no one resets",
-            invariant="I1, C1: a seat's predecessor leaves nothing that is seen",
-            detection=_BY_TOKENS + ", in requests shorter than their seat's predecessor",
-            edits={"take_seat": _stale_length},
+            source="a row's counters that no one resets",
+            invariant="I1, C1: a row's predecessor leaves nothing that is seen",
+            detection=_BY_TOKENS + ", in requests shorter than their row's predecessor",
+            edits={"admit_row": _stale_length},
         ),
         Fault(
             name="stop_unseen_in_accepted_run",
             source="EOS looked for in the bonus only",
             invariant="E1: an output ends at its first stop token",
-            detection="the output runs on behind the witness's end",
+            detection="the output runs on after the witness's end",
             edits={"commit": _stop_unseen_in_run},
         ),
         Fault(
             name="tokens_kept_behind_stop",
-            source="EQSPEC, EXSPEC: accepted EOS, and the round's tokens behind it",
+            source="EQSPEC, EXSPEC: accepted EOS, and the round's tokens after it",
             invariant="E1: an output ends at its first stop token",
-            detection="the output holds tokens behind the witness's end",
+            detection="the output holds tokens after the witness's end",
             edits={"commit": _tokens_behind_stop},
         ),
         Fault(
@@ -884,7 +885,7 @@ FAULTS: Mapping[str, Fault] = {
             source="EQSPEC, EXSPEC: EOS looked for in the whole row",
             invariant="E2: only emitted tokens end an output",
             detection="the output ends before the witness's",
-            edits={"take_seat": _stop_in_prompt},
+            edits={"admit_row": _stop_in_prompt},
         ),
         Fault(
             name="pad_is_stop",
@@ -907,12 +908,12 @@ FAULTS: Mapping[str, Fault] = {
             invariant="E3: a sampled token is drawn with its request's key and position",
             detection="sampled rows leave the witness of the same seed; greedy rows do not",
             kind="sampling",
-            edits={"take_seat": _seedless},
+            edits={"admit_row": _seedless},
         ),
         Fault(
             name="filters_of_neighbour",
             source="top-k, top-p and min-p broadcast along the wrong rows",
-            invariant="E2: a row's law does not depend on what a neighbour asked for",
+            invariant="E2: a row's distribution does not depend on what a neighbour asked for",
             detection="sampled rows leave the witness of the same seed; greedy rows do not",
             kind="sampling",
             edits={"rows": _filters_of_neighbour},
@@ -921,24 +922,24 @@ FAULTS: Mapping[str, Fault] = {
             name="position_only_keys",
             source="keys folded from the position alone, under block verification",
             invariant="E3: no round reuses noise that has decided an earlier one",
-            detection="chi-square of the outputs against the target's law",
-            kind="law",
+            detection="chi-square of the outputs against the target's distribution",
+            kind="distribution",
             patches=((sampling, "round_keys", _position_only_keys),),
         ),
         Fault(
             name="one_stream",
             source="one key for a node's draft, test and residual",
             invariant="E3: purposes never share noise within a round",
-            detection="chi-square of the outputs against the target's law",
-            kind="law",
+            detection="chi-square of the outputs against the target's distribution",
+            kind="distribution",
             patches=((sampling, "round_keys", _one_stream),),
         ),
         Fault(
             name="draft_filtered_in_another_order",
             source="top-p before temperature in the draft, after it in the target",
-            invariant="E3: q is exactly the law that the draft was drawn from",
-            detection="chi-square of the outputs against the target's law",
-            kind="law",
+            invariant="E3: q is exactly the distribution that the draft was drawn from",
+            detection="chi-square of the outputs against the target's distribution",
+            kind="distribution",
             patches=(
                 (sampling, "draw_draft", _draft_in_another_order),
                 (draft_model, "draw_draft", _draft_in_another_order),

@@ -7,10 +7,10 @@ the twin is not accused of anything.
 
 The faults that are edits of a round share one compiled program, in which a number chooses the one
 that is on; their healthy twin is that program with none on. The requests are chosen so that each
-fault can show: ragged prompts, more requests than seats, rows that accept different numbers, stop
-tokens inside accepted drafts and in a prompt, a pad token that occurs in prompts and drafts, greedy
-and sampled rows side by side. Faults that no single output can show are judged by a chi-square test
-of many rows of a table model against its exact law.
+fault can show: ragged prompts, more requests than rows, rows that accept different numbers,
+stop tokens inside accepted drafts and in a prompt, a pad token that occurs in prompts and drafts,
+greedy and sampled rows side by side. Faults that no single output can show are judged by a
+chi-square test of many rows of a table model against its exact distribution.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.environment import use_compilation_cache
 from jaxspec.schedulers import Static
-from jaxspec.types import Draft, Finish, Origin, Rows, RowSampling, chain_parents
+from jaxspec.types import BatchView, Draft, Finish, Origin, RowSampling, chain_parents
 from jaxspec.verifiers import Block, Rejection, Verifier
 
-SEATS = 3
-CAPACITY = 128
+BATCH_SIZE = 3
+MAX_LENGTH = 128
 DRAFT_LENGTH = 4
 WINDOW = DRAFT_LENGTH + 2  # so that drafts have room that nothing fills
 PROMPT_LENGTHS = (3, 29, 11, 40, 7, 20, 35)
@@ -195,11 +195,11 @@ def run_controls(
     for fault in chosen:
         if on_progress is not None:
             on_progress(fault.name)
-        if fault.kind == "law":
-            results.append(run_law_control(fault))
+        if fault.kind == "distribution":
+            results.append(run_distribution_control(fault))
             continue
         if bench is None:
-            edited = [f for f in chosen if not f.patches and f.kind != "law"]
+            edited = [f for f in chosen if not f.patches and f.kind != "distribution"]
             bench = Bench(target, drafter, faults=edited, prompts=prompts, scorer=scorer)
         results.append(bench.run(fault))
     return results
@@ -231,9 +231,13 @@ class Bench:
         with _metered(target) as rows:
             self.workload = _workload(self._production, prompts)
         self._num_rows = max(rows)
-        self._scorer = Scorer(target, capacity=CAPACITY) if scorer is None else scorer
+        self._scorer = Scorer(target, max_length=MAX_LENGTH) if scorer is None else scorer
         witness = Engine(
-            target, scheduler=Static(), seats=SEATS, capacity=CAPACITY, prefill_chunk=16
+            target,
+            scheduler=Static(),
+            batch_size=BATCH_SIZE,
+            max_length=MAX_LENGTH,
+            prefill_chunk=16,
         )
         self._witness = self._generate(witness)
         self._generate(self._production)
@@ -251,9 +255,9 @@ class Bench:
             self._drafter,
             scheduler=Static(),  # as in the published systems that had these faults
             draft_length=DRAFT_LENGTH,
-            window=WINDOW,
-            seats=SEATS,
-            capacity=CAPACITY,
+            verify_length=WINDOW,
+            batch_size=BATCH_SIZE,
+            max_length=MAX_LENGTH,
             prefill_chunk=16,
         )
 
@@ -418,10 +422,10 @@ def _metered(target: LanguageModel) -> Iterator[list[int]]:
 
 
 def _live_kv(engine: Engine) -> list[np.ndarray]:
-    """KV of the committed tokens of every seat, layer by layer."""
+    """KV of the committed tokens of every row of the batch, layer by layer."""
     state = engine.state
     slot = np.arange(state.cache.capacity, dtype=np.int32)
-    slots = jnp.broadcast_to(jnp.asarray(slot), (engine.shape.seats, state.cache.capacity))
+    slots = jnp.broadcast_to(jnp.asarray(slot), (engine.shape.batch_size, state.cache.capacity))
     is_live = slot < np.asarray(state.num_committed)[:, None] - 1
     parts = []
     for layer in state.cache.layers:
@@ -450,10 +454,10 @@ def _prompts(target: LanguageModel) -> list[list[int]]:
 def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
     """Requests for these prompts; a first run shows where stop tokens and pads have to be."""
     lengths = [len(prompt) for prompt in prompts]
-    if len(prompts) <= 2 * SEATS or not all(0 < n <= CAPACITY // 2 for n in lengths):
+    if len(prompts) <= 2 * BATCH_SIZE or not all(0 < n <= MAX_LENGTH // 2 for n in lengths):
         raise SettingError(
             f"Prompts of {lengths} tokens were given for the negative controls; give at least "
-            f"{2 * SEATS + 1} of 1 to {CAPACITY // 2} tokens, of different lengths."
+            f"{2 * BATCH_SIZE + 1} of 1 to {MAX_LENGTH // 2} tokens, of different lengths."
         )
     greedy = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     params = [greedy] * len(prompts)
@@ -497,12 +501,12 @@ def _first_new_accepted(completion: Completion) -> int | None:
     return None
 
 
-# Laws.
+# Distributions.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TableModel:
-    """A model whose next token depends on the last one only: its law is known exactly.
+    """A model whose next token depends on the last one only: its distribution is known exactly.
 
     Attributes:
       params: `[V, V]` fp32 logits of the next token, by the last one.
@@ -535,12 +539,12 @@ class TableDrafter(StatelessDrafter):
     params: jax.Array
     name: str = "table"
 
-    def propose(self, shape: EngineShape, params, state, rows: Rows):
+    def propose(self, shape: EngineShape, params, state, rows: BatchView):
         """A chain, drawn as the row draws its own tokens."""
         newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
 
         def step(node, carry):
-            last, tokens, laws = carry
+            last, tokens, distributions = carry
             token, q, _ = sampling.draw_draft(
                 params[last],
                 rows,
@@ -548,29 +552,29 @@ class TableDrafter(StatelessDrafter):
                 node,
                 vocab_size=shape.vocab_size,
                 is_noise_shared=shape.is_noise_shared,
-                needs_law=True,
+                needs_probs=True,
             )
             assert q is not None
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], node, axis=1)
-            laws = lax.dynamic_update_slice_in_dim(laws, q[:, None], node, axis=1)
-            return token, tokens, laws
+            distributions = lax.dynamic_update_slice_in_dim(distributions, q[:, None], node, axis=1)
+            return token, tokens, distributions
 
-        tokens = jnp.zeros((shape.seats, shape.num_nodes), jnp.int32)
-        laws = jnp.zeros((*tokens.shape, shape.vocab_size), jnp.float32)
-        carry = (newest, tokens, laws)
-        _, tokens, laws = lax.fori_loop(jnp.int32(0), shape.num_nodes, step, carry)
+        tokens = jnp.zeros((shape.batch_size, shape.num_nodes), jnp.int32)
+        distributions = jnp.zeros((*tokens.shape, shape.vocab_size), jnp.float32)
+        carry = (newest, tokens, distributions)
+        _, tokens, distributions = lax.fori_loop(jnp.int32(0), shape.num_nodes, step, carry)
         draft = Draft(
             tokens=tokens,
-            parents=chain_parents(shape.seats, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
             num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
-            q=laws,
+            q=distributions,
         )
         return draft, state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LawScene:
-    """Many rows that decode a table model, and the law that their outputs must follow.
+class DistributionScene:
+    """Many rows that decode a table model, and the distribution that their outputs must follow.
 
     Attributes:
       verifier: a lossless one.
@@ -597,13 +601,13 @@ class LawScene:
         size = self.p.shape[0]
         table = TableModel(params=jnp.asarray(self.p, jnp.float32), vocab_size=size)
         shape = EngineShape(
-            seats=self.num_rows,
-            capacity=1 + self.num_tokens + self.num_nodes,
-            window=1 + self.num_nodes,
+            batch_size=self.num_rows,
+            max_length=1 + self.num_tokens + self.num_nodes,
+            verify_length=1 + self.num_nodes,
             prefill_chunk=1,
             vocab_size=size,
             is_noise_shared=self.verifier.is_noise_shared,
-            needs_draft_law=self.verifier.needs_draft_law,
+            needs_draft_probs=self.verifier.needs_draft_probs,
         )
         loop = SpeculativeLoop(
             target=table,
@@ -645,7 +649,7 @@ class LawScene:
             min_length=every,
         )
 
-    def law(self) -> np.ndarray:
+    def distribution(self) -> np.ndarray:
         """`[V] * num_tokens` probabilities of the outputs that start after token 0, by hand."""
         step = np.exp(self.p / self.temperature)
         step /= step.sum(axis=1, keepdims=True)
@@ -654,50 +658,51 @@ class LawScene:
             before = np.cumsum(row[order]) - row[order]
             row[order[before >= self.top_p]] = 0
         step /= step.sum(axis=1, keepdims=True)
-        law = step[0]
+        distribution = step[0]
         for _ in range(self.num_tokens - 1):
-            law = law[..., None] * step
-        return law
+            distribution = distribution[..., None] * step
+        return distribution
 
     def p_value(self) -> float:
-        """Probability of outputs at least this far from the law, if they were drawn from it."""
-        law, size = self.law().reshape(-1), self.p.shape[0]
+        """Probability of outputs at least this far from the distribution, if they were drawn from
+        it."""
+        distribution, size = self.distribution().reshape(-1), self.p.shape[0]
         outputs = self.outputs()
         code = np.ravel_multi_index(tuple(outputs.T), (size,) * self.num_tokens)
-        observed = np.bincount(code, minlength=law.size)
-        if np.any(observed[law == 0]):
+        observed = np.bincount(code, minlength=distribution.size)
+        if np.any(observed[distribution == 0]):
             return 0.0
-        expected = law * self.num_rows
+        expected = distribution * self.num_rows
         is_rare = expected < 5  # one cell together: chi-square wants expected counts
         cells = [np.append(x[~is_rare], x[is_rare].sum()) for x in (observed, expected)]
         is_cell = cells[1] > 0
         return float(stats.chisquare(cells[0][is_cell], cells[1][is_cell]).pvalue)
 
 
-def _law_scene(fault: Fault) -> LawScene:
-    """The scene that shows a law fault."""
+def _distribution_scene(fault: Fault) -> DistributionScene:
+    """The scene that shows a distribution fault."""
     if fault.name == "position_only_keys":
-        # Memoryless laws; the bias under such keys was measured for these.
+        # Memoryless distributions; the bias under such keys was measured for these.
         p, q = np.log([[0.7, 0.3]] * 2), np.log([[0.35, 0.65]] * 2)
-        return LawScene(verifier=Block(), p=p, q=q)
+        return DistributionScene(verifier=Block(), p=p, q=q)
     rng = np.random.default_rng(5)
     p, q = rng.normal(size=(2, 4, 4))
-    return LawScene(
+    return DistributionScene(
         verifier=Rejection(), p=p, q=q, temperature=1.5, top_p=0.85, num_nodes=2, num_tokens=4
     )
 
 
 @functools.cache
 def _healthy_p_value(scene_of: str) -> float:
-    return _law_scene(FAULTS[scene_of]).p_value()
+    return _distribution_scene(FAULTS[scene_of]).p_value()
 
 
-def run_law_control(fault: Fault) -> ControlResult:
-    """The result of one control of kind `law`; it needs no model."""
+def run_distribution_control(fault: Fault) -> ControlResult:
+    """The result of one control of kind `distribution`; it needs no model."""
     # Faults other than the block verifier's share a scene, so also its healthy run.
     scene_of = fault.name if fault.name == "position_only_keys" else "one_stream"
     healthy = _healthy_p_value(scene_of)
-    scene = _law_scene(fault)
+    scene = _distribution_scene(fault)
     with fault.apply():
         faulty = scene.p_value()
     return _result(

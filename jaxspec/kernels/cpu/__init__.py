@@ -40,7 +40,7 @@ from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
 from jaxspec.types import Window
 
 SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
-COMPILERS = ("c++", "g++", "clang++")  # in this order, behind $CXX
+COMPILERS = ("c++", "g++", "clang++")  # in this order, after $CXX
 # No -ffast-math: NaN has to stay NaN, and sums must keep their order. What is fused is said there.
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
 OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
