@@ -159,8 +159,8 @@ class GenerateCommand:
         elif self.verify_length not in (None, 1):
             raise SettingError(
                 f"--verify-length {self.verify_length} was given without a drafter; add "
-                "--draft MODEL or --drafter ngram, or leave it out: plain decoding scores one token "
-                "at a time."
+                "--draft MODEL or --drafter ngram, or leave it out: plain decoding scores one "
+                "token at a time."
             )
         elif self.verifier != "coupled":
             raise SettingError(
