@@ -13,6 +13,7 @@ Throughout, p is the target's distribution and q the drafter's (as in Leviathan 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any
 
@@ -43,10 +44,43 @@ class Finish(enum.IntEnum):
     NON_FINITE = 4
     EMPTY_ROW = 5
     STOP_STRING = 6
-    PREFILLING = 7  # its prompt is still being read
+    PREFILLING = 7  # its prompt is still being prefilled
     CANCELLED = 8
-    DEVICE_ERROR = 9  # the device lost the batch
+    DEVICE_ERROR = 9  # the device call failed, and the batch with it
     TOKENIZER_ERROR = 10  # the tokenizer failed on its output
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """The static shape of an engine: everything its programs are compiled for.
+
+    Attributes:
+      batch_size: B, rows of the batch.
+      max_length: S, slots per row.
+      verify_length: T, tokens scored per round.
+      prefill_chunk: tokens of one prefill call.
+      vocab_size: V of the target.
+      is_noise_shared: whether a sampling drafter draws with the noise by which the target will draw
+        the same position's token (coupled verification), instead of noise of its own.
+      needs_draft_probs: whether drafts must come with the distribution they were drawn from,
+        `Draft.q`.
+      needs_greedy_probs: whether q of greedy rows is wanted too, at temperature 1, for a trace;
+        otherwise nothing reads it. A drafter that leaves it zero is traced as deterministic.
+    """
+
+    batch_size: int
+    max_length: int
+    verify_length: int
+    prefill_chunk: int
+    vocab_size: int
+    is_noise_shared: bool = True
+    needs_draft_probs: bool = False
+    needs_greedy_probs: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the nodes a draft has room for."""
+        return self.verify_length - 1
 
 
 class Window(struct.PyTreeNode, kw_only=True):
@@ -98,13 +132,43 @@ class Verdict(struct.PyTreeNode, kw_only=True):
     Attributes:
       num_accepted: `[B]` int32, length of the accepted path.
       path: `[B, N]` int32, node at each depth of the accepted path; -1 beyond `num_accepted`.
-      next_token: `[B]` int32, the target's own token after the accepted path; -1 where its scores
+      next_token: `[B]` int32, the target's own token after the accepted path; -1 where its logits
         there are not finite.
     """
 
     num_accepted: jax.Array
     path: jax.Array
     next_token: jax.Array
+
+
+class Scores(struct.PyTreeNode, kw_only=True):
+    """What the target made of the T tokens of a window.
+
+    Attributes:
+      logits: `[B, T, V]` fp32, for the token after each.
+      hidden: `[B, T, E]`, from which the logits were computed.
+    """
+
+    logits: jax.Array
+    hidden: jax.Array
+
+
+class Emission(struct.PyTreeNode, kw_only=True):
+    """The tokens that a round adds to each row, and whether the row ends with them.
+
+    Attributes:
+      tokens: `[B, N + 1]` int32, the accepted path, then the target's next token.
+      origin: `[B, N + 1]` int8, `Origin` of each.
+      num_emitted: `[B]` int32, how many of them are kept; 0 for rows that are not running.
+      finish: `[B]` int32, `Finish` after the round.
+      stop_token: `[B]` int32, the stop token that ended the row, or -1.
+    """
+
+    tokens: jax.Array
+    origin: jax.Array
+    num_emitted: jax.Array
+    finish: jax.Array
+    stop_token: jax.Array
 
 
 class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
@@ -131,8 +195,8 @@ class ScheduleCounts(struct.PyTreeNode, kw_only=True):
     """What rounds have cost so far, int32 scalars (they wrap around, so take differences).
 
     The length of a row is where its newest token stands: `num_committed`, plus its padding in the
-    `aligned` layout. Lengths are compared when rows would have to be aligned: as they are seated
-    for a round where the scheduler regroups, and at the end of a round where it does not.
+    `aligned` layout. Lengths are compared when rows would have to be aligned: as they enter the
+    batch where the scheduler regroups, and at the end of a round where it does not.
 
     Attributes:
       num_rounds: rounds run.
@@ -214,6 +278,42 @@ class DraftContext(struct.PyTreeNode, kw_only=True):
     tokens: jax.Array
     is_before: jax.Array
     position: jax.Array
+
+
+class RoundInfo(struct.PyTreeNode, kw_only=True):
+    """Everything a round did, for `Drafter.commit` and for whatever records rounds.
+
+    A step of plain decoding is a round whose draft has no nodes.
+
+    Attributes:
+      rows: the batch before the round.
+      draft: as it was scored, `num_valid` clipped to what each row wanted.
+      tokens: `[B, T]` int32, the tokens that were scored: the newest committed one, then the nodes.
+      window: where they stood.
+      context: what preceded each of the T tokens that could be drawn.
+      scores: the target's.
+      verdict: the verifier's.
+      emission: what the rows grew by.
+    """
+
+    rows: BatchView
+    draft: Draft
+    tokens: jax.Array
+    window: Window
+    context: DraftContext
+    scores: Scores
+    verdict: Verdict
+    emission: Emission
+
+
+class Shared(struct.PyTreeNode):
+    """Marks a part of a drafter's state that all rows share, and so has no row axis.
+
+    Attributes:
+      value: any pytree.
+    """
+
+    value: PyTree
 
 
 class Logprobs(struct.PyTreeNode, kw_only=True):
@@ -298,8 +398,11 @@ class Trace(struct.PyTreeNode, kw_only=True):
 
 
 class DecodeState(struct.PyTreeNode, kw_only=True):
-    """Everything a decode loop carries from round to round, for every row that is held. A round
-    sees the same record with the rows in the batch only (`decoding.take_rows`).
+    """Everything a decode loop carries from round to round, for every resident row. A round sees
+    the same record with only the rows of its batch (`decode.state.take_rows`).
+
+    Every array has the rows as its first axis, a cache in its page table; scalars, and what a
+    drafter wraps in `Shared`, belong to all rows together.
 
     `num_committed` is the one truth about a row: tokens below it are final, the target's KV is
     valid for one less, and all that lies beyond is garbage which nothing reads as a value.

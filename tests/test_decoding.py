@@ -8,7 +8,7 @@ import toy
 
 import jaxspec
 from jaxspec import sampling
-from jaxspec.decode import loop as decoding
+from jaxspec.decode import round as decoding
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.requests.sampling_params import SamplingParams
@@ -247,10 +247,12 @@ def test_settings_out_of_range_are_refused(target, settings, message):
         Engine(target, verify_length=4)
 
 
-def test_take_seat_and_put_on_a_drawn_example():
+def test_scatter_rows_on_a_drawn_example():
     buffer = jnp.zeros((2, 8), jnp.int32)
     new = jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32)
-    got = decoding.put(buffer, jnp.asarray([2, 6], jnp.int32), new, jnp.asarray([3, 2], jnp.int32))
+    got = decoding.scatter_rows(
+        buffer, jnp.asarray([2, 6], jnp.int32), new, jnp.asarray([3, 2], jnp.int32)
+    )
     assert got.tolist() == [[0, 0, 1, 2, 3, 0, 0, 0], [0, 0, 0, 0, 0, 0, 4, 5]]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import sampling
-from jaxspec.decode.loop import draft_context
+from jaxspec.decode.round import draft_context
 from jaxspec.types import BatchView, Draft, DraftContext, RowSampling, Window
 
 INF = float("inf")

@@ -522,7 +522,7 @@ def listing(self, shape):
 
 def keep_rejected(self, shape, params, state, rows, outcome):
     """As if all drafts had been accepted."""
-    seen = outcome.num_committed_before + state.num_steps
+    seen = outcome.rows.num_committed + state.num_steps
     return state.replace(num_seen=jnp.maximum(state.num_seen, seen))
 
 

@@ -26,7 +26,6 @@ from jaxspec.bench import stages
 from jaxspec.bench.roofline import Ceilings, measure_ceilings, time_in_turns
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
-from jaxspec.decode.loop import SpeculativeLoop
 from jaxspec.decode.settings import DraftLength, Exactness
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -268,11 +267,8 @@ class DecodeBench:
             num_tokens=max(self.params.max_tokens // 2, 1),
             draft_length=draft_length,
         )
-        loop = engine._loop
-        if isinstance(loop, SpeculativeLoop):
-            parts = stages.speculative_stages(loop, state)
-        else:
-            parts = stages.plain_stages(loop, state)
+        loop = engine._shard_loop
+        parts = stages.round_stages(loop, state)
         del state
         seconds = time_in_turns(list(parts.values()), self.repeats)
         ms = {

@@ -28,7 +28,8 @@ import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.bench.roofline import Ceilings, measure_ceilings
-from jaxspec.decode.settings import Loop, longest_prompt, make_admission, make_loop
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.settings import make_admission, make_loop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.errors import SettingError
@@ -345,13 +346,10 @@ class _Program:
             max_length=context + self._num_tokens + window,
             prefill_chunk=128,
         )
-        self._params: PyTree = target.params
+        self._params: PyTree = loop.params
         if draft is not None:
             table = np.zeros((batch, loop.shape.max_length), np.int32)
-            self._params = {
-                "target": target.params,
-                "drafter": {"table": table, "cost": draft.params},
-            }
+            self._params["drafter"] = {"table": table, "cost": draft.params}
         state = _seated(loop, self._params, context)
         self._start = jax.device_get(state.replace(cache=(), drafter=()))
         self._state = state
@@ -412,7 +410,7 @@ class _Program:
         )
 
 
-def _seated(loop: Loop, params: PyTree, context: int) -> DecodeState:
+def _seated(loop: DecodeLoop, params: PyTree, context: int) -> DecodeState:
     """A state whose rows are all running after `context` random tokens that no one has read."""
     batch_size = loop.shape.batch_size
     prompts = np.random.default_rng(0).integers(0, loop.target.vocab_size, (batch_size, context))
@@ -420,7 +418,7 @@ def _seated(loop: Loop, params: PyTree, context: int) -> DecodeState:
         prompts.tolist(),
         SamplingParams(max_tokens=loop.shape.max_length, ignore_eos=True),
         loop.target,
-        longest=longest_prompt(loop),
+        longest=loop.longest_prompt,
     )
     admit = jax.jit(loop.admit, donate_argnums=1)
     state = jax.jit(loop.init)()

@@ -11,7 +11,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +20,24 @@ from jax import lax
 from jaxspec.analysis.cost import Measured, Pass
 from jaxspec.bench.roofline import time_in_turns
 from jaxspec.cache.pages import BLOCK
-from jaxspec.decode.loop import (
-    SpeculativeLoop,
-    batch_view,
-    commit,
-    draft_context,
-    make_window,
-    newest_token,
-    window_tokens,
-)
-from jaxspec.drafters.base import RoundInfo
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.recorders import record
+from jaxspec.decode.round import clip_draft, commit, draft_context, emit, make_window, window_tokens
+from jaxspec.decode.state import batch_view, newest_token
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.types import DecodeState, Draft, Finish, PyTree, Window, chain_parents
+from jaxspec.types import (
+    DecodeState,
+    Draft,
+    Finish,
+    PyTree,
+    RoundInfo,
+    Scores,
+    Window,
+    chain_parents,
+)
 
 Stage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Run = Callable[[int], None]
@@ -121,8 +123,8 @@ def mid_decode(
         draft_limit=every_row + draft_length,
         stop_tokens=jnp.full_like(state.stop_tokens, -1),
     )
-    loop = engine._loop
-    if not isinstance(loop, SpeculativeLoop):
+    loop = engine._shard_loop
+    if loop.is_plain:
         return state
 
     # The last round of a row that has room for one token drafts nothing, so the drafter may lag.
@@ -132,90 +134,94 @@ def mid_decode(
     return state
 
 
-def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, Repeated]:
-    """`draft`, `target`, `verify`, `commit` and the whole `round`, each repeated on `state`.
+def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
+    """The stages of a round, and the whole `round`, each repeated on `state`, which is copied.
 
-    `target` is the forward pass with the head. `commit` is bookkeeping: the state's and the
-    drafter's. The state is copied.
+    `target` is the forward pass with the head; a plain step has no other stage. A speculative round
+    has `draft`, `verify` and `commit` too, the last being bookkeeping: the state's and the
+    drafter's.
     """
+    stages = plain_stages(loop, state) if loop.is_plain else speculative_stages(loop, state)
+    return stages | {"round": _whole(loop.round, loop.params, state)}
+
+
+def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
+    """`draft`, `target`, `verify` and `commit`; see `round_stages`."""
     params, shape = loop.params, loop.shape
 
     @jax.jit
     def prepare(params, state):
         rows = batch_view(state)
         draft, drafter_state = loop.drafter.propose(shape, params["drafter"], state.drafter, rows)
+        draft = clip_draft(draft, rows)
         window = make_window(state, draft, is_chain=loop.drafter.is_chain)
-        tokens, prefix = window_tokens(state, draft), draft_context(draft, window)
-        _, (hidden, logits) = _score(loop.target, params["target"], tokens, window, state.cache)
-        verdict = loop.verifier.verify(logits, draft, rows, prefix)
-        return rows, draft, drafter_state, tokens, window, prefix, hidden, logits, verdict
+        tokens, context = window_tokens(state, draft), draft_context(draft, window)
+        _, scores = _score(loop.target, params["target"], tokens, window, state.cache)
+        verdict = loop.verifier.verify(scores.logits, draft, rows, context)
+        info = RoundInfo(
+            rows=rows,
+            draft=draft,
+            tokens=tokens,
+            window=window,
+            context=context,
+            scores=scores,
+            verdict=verdict,
+            emission=emit(state, draft, verdict),
+        )
+        return info, drafter_state
 
-    rows, draft, drafter_state, tokens, window, prefix, hidden, logits, verdict = prepare(
-        params, state
-    )
+    info, drafter_state = prepare(params, state)
     bare = state.replace(cache=(), drafter=())
 
     def draft_stage(params, rows, drafter_state):
         draft, drafter_state = loop.drafter.propose(shape, params["drafter"], drafter_state, rows)
         return drafter_state, draft
 
-    def target_stage(params, fixed, cache):
-        tokens, window = fixed
-        return _score(loop.target, params["target"], tokens, window, cache)
+    def target_stage(params, info, cache):
+        return _score(loop.target, params["target"], info.tokens, info.window, cache)
 
-    def verify_stage(params, fixed, moving):
-        return moving, loop.verifier.verify(*fixed)
+    def verify_stage(params, info, moving):
+        verdict = loop.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
+        return moving, verdict
 
     def commit_stage(params, fixed, drafter_state):
-        bare, draft, verdict, hidden = fixed
-        after = commit(bare, draft, verdict)
-        outcome = RoundInfo(
-            draft=draft,
-            verdict=verdict,
-            hidden=hidden,
-            num_committed_before=bare.num_committed,
-        )
+        bare, info = fixed
+        info = info.replace(emission=emit(bare, info.draft, info.verdict))
+        after = commit(bare, info, ()).replace(**record(bare, info, logprobs=None, trace=None))
         drafter_state = loop.drafter.commit(
-            shape, params["drafter"], drafter_state, batch_view(after), outcome
+            shape, params["drafter"], drafter_state, batch_view(after), info
         )
         return drafter_state, after
 
     return {
-        "draft": Repeated(draft_stage, params, rows, _copy(drafter_state)),
-        "target": Repeated(target_stage, params, (tokens, window), _copy(state.cache)),
-        "verify": Repeated(verify_stage, params, (logits, draft, rows, prefix), ()),
-        "commit": Repeated(
-            commit_stage, params, (bare, draft, verdict, hidden), _copy(drafter_state)
-        ),
-        "round": _whole(loop.round, params, state),
+        "draft": Repeated(draft_stage, params, info.rows, _copy(drafter_state)),
+        "target": Repeated(target_stage, params, info, _copy(state.cache)),
+        "verify": Repeated(verify_stage, params, info, ()),
+        "commit": Repeated(commit_stage, params, (bare, info), _copy(drafter_state)),
     }
 
 
-def plain_stages(loop: Any, state: DecodeState) -> dict[str, Repeated]:
-    """`target` and the whole `round` of the window-1 loop (`jaxspec.decode.plain`)."""
-    nothing = jnp.zeros((loop.shape.batch_size,), jnp.int32)
+def plain_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
+    """`target` of a plain step; see `round_stages`."""
+    num_rows = loop.shape.batch_size
     draft = Draft(
-        tokens=jnp.zeros((loop.shape.batch_size, 0), jnp.int32),
-        parents=chain_parents(loop.shape.batch_size, 0),
-        num_valid=nothing,
+        tokens=jnp.zeros((num_rows, 0), jnp.int32),
+        parents=chain_parents(num_rows, 0),
+        num_valid=jnp.zeros((num_rows,), jnp.int32),
     )
     window = make_window(state, draft, is_chain=True)
 
     def target_stage(params, fixed, cache):
         token, window = fixed
-        return _score(loop.target, params, token, window, cache)
+        return _score(loop.target, params["target"], token, window, cache)
 
-    return {
-        "target": Repeated(
-            target_stage, loop.params, (newest_token(state), window), _copy(state.cache)
-        ),
-        "round": _whole(loop.step, loop.params, state),
-    }
+    inputs = (newest_token(state), window)
+    return {"target": Repeated(target_stage, loop.params, inputs, _copy(state.cache))}
 
 
 def _score(model, params, tokens, window, cache):
     hidden, cache = model.forward(params, tokens, window, cache)
-    return cache, (hidden, model.logits(params, hidden))
+    return cache, Scores(logits=model.logits(params, hidden), hidden=hidden)
 
 
 def _whole(round_: Callable[[PyTree, DecodeState], DecodeState], params, state: DecodeState):
@@ -255,8 +261,8 @@ def forward_runs(
         def body(index, carry):
             again, places = changing((tokens, positions), index)
             where = Window(start=places[:, 0], positions=places, slots=places)
-            cache, (_, logits) = _score(model, params, again, where, carry[0])
-            return cache, logits
+            cache, scores = _score(model, params, again, where, carry[0])
+            return cache, scores.logits
 
         logits = jnp.zeros((batch, window, model.vocab_size), jnp.float32)
         return lax.fori_loop(0, num_times, body, (cache, logits))

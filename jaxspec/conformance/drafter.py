@@ -38,8 +38,9 @@ from jaxspec.conformance.report import (
     enters,
     run_checks,
 )
-from jaxspec.decode.loop import SpeculativeLoop, batch_view
-from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import batch_view
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
@@ -47,7 +48,7 @@ from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.schedulers import Static
-from jaxspec.types import BatchView, DecodeState, Draft, DraftContext, PyTree, Verdict
+from jaxspec.types import BatchView, DecodeState, Draft, DraftContext, EngineShape, PyTree, Verdict
 from jaxspec.verifiers import Coupled
 
 NUM_ROUNDS = 8  # of scripted verdicts
@@ -205,11 +206,9 @@ class _DrafterBench:
         )
 
     @property
-    def loop(self) -> SpeculativeLoop:
+    def loop(self) -> DecodeLoop:
         """The functions that the engine compiles."""
-        loop = self.engine._loop
-        assert isinstance(loop, SpeculativeLoop)
-        return loop
+        return self.engine._shard_loop
 
     @property
     def shape(self) -> EngineShape:

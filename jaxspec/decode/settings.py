@@ -1,8 +1,4 @@
-"""From settings to the loop that they ask for, and from a request to the seat it takes.
-
-What every host of the loop shares, whatever it does with time: which settings fit together, how
-long a prompt may be, where a row ends.
-"""
+"""From settings to the decode loop that they ask for: which of them fit together."""
 
 from __future__ import annotations
 
@@ -11,21 +7,19 @@ from typing import Literal, TypeAlias, get_args
 import jax
 import numpy as np
 
-from jaxspec.cache import layouts
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
-from jaxspec.decode.loop import Admission, LogprobsConfig, SpeculativeLoop
-from jaxspec.decode.plain import PlainLoop
-from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import Admission, LogprobsConfig, check_rows
+from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Request
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
-from jaxspec.types import Finish, PyTree
+from jaxspec.types import EngineShape, Finish, PyTree
 from jaxspec.verifiers import Verifier
 
-Loop: TypeAlias = SpeculativeLoop | PlainLoop
 Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
 DEFAULT_DRAFT_LENGTH = 4
@@ -46,12 +40,12 @@ def make_loop(
     layout: Layout = "ragged",
     logprobs: LogprobsConfig | None = None,
     trace: TraceConfig | None = None,
-) -> Loop:
-    """The loop of these settings, which are an engine's; the plain one without a drafter.
+) -> DecodeLoop:
+    """The loop of these settings, which are an engine's; it decodes plainly without a drafter.
 
     Raises:
       SettingError: a setting out of range, or two that contradict each other.
-      ModelError: the drafter cannot draft for the target.
+      ModelError: the drafter cannot draft for the target, or its state has no row axis.
     """
     check_layout(layout)
     for name, value in (
@@ -93,32 +87,25 @@ def make_loop(
         needs_draft_probs=verifier.needs_draft_probs or records_tokens,
         needs_greedy_probs=records_tokens,
     )
-    if layouts.longest_prompt(layout, max_length=shape.max_length, verify_length=verify_length) < 1:
-        raise SettingError(
-            f"A verify_length of {verify_length} does not fit a max_length of {shape.max_length}; "
-            "raise the max_length or lower the verify_length."
-        )
-    if drafter is None:
-        return PlainLoop(
-            target=target,
-            scheduler=scheduler,
-            shape=shape,
-            num_stop_tokens=MAX_STOP_TOKENS,
-            logprobs=logprobs,
-            layout=layout,
-            trace=trace,
-        )
-    return SpeculativeLoop(
+    loop = DecodeLoop(
         target=target,
-        drafter=drafter,
+        drafter=NoDrafter() if drafter is None else drafter,
         verifier=verifier,
         scheduler=scheduler,
         shape=shape,
         num_stop_tokens=MAX_STOP_TOKENS,
-        logprobs=logprobs,
         layout=layout,
+        logprobs=logprobs,
         trace=trace,
     )
+    if loop.longest_prompt < 1:
+        raise SettingError(
+            f"A verify_length of {verify_length} does not fit a max_length of {shape.max_length}; "
+            "raise the max_length or lower the verify_length."
+        )
+    state = jax.eval_shape(lambda: loop.drafter.init(loop.resident_shape))
+    check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
+    return loop
 
 
 def check_exactness(exactness: str) -> None:
@@ -140,13 +127,6 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
         )
 
 
-def longest_prompt(loop: Loop) -> int:
-    """Prompt tokens that leave room for one round."""
-    return layouts.longest_prompt(
-        loop.layout, max_length=loop.shape.max_length, verify_length=loop.shape.verify_length
-    )
-
-
 def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
     """Every token that ends the request's output.
 
@@ -163,16 +143,16 @@ def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
 
 
 def make_admission(
-    request: Request, loop: Loop, *, draft_length: int, arrival: int = 0
+    request: Request, loop: DecodeLoop, *, draft_length: int, arrival: int = 0
 ) -> Admission:
-    """A request as it enters the batch; its prompt is no longer than `longest_prompt(loop)`."""
+    """A request as it enters the batch; its prompt is no longer than `loop.longest_prompt`."""
     prompt, params = request.prompt_token_ids, request.params
     tokens = np.zeros((loop.shape.max_length,), np.int32)
     tokens[: len(prompt)] = prompt
     stops = stop_tokens(request, loop.target)
     padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
     padded_stops[: len(stops)] = stops
-    wanted, largest = len(prompt) + params.max_tokens, longest_prompt(loop) + 1
+    wanted, largest = len(prompt) + params.max_tokens, loop.longest_prompt + 1
     limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.MAX_LENGTH
     return Admission(
         tokens=tokens,
@@ -189,8 +169,8 @@ def make_admission(
 def home_of(params: PyTree) -> jax.sharding.Sharding | None:
     """The one device that parameters were put on, or None.
 
-    A first state that stands elsewhere would move there with the first call, and be compiled for
-    twice.
+    A first state on another device would move there with the first call, which compiles every
+    program twice.
     """
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     homes = {device for array in arrays for device in array.devices()}

@@ -1,4 +1,4 @@
-"""Meshes: the loop of `decoding` or `plain` on many devices.
+"""Meshes: the decode loop on many devices.
 
 Over the mesh's `data` axis every shard holds rows of its own, with their pages and page table, and
 runs the whole loop for itself: its own number of rounds, no collective. Over the `model` axis
@@ -27,19 +27,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import KVCache, LayerCache
-from jaxspec.decode.loop import Admission, SpeculativeLoop, rows_axis
-from jaxspec.decode.plain import PlainLoop
-from jaxspec.drafters.base import EngineShape
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import Admission, has_rows
 from jaxspec.errors import SettingError
 from jaxspec.models.base import param_specs
-from jaxspec.types import DecodeState, PyTree
+from jaxspec.types import DecodeState, EngineShape, PyTree
 
 DATA, MODEL = "data", "model"
 
 
 def check_mesh(mesh: Mesh) -> Mesh:
     """The same devices with axes `data` and `model`, in this order, the second of size 1 if it was
-    missing; both are `Auto`, for the loop says itself which one it takes in hand.
+    missing; both are `Auto`: the loop itself maps over `data`.
 
     Raises:
       SettingError: no `data` axis, an axis that is neither `data` nor `model`, or devices of other
@@ -73,7 +72,7 @@ def num_model_shards(mesh: Mesh) -> int:
 
 
 def batch_size_per_shard(batch_size: int, mesh: Mesh) -> int:
-    """Seats of each data shard.
+    """Rows of each data shard.
 
     Raises:
       SettingError: the shards do not divide the rows of the batch.
@@ -120,11 +119,11 @@ class ShardedLoop:
     has one for each data shard.
 
     Attributes:
-      loop: of one shard; its `shape.batch_size` are the rows of the batch of a shard.
+      loop: of one shard; its `shape.batch_size` is a shard's.
       mesh: as `check_mesh` returns it.
     """
 
-    loop: SpeculativeLoop | PlainLoop
+    loop: DecodeLoop
     mesh: Mesh
 
     @property
@@ -140,12 +139,14 @@ class ShardedLoop:
     @property
     def rows_per_shard(self) -> int:
         """Rows that each shard holds, in the batch or waiting."""
-        return self.loop.held.batch_size
+        return self.loop.resident_shape.batch_size
 
     @property
-    def held(self) -> EngineShape:
+    def resident_shape(self) -> EngineShape:
         """The shape of the state: the rows of all shards."""
-        return dataclasses.replace(self.loop.held, batch_size=self.num_shards * self.rows_per_shard)
+        return dataclasses.replace(
+            self.loop.resident_shape, batch_size=self.num_shards * self.rows_per_shard
+        )
 
     @functools.cached_property
     def param_shardings(self) -> PyTree:
@@ -155,10 +156,10 @@ class ShardedLoop:
           SettingError: the `model` axis does not divide the target's heads, feed-forward or
             vocabulary.
         """
-        target = param_shardings(self.loop.target, self.mesh)
-        if isinstance(self.loop, PlainLoop):
-            return target
-        return {"target": target, "drafter": param_shardings(self.loop.drafter, self.mesh)}
+        return {
+            "target": param_shardings(self.loop.target, self.mesh),
+            "drafter": param_shardings(self.loop.drafter, self.mesh),
+        }
 
     def place(self, params: PyTree) -> PyTree:
         """Parameters on the devices they belong to; those already there are not moved."""
@@ -184,9 +185,8 @@ class ShardedLoop:
             return jax.tree.map(of_node, state, is_leaf=lambda node: isinstance(node, LayerCache))
 
         state = jax.eval_shape(self.loop.init)
-        drafter = None if isinstance(self.loop, PlainLoop) else self.loop.drafter
         return of(state, None).replace(
-            cache=of(state.cache, self.loop.target), drafter=of(state.drafter, drafter)
+            cache=of(state.cache, self.loop.target), drafter=of(state.drafter, self.loop.drafter)
         )
 
     def params_of_device(self) -> PyTree:
@@ -205,7 +205,7 @@ class ShardedLoop:
 
     @functools.cached_property
     def _is_per_row(self) -> PyTree:
-        return rows_axis(self.loop.empty, self.loop.held, self.rows_per_shard)
+        return has_rows(jax.eval_shape(self.loop.init))
 
     def _inside(self, state: DecodeState) -> DecodeState:
         """One shard's part of the state, as the loop knows it."""
@@ -270,14 +270,14 @@ class ShardedLoop:
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
         """`prefill` for the target only."""
-        return self._on_rows(self._speculative.prefill_target, params, state, rows, starts)
+        return self._on_rows(self.loop.prefill_target, params, state, rows, starts)
 
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
         """State after the drafter has read a chunk of what it has not seen of one row on each
         shard."""
 
         def catch_up(params, state, row, _):
-            return self._speculative.catch_up(params, state, row)
+            return self.loop.catch_up(params, state, row)
 
         return self._on_rows(catch_up, params, state, rows, rows)
 
@@ -285,14 +285,9 @@ class ShardedLoop:
         """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
 
         def on_shard(state):
-            return self._speculative.lag(self._inside(state))
+            return self.loop.lag(self._inside(state))
 
         return self._on_shards(on_shard, (P(DATA),))(state)
-
-    @property
-    def _speculative(self) -> SpeculativeLoop:
-        assert isinstance(self.loop, SpeculativeLoop), "plain decoding has no drafter"
-        return self.loop
 
     def _on_rows(
         self, function, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array

@@ -1,14 +1,15 @@
 """The drafter protocol: a record of pure functions around a state of its own.
 
 A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens, and after
-the verdict it is told what became of its draft. All functions run inside the compiled loop, so they
+the verdict it learns what became of its draft. All functions run inside the compiled loop, so they
 are traced once; `params` is handed in, never closed over, and every shape is fixed by
 `EngineShape`.
 
 An engine may hold more rows than it decodes at a time. `init`, `admit` and `catch_up` are given a
-`shape` whose `batch_size` are all rows that are held, and `rows` of all of them; `propose` and
-`commit` those in the batch, with the state of just these. So whatever a drafter keeps per row has
-the rows as its first axis (or is one of our caches); everything else is shared.
+`shape` whose `batch_size` counts all resident rows, and `rows` of all of them; `propose` and
+`commit` those of the batch, with the state of just these. So every array of a drafter's state has
+the rows as its first axis (or is a `KVCache`, whose page table has them). What all rows share is a
+scalar, or is wrapped in `types.Shared`; an engine refuses a state that breaks this rule.
 
 To write one: a class with the attributes and methods below (a frozen dataclass will do), passed to
 `Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
@@ -16,63 +17,13 @@ To write one: a class with the attributes and methods below (a frozen dataclass 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Protocol, runtime_checkable
 
 import jax
-from flax import struct
+import jax.numpy as jnp
 
 from jaxspec.models.base import Model
-from jaxspec.types import BatchView, Draft, PyTree, Verdict
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineShape:
-    """The static shape of an engine: everything its programs are compiled for.
-
-    Attributes:
-      batch_size: B, rows of the batch.
-      max_length: S, slots per row.
-      verify_length: T, tokens scored per round.
-      prefill_chunk: tokens of one prefill call.
-      vocab_size: V of the target.
-      is_noise_shared: whether a sampling drafter draws with the noise by which the target will draw
-        the same position's token (coupled verification), instead of noise of its own.
-      needs_draft_probs: whether drafts must come with the distribution they were drawn from,
-        `Draft.q`.
-      needs_greedy_probs: whether q of greedy rows is wanted too, at temperature 1, for a trace;
-        otherwise nothing reads it. A drafter that leaves it zero is traced as deterministic.
-    """
-
-    batch_size: int
-    max_length: int
-    verify_length: int
-    prefill_chunk: int
-    vocab_size: int
-    is_noise_shared: bool = True
-    needs_draft_probs: bool = False
-    needs_greedy_probs: bool = False
-
-    @property
-    def num_nodes(self) -> int:
-        """N, the nodes a draft has room for."""
-        return self.verify_length - 1
-
-
-class RoundInfo(struct.PyTreeNode, kw_only=True):
-    """What a round did, handed to `Drafter.commit`.
-
-    Attributes:
-      draft: the draft as it was scored (`num_valid` clipped to what the row still wanted).
-      verdict: the verifier's.
-      hidden: `[B, T, E]` the target's hidden states of the window.
-      num_committed_before: `[B]` int32; `BatchView.num_committed` is the count after.
-    """
-
-    draft: Draft
-    verdict: Verdict
-    hidden: jax.Array
-    num_committed_before: jax.Array
+from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
 @runtime_checkable
@@ -134,7 +85,7 @@ class Drafter(Protocol):
         ...
 
     def commit(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, outcome: RoundInfo
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, info: RoundInfo
     ) -> PyTree:
         """State after the round; `rows` are those after it."""
         ...
@@ -166,6 +117,21 @@ class StatelessDrafter:
         """Nothing to read."""
         return state
 
-    def commit(self, shape, params, state, rows, outcome):
+    def commit(self, shape, params, state, rows, info):
         """Nothing to note."""
         return state
+
+
+class NoDrafter(StatelessDrafter):
+    """Drafts nothing: plain decoding."""
+
+    name = "none"
+
+    def propose(self, shape, params, state, rows):
+        """A chain of no valid nodes."""
+        draft = Draft(
+            tokens=jnp.zeros((shape.batch_size, shape.num_nodes), jnp.int32),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
+            num_valid=jnp.zeros((shape.batch_size,), jnp.int32),
+        )
+        return draft, state

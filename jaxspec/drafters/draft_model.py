@@ -18,12 +18,11 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache.pages import KVCache
-from jaxspec.drafters.base import EngineShape, RoundInfo
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.sampling import draw_draft
-from jaxspec.types import BatchView, Draft, PyTree, Window, chain_parents
+from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
 
 
 class DraftModelState(struct.PyTreeNode, kw_only=True):
@@ -233,11 +232,9 @@ class DraftModel:
         )
         return draft, state
 
-    def commit(self, shape, params, state: DraftModelState, rows: BatchView, outcome: RoundInfo):
+    def commit(self, shape, params, state: DraftModelState, rows: BatchView, info: RoundInfo):
         """Of the accepted drafts all but the row's last step's have been seen."""
-        seen = outcome.num_committed_before + jnp.minimum(
-            outcome.verdict.num_accepted, state.num_steps - 1
-        )
+        seen = info.rows.num_committed + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
         num_seen = jnp.where(state.num_steps > 0, seen, state.num_seen)
         return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import EngineShape, StatelessDrafter
+from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.errors import SettingError
-from jaxspec.types import BatchView, Draft, chain_parents
+from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.drafters.base import Drafter, EngineShape, RoundInfo
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
-from jaxspec.types import BatchView, Draft, PyTree, chain_parents
+from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,9 +137,9 @@ class Oracle:
         )
         return draft, state
 
-    def commit(self, shape, params, state, rows: BatchView, outcome: RoundInfo) -> PyTree:
+    def commit(self, shape, params, state, rows: BatchView, info: RoundInfo) -> PyTree:
         """The costing drafter's."""
         if self.cost_of is None:
             return state
-        cost = self.cost_of.commit(shape, params["cost"], state["cost"], rows, outcome)
+        cost = self.cost_of.commit(shape, params["cost"], state["cost"], rows, info)
         return {**state, "cost": cost}

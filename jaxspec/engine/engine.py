@@ -17,11 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
 from jaxspec.decode.buckets import make_buckets
-from jaxspec.decode.loop import LogprobsConfig, SpeculativeLoop
-from jaxspec.decode.plain import PlainLoop
+from jaxspec.decode.invariants import CheckedRun
 from jaxspec.decode.settings import (
     DEFAULT_DRAFT_LENGTH,
     DraftLength,
@@ -29,12 +27,12 @@ from jaxspec.decode.settings import (
     check_draft_length,
     check_exactness,
     home_of,
-    longest_prompt,
     make_admission,
     make_loop,
     stop_tokens,
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
+from jaxspec.decode.state import LogprobsConfig
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.adaptive import Choice, DraftLengthController, measure_round_times
 from jaxspec.engine.memory import measure_memory
@@ -153,8 +151,8 @@ class Engine:
         record per drafted token as well; or `distributions`, also entropies and overlap of p and q.
         None records nothing and costs nothing.
       check_invariants: run round by round and check after each that KV, padding and positions are
-        what `layouts.broken_invariants` says; many times slower, for hunting a fault. A broken one
-        raises `AssertionError`.
+        what `decode.invariants` says; many times slower, for hunting a fault. A broken one raises
+        `AssertionError`.
       mesh: devices to use, with an axis `data` and perhaps an axis `model`, whatever their axis
         types; default one device. Parameters that are not on it as they should be are copied there.
 
@@ -254,13 +252,13 @@ class Engine:
         )
         check_exactness(exactness)
         ladder = {loop.shape.verify_length: loop}
-        if exactness == "ties" and isinstance(loop, SpeculativeLoop):
+        if exactness == "ties" and not loop.is_plain:
             ladder = make_buckets(loop)
         self.verify_lengths = tuple(ladder)
-        self._shard_loop, self._rows_per_shard = loop, loop.held.batch_size
+        self._shard_loop, self._rows_per_shard = loop, loop.resident_shape.batch_size
         self._loop = loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
         self.shape = dataclasses.replace(loop.shape, batch_size=batch_size)
-        self.num_residents = self._loop.held.batch_size
+        self.num_residents = self._loop.resident_shape.batch_size
         self._num_shards = self.num_residents // self._rows_per_shard
         self.memory = measure_memory(self._loop)
         _log.info(self.memory.sentence)
@@ -293,14 +291,11 @@ class Engine:
         runs: dict[int, Any] = dict(rounds)
         if check_invariants:
             for width, run in rounds.items():
-                runs[width] = layouts.CheckedRun(
-                    run, verify_length=width, regroups=self.scheduler.regroups
-                )
+                runs[width] = CheckedRun(run, verify_length=width, regroups=self.scheduler.regroups)
         self._run: Any = runs.pop(self.shape.verify_length)
         self._narrow_runs = runs
         own = []
         if self.is_adaptive:
-            assert not isinstance(self._loop, PlainLoop), "an adaptive engine has a drafter"
             self._prefill_target = program(
                 "target's prefill", self._loop.prefill_target, **updating
             )
@@ -336,7 +331,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self._shard_loop)
+        return self._shard_loop.longest_prompt
 
     @property
     def exactness(self) -> str:
@@ -665,11 +660,11 @@ class Engine:
                 raise SettingError(
                     "Draft weights were given to an engine without a drafter; leave them out."
                 )
-            parts = dict(self._params) if self.drafter is not None else {"target": self._params}
+            parts = dict(self._params)
             for name, given in (("target", target), ("drafter", draft)):
                 if given is not None:
                     parts[name] = _like(parts[name], given, name)
-            self._params = parts if self.drafter is not None else parts["target"]
+            self._params = parts
             if target is not None and dataclasses.is_dataclass(self.target):
                 model: Any = self.target
                 self.target = dataclasses.replace(model, params=parts["target"])

@@ -10,7 +10,7 @@ import jax
 import psutil
 
 from jaxspec.cache.pages import BLOCK, KVCache
-from jaxspec.decode.settings import Loop
+from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
 from jaxspec.types import PyTree
@@ -24,7 +24,7 @@ class Memory:
 
     Attributes:
       num_devices: that hold as much each.
-      num_rows: rows that are held; a `model` axis shares them.
+      num_rows: resident rows; a `model` axis shares them.
       max_length: slots of a row.
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
@@ -57,15 +57,15 @@ class Memory:
         )
 
 
-def measure_memory(loop: Loop | ShardedLoop) -> Memory:
+def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
     """What an engine with this loop needs, found from shapes; nothing is allocated.
 
     Raises:
       SettingError: the state does not fit into the memory that is free; names the largest numbers
         of rows and of slots that would.
     """
-    held = _of_shard(loop).held
-    kv_bytes, buffers_bytes = _state_bytes(loop, held.batch_size, held.max_length)
+    resident = _of_shard(loop).resident_shape
+    kv_bytes, buffers_bytes = _state_bytes(loop, resident.batch_size, resident.max_length)
     if isinstance(loop, ShardedLoop):
         devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
     else:
@@ -76,8 +76,8 @@ def measure_memory(loop: Loop | ShardedLoop) -> Memory:
         free = [count // len(devices) for count in free]
     memory = Memory(
         num_devices=len(devices),
-        num_rows=held.batch_size,
-        max_length=held.max_length,
+        num_rows=resident.batch_size,
+        max_length=resident.max_length,
         weights_bytes=num_bytes(params),
         kv_bytes=kv_bytes,
         buffers_bytes=buffers_bytes,
@@ -121,11 +121,11 @@ def _device(params: PyTree) -> Any:
     return jax.local_devices()[0]
 
 
-def _of_shard(loop: Loop | ShardedLoop) -> Loop:
+def _of_shard(loop: DecodeLoop | ShardedLoop) -> DecodeLoop:
     return loop.loop if isinstance(loop, ShardedLoop) else loop
 
 
-def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, max_length: int) -> tuple[int, int]:
+def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int) -> tuple[int, int]:
     """Bytes of the KV caches, and of all else, in a state of this shape; what one device holds of
     that of a shard, where there are some."""
     of_shard = _of_shard(loop)
@@ -138,7 +138,7 @@ def _state_bytes(loop: Loop | ShardedLoop, num_rows: int, max_length: int) -> tu
     return kv_bytes, num_bytes(state) - kv_bytes
 
 
-def _does_not_fit(loop: Loop | ShardedLoop, memory: Memory) -> str:
+def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory) -> str:
     """The refusal, with the largest rows and the largest max_length that fit."""
     free = memory.free_bytes
     assert free is not None

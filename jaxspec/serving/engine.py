@@ -43,15 +43,14 @@ import numpy as np
 from flax import struct
 
 from jaxspec.cache.pages import KVCache, copy_row
-from jaxspec.decode.loop import Admission, mark_prefilled, rows_axis
 from jaxspec.decode.settings import (
     check_draft_length,
     home_of,
-    longest_prompt,
     make_admission,
     make_loop,
 )
-from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.decode.state import Admission, has_rows, mark_prefilled
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, Request, make_requests
@@ -60,7 +59,7 @@ from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
 from jaxspec.runtime.environment import use_compilation_cache
 from jaxspec.schedulers import Static
-from jaxspec.types import DecodeState, Finish, PyTree
+from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
 
 ALONE = np.int32(0)  # the row of a state that holds one
@@ -215,7 +214,7 @@ class ServingEngine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self._loop)
+        return self._loop.longest_prompt
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every function of the engine, so that the first request waits for none.
@@ -367,7 +366,7 @@ class ServingEngine:
         """
         state = self._loop.admit(params, state, row, admission)
         state = mark_prefilled(state, row, jnp.asarray(admission.length) - 1)
-        is_per_row = rows_axis(self._loop.empty, self.shape, self.shape.batch_size)
+        is_per_row = has_rows(state)
 
         def take_over(has_rows: bool, leaf, alone):
             if isinstance(leaf, KVCache):

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
 from jaxspec.schedulers import Pool, Static
-from jaxspec.types import BatchView, Draft, DraftContext, PyTree, Verdict, Window
+from jaxspec.types import BatchView, Draft, DraftContext, EngineShape, PyTree, Verdict, Window
 from jaxspec.verifiers import Coupled
 
 

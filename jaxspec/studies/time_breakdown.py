@@ -24,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.roofline import time_in_turns
-from jaxspec.bench.stages import Repeated, plain_stages, speculative_stages
+from jaxspec.bench.stages import Repeated, round_stages
 from jaxspec.cache import layouts
-from jaxspec.decode.loop import SpeculativeLoop, put_rows, rows_axis, take_rows
-from jaxspec.decode.plain import PlainLoop
+from jaxspec.decode.state import put_rows, take_rows
 from jaxspec.engine.engine import Engine
 from jaxspec.types import DecodeState
 
@@ -100,28 +99,23 @@ def time_parts(engine: Engine, state: DecodeState) -> dict[str, float]:
       tokens (0 in the ragged layout); `seat`, choosing rows, and taking and putting back what is
       kept per row (0 where every row has a row).
     """
-    loop, shape = engine._loop, engine.shape
-    assert isinstance(loop, SpeculativeLoop | PlainLoop), "the parts of one device's loop"
+    loop, shape = engine._shard_loop, engine.shape
     state = engine._run(engine._params, state, np.int32(NUM_ROUNDS_IN), np.int32(1))
     parts: dict[str, Repeated] = {}
     view = state
     if engine.num_residents > shape.batch_size:
-        is_per_row = rows_axis(loop.empty, shape, engine.num_residents)
 
         def seat(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
             rows = engine.scheduler.choose(state, shape.batch_size)
-            state = put_rows(state, rows, take_rows(state, rows, is_per_row), is_per_row)
+            state = put_rows(state, rows, take_rows(state, rows))
             return state, rows  # something to wait for
 
         parts["seat"] = Repeated(seat, (), (), jax.tree.map(jnp.copy, state))
         rows = engine.scheduler.choose(state, shape.batch_size)
-        view = take_rows(state, rows, is_per_row)
+        view = take_rows(state, rows)
     if engine.layout == "aligned":
         parts["align"] = _alignment(engine, view)
-    if isinstance(loop, SpeculativeLoop):
-        stages = speculative_stages(loop, view)
-    else:
-        stages = plain_stages(loop, view)
+    stages = round_stages(loop, view)
     parts |= {name: stage for name, stage in stages.items() if name != "round"}
     times = time_in_turns(list(parts.values()), NUM_REPEATS)
     seconds = {name: statistics.median(each) for name, each in zip(parts, times, strict=True)}

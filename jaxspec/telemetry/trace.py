@@ -8,7 +8,7 @@ for: a state without a trace has no such arrays, and its program no such instruc
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,14 @@ import numpy as np
 from jaxspec import sampling
 from jaxspec.errors import SettingError
 from jaxspec.types import (
-    BatchView,
     DecodeState,
     DistributionTrace,
     Draft,
-    DraftContext,
+    RoundInfo,
     RoundTrace,
     TokenTrace,
     Trace,
-    Verdict,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 TraceLevel: TypeAlias = Literal["rounds", "tokens", "distributions"]
 LEVELS: tuple[TraceLevel, ...] = ("rounds", "tokens", "distributions")
@@ -106,59 +100,44 @@ def empty_trace(
     return Trace(rounds=rounds, tokens=tokens, distributions=distributions)
 
 
-def record_round(
-    config: TraceConfig,
-    state: DecodeState,
-    *,
-    num_emitted: jax.Array,
-    logits: jax.Array,
-    draft: Draft,
-    verdict: Verdict,
-    rows: BatchView,
-    prefix: DraftContext,
-    depth: jax.Array,
-    is_chain: bool,
-) -> Trace:
+def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Trace:
     """The trace with this round written to the rows that emitted something.
 
     Args:
+      config: what is recorded.
       state: before the round.
-      num_emitted: `[B]` int32, tokens kept of the round; 0 for rows that took no part.
-      logits: `[B, N + 1, V]`, the target's.
-      draft: as it was scored.
-      verdict: the verifier's.
-      rows: before the round.
-      prefix: of the `N + 1` tokens to be drawn.
-      depth: `[B, N]` int32, of each node, 1 below the newest committed token.
-      is_chain: whether every draft is a chain.
+      info: of the round.
     """
+    draft, verdict, num_emitted = info.draft, info.verdict, info.emission.num_emitted
     num_nodes = draft.tokens.shape[1]
     node = jnp.arange(num_nodes, dtype=jnp.int32)
+    depth = info.window.positions[:, 1:] - info.window.start[:, None]
+    depth = jnp.where(node < draft.num_valid[:, None], depth, 0)
     num_kept = jnp.minimum(verdict.num_accepted, num_emitted)
     rounds = RoundTrace(
         engine_round=jnp.broadcast_to(state.num_rounds, num_emitted.shape),
         context_length=state.num_committed,
         drafted=draft.num_valid,
-        draft_depth=jnp.max(jnp.where(node < draft.num_valid[:, None], depth, 0), axis=1),
+        draft_depth=jnp.max(depth, axis=1, initial=0),
         accepted=num_kept,
         emitted=num_emitted,
     )
     tokens = distributions = None
-    if config.has_tokens:
+    if config.has_tokens and num_nodes:
         is_kept = node < num_kept[:, None]  # by depth along the path
         is_accepted = jnp.any((verdict.path[..., None] == node) & is_kept[..., None], axis=1)
 
         def before_nodes(values: jax.Array) -> jax.Array:
             """Of `[B, N + 1, V]`, what stands at each node's parent, `[B, N, V]`."""
-            if is_chain:
+            if info.window.paths is None:
                 return values[:, :-1]
             is_valid = node < draft.num_valid[:, None]
             entry = jnp.where(is_valid, draft.parents + 1, 0)
             return jnp.take_along_axis(values, entry[..., None], axis=1)
 
-        scores = before_nodes(sampling.adjust(logits, rows, prefix))
-        p = jax.nn.log_softmax(sampling.filtered_logits(scores, rows.sampling), axis=-1)
-        score = _of_tokens(scores, draft.tokens)[..., None]
+        logits = before_nodes(sampling.adjust(info.scores.logits, info.rows, info.context))
+        p = jax.nn.log_softmax(sampling.filtered_logits(logits, info.rows.sampling), axis=-1)
+        logit = _of_tokens(logits, draft.tokens)[..., None]
         has_probs = None
         logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
         if draft.q is not None:
@@ -172,7 +151,7 @@ def record_round(
             is_accepted=is_accepted,
             logprob_p=_of_tokens(p, draft.tokens),
             logprob_q=logprob_q,
-            rank=1 + jnp.sum(scores > score, axis=-1, dtype=jnp.int32),
+            rank=1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32),
         )
         if config.has_distributions:
             distributions = _compare_distributions(p, draft, has_probs)
@@ -204,22 +183,6 @@ def _compare_distributions(
         entropy_q=-jnp.sum(q * log_q, axis=-1),
         overlap=jnp.where(has_probs, jnp.sum(jnp.minimum(p, q), axis=-1), of_point_mass.overlap),
     )
-
-
-def record_step(state: DecodeState, emits: jax.Array) -> Trace:
-    """The trace with a step of plain decoding written to the rows that it `emits` a token for,
-    `[B]` bool."""
-    emitted = emits.astype(jnp.int32)
-    nothing = jnp.zeros_like(emitted)
-    rounds = RoundTrace(
-        engine_round=jnp.broadcast_to(state.num_rounds, emitted.shape),
-        context_length=state.num_committed,
-        drafted=nothing,
-        draft_depth=nothing,
-        accepted=nothing,
-        emitted=emitted,
-    )
-    return _write(state, Trace(rounds=rounds), emitted)
 
 
 def _write(state: DecodeState, new: Trace, num_emitted: jax.Array) -> Trace:

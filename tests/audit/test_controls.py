@@ -151,7 +151,7 @@ def test_a_fault_applied_alone_does_what_it_does_in_the_shared_program(bench, pa
     assert [c.token_ids for c in alone] == [c.token_ids for c in shared]
     # Nothing of it is left after.
     assert controls.decoder.run_layers.__module__ == "jaxspec.models.decoder"
-    assert jaxspec.decode.loop.commit.__qualname__ == "commit"
+    assert jaxspec.decode.round.commit.__qualname__ == "commit"
 
 
 def test_reports_hold_every_control(bench):

@@ -12,7 +12,7 @@ import toy
 import jaxspec
 from jaxspec.audit.judge import Finding
 from jaxspec.audit.self_audit import Level, StudyMetrics, audit_engine, promise_of
-from jaxspec.decode import loop as decoding
+from jaxspec.decode import round as decoding
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import sample_prompts
@@ -83,9 +83,9 @@ def test_a_healthy_coupled_run_holds_every_level():
 def test_a_sabotaged_round_breaks_e1(monkeypatch):
     real = decoding.commit
 
-    def one_short(state, draft, verdict):
-        after = real(state, draft, verdict)
-        rejected = verdict.num_accepted < draft.num_valid
+    def one_short(state, info, cache):
+        after = real(state, info, cache)
+        rejected = info.verdict.num_accepted < info.draft.num_valid
         return after.replace(
             num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32)
         )

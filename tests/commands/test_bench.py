@@ -289,7 +289,7 @@ def again(loop, params):
 
 
 def test_stages_are_those_of_a_round(engine, middle):
-    parts = stages.speculative_stages(engine._loop, middle)
+    parts = stages.round_stages(engine._loop, middle)
     assert set(parts) == {"draft", "target", "verify", "commit", "round"}
     seconds = time_in_turns(list(parts.values()), repeats=1)
     assert all(times[0] > 0 for times in seconds)

@@ -11,7 +11,7 @@ import toy
 
 import jaxspec
 from jaxspec.cache import pages as kv
-from jaxspec.decode.loop import batch_view
+from jaxspec.decode.state import batch_view
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError

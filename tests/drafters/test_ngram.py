@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafters.base import EngineShape
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
 from jaxspec.sampling import request_key
-from jaxspec.types import BatchView, RowSampling
+from jaxspec.types import BatchView, EngineShape, RowSampling
 
 SHAPE = EngineShape(batch_size=1, max_length=32, verify_length=5, prefill_chunk=8, vocab_size=9)
 GREEDY = RowSampling(

@@ -14,7 +14,7 @@ import toy
 from live import live_kv, poison
 
 import jaxspec
-from jaxspec.decode import loop as decoding
+from jaxspec.decode import round as decoding
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
@@ -165,10 +165,10 @@ def test_differences_from_the_window_1_loop_are_ties(setting):
 # Sabotage: each of these is a bug that published batch implementations had. The check must see it.
 
 
-def sabotaged_commit_one_short(state, draft, verdict, *, real=decoding.commit):
+def sabotaged_commit_one_short(state, info, cache, *, real=decoding.commit):
     """Keeps the KV of one rejected draft: rolls back one token too few."""
-    after = real(state, draft, verdict)
-    rejected = verdict.num_accepted < draft.num_valid
+    after = real(state, info, cache)
+    rejected = info.verdict.num_accepted < info.draft.num_valid
     return after.replace(
         num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32)
     )

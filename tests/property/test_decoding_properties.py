@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from live import live_kv, poison
 
 from jaxspec.cache import pages as kv
-from jaxspec.decode import loop as decoding
+from jaxspec.decode import recorders
+from jaxspec.decode import round as decoding
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
@@ -275,24 +276,25 @@ PLAIN_EXAMPLE = Example(
 )
 
 
-def one_short(state, draft, verdict, *, real=decoding.commit):
+def one_short(state, info, cache, *, real=decoding.commit):
     """Rolls back one token too few."""
-    after = real(state, draft, verdict)
-    rejected = (verdict.num_accepted < draft.num_valid) & after.is_running
+    after = real(state, info, cache)
+    rejected = (info.verdict.num_accepted < info.draft.num_valid) & after.is_running
     return after.replace(num_committed=after.num_committed + rejected.astype(jnp.int32))
 
 
-def deaf(state, draft, verdict, *, real=decoding.commit):
+def deaf(state, draft, verdict, *, real=decoding.emit):
     """Looks for stop tokens only where the target speaks: not among accepted drafts."""
     deafened = state.replace(
         stop_tokens=jnp.where(verdict.num_accepted[:, None] > 0, -1, state.stop_tokens)
     )
-    return real(deafened, draft, verdict).replace(stop_tokens=state.stop_tokens)
+    return real(deafened, draft, verdict)
 
 
-def counts_rejected(state, draft, verdict, num_emitted, *, real=decoding.count):
+def counts_rejected(state, info, *, real=recorders.count):
     """Counts the bonus token as an accepted one."""
-    return real(state, draft, verdict.replace(num_accepted=verdict.num_accepted + 1), num_emitted)
+    verdict = info.verdict.replace(num_accepted=info.verdict.num_accepted + 1)
+    return real(state, info.replace(verdict=verdict))
 
 
 def stale_kv(state, draft, *, is_chain, real=decoding.make_window):
@@ -308,15 +310,15 @@ def test_the_example_that_is_sabotaged_is_sound(engine, witness, fresh_kv):
 
 
 @pytest.mark.parametrize(
-    ("name", "sabotage"),
+    ("module", "name", "sabotage"),
     [
-        ("commit", one_short),
-        ("commit", deaf),
-        ("count", counts_rejected),
-        ("make_window", stale_kv),
+        (decoding, "commit", one_short),
+        (decoding, "emit", deaf),
+        (recorders, "count", counts_rejected),
+        (decoding, "make_window", stale_kv),
     ],
 )
-def test_sabotage_is_caught(monkeypatch, witness, fresh_kv, name, sabotage):
-    monkeypatch.setattr(decoding, name, sabotage)
+def test_sabotage_is_caught(monkeypatch, witness, fresh_kv, module, name, sabotage):
+    monkeypatch.setattr(module, name, sabotage)
     with pytest.raises(AssertionError):
         check(make_engine(), witness, fresh_kv, PLAIN_EXAMPLE)

@@ -12,12 +12,11 @@ import toy
 import jaxspec
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decoding
-from jaxspec.drafters.base import EngineShape
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
-from jaxspec.types import Finish
+from jaxspec.types import DecodeState, EngineShape, Finish
 
 BATCH_SIZE = 3
 LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12, 9, 31, 64, 3)
@@ -101,7 +100,7 @@ def test_rows_put_back_wrongly_are_caught(setting, monkeypatch):
     monkeypatch.setattr(
         decoding,
         "put_rows",
-        lambda state, rows, view, is_per_row: real(state, jnp.roll(rows, 1), view, is_per_row),
+        lambda state, rows, batch: real(state, jnp.roll(rows, 1), batch),
     )
     broken = engine_for(target, oracle, Continuous()).generate(prompts, params(len(prompts)))
     assert [c.token_ids for c in broken] != [c.token_ids for c in witness]
@@ -121,8 +120,8 @@ def choose(scheduler, arrival, lengths, *, ended=(), padding=None):
         cache = cache.replace(table=table)
     finish = np.full(len(arrival), Finish.RUNNING, np.int32)
     finish[list(ended)] = Finish.MAX_TOKENS
-    state = decoding.DecodeState(
-        **{field: None for field in decoding.DecodeState.__dataclass_fields__}
+    state = DecodeState(
+        **{field: None for field in DecodeState.__dataclass_fields__}
         | {
             "cache": cache,
             "arrival": jnp.asarray(arrival, jnp.int32),

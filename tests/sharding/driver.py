@@ -12,11 +12,11 @@ import toy
 import jaxspec
 from jaxspec.cache import pages as kv
 from jaxspec.decode import sharded as sharding
-from jaxspec.decode.loop import Admission, SpeculativeLoop
-from jaxspec.decode.plain import PlainLoop
-from jaxspec.drafters.base import EngineShape
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import Admission
+from jaxspec.drafters.base import NoDrafter
 from jaxspec.schedulers import Static
-from jaxspec.types import Finish
+from jaxspec.types import EngineShape, Finish
 from jaxspec.verifiers import Coupled
 
 NUM_STOP = 4
@@ -55,16 +55,14 @@ class Driver:
             prefill_chunk=CHUNK,
             vocab_size=self.target.vocab_size,
         )
-        common = {
-            "target": self.target,
-            "scheduler": Static() if scheduler is None else scheduler,
-            "shape": shape,
-            "num_stop_tokens": NUM_STOP,
-        }
-        if drafter is None:
-            loop = PlainLoop(**common)
-        else:
-            loop = SpeculativeLoop(drafter=drafter, verifier=Coupled(), **common)
+        loop = DecodeLoop(
+            target=self.target,
+            drafter=NoDrafter() if drafter is None else drafter,
+            verifier=Coupled(),
+            scheduler=Static() if scheduler is None else scheduler,
+            shape=shape,
+            num_stop_tokens=NUM_STOP,
+        )
         self.loop = sharding.ShardedLoop(loop=loop, mesh=mesh)
         jit = functools.partial(jax.jit, donate_argnums=1, out_shardings=self.loop.state_shardings)
         self.admit, self.prefill = jit(self.loop.admit), jit(self.loop.prefill)

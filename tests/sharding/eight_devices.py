@@ -18,7 +18,7 @@ import jaxspec
 from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
 from jaxspec.decode import sharded as sharding
-from jaxspec.decode.plain import PlainLoop
+from jaxspec.decode.loop import DecodeLoop
 from jaxspec.models import decoder
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous
@@ -176,7 +176,7 @@ def test_the_state_is_donated_and_nothing_is_compiled_again(eight, two_by_four):
 def test_rows_that_wait_are_seated_on_their_own_shard(one):
     scheduler = Continuous(waiting=2)
     on_mesh = Driver(driver.mesh(data=4), driver.draft_model(), scheduler=scheduler)
-    assert on_mesh.loop.held.batch_size == 16
+    assert on_mesh.loop.resident_shape.batch_size == 16
     by_row = requests()
     together = on_mesh.generate(by_row)
     few = dict(list(by_row.items())[4:12])
@@ -330,12 +330,12 @@ def test_a_chunk_of_another_shards_row_is_seen(monkeypatch):
 
 def test_a_program_that_talks_is_seen(monkeypatch):
     """All shards run until the last of them has ended."""
-    real = PlainLoop.run
+    real = DecodeLoop.run
 
     def wrong(self, params, state, num_rounds, min_running):
         return real(self, params, state, jax.lax.pmax(num_rounds, "data"), min_running)
 
     model = driver.target(num_layers=1)
     assert not collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))
-    monkeypatch.setattr(PlainLoop, "run", wrong)
+    monkeypatch.setattr(DecodeLoop, "run", wrong)
     assert collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))

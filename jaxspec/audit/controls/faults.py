@@ -1,8 +1,8 @@
 """Failure modes of published systems, as faults that can be switched on.
 
 The auditor has to catch each of them (`jaxspec.audit.controls.runner`). The
-production loop carries no switches: a fault replaces functions of `jaxspec.decode.loop` while an
-engine is built and run.
+production loop carries no switches: a fault replaces functions of `jaxspec.decode` while an engine
+is built and run.
 
     with FAULTS["bonus_from_draft"].apply():
         broken = Engine(target, drafter).generate(prompts, params)
@@ -38,21 +38,32 @@ from jax import lax
 
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
-from jaxspec.decode import loop as decoding
-from jaxspec.decode.loop import Admission, SpeculativeLoop
+from jaxspec.decode import loop as decode_loop
+from jaxspec.decode import round as decode_round
+from jaxspec.decode.state import Admission
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.registry import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder, layers
-from jaxspec.types import BatchView, DecodeState, Draft, Finish, Origin, Verdict, Window
+from jaxspec.types import (
+    BatchView,
+    DecodeState,
+    Draft,
+    Emission,
+    Finish,
+    Origin,
+    RoundInfo,
+    Verdict,
+    Window,
+)
 from jaxspec.verifiers import coupled
 
 Kind = Literal["tokens", "sampling", "order", "distribution", "efficiency", "numerics"]
 Edit = Callable[[Any, "Place"], Any]
 Patch = tuple[Any, str, Callable[..., Any]]
 
-_commit = decoding.commit  # as it is in production, whatever is patched later
+_emit = decode_round.emit  # as it is in production, whatever is patched later
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +155,7 @@ class Place:
       pad_token: the token that the published system pads with.
       draft: of the round.
       verdict: of the round.
+      info: of the round, once it is verified.
       chosen: `[B, N + 1]` the target's tokens at each node.
       after: the state after the commit.
       row: the seat that is filled or prefilled.
@@ -155,6 +167,7 @@ class Place:
     pad_token: int
     draft: Any = None
     verdict: Any = None
+    info: Any = None
     chosen: Any = None
     after: Any = None
     row: Any = None
@@ -170,6 +183,7 @@ PLACES = {
     "window": "OpenWindow of the round",
     "verdict": "Verdict of the coupled verifier",
     "emitted": "[B, N + 1] tokens that the round may emit",
+    "emission": "Emission of the round",
     "commit": "OpenState after the commit",
     "kv": "KvSource after the round",
 }
@@ -274,18 +288,31 @@ def installed(
 
         return wrapped
 
-    def commit(real):
-        def wrapped(state: OpenState, draft: Draft, verdict: Verdict) -> OpenState:
+    def emit(real):
+        def wrapped(state: OpenState, draft: Draft, verdict: Verdict) -> Emission:
             at = Place(state=state, pad_token=pad_token, draft=draft, verdict=verdict)
-            return edited("commit", real(state, draft, verdict), at)
+            return edited("emission", real(state, draft, verdict), at)
 
         return wrapped
 
-    def round_(real):
-        def wrapped(self, params, state: OpenState) -> OpenState:
+    def commit(real):
+        def wrapped(state: OpenState, info: RoundInfo, cache) -> OpenState:
+            at = Place(
+                state=state,
+                pad_token=pad_token,
+                draft=info.draft,
+                verdict=info.verdict,
+                info=info,
+            )
+            return edited("commit", real(state, info, cache), at)
+
+        return wrapped
+
+    def speculative_round(real):
+        def wrapped(parts, params, state: OpenState) -> OpenState:
             scope.append(state)
             try:
-                after = real(self, params, state)
+                after = real(parts, params, state)
                 if has("kv"):
                     slot = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
                     slot = jnp.broadcast_to(slot, state.tokens.shape)
@@ -301,14 +328,15 @@ def installed(
 
     with contextlib.ExitStack() as stack:
         for owner, name, wrap in (
-            (decoding, "empty_state", empty_state),
-            (decoding, "admit_row", admit_row),
-            (decoding, "batch_view", batch_view),
-            (decoding, "make_window", make_window),
-            (decoding, "emitted_tokens", emitted_tokens),
-            (decoding, "commit", commit),
-            (SpeculativeLoop, "prefill", prefill),
-            (SpeculativeLoop, "round", round_),
+            (decode_loop, "empty_state", empty_state),
+            (decode_loop, "admit_row", admit_row),
+            (decode_loop, "speculative_round", speculative_round),
+            (decode_loop.DecodeLoop, "prefill", prefill),
+            (decode_round, "batch_view", batch_view),
+            (decode_round, "make_window", make_window),
+            (decode_round, "emitted_tokens", emitted_tokens),
+            (decode_round, "emit", emit),
+            (decode_round, "commit", commit),
             (coupled, "follow", follow),
             (decoder, "run_layers", _open_layers),
         ):
@@ -516,7 +544,7 @@ def _stale_length(after: OpenState, at: Place) -> OpenState:
 
 
 def _gathered_padding(after: OpenState, at: Place) -> jax.Array:
-    emitted = num_emitted(at.state, after)
+    emitted = at.info.emission.num_emitted
     room = jnp.maximum(after.limit - after.num_committed, 0)
     return jnp.where(at.state.is_running, jnp.minimum(jnp.max(emitted) - emitted, room), 0)
 
@@ -583,16 +611,15 @@ def _rollback_one_short(after: OpenState, at: Place) -> OpenState:
 # Ends.
 
 
-def _without_stops(at: Place) -> Any:
-    """The state as if nothing stopped a row."""
-    stops = at.state.stop_tokens
-    after = _commit(at.state.replace(stop_tokens=jnp.full_like(stops, -1)), at.draft, at.verdict)
-    return after.replace(stop_tokens=stops)
+def _without_stops(at: Place) -> Emission:
+    """The emission as if nothing stopped a row."""
+    stops = jnp.full_like(at.state.stop_tokens, -1)
+    return _emit(at.state.replace(stop_tokens=stops), at.draft, at.verdict)
 
 
-def _stop_unseen_in_run(after: OpenState, at: Place) -> OpenState:
+def _stop_unseen_in_run(emission: Emission, at: Place) -> Emission:
     unstopped = _without_stops(at)
-    last = unstopped.num_committed[:, None] - 1
+    last = jnp.maximum(unstopped.num_emitted - 1, 0)[:, None]
     token = jnp.take_along_axis(unstopped.tokens, last, axis=1)
     origin = jnp.take_along_axis(unstopped.origin, last, axis=1)[:, 0]
     ends = is_any_of(token, at.state.stop_tokens)[:, 0] & (origin != Origin.ACCEPTED)
@@ -603,8 +630,8 @@ def _stop_unseen_in_run(after: OpenState, at: Place) -> OpenState:
     )
 
 
-def _tokens_behind_stop(after: OpenState, at: Place) -> OpenState:
-    return _without_stops(at).replace(finish=after.finish, stop_token=after.stop_token)
+def _tokens_behind_stop(emission: Emission, at: Place) -> Emission:
+    return _without_stops(at).replace(finish=emission.finish, stop_token=emission.stop_token)
 
 
 def _stop_in_prompt(after: OpenState, at: Place) -> OpenState:
@@ -871,14 +898,14 @@ FAULTS: Mapping[str, Fault] = {
             source="EOS looked for in the bonus only",
             invariant="E1: an output ends at its first stop token",
             detection="the output runs on after the witness's end",
-            edits={"commit": _stop_unseen_in_run},
+            edits={"emission": _stop_unseen_in_run},
         ),
         Fault(
             name="tokens_kept_behind_stop",
             source="EQSPEC, EXSPEC: accepted EOS, and the round's tokens after it",
             invariant="E1: an output ends at its first stop token",
             detection="the output holds tokens after the witness's end",
-            edits={"commit": _tokens_behind_stop},
+            edits={"emission": _tokens_behind_stop},
         ),
         Fault(
             name="stop_in_prompt_ends_row",

@@ -37,8 +37,9 @@ from jaxspec.audit.controls.faults import FAULTS, Fault, OpenState, installed
 from jaxspec.audit.judge import ALPHA, Divergence, Finding, judge
 from jaxspec.audit.scoring import Scorer
 from jaxspec.cache import pages as kv
-from jaxspec.decode.loop import SpeculativeLoop, empty_state
-from jaxspec.drafters.base import Drafter, EngineShape, StatelessDrafter
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import empty_state
+from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models import decoder
@@ -50,7 +51,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.environment import use_compilation_cache
 from jaxspec.schedulers import Static
-from jaxspec.types import BatchView, Draft, Finish, Origin, RowSampling, chain_parents
+from jaxspec.types import BatchView, Draft, EngineShape, Finish, Origin, RowSampling, chain_parents
 from jaxspec.verifiers import Block, Rejection, Verifier
 
 BATCH_SIZE = 3
@@ -609,7 +610,7 @@ class DistributionScene:
             is_noise_shared=self.verifier.is_noise_shared,
             needs_draft_probs=self.verifier.needs_draft_probs,
         )
-        loop = SpeculativeLoop(
+        loop = DecodeLoop(
             target=table,
             drafter=TableDrafter(jnp.asarray(self.q, jnp.float32)),
             verifier=self.verifier,

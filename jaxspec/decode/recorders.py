@@ -1,0 +1,78 @@
+"""What is kept of every round besides its tokens: counts, log-probabilities, a trace.
+
+A recorder is a function of the state before a round and of the round's `RoundInfo`; it returns its
+own buffers with the round in them. None of them is read by the rounds that follow, so recording
+changes no output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec import sampling
+from jaxspec.decode.state import LogprobsConfig, scatter_rows
+from jaxspec.telemetry.trace import TraceConfig, record_round
+from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, RoundInfo
+
+
+def record(
+    state: DecodeState,
+    info: RoundInfo,
+    *,
+    logprobs: LogprobsConfig | None,
+    trace: TraceConfig | None,
+) -> dict[str, Any]:
+    """The fields of `state`, which is that before the round, with the round recorded in them."""
+    recorded: dict[str, Any] = {"counts": count(state, info)}
+    if logprobs is not None:
+        recorded["logprobs"] = record_logprobs(logprobs, state, info)
+    if trace is not None:
+        recorded["trace"] = record_round(trace, state, info)
+    return recorded
+
+
+def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
+    """Totals after the round. Only tokens that were kept count as accepted: what comes after a stop
+    token was never emitted."""
+    num_emitted = info.emission.num_emitted
+    is_counted = num_emitted > 0
+    num_drafted = jnp.where(is_counted, info.draft.num_valid, 0)
+    num_accepted = jnp.minimum(info.verdict.num_accepted, num_emitted)
+    depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)
+    of_round = AcceptanceCounts(
+        num_rounds=is_counted,
+        num_drafts=num_drafted > 0,
+        num_draft_tokens=num_drafted,
+        num_accepted_tokens=num_accepted,
+        drafted_at=depth < num_drafted[:, None],
+        accepted_at=depth < num_accepted[:, None],
+    )
+    return jax.tree.map(lambda total, new: total + new.astype(jnp.int32), state.counts, of_round)
+
+
+def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo) -> Logprobs:
+    """The buffers with the log-probabilities of the tokens that this round may emit.
+
+    Written for all of them, kept or not: what lies beyond `num_committed` is garbage.
+    """
+    tokens, logits = info.emission.tokens, info.scores.logits
+    # The j-th token was drawn from the logits of the window entry before it on the path.
+    entry = jnp.pad(info.verdict.path + 1, ((0, 0), (1, 0)))
+    if config.is_processed:
+        logits = sampling.adjust(logits, info.rows, info.context)
+        logits = sampling.filtered_logits(logits, info.rows.sampling)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
+    of_token = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=2)[..., 0]
+    top, top_tokens = lax.top_k(logprobs, config.num_top)
+    num_written = jnp.where(state.is_running, tokens.shape[1], 0)
+    new = Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))
+    return jax.tree.map(
+        lambda buffer, values: scatter_rows(buffer, state.num_committed, values, num_written),
+        state.logprobs,
+        new,
+    )
