@@ -11,7 +11,7 @@ from jaxspec import types
 from jaxspec.analysis.compare import DrafterComparison, compare
 from jaxspec.analysis.plots import plot_acceptance
 from jaxspec.checkpoint.resolve import load_model, save_model
-from jaxspec.drafters.base import Drafter, StatelessDrafter
+from jaxspec.drafters.base import Drafter, DrafterBase
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.oracle import Oracle
@@ -70,7 +70,7 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "SettingError",
-    "StatelessDrafter",
+    "DrafterBase",
     "Static",
     "StreamOutput",
     "Typical",

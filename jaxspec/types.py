@@ -97,8 +97,12 @@ class Window(struct.PyTreeNode, kw_only=True):
       positions: `[B, T]` int32, `start + depth`; also the rotary position.
       slots: `[B, T]` int32, where each token's KV is stored; outside `[0, S)` it is not stored.
       rows: `[B]` int32 rows of the cache's page table, or None for all of them in order.
-      paths: `[B, T, T]` int32 or None (chain). `paths[b, t, d]` is the window index of the ancestor
-        at depth d of entry t (of t itself at its own depth).
+      paths: `[B, T, D]` int32 or None (a chain), D being one more than the depth of the deepest
+        node, whatever T is. `paths[b, t, d]` is the offset from `start` of the entry that stands at
+        virtual slot `start + d` as entry t sees it: its ancestor at depth d, or t itself. It may be
+        one that an earlier call of the same round has stored.
+      ends: `[B, T]` int32 or None. One past the last virtual slot that each entry sees; None is
+        `positions + 1`, itself and all before it.
     """
 
     start: jax.Array
@@ -106,10 +110,28 @@ class Window(struct.PyTreeNode, kw_only=True):
     slots: jax.Array
     rows: jax.Array | None = None
     paths: jax.Array | None = None
+    ends: jax.Array | None = None
+
+    def stored_at(self, slots: jax.Array) -> jax.Array:
+        """Where the KV of virtual `slots` `[n]` or `[B, n]` is stored: `[B, T, n]`, by entry.
+
+        Slots below `start` stand where they are; those from `start` on follow each entry's path.
+        Of a tree only.
+        """
+        assert self.paths is not None, "a chain's slots are where they seem to be"
+        num_depths = self.paths.shape[2]
+        depth = slots - self.start[:, None]
+        offset = jnp.clip(depth, 0, num_depths - 1)[:, None, :]
+        stored = self.start[:, None, None] + jnp.take_along_axis(self.paths, offset, axis=2)
+        is_on_path = (depth >= 0) & (depth < num_depths)
+        return jnp.where(is_on_path[:, None], stored, slots[..., None, :])
 
 
 class Draft(struct.PyTreeNode, kw_only=True):
     """A tree of proposed tokens per row; a chain is the tree `parents[b, n] == n - 1`.
+
+    A drafter puts the nodes in the order of their worth: any number of first nodes is a tree too,
+    and a row that wants fewer gets the first ones.
 
     Attributes:
       tokens: `[B, N]` int32.
@@ -118,12 +140,21 @@ class Draft(struct.PyTreeNode, kw_only=True):
       num_valid: `[B]` int32, the first `num_valid[b]` nodes are proposals, the rest padding.
       q: `[B, N, V]` fp32, the distribution each token was drawn from, or None if the draft is
         deterministic.
+      max_depth: static, no node is deeper (children of the newest token have depth 1); the round
+        takes it from the drafter. None is N, the depth of a chain.
     """
 
     tokens: jax.Array
     parents: jax.Array
     num_valid: jax.Array
     q: jax.Array | None = None
+    max_depth: int | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def depth(self) -> int:
+        """D, the deepest that a node may be."""
+        num_nodes = self.tokens.shape[1]
+        return num_nodes if self.max_depth is None else min(self.max_depth, num_nodes)
 
 
 class Verdict(struct.PyTreeNode, kw_only=True):
@@ -131,7 +162,8 @@ class Verdict(struct.PyTreeNode, kw_only=True):
 
     Attributes:
       num_accepted: `[B]` int32, length of the accepted path.
-      path: `[B, N]` int32, node at each depth of the accepted path; -1 beyond `num_accepted`.
+      path: `[B, D]` int32, node at each depth of the accepted path; -1 beyond `num_accepted`. D is
+        `Draft.depth`: N for a chain.
       next_token: `[B]` int32, the target's own token after the accepted path; -1 where its logits
         there are not finite.
     """
@@ -147,18 +179,20 @@ class Scores(struct.PyTreeNode, kw_only=True):
     Attributes:
       logits: `[B, T, V]` fp32, for the token after each.
       hidden: `[B, T, E]`, from which the logits were computed.
+      features: `[B, T, n, E]`, the residual stream at the drafter's n `taps`; None without taps.
     """
 
     logits: jax.Array
     hidden: jax.Array
+    features: jax.Array | None = None
 
 
 class Emission(struct.PyTreeNode, kw_only=True):
     """The tokens that a round adds to each row, and whether the row ends with them.
 
     Attributes:
-      tokens: `[B, N + 1]` int32, the accepted path, then the target's next token.
-      origin: `[B, N + 1]` int8, `Origin` of each.
+      tokens: `[B, D + 1]` int32, the accepted path, then the target's next token.
+      origin: `[B, D + 1]` int8, `Origin` of each.
       num_emitted: `[B]` int32, how many of them are kept; 0 for rows that are not running.
       finish: `[B]` int32, `Finish` after the round.
       stop_token: `[B]` int32, the stop token that ended the row, or -1.
@@ -174,13 +208,18 @@ class Emission(struct.PyTreeNode, kw_only=True):
 class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     """Running totals per row, all int32. `accepted_at` is cumulative acceptance by position.
 
+    A position is a depth of the tree. Of a chain node n stands at depth n + 1, so that `accepted_at`
+    and `accepted_node` agree. As nodes are in the order of their worth, a draft of n nodes only
+    would have emitted 1 + sum(accepted_node[:n]) / num_rounds tokens per round.
+
     Attributes:
       num_rounds: `[B]`, rounds the row took part in.
       num_drafts: `[B]`, rounds in which something was drafted for it.
-      num_draft_tokens: `[B]`, drafted tokens.
+      num_draft_tokens: `[B]`, drafted tokens, all nodes of a tree.
       num_accepted_tokens: `[B]`, drafted tokens that were accepted and kept.
-      drafted_at: `[B, N]`, rounds whose draft reached depth n + 1.
-      accepted_at: `[B, N]`, rounds that accepted at least n + 1 tokens.
+      drafted_at: `[B, D]`, rounds whose draft reached depth d + 1.
+      accepted_at: `[B, D]`, rounds that accepted at least d + 1 tokens.
+      accepted_node: `[B, N]`, rounds that accepted node n.
     """
 
     num_rounds: jax.Array
@@ -189,6 +228,7 @@ class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     num_accepted_tokens: jax.Array
     drafted_at: jax.Array
     accepted_at: jax.Array
+    accepted_node: jax.Array
 
 
 class ScheduleCounts(struct.PyTreeNode, kw_only=True):
@@ -252,6 +292,8 @@ class BatchView(struct.PyTreeNode, kw_only=True):
       tokens: `[B, S]` int32, committed tokens, garbage beyond `num_committed`.
       num_committed: `[B]` int32.
       draft_limit: `[B]` int32, nodes wanted in this round; 0 for rows that are not running.
+      depth_limit: `[B]` int32, depth beyond which a node could not be emitted; `draft_limit` of a
+        chain is never more. None where rows are made by hand.
       stop_tokens: `[B, num_stop]` int32, -1 pads.
       sampling: how tokens are drawn.
       remaining: `[B]` int32, tokens that each row may still emit; 0 for rows that are not running.
@@ -264,6 +306,7 @@ class BatchView(struct.PyTreeNode, kw_only=True):
     stop_tokens: jax.Array
     sampling: RowSampling
     remaining: jax.Array | None = None
+    depth_limit: jax.Array | None = None
 
 
 class DraftContext(struct.PyTreeNode, kw_only=True):
@@ -304,6 +347,22 @@ class RoundInfo(struct.PyTreeNode, kw_only=True):
     scores: Scores
     verdict: Verdict
     emission: Emission
+
+    @property
+    def features(self) -> jax.Array | None:
+        """`[B, T, n, E]`, the target's residual stream at the drafter's taps."""
+        return self.scores.features
+
+    @property
+    def depth(self) -> jax.Array:
+        """`[B]` int32, depth that the draft reached, as far as it could be emitted."""
+        if self.window.paths is None:
+            return self.draft.num_valid
+        depth = self.window.positions[:, 1:] - self.window.start[:, None]
+        is_valid = jnp.arange(depth.shape[1], dtype=jnp.int32) < self.draft.num_valid[:, None]
+        reached = jnp.max(jnp.where(is_valid, depth, 0), axis=1, initial=0)
+        limit = self.rows.depth_limit
+        return reached if limit is None else jnp.minimum(reached, limit)
 
 
 class Shared(struct.PyTreeNode):

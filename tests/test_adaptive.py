@@ -14,7 +14,7 @@ import toy
 
 import jaxspec
 from jaxspec.decode.buckets import window_buckets
-from jaxspec.drafters.base import StatelessDrafter
+from jaxspec.drafters.base import DrafterBase
 from jaxspec.engine import adaptive
 from jaxspec.engine import engine as engine_module
 from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
@@ -394,7 +394,7 @@ def test_engines_measure_their_rounds_before_the_first_request(target, monkeypat
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowKeeper(StatelessDrafter):
+class WindowKeeper(DrafterBase):
     """Keeps a state as large as the window."""
 
     name: str = "window-keeper"

@@ -82,7 +82,7 @@ class ForeignModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatLast(jaxspec.StatelessDrafter):
+class RepeatLast(jaxspec.DrafterBase):
     """A foreign drafter: proposes the newest token again, twice at most."""
 
     name: str = "repeat-last"

@@ -307,7 +307,7 @@ def test_the_wrapping_of_broken_models_breaks_nothing():
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bigram(jaxspec.StatelessDrafter):
+class Bigram(jaxspec.DrafterBase):
     """Draws each token from a distribution that depends on the one before it: a drafter that
     samples, and says from what."""
 
@@ -354,7 +354,7 @@ class Bigram(jaxspec.StatelessDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class Branches(jaxspec.StatelessDrafter):
+class Branches(jaxspec.DrafterBase):
     """A tree: the newest token's successor, its predecessor, and the former's successor."""
 
     name: str = "branches"
@@ -396,7 +396,7 @@ DRAFTERS = {
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    assert exported - {"Drafter", "StatelessDrafter"} <= set(DRAFTERS)
+    assert exported - {"Drafter", "DrafterBase"} <= set(DRAFTERS)
 
 
 @pytest.mark.parametrize(

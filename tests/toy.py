@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.drafters.base import StatelessDrafter
+from jaxspec.drafters.base import DrafterBase
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -63,7 +63,7 @@ def sequences(completions) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class WrongDrafter(StatelessDrafter):
+class WrongDrafter(DrafterBase):
     """Proposes one token over and over."""
 
     token: int = 0
@@ -80,7 +80,7 @@ class WrongDrafter(StatelessDrafter):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TreeOracle(StatelessDrafter):
+class TreeOracle(DrafterBase):
     """Hides the true continuation in a tree of wrong siblings.
 
     Nodes: 0 wrong, 1 right; below 1: 2 wrong, 3 right; below 3: 4 right, 5 wrong. From position
@@ -91,6 +91,7 @@ class TreeOracle(StatelessDrafter):
     right_until: int = 10_000
     name: str = "tree-oracle"
     is_chain = False
+    max_depth = 3
 
     def propose(self, shape, params, state, rows):
         """Rows must be seated in the order of the table."""

@@ -212,7 +212,7 @@ class Scorer:
                 start=index * chunk,
                 stop=stop,
                 chunk=chunk,
-            )
+            )[0]
 
         num_chunks = (stop + chunk - 1) // chunk
         cache = model.init_cache(1, self.max_length)

@@ -22,8 +22,17 @@ from jaxspec.bench.roofline import time_in_turns
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
-from jaxspec.decode.round import clip_draft, commit, draft_context, emit, make_window, window_tokens
+from jaxspec.decode.round import (
+    commit,
+    draft_context,
+    emit,
+    make_window,
+    propose,
+    score,
+    window_tokens,
+)
 from jaxspec.decode.state import batch_view, newest_token
+from jaxspec.drafters.base import function_params
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.sampling_params import SamplingParams
@@ -152,11 +161,12 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
     @jax.jit
     def prepare(params, state):
         rows = batch_view(state)
-        draft, drafter_state = loop.drafter.propose(shape, params["drafter"], state.drafter, rows)
-        draft = clip_draft(draft, rows)
+        draft, drafter_state = propose(loop, params, state, rows)
         window = make_window(state, draft, is_chain=loop.drafter.is_chain)
         tokens, context = window_tokens(state, draft), draft_context(draft, window)
-        _, scores = _score(loop.target, params["target"], tokens, window, state.cache)
+        scores, _, drafter_state = score(
+            loop, params, drafter_state, rows, draft, tokens, window, state.cache
+        )
         verdict = loop.verifier.verify(scores.logits, draft, rows, context)
         info = RoundInfo(
             rows=rows,
@@ -172,9 +182,12 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
 
     info, drafter_state = prepare(params, state)
     bare = state.replace(cache=(), drafter=())
+    seen = state.cache if loop.drafter.uses_target_cache else ()
 
-    def draft_stage(params, rows, drafter_state):
-        draft, drafter_state = loop.drafter.propose(shape, params["drafter"], drafter_state, rows)
+    def draft_stage(params, fixed, drafter_state):
+        bare, rows, cache = fixed
+        before = bare.replace(drafter=drafter_state, cache=cache)
+        draft, drafter_state = propose(loop, params, before, rows)
         return drafter_state, draft
 
     def target_stage(params, info, cache):
@@ -189,12 +202,12 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
         info = info.replace(emission=emit(bare, info.draft, info.verdict))
         after = commit(bare, info, ()).replace(**record(bare, info, logprobs=None, trace=None))
         drafter_state = loop.drafter.commit(
-            shape, params["drafter"], drafter_state, batch_view(after), info
+            shape, function_params(loop.drafter, params), drafter_state, batch_view(after), info
         )
         return drafter_state, after
 
     return {
-        "draft": Repeated(draft_stage, params, info.rows, _copy(drafter_state)),
+        "draft": Repeated(draft_stage, params, (bare, info.rows, seen), _copy(drafter_state)),
         "target": Repeated(target_stage, params, info, _copy(state.cache)),
         "verify": Repeated(verify_stage, params, info, ()),
         "commit": Repeated(commit_stage, params, (bare, info), _copy(drafter_state)),

@@ -148,10 +148,10 @@ class _Scripted:
         lots = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (num_rows, 2))
         lots = sampling.uniform(sampling.round_keys(rows, lots, sampling.Stream.ACCEPT))
         is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
-        wanted = jnp.floor((1.5 * lots[:, 0] - 0.25) * (num_nodes + 1)).astype(jnp.int32)
+        wanted = jnp.floor((1.5 * lots[:, 0] - 0.25) * (draft.depth + 1)).astype(jnp.int32)
         node = jnp.full((num_rows,), -1, jnp.int32)
         path = []
-        for depth in range(num_nodes):
+        for depth in range(draft.depth):
             children = is_node & (draft.parents == node[:, None])
             should_continue = jnp.any(children, axis=1) & (depth < wanted)
             node = jnp.where(

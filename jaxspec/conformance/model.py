@@ -113,7 +113,7 @@ class _ModelBench:
         def prefill(params, cache, tokens, row, start, stop):
             return prefill_chunk(
                 self.model, params, cache, tokens, row=row, start=start, stop=stop, chunk=CHUNK
-            )
+            )[0]
 
         return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
 

@@ -26,7 +26,7 @@ from jaxspec.decode.state import (
     put_rows,
     take_rows,
 )
-from jaxspec.drafters.base import Drafter, NoDrafter
+from jaxspec.drafters.base import DrafterBase, NoDrafter, function_params
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.schedulers.base import Scheduler
@@ -58,7 +58,7 @@ class DecodeLoop:
     """
 
     target: Model
-    drafter: Drafter = dataclasses.field(default_factory=NoDrafter)
+    drafter: DrafterBase = dataclasses.field(default_factory=NoDrafter)
     verifier: Verifier = dataclasses.field(default_factory=Coupled)
     scheduler: Scheduler
     shape: EngineShape
@@ -84,6 +84,12 @@ class DecodeLoop:
         """The shape of a round of this loop."""
         verify_length = self.verify_length or self.shape.verify_length
         return dataclasses.replace(self.shape, verify_length=verify_length)
+
+    @property
+    def draft_depth(self) -> int:
+        """D, the deepest that a draft may be."""
+        num_nodes, max_depth = self.shape.num_nodes, self.drafter.max_depth
+        return num_nodes if max_depth is None else min(max_depth, num_nodes)
 
     @property
     def is_plain(self) -> bool:
@@ -115,6 +121,7 @@ class DecodeLoop:
             num_stop_tokens=self.num_stop_tokens,
             cache=layouts.to_layout(cache, layout=self.layout),
             drafter=self.drafter.init(shape),
+            draft_depth=self.draft_depth,
             logprobs=self.logprobs,
             trace=self.trace,
         )
@@ -124,10 +131,7 @@ class DecodeLoop:
     ) -> DecodeState:
         """State with a request in row `row`; its prompt has still to be prefilled."""
         state = admit_row(state, row, admission)
-        drafter = self.drafter.admit(
-            self.resident_shape, params["drafter"], state.drafter, batch_view(state), row
-        )
-        return state.replace(drafter=drafter)
+        return self._tell_drafter(self.drafter.admit, params, state, row)
 
     def prefill(
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
@@ -138,9 +142,10 @@ class DecodeLoop:
     def prefill_target(
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
-        """State after one chunk of a row's prompt, read by the target only: the drafter lags."""
+        """State after one chunk of a row's prompt, read by the target only. The drafter lags, but
+        one with taps is shown what the target made of it."""
         stop = jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1)
-        cache = prefill_chunk(
+        cache, features = prefill_chunk(
             self.target,
             params["target"],
             state.cache,
@@ -149,14 +154,22 @@ class DecodeLoop:
             start=start,
             stop=stop,
             chunk=self.shape.prefill_chunk,
+            taps=self.drafter.taps,
         )
-        return mark_prefilled(state.replace(cache=cache), row, stop)
+        state = mark_prefilled(state.replace(cache=cache), row, stop)
+        if features is None:
+            return state
+        return self._tell_drafter(self.drafter.observe, params, state, row, start, stop, features)
 
     def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
         """State after the drafter has read a chunk of what it has not seen of a row."""
-        drafter = self.drafter.catch_up(
-            self.resident_shape, params["drafter"], state.drafter, batch_view(state), row
-        )
+        return self._tell_drafter(self.drafter.catch_up, params, state, row)
+
+    def _tell_drafter(self, function, params: PyTree, state: DecodeState, *arguments):
+        """State after one of the drafter's functions of the resident rows."""
+        own = function_params(self.drafter, params)
+        rows = batch_view(state, is_chain=self.drafter.is_chain)
+        drafter = function(self.resident_shape, own, state.drafter, rows, *arguments)
         return state.replace(drafter=drafter)
 
     def lag(self, state: DecodeState) -> jax.Array:

@@ -16,6 +16,8 @@ from jaxspec import sampling
 from jaxspec.cache import layouts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view
+from jaxspec.drafters.base import function_params
+from jaxspec.models.base import forward_features
 from jaxspec.types import (
     DecodeState,
     Draft,
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
-    """The state with one more token in every running row. The drafter rests."""
+    """The state with one more token in every running row. The drafter rests; one that reads the
+    target is told of the token as of a round without drafts, so that it never lags."""
+    drafter = parts.drafter
     num_rows, max_length = state.tokens.shape
     row = jnp.arange(num_rows, dtype=jnp.int32)
     is_running = state.finish == Finish.RUNNING
@@ -48,7 +52,9 @@ def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> Decode
         positions=start[:, None],
         slots=jnp.where(is_running, here, -1)[:, None],
     )
-    hidden, cache = parts.target.forward(params["target"], newest[:, None], window, state.cache)
+    hidden, features, cache = forward_features(
+        parts.target, params["target"], newest[:, None], window, state.cache, drafter.taps
+    )
     logits = parts.target.logits(params["target"], hidden)
     rows = batch_view(state)
     context = DraftContext(
@@ -77,7 +83,7 @@ def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> Decode
         tokens=newest[:, None],
         window=window,
         context=context,
-        scores=Scores(logits=logits, hidden=hidden),
+        scores=Scores(logits=logits, hidden=hidden, features=features),
         verdict=Verdict(num_accepted=none, path=nodes, next_token=token),
         emission=Emission(
             tokens=token[:, None],
@@ -88,7 +94,7 @@ def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> Decode
         ),
     )
     recorded = record(state, info, logprobs=parts.logprobs, trace=parts.trace)
-    return state.replace(
+    state = state.replace(
         cache=cache,
         num_committed=length,
         finish=finish,
@@ -99,3 +105,8 @@ def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> Decode
         stop_token=stop_token,
         **recorded,
     )
+    if not drafter.taps:
+        return state
+    own, after = function_params(drafter, params), batch_view(state, is_chain=drafter.is_chain)
+    drafter_state = drafter.commit(parts.round_shape, own, state.drafter, after, info)
+    return state.replace(drafter=drafter_state)

@@ -42,14 +42,19 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     is_counted = num_emitted > 0
     num_drafted = jnp.where(is_counted, info.draft.num_valid, 0)
     num_accepted = jnp.minimum(info.verdict.num_accepted, num_emitted)
+    reached = jnp.where(is_counted, info.depth, 0)
     depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)
+    node = jnp.arange(state.counts.accepted_node.shape[1], dtype=jnp.int32)
+    is_kept = jnp.arange(info.verdict.path.shape[1]) < num_accepted[:, None]
+    on_path = (info.verdict.path[..., None] == node) & is_kept[..., None]
     of_round = AcceptanceCounts(
         num_rounds=is_counted,
         num_drafts=num_drafted > 0,
         num_draft_tokens=num_drafted,
         num_accepted_tokens=num_accepted,
-        drafted_at=depth < num_drafted[:, None],
+        drafted_at=depth < reached[:, None],
         accepted_at=depth < num_accepted[:, None],
+        accepted_node=jnp.any(on_path, axis=1),
     )
     return jax.tree.map(lambda total, new: total + new.astype(jnp.int32), state.counts, of_round)
 

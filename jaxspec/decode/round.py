@@ -22,6 +22,8 @@ from jaxspec.cache import layouts
 from jaxspec.cache.pages import commit_path
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view, newest_token, scatter_rows
+from jaxspec.drafters.base import function_params
+from jaxspec.models.base import forward_features
 from jaxspec.types import (
     BatchView,
     DecodeState,
@@ -43,18 +45,16 @@ if TYPE_CHECKING:
 
 def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
     """The state after one round of the rows in it."""
-    target, drafter, shape = parts.target, parts.drafter, parts.round_shape
-    rows = batch_view(state)
-    draft, drafter_state = drafter.propose(shape, params["drafter"], state.drafter, rows)
-    draft = clip_draft(draft, rows)
-
-    window = make_window(state, draft, is_chain=drafter.is_chain)
+    drafter, is_chain = parts.drafter, parts.drafter.is_chain
+    rows = batch_view(state, is_chain=is_chain)
+    draft, drafter_state = propose(parts, params, state, rows)
+    window = make_window(state, draft, is_chain=is_chain)
     tokens, context = window_tokens(state, draft), draft_context(draft, window)
-    hidden, cache = target.forward(params["target"], tokens, window, state.cache)
-    scores = Scores(logits=target.logits(params["target"], hidden), hidden=hidden)
-
+    scores, cache, drafter_state = score(
+        parts, params, drafter_state, rows, draft, tokens, window, state.cache
+    )
     verdict = parts.verifier.verify(scores.logits, draft, rows, context)
-    if not drafter.is_chain:
+    if not is_chain:
         cache = commit_path(cache, window.start, verdict.path)
     info = RoundInfo(
         rows=rows,
@@ -68,14 +68,49 @@ def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> 
     )
     recorded = record(state, info, logprobs=parts.logprobs, trace=parts.trace)
     state = commit(state, info, cache).replace(**recorded)
-    drafter_state = drafter.commit(shape, params["drafter"], drafter_state, batch_view(state), info)
+    after = batch_view(state, is_chain=is_chain)
+    own = function_params(drafter, params)
+    drafter_state = drafter.commit(parts.round_shape, own, drafter_state, after, info)
     return state.replace(drafter=drafter_state)
 
 
-def clip_draft(draft: Draft, rows: BatchView) -> Draft:
-    """The draft without the nodes that a row did not want, whatever the drafter proposed."""
+def propose(
+    parts: DecodeLoop, params: PyTree, state: DecodeState, rows: BatchView
+) -> tuple[Draft, PyTree]:
+    """The drafter's draft, without the nodes that a row did not want, and the drafter's state."""
+    drafter = parts.drafter
+    reads = {"target_cache": state.cache} if drafter.uses_target_cache else {}
+    own = function_params(drafter, params)
+    draft, drafter_state = drafter.propose(parts.round_shape, own, state.drafter, rows, **reads)
     wanted = jnp.minimum(rows.draft_limit, draft.tokens.shape[1])
-    return draft.replace(num_valid=jnp.clip(draft.num_valid, 0, wanted))
+    num_valid = jnp.clip(draft.num_valid, 0, wanted)
+    return draft.replace(num_valid=num_valid, max_depth=drafter.max_depth), drafter_state
+
+
+def score(
+    parts: DecodeLoop,
+    params: PyTree,
+    drafter_state: PyTree,
+    rows: BatchView,
+    draft: Draft,
+    tokens: jax.Array,
+    window: Window,
+    cache: PyTree,
+) -> tuple[Scores, PyTree, PyTree]:
+    """The target's scores of the window, its cache with the window's KV, and the drafter's state:
+    its own `score` may have drafted on in the same pass."""
+    target, drafter = parts.target, parts.drafter
+    if drafter.score is None:
+        hidden, features, cache = forward_features(
+            target, params["target"], tokens, window, cache, drafter.taps
+        )
+    else:
+        own = function_params(drafter, params)
+        hidden, features, cache, drafter_state = drafter.score(
+            parts.round_shape, own, drafter_state, rows, draft, tokens, window, cache
+        )
+    logits = target.logits(params["target"], hidden)
+    return Scores(logits=logits, hidden=hidden, features=features), cache, drafter_state
 
 
 def window_tokens(state: DecodeState, draft: Draft) -> jax.Array:
@@ -101,16 +136,18 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     if is_chain:
         return Window(start=start, positions=start[:, None] + entry, slots=slots)
 
-    # Parents come before children, so one pass in node order completes depths and ancestor paths.
-    # Invalid nodes hang from the root: their parents may be garbage.
-    depth = jnp.zeros((num_rows, num_nodes + 1), jnp.int32)
-    paths = jnp.zeros((num_rows, num_nodes + 1, num_nodes + 1), jnp.int32)
-    for node in range(num_nodes):
-        parent = jnp.where(node < draft.num_valid, draft.parents[:, node] + 1, 0)[:, None]
-        node_depth = jnp.take_along_axis(depth, parent, axis=1) + 1
-        path = jnp.take_along_axis(paths, parent[:, :, None], axis=1)[:, 0]
-        depth = depth.at[:, node + 1].set(node_depth[:, 0])
-        paths = paths.at[:, node + 1].set(jnp.where(entry == node_depth, node + 1, path))
+    # Window entries: 0 is the root, node n is entry n + 1. Invalid nodes hang from the root, as
+    # their parents may be garbage.
+    is_valid = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
+    parent = jnp.pad(jnp.where(is_valid, draft.parents + 1, 0), ((0, 0), (1, 0)))
+    above = [jnp.broadcast_to(entry, parent.shape)]  # of each entry: itself, its parent, ...
+    for _ in range(draft.depth):
+        above.append(jnp.take_along_axis(parent, above[-1], axis=1))
+    above = jnp.stack(above, axis=2)  # [B, T, D + 1], 0 from the root on
+    depth = jnp.sum(above > 0, axis=2, dtype=jnp.int32)
+    steps_up = depth[..., None] - jnp.arange(draft.depth + 1, dtype=jnp.int32)
+    paths = jnp.take_along_axis(above, jnp.maximum(steps_up, 0), axis=2)
+    paths = jnp.where(steps_up >= 0, paths, 0)
     return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
 
 
@@ -122,14 +159,14 @@ def draft_context(draft: Draft, window: Window) -> DraftContext:
     if window.paths is None:
         is_before = (entry[1:] <= entry[:, None])[None]
     else:
-        depth = window.positions - window.start[:, None]
-        on_path = (window.paths[..., None] == entry[1:]) & (entry <= depth[..., None])[..., None]
+        # Beyond an entry's own depth its path holds the root, which is no node.
+        on_path = window.paths[..., None] == entry[1:]
         is_before = jnp.any(on_path, axis=2)
     return DraftContext(tokens=draft.tokens, is_before=is_before, position=window.positions + 1)
 
 
 def emitted_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
-    """`[B, N + 1]` int32: the accepted path, then the target's next token, repeated to the end."""
+    """`[B, D + 1]` int32: the accepted path, then the target's next token, repeated to the end."""
     along_path = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path, 0), axis=1)
     along_path = jnp.pad(along_path, ((0, 0), (0, 1)))
     index = jnp.arange(along_path.shape[1], dtype=jnp.int32)

@@ -11,9 +11,9 @@ from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import Admission, LogprobsConfig, check_rows
-from jaxspec.drafters.base import Drafter, NoDrafter
+from jaxspec.drafters.base import Drafter, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, check_taps
 from jaxspec.requests.requests import Request
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
@@ -71,6 +71,7 @@ def make_loop(
         verify_length = draft_length + 1 if verify_length is None else verify_length
         check_draft_length(draft_length, verify_length)
         drafter.check(target)
+        check_taps(target, with_defaults(drafter).taps, f"The drafter {drafter.name}")
         if not (drafter.is_chain or verifier.takes_trees):
             raise SettingError(
                 f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
@@ -89,7 +90,7 @@ def make_loop(
     )
     loop = DecodeLoop(
         target=target,
-        drafter=NoDrafter() if drafter is None else drafter,
+        drafter=NoDrafter() if drafter is None else with_defaults(drafter),
         verifier=verifier,
         scheduler=scheduler,
         shape=shape,

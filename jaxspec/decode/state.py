@@ -76,10 +76,11 @@ def empty_state(
     num_stop_tokens: int,
     cache: PyTree,
     drafter: PyTree,
+    draft_depth: int | None = None,
     logprobs: LogprobsConfig | None = None,
     trace: TraceConfig | None = None,
 ) -> DecodeState:
-    """A state of `shape.batch_size` rows, all empty."""
+    """A state of `shape.batch_size` rows, all empty; `draft_depth` is that of a chain by default."""
     num_rows, nodes = shape.batch_size, shape.num_nodes
 
     def zeros(*size: int, dtype=jnp.int32) -> jax.Array:
@@ -122,15 +123,15 @@ def empty_state(
         origin=zeros(shape.max_length, dtype=jnp.int8),
         stop_token=zeros() - 1,
         logprobs=empty_logprobs(logprobs, num_rows, shape.max_length),
-        counts=empty_counts(num_rows, nodes),
+        counts=empty_counts(num_rows, nodes, nodes if draft_depth is None else draft_depth),
         trace=empty_trace(trace, num_rows, shape.max_length, nodes),
     )
 
 
-def empty_counts(num_rows: int, num_nodes: int) -> AcceptanceCounts:
+def empty_counts(num_rows: int, num_nodes: int, depth: int) -> AcceptanceCounts:
     """Counts of rows that have taken part in no round."""
     none = jnp.zeros((num_rows,), jnp.int32)
-    none_at = jnp.zeros((num_rows, num_nodes), jnp.int32)
+    none_at = jnp.zeros((num_rows, depth), jnp.int32)
     return AcceptanceCounts(
         num_rounds=none,
         num_drafts=none,
@@ -138,6 +139,7 @@ def empty_counts(num_rows: int, num_nodes: int) -> AcceptanceCounts:
         num_accepted_tokens=none,
         drafted_at=none_at,
         accepted_at=none_at,
+        accepted_node=jnp.zeros((num_rows, num_nodes), jnp.int32),
     )
 
 
@@ -191,18 +193,23 @@ def mark_prefilled(state: DecodeState, row: jax.Array, stop: jax.Array) -> Decod
     return state.replace(finish=state.finish.at[row].set(finish))
 
 
-def batch_view(state: DecodeState) -> BatchView:
-    """What drafters and verifiers see. A round emits one token beyond its draft, so the last token
-    that a row may still emit is never drafted."""
+def batch_view(state: DecodeState, *, is_chain: bool = True) -> BatchView:
+    """What drafters and verifiers see. A round emits one token beyond the drafts it accepts, so the
+    last token that a row may still emit is never drafted."""
     room = state.limit - state.num_committed
-    wanted = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room - 1), 0)
+    depth_limit = jnp.where(state.is_running, room - 1, 0)
+    if is_chain:
+        draft_limit = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room - 1), 0)
+    else:  # some node of a tree may be emitted, as long as it is not too deep
+        draft_limit = jnp.where(depth_limit > 0, state.draft_limit, 0)
     return BatchView(
         tokens=state.tokens,
         num_committed=state.num_committed,
-        draft_limit=wanted,
+        draft_limit=draft_limit,
         stop_tokens=state.stop_tokens,
         sampling=sampling.as_greedy(state.sampling, ~state.is_running),
         remaining=jnp.where(state.is_running, room, 0),
+        depth_limit=depth_limit,
     )
 
 

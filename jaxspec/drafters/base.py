@@ -11,13 +11,17 @@ An engine may hold more rows than it decodes at a time. `init`, `admit` and `cat
 the rows as its first axis (or is a `KVCache`, whose page table has them). What all rows share is a
 scalar, or is wrapped in `types.Shared`; an engine refuses a state that breaks this rule.
 
-To write one: a class with the attributes and methods below (a frozen dataclass will do), passed to
-`Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
+To write one: a subclass of `DrafterBase` with a `name` and `propose` (a frozen dataclass will do),
+passed to `Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
+Everything else has a default there, the door to the target included: what a drafter may read of it
+(`taps`, `uses_target`, `uses_target_cache`) and how it may ride in its forward pass (`score`). A
+class that follows `Drafter` alone, without the base, drafts too, and has the defaults for the rest.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +32,7 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chai
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A source of drafts.
+    """A source of drafts: the part of `DrafterBase` that has no defaults by itself.
 
     Attributes:
       name: for reports.
@@ -81,7 +85,7 @@ class Drafter(Protocol):
     def propose(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
     ) -> tuple[Draft, PyTree]:
-        """A draft of `shape.num_nodes` nodes; at most `rows.draft_limit` of them valid."""
+        """A draft of `shape.num_nodes` nodes; the round takes no more than `rows.draft_limit`."""
         ...
 
     def commit(
@@ -91,12 +95,31 @@ class Drafter(Protocol):
         ...
 
 
-class StatelessDrafter:
-    """Base of drafters that keep nothing between rounds: only `propose` is left to write."""
+class DrafterBase:
+    """Base of drafters: defaults for all but `name` and `propose`.
 
+    Attributes:
+      name: for reports.
+      params: the drafter's own parameters, a pytree of arrays.
+      is_chain: whether every draft is a chain; then no KV has to be moved after acceptance.
+      is_synthetic: whether it knows the answer (an oracle); reports must say so.
+      max_depth: of trees, the depth that no node exceeds; None for chains.
+      taps: boundaries of the target whose residual stream it reads: boundary b is the stream after
+        b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` is given
+        it for prompts, `commit` in `RoundInfo.features`.
+      uses_target: whether its functions get `{"own": params, "target": the target's}` instead of
+        its own parameters alone. Nothing is copied.
+      uses_target_cache: whether `propose` is given the target's cache, as `target_cache`, to read.
+    """
+
+    name: str
     params: PyTree = ()
-    is_chain = True
-    is_synthetic = False
+    is_chain: bool = True
+    is_synthetic: bool = False
+    max_depth: int | None = None
+    taps: tuple[int, ...] = ()
+    uses_target: bool = False
+    uses_target_cache: bool = False
 
     def check(self, target: Model) -> None:
         """Drafts for any target."""
@@ -117,12 +140,91 @@ class StatelessDrafter:
         """Nothing to read."""
         return state
 
+    def observe(
+        self,
+        shape: EngineShape,
+        params: PyTree,
+        state: PyTree,
+        rows: BatchView,
+        row: jax.Array,
+        start: jax.Array,
+        stop: jax.Array,
+        features: jax.Array,
+    ) -> PyTree:
+        """State after the target prefilled tokens `start` to `stop` of row `row`; only called for
+        drafters with taps, also while they rest.
+
+        Args:
+          shape: of the resident rows.
+          params: see `uses_target`.
+          state: of the resident rows.
+          rows: the resident rows.
+          row: int32 scalar.
+          start: int32 scalar, position of the chunk's first token.
+          stop: int32 scalar, the position after its last.
+          features: `[prefill_chunk, n, E]`, of the tokens from `start` on; padding from `stop` on.
+        """
+        return state
+
+    def propose(
+        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
+    ) -> tuple[Draft, PyTree]:
+        """A draft of `shape.num_nodes` nodes; the round takes no more than `rows.draft_limit`."""
+        raise NotImplementedError(f"{type(self).__name__} has no propose")
+
+    # None, or a method. It replaces the target's forward pass of a round, so that rows of the
+    # drafter's own can ride in it:
+    #     score(shape, params, state, rows, draft, tokens, window, cache)
+    #         -> (hidden, features, cache, state)
+    # `tokens` `[B, T]` and `window` are what the target is to score. Of these, the hidden states
+    # `[B, T, E]`, the features at `taps` (or None) and the KV in `cache` must be those of the
+    # target's own `forward`. `state` is what `propose` returned, and is handed on to `commit`.
+    score: Callable[..., tuple[jax.Array, jax.Array | None, PyTree, PyTree]] | None = None
+
     def commit(self, shape, params, state, rows, info):
         """Nothing to note."""
         return state
 
+    def rewind(
+        self,
+        shape: EngineShape,
+        params: PyTree,
+        state: PyTree,
+        rows: BatchView,
+        row: jax.Array,
+        num_kept: jax.Array,
+    ) -> PyTree:
+        """State after row `row` was cut back to its first `num_kept` tokens. By default nothing is
+        forgotten, which is right where nothing is kept."""
+        return state
 
-class NoDrafter(StatelessDrafter):
+
+class _WithDefaults:
+    """A drafter that leaves out optional parts of the protocol, with the defaults for these."""
+
+    def __init__(self, drafter: Drafter):
+        self._drafter, self._defaults = drafter, DrafterBase()
+
+    def __getattr__(self, name: str):
+        owner = self._drafter if hasattr(self._drafter, name) else self._defaults
+        return getattr(owner, name)
+
+
+def with_defaults(drafter: Drafter) -> DrafterBase:
+    """The drafter with `DrafterBase`'s defaults for whatever it leaves out."""
+    if isinstance(drafter, DrafterBase):
+        return drafter
+    return cast(DrafterBase, _WithDefaults(drafter))
+
+
+def function_params(drafter: DrafterBase, params: PyTree) -> PyTree:
+    """What a drafter's functions are given of a loop's `params`."""
+    if drafter.uses_target:
+        return {"own": params["drafter"], "target": params["target"]}
+    return params["drafter"]
+
+
+class NoDrafter(DrafterBase):
     """Drafts nothing: plain decoding."""
 
     name = "none"

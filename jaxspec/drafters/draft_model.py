@@ -18,6 +18,7 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache.pages import KVCache
+from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.models.prefill import prefill_chunk
@@ -43,7 +44,7 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DraftModel:
+class DraftModel(DrafterBase):
     """Drafts with another model that shares the target's tokenizer, each row by its own sampling
     parameters: greedily where the row is greedy.
 
@@ -66,8 +67,6 @@ class DraftModel:
 
     model: Model
     min_confidence: float = 0.0
-    is_chain: bool = dataclasses.field(default=True, init=False)
-    is_synthetic: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
         if not 0 <= self.min_confidence <= 1:
@@ -134,7 +133,7 @@ class DraftModel:
         """Reads a chunk of the unseen tokens of row `row`."""
         start = state.num_seen[row]
         stop = jnp.minimum(start + shape.prefill_chunk, rows.num_committed[row] - 1)
-        cache = prefill_chunk(
+        cache, _ = prefill_chunk(
             self.model,
             params,
             state.cache,
@@ -231,6 +230,11 @@ class DraftModel:
             cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_prefilled
         )
         return draft, state
+
+    def rewind(self, shape, params, state: DraftModelState, rows: BatchView, row, num_kept):
+        """The KV of what was cut away is forgotten."""
+        num_seen = jnp.minimum(state.num_seen[row], num_kept)
+        return state.replace(num_seen=state.num_seen.at[row].set(num_seen))
 
     def commit(self, shape, params, state: DraftModelState, rows: BatchView, info: RoundInfo):
         """Of the accepted drafts all but the row's last step's have been seen."""

@@ -6,13 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import StatelessDrafter
+from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import SettingError
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram(StatelessDrafter):
+class NGram(DrafterBase):
     """Proposes what followed the latest earlier occurrence of the row's last tokens.
 
     The longest match wins, then the latest. Matching runs on the device for all rows at once.

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, DrafterBase
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Oracle:
+class Oracle(DrafterBase):
     """Knows the answers.
 
     Attributes:
@@ -38,7 +38,6 @@ class Oracle:
     acceptance: float = 1.0
     seed: int = 0
     cost_of: Drafter | None = None
-    is_chain: bool = dataclasses.field(default=True, init=False)
     is_synthetic: bool = dataclasses.field(default=True, init=False)
 
     def __post_init__(self):

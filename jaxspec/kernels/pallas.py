@@ -178,7 +178,8 @@ def is_supported(window: Window, *, group: int, head_size: int) -> bool:
     """
     is_tileable = head_size >= _MIN_SIZE and head_size == pl.next_power_of_2(head_size)
     num_queries = _padded(window.positions.shape[1] * group)
-    return window.paths is None and is_tileable and num_queries <= MAX_QUERIES
+    is_chain = window.paths is None and window.ends is None
+    return is_chain and is_tileable and num_queries <= MAX_QUERIES
 
 
 def _padded(num_queries: int) -> int:

@@ -73,11 +73,13 @@ def block_attention(
 
     positions = window.positions
     is_padded = isinstance(table, kv.AlignedTable)
-    row_end = jnp.max(positions, axis=1) + 1
+    # One past the last slot that each query sees.
+    ends = positions + 1 if window.ends is None else window.ends
+    row_end = jnp.max(ends, axis=1)
     # Slots and positions are the same in the ragged layout. In the aligned one a row's first block
     # may lie to the right of slot 0, and its padding is masked like all that is not its own.
     query_slots = kv.slots_of(table, positions)
-    last_block = (jnp.max(query_slots) + block) // block
+    last_block = (jnp.max(kv.slots_of(table, ends - 1)) + block) // block
     first_block = jnp.int32(0)
     if sliding_window is not None:
         first_block = jnp.maximum(jnp.min(query_slots) - sliding_window + 1, 0) // block
@@ -87,35 +89,31 @@ def block_attention(
     else:  # every query has KV of its own: its ancestors, in the slots they would be committed to
         score_equation, value_equation = "btkgh,btskh->bkgts", "bkgts,btskh->bkgth"
 
-    def read(block_index, held):
+    def read(block_index, key_positions):
         if window.paths is None:
             return kv.read_block(layer, table, block_index, dtype)
-        depth = held - window.start[:, None]  # [B, block]
-        in_window = (depth >= 0) & (depth < window_length)
-        clipped = jnp.clip(depth, 0, window_length - 1)[:, None, :]
-        entry = jnp.take_along_axis(window.paths, clipped, axis=2)  # [B, T, block]
-        stored = window.start[:, None, None] + entry
-        stored = jnp.where(in_window[:, None], stored, held[..., None, :])
-        return kv.read_slots(layer, table, stored, dtype)
+        return kv.read_slots(layer, table, window.stored_at(key_positions), dtype)
 
     def body(block_index, carry):
         highest, total, output = carry
         slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
-        held = kv.positions_of(table, slots)  # [block], or [B, block] where rows are padded
-        k, v = read(block_index, held)
+        key_positions = kv.positions_of(
+            table, slots
+        )  # [block], or [B, block] where rows are padded
+        k, v = read(block_index, key_positions)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
-        is_live = held < row_end[:, None]
+        is_live = key_positions < row_end[:, None]
         if is_padded:
-            is_live &= held >= 0
+            is_live &= key_positions >= 0
         live = (
             is_live[:, None, :, None] if window.paths is None else is_live[:, None, :, None, None]
         )
         v = jnp.where(live, v, jnp.zeros((), dtype))
-        visible = held[..., None, :] <= positions[:, :, None]
+        visible = key_positions[..., None, :] < ends[:, :, None]
         if is_padded:
-            visible &= held[:, None, :] >= 0
+            visible &= key_positions[:, None, :] >= 0
         if sliding_window is not None:
-            visible &= held[..., None, :] > positions[:, :, None] - sliding_window
+            visible &= key_positions[..., None, :] > positions[:, :, None] - sliding_window
         scores = scale * jnp.einsum(
             score_equation, grouped, k, preferred_element_type=jnp.float32, precision=precision
         )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
-from jaxspec.errors import SettingError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.registry import KERNELS, KernelsName, check_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -30,7 +30,8 @@ class Model(Protocol):
 
     A model may also have a method `param_specs(num_shards)`: the `PartitionSpec` of each of its
     `params` over a mesh axis `model` of so many devices (see `LanguageModel`). Without it every
-    device of such an axis holds, and runs, all of the model.
+    device of such an axis holds, and runs, all of the model. With `num_layers` and
+    `forward_features` (see `TappedModel`) drafters may read its residual stream between layers.
 
     Attributes:
       name: for reports.
@@ -74,6 +75,75 @@ class Model(Protocol):
     def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
         """Logits `[..., V]` fp32 of hidden states `[..., E]`."""
         ...
+
+
+LAST = -1  # the last boundary of any model: what `forward` returns
+
+
+@runtime_checkable
+class TappedModel(Model, Protocol):
+    """A model whose residual stream can be read between its layers.
+
+    Attributes:
+      num_layers: L. Boundary b, 0 to L, is the stream after b layers: 0 the embeddings, L what
+        `forward` returns. `LAST` is L too.
+    """
+
+    @property
+    def num_layers(self) -> int:  # noqa: D102
+        ...
+
+    def forward_features(
+        self,
+        params: PyTree,
+        tokens: jax.Array,
+        window: Window,
+        cache: kv.KVCache,
+        taps: tuple[int, ...],
+    ) -> tuple[jax.Array, jax.Array, kv.KVCache]:
+        """Hidden states as of `forward`, the streams `[B, T, n, E]` at n boundaries, the cache."""
+        ...
+
+
+def check_taps(model: Model, taps: tuple[int, ...], reader: str) -> None:
+    """Raises `ModelError` unless these boundaries of the model can be read.
+
+    Args:
+      reader: who wants to, for the message.
+    """
+    is_tapped = isinstance(model, TappedModel)
+    for tap in taps:
+        if is_tapped and not LAST <= tap <= model.num_layers:
+            raise ModelError(
+                f"{reader} taps boundary {tap} of {model.name}, which has boundaries 0 (the "
+                f"embeddings) to {model.num_layers} (the last); name one of these, or {LAST} for "
+                "the last."
+            )
+        if not is_tapped and tap != LAST:
+            raise ModelError(
+                f"{reader} taps boundary {tap} of {model.name}, which has no num_layers and no "
+                f"forward_features; add them, or tap {LAST}, the hidden states of `forward`."
+            )
+
+
+def forward_features(
+    model: Model,
+    params: PyTree,
+    tokens: jax.Array,
+    window: Window,
+    cache: kv.KVCache,
+    taps: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array | None, kv.KVCache]:
+    """`model.forward` with the residual stream `[B, T, n, E]` at `taps`, None without any. The last
+    boundary alone needs nothing but `forward`."""
+    inner = ()
+    if isinstance(model, TappedModel):
+        taps = tuple(model.num_layers if tap == LAST else tap for tap in taps)
+        inner = tuple(tap for tap in taps if tap != model.num_layers)
+        if inner:
+            return model.forward_features(params, tokens, window, cache, taps)
+    hidden, cache = model.forward(params, tokens, window, cache)
+    return hidden, jnp.stack([hidden] * len(taps), axis=2) if taps else None, cache
 
 
 def param_specs(owner: Any, num_shards: int) -> PyTree:
@@ -168,6 +238,18 @@ class LanguageModel:
         """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
         kernels = KERNELS[self.kernels]
         return decoder.forward(self.config, params, tokens, window, cache, kernels=kernels)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.config.num_layers
+
+    def forward_features(self, params, tokens, window, cache, taps):
+        """`forward`, with the residual stream `[B, T, n, E]` after each of `taps` layers."""
+        kernels = KERNELS[self.kernels]
+        return decoder.forward_features(
+            self.config, params, tokens, window, cache, taps, kernels=kernels
+        )
 
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import chex
@@ -230,6 +230,28 @@ def forward(
     """
     hidden = embed(params, tokens)
     return run_layers(config, params, hidden, window, cache, kernels=kernels)
+
+
+def forward_features(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    window: Window,
+    cache: kv.KVCache,
+    taps: Sequence[int],
+    *,
+    kernels: Kernels = XLA,
+) -> tuple[jax.Array, jax.Array, kv.KVCache]:
+    """`forward`, and between its results the residual stream `[B, T, n, E]` after each of `taps`
+    layers: 0 is the embeddings, `num_layers` what `forward` returns."""
+    hidden = embed(params, tokens)
+    streams, done = {0: hidden}, 0
+    for stop in sorted({*taps, config.num_layers}):
+        hidden, cache = run_layers(
+            config, params, hidden, window, cache, start=done, stop=stop, kernels=kernels
+        )
+        streams[stop], done = hidden, stop
+    return hidden, jnp.stack([streams[tap] for tap in taps], axis=2), cache
 
 
 def training_logits(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import KVCache
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, forward_features
 from jaxspec.types import PyTree, Window
 
 
@@ -24,8 +24,10 @@ def prefill_chunk(
     start: jax.Array,
     stop: jax.Array,
     chunk: int,
-) -> KVCache:
-    """The cache with the KV of tokens `start` to `stop` (at most `chunk`) of one row.
+    taps: tuple[int, ...] = (),
+) -> tuple[KVCache, jax.Array | None]:
+    """The cache with the KV of tokens `start` to `stop` (at most `chunk`) of one row, and the
+    residual stream `[chunk, n, E]` at the model's boundaries `taps`, None without any.
 
     Args:
       tokens: `[B, S]` int32, the rows' committed tokens.
@@ -33,6 +35,7 @@ def prefill_chunk(
       start: int32 scalar.
       stop: int32 scalar; the rest of the chunk is padding, written nowhere.
       chunk: static shape of the call.
+      taps: see `models.base.forward_features`.
     """
     index = start + jnp.arange(chunk, dtype=jnp.int32)
     # Padding repeats the last position, so that it looks at no slot a real token does not.
@@ -43,5 +46,7 @@ def prefill_chunk(
         slots=jnp.where(index < stop, index, -1)[None],
         rows=row[None],
     )
-    _, cache = model.forward(params, tokens[row][positions][None], window, cache)
-    return cache
+    _, features, cache = forward_features(
+        model, params, tokens[row][positions][None], window, cache, taps
+    )
+    return cache, None if features is None else features[0]

@@ -111,20 +111,18 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     draft, verdict, num_emitted = info.draft, info.verdict, info.emission.num_emitted
     num_nodes = draft.tokens.shape[1]
     node = jnp.arange(num_nodes, dtype=jnp.int32)
-    depth = info.window.positions[:, 1:] - info.window.start[:, None]
-    depth = jnp.where(node < draft.num_valid[:, None], depth, 0)
     num_kept = jnp.minimum(verdict.num_accepted, num_emitted)
     rounds = RoundTrace(
         engine_round=jnp.broadcast_to(state.num_rounds, num_emitted.shape),
         context_length=state.num_committed,
         drafted=draft.num_valid,
-        draft_depth=jnp.max(depth, axis=1, initial=0),
+        draft_depth=info.depth,
         accepted=num_kept,
         emitted=num_emitted,
     )
     tokens = distributions = None
     if config.has_tokens and num_nodes:
-        is_kept = node < num_kept[:, None]  # by depth along the path
+        is_kept = jnp.arange(verdict.path.shape[1]) < num_kept[:, None]
         is_accepted = jnp.any((verdict.path[..., None] == node) & is_kept[..., None], axis=1)
 
         def before_nodes(values: jax.Array) -> jax.Array:

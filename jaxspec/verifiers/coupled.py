@@ -64,7 +64,7 @@ def follow(chosen: jax.Array, draft: Draft) -> Verdict:
     node = jnp.full((num_rows,), -1, jnp.int32)  # the last node followed; -1 is the root
     is_walking = jnp.ones((num_rows,), bool)
     path = []
-    for _ in range(num_nodes):
+    for _ in range(draft.depth):
         wanted = jnp.take_along_axis(chosen, node[:, None] + 1, axis=1)
         matches = is_valid & (draft.parents == node[:, None]) & (draft.tokens == wanted)
         is_walking &= jnp.any(matches, axis=1)

@@ -30,7 +30,7 @@ def seen_kv(state, draft):
     drafter = state.drafter
     fresh = draft.init_cache(state.tokens.shape[0], state.cache.capacity)
     for row in range(state.tokens.shape[0]):
-        fresh = prefill_chunk(
+        fresh, _ = prefill_chunk(
             draft,
             draft.params,
             fresh,

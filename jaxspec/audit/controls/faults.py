@@ -254,8 +254,9 @@ def installed(
         return wrapped
 
     def batch_view(real):
-        def wrapped(state: OpenState) -> BatchView:
-            return edited("rows", real(state), Place(state=state, pad_token=pad_token))
+        def wrapped(state: OpenState, *, is_chain: bool = True) -> BatchView:
+            rows = real(state, is_chain=is_chain)
+            return edited("rows", rows, Place(state=state, pad_token=pad_token))
 
         return wrapped
 

@@ -39,7 +39,7 @@ from jaxspec.audit.scoring import Scorer
 from jaxspec.cache import pages as kv
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import empty_state
-from jaxspec.drafters.base import Drafter, StatelessDrafter
+from jaxspec.drafters.base import Drafter, DrafterBase
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models import decoder
@@ -534,7 +534,7 @@ class TableModel:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TableDrafter(StatelessDrafter):
+class TableDrafter(DrafterBase):
     """Samples chains from a table."""
 
     params: jax.Array

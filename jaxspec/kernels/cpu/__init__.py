@@ -190,6 +190,7 @@ def is_attention_supported(
         qkv.dtype in _DTYPES
         and layer.k.dtype == (jnp.uint16 if qkv.dtype == jnp.bfloat16 else qkv.dtype)
         and window.paths is None
+        and window.ends is None
         and not isinstance(table, kv.AlignedTable)
         and head_size in [num_lanes << power for power in range(6)]
         and layer.block % num_lanes == 0
