@@ -208,8 +208,8 @@ class Emission(struct.PyTreeNode, kw_only=True):
 class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     """Running totals per row, all int32. `accepted_at` is cumulative acceptance by position.
 
-    A position is a depth of the tree. Of a chain node n stands at depth n + 1, so that `accepted_at`
-    and `accepted_node` agree. As nodes are in the order of their worth, a draft of n nodes only
+    A position is a depth of the tree. In a chain node n stands at depth n + 1, so `accepted_at` and
+    `accepted_node` agree. As nodes are in the order of their worth, drafts of their first n nodes
     would have emitted 1 + sum(accepted_node[:n]) / num_rounds tokens per round.
 
     Attributes:

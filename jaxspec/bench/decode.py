@@ -267,8 +267,7 @@ class DecodeBench:
             num_tokens=max(self.params.max_tokens // 2, 1),
             draft_length=draft_length,
         )
-        loop = engine._shard_loop
-        parts = stages.round_stages(loop, state)
+        parts = stages.round_stages(engine.executor.loop, state)
         del state
         seconds = time_in_turns(list(parts.values()), self.repeats)
         ms = {

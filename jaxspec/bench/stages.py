@@ -132,7 +132,7 @@ def mid_decode(
         draft_limit=every_row + draft_length,
         stop_tokens=jnp.full_like(state.stop_tokens, -1),
     )
-    loop = engine._shard_loop
+    loop = engine.executor.loop
     if loop.is_plain:
         return state
 

@@ -28,7 +28,9 @@ from jaxspec.conformance.checks import (
     demand_nothing_closed_over,
     demand_same_output,
     demand_same_tree,
+    distance_of,
     mixed_requests,
+    rounding_of,
 )
 from jaxspec.conformance.report import (
     Clause,
@@ -38,9 +40,10 @@ from jaxspec.conformance.report import (
     enters,
     run_checks,
 )
+from jaxspec.decode import round as decode_round
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, DrafterBase, function_params
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
@@ -208,26 +211,45 @@ class _DrafterBench:
     @property
     def loop(self) -> DecodeLoop:
         """The functions that the engine compiles."""
-        return self.engine._shard_loop
+        return self.engine.executor.loop
 
     @property
     def shape(self) -> EngineShape:
         """The engine's."""
         return self.engine.shape
 
+    @property
+    def opened(self) -> DrafterBase:
+        """The drafter, with the defaults for what it leaves out."""
+        return self.loop.drafter
+
+    @property
+    def params(self) -> PyTree:
+        """What the drafter's functions are given."""
+        return function_params(self.opened, self.engine.executor.params)
+
+    def rows(self, state: DecodeState) -> BatchView:
+        """What the drafter sees of a state."""
+        return batch_view(state, is_chain=self.drafter.is_chain)
+
+    def propose_from(self, params: PyTree, state: PyTree, rows: BatchView, cache: PyTree):
+        """`propose`, from the engine's parameters, the drafter's state and the target's cache."""
+        reads = {"target_cache": cache} if self.opened.uses_target_cache else {}
+        own = function_params(self.opened, params)
+        return self.drafter.propose(self.shape, own, state, rows, **reads)
+
     @functools.cached_property
     def propose(self):
         """The compiled draft of a decode state, which stays as it is."""
 
         def propose(params, state: DecodeState) -> Draft:
-            rows = batch_view(state)
-            return self.drafter.propose(self.shape, params["drafter"], state.drafter, rows)[0]
+            return self.propose_from(params, state.drafter, self.rows(state), state.cache)[0]
 
         return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
 
     def draft(self, state: DecodeState) -> Draft:
         """What the drafter proposes now, fetched to the host."""
-        return jax.device_get(self.propose(self.engine._params, state))
+        return jax.device_get(self.propose(self.engine.executor.params, state))
 
     def request(self, index: int, prompt: Sequence[int]) -> Request:
         """The scripted request number `index`, with this prompt."""
@@ -246,11 +268,11 @@ class _DrafterBench:
         """Puts requests into the rows of the batch of the engine and reads their prompts."""
         length = self.num_nodes if draft_length is None else draft_length
         for row, request in enumerate(requests):
-            self.engine._admit_request(row, request, row, length)
+            self.engine.executor.admit_and_prefill(row, request, draft_length=length, arrival=row)
 
     def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
         """The engine's state after these requests entered an engine that has just been made."""
-        self.engine._state = None
+        self.engine.executor.reset()
         self.admit(requests, draft_length=draft_length)
         return self.engine.state
 
@@ -267,8 +289,7 @@ class _DrafterBench:
 
     def step(self) -> None:
         """Decides a round."""
-        engine, one = self.engine, np.int32(1)
-        engine._state = engine._run(engine._params, engine.state, one, one)
+        self.engine.executor.run(1)
 
     @functools.cached_property
     def history(self) -> list[_Round]:
@@ -298,7 +319,9 @@ class _DistributionBench:
     """A drafter under an engine shape of its own, where only its draws are looked at."""
 
     def __init__(self, b: _DrafterBench, *, is_noise_shared: bool):
-        self.drafter = b.drafter
+        if b.opened.taps or b.opened.uses_target_cache:
+            raise NotApplicable("it drafts from the target's pass, which this check does not run")
+        self.drafter, self.params = b.drafter, b.params
         self.shape = EngineShape(
             batch_size=ROWS,
             max_length=b.max_length,
@@ -368,7 +391,7 @@ class _DistributionBench:
         Args:
           keys_of: from `[ROWS, 2]` random keys to those that the rows get.
         """
-        params = self.drafter.params
+        params = self.params
         state = self._prepare(params, rows)
         found = []
         for _ in range(num_draws):
@@ -378,6 +401,16 @@ class _DistributionBench:
             found.append(jax.device_get(self._propose(params, state, keyed)))
             self.last_rows = keyed
         return found
+
+
+def _depth(draft: Draft) -> np.ndarray:
+    """`[B, N]`, of each valid node; its parents are valid too."""
+    depth, parents = np.zeros(draft.tokens.shape, int), np.asarray(draft.parents)
+    for row, num_valid in enumerate(np.asarray(draft.num_valid)):
+        for node in range(num_valid):
+            parent = parents[row, node]
+            depth[row, node] = 1 + (depth[row, parent] if parent >= 0 else 0)
+    return depth
 
 
 def _is_valid(draft: Draft) -> np.ndarray:
@@ -415,18 +448,18 @@ def _protocol(b: _DrafterBench) -> str:
 
 @enters(DRAFTER_CHECKS, "C2", "its state keeps structure, shapes and dtypes in every function")
 def _static_shapes(b: _DrafterBench) -> str:
-    drafter, shape, params = b.drafter, b.shape, b.drafter.params
+    drafter, shape, params = b.drafter, b.shape, b.params
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
+    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         after = jax.eval_shape(function, params, state, rows, row)
         demand_same_tree(state, after, f"after {name} the state")
-    propose = functools.partial(drafter.propose, shape)
-    _, after = jax.eval_shape(propose, params, state, rows)
+    everything = b.engine.executor.params
+    _, after = jax.eval_shape(b.propose_from, everything, state, rows, b.engine.state.cache)
     demand_same_tree(state, after, "after propose the state")
-    after = jax.eval_shape(b.loop.round, b.engine._params, b.engine.state).drafter
+    after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
     demand_same_tree(state, after, "after commit the state")
     _demand_rows_first(drafter, shape)
     lag = jax.eval_shape(drafter.lag, state, rows)
@@ -462,10 +495,11 @@ def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
 def _params(b: _DrafterBench) -> str:
     drafter, shape = b.drafter, b.shape
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
+    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
-    params = drafter.params
-    demand_nothing_closed_over(functools.partial(drafter.propose, shape), params, state, rows)
+    params, cache = b.params, b.engine.state.cache
+    everything = b.engine.executor.params
+    demand_nothing_closed_over(b.propose_from, everything, state, rows, cache)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         demand_nothing_closed_over(function, params, state, rows, row)
@@ -492,6 +526,10 @@ def _draft_shape(b: _DrafterBench) -> str:
         if b.drafter.is_chain:
             is_next = draft.parents == node - 1
             demand((is_next | ~is_valid).all(), "is_chain is True, and a draft is no chain")
+        else:
+            deepest = int(_depth(draft)[is_valid].max(initial=0))
+            most = b.loop.draft_depth
+            demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
         num_drafted += int(is_valid.sum())
     demand(num_drafted, "nothing was drafted, so nothing is tested; give prompts that it can use")
     return f"{num_drafted} nodes in {NUM_ROUNDS} rounds of {ROWS} rows"
@@ -551,6 +589,8 @@ def _row_independence(b: _DrafterBench) -> str:
 def _no_drift(b: _DrafterBench) -> str:
     if b.drafter.is_synthetic:
         raise NotApplicable("it is synthetic: it knows a request by its prompt")
+    if b.opened.score is not None:
+        raise NotApplicable("its drafts come out of the round before, which a fresh row lacks")
     wrong, compared, after = [], 0, set()
     for index, round_ in enumerate(b.history):
         fresh = b.draft(b.fresh(b.continued(round_.tokens, round_.num_committed)))
@@ -598,7 +638,7 @@ def _seat_reuse(b: _DrafterBench) -> str:
 
 @enters(DRAFTER_CHECKS, "C1", "catch_up closes any lag, a chunk of one row at a time")
 def _catch_up(b: _DrafterBench) -> str:
-    if b.drafter.lag(b.engine.state.drafter, batch_view(b.engine.state)) is None:
+    if b.drafter.lag(b.engine.state.drafter, b.rows(b.engine.state)) is None:
         raise NotApplicable("it keeps nothing that could lag")
 
     @jax.jit
@@ -623,7 +663,7 @@ def _catch_up(b: _DrafterBench) -> str:
         for _ in range(-(-int(before[row]) // CHUNK)):
             expected = before.copy()
             expected[row] -= min(CHUNK, int(before[row]))
-            state = catch_up(b.engine._params, state, np.int32(row))
+            state = catch_up(b.engine.executor.params, state, np.int32(row))
             after = np.asarray(lag_of(state))
             demand(
                 (after == expected).all(),
@@ -647,10 +687,50 @@ def _limited(state: DecodeState, limits: Sequence[int]) -> DecodeState:
     return state.replace(draft_limit=limit)
 
 
+@enters(DRAFTER_CHECKS, "C4", "score leaves the target's own hidden states and KV as they are")
+def _score(b: _DrafterBench) -> str:
+    if b.opened.score is None:
+        raise NotApplicable("the target's own forward pass is used")
+    executor = b.engine.executor
+
+    @jax.jit
+    def both(params, state: DecodeState):
+        rows, target = b.rows(state), b.loop.target
+        draft, drafter_state = decode_round.propose(b.loop, params, state, rows)
+        window = decode_round.make_window(state, draft, is_chain=b.drafter.is_chain)
+        tokens = decode_round.window_tokens(state, draft)
+        own, own_kv = target.forward(params["target"], tokens, window, state.cache)
+        scores, cache, _ = decode_round.score(
+            b.loop, params, drafter_state, rows, draft, tokens, window, state.cache
+        )
+        return (own, own_kv), (scores.hidden, cache), window.slots
+
+    allowed = 64 * rounding_of(executor.params)
+    farthest = 0.0
+    for _ in b.rounds(range(ROWS)):
+        (own, own_kv), (hidden, cache), slots = both(executor.params, executor.state)
+        farthest = max(farthest, distance_of(hidden, own))
+        table = own_kv.table
+        for mine, theirs in zip(own_kv.layers, cache.layers, strict=True):
+            for a, c in zip(
+                kv.read_slots(mine, table, slots, own_kv.dtype),
+                kv.read_slots(theirs, table, slots, own_kv.dtype),
+                strict=True,
+            ):
+                a, c = (np.asarray(x, np.float32).reshape(-1, x.shape[-1]) for x in (a, c))
+                farthest = max(farthest, distance_of(c, a))
+        demand(
+            farthest <= allowed,
+            f"hidden states or KV of the target's own rows are {farthest:.1e} away from those of "
+            f"its forward pass, where rounding allows {allowed:.1e}",
+        )
+    return f"at most {farthest:.1e} away, by rounding"
+
+
 @enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")
 def _output(b: _DrafterBench) -> str:
     params = mixed_requests(len(b.prompts))
-    b.engine._state = None
+    b.engine.executor.reset()
     plain = b.engine.generate(b.prompts, params, speculate=False)
     num_accepted = 0
     for draft_length in (b.num_nodes, 1):

@@ -128,7 +128,7 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     running row are written, valid or not, so no live block holds a slot of unknown content.
     Rows that have ended write nothing.
     """
-    num_rows, num_nodes = draft.tokens.shape
+    num_nodes = draft.tokens.shape[1]
     is_running = state.is_running
     start = layouts.window_start(state)
     entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)

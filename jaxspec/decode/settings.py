@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 import jax
-import numpy as np
 
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.state import Admission, LogprobsConfig, check_rows
+from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps
-from jaxspec.requests.requests import Request
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
-from jaxspec.types import EngineShape, Finish, PyTree
+from jaxspec.types import EngineShape, PyTree
 from jaxspec.verifiers import Verifier
 
 Exactness: TypeAlias = Literal["bitwise", "ties"]
@@ -126,45 +124,6 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
             "it must be at least 1 and less than the verify_length, which also counts the newest "
             "committed token."
         )
-
-
-def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
-    """Every token that ends the request's output.
-
-    Raises:
-      SettingError: more than the loop has room for.
-    """
-    stops = request.params.stop_tokens(model)
-    if len(stops) > MAX_STOP_TOKENS:
-        raise SettingError(
-            f"Request {request.request_id} has {len(stops)} stop tokens (with the model's EOS "
-            f"tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
-        )
-    return stops
-
-
-def make_admission(
-    request: Request, loop: DecodeLoop, *, draft_length: int, arrival: int = 0
-) -> Admission:
-    """A request as it enters the batch; its prompt is no longer than `loop.longest_prompt`."""
-    prompt, params = request.prompt_token_ids, request.params
-    tokens = np.zeros((loop.shape.max_length,), np.int32)
-    tokens[: len(prompt)] = prompt
-    stops = stop_tokens(request, loop.target)
-    padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
-    padded_stops[: len(stops)] = stops
-    wanted, largest = len(prompt) + params.max_tokens, loop.longest_prompt + 1
-    limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.MAX_LENGTH
-    return Admission(
-        tokens=tokens,
-        length=np.int32(len(prompt)),
-        limit=np.int32(min(wanted, largest)),
-        limit_finish=np.int32(limit_finish),
-        draft_limit=np.int32(draft_length),
-        stop_tokens=padded_stops,
-        sampling=params.of_row(prompt_length=len(prompt)),
-        arrival=np.int32(arrival),
-    )
 
 
 def home_of(params: PyTree) -> jax.sharding.Sharding | None:

@@ -80,7 +80,7 @@ def empty_state(
     logprobs: LogprobsConfig | None = None,
     trace: TraceConfig | None = None,
 ) -> DecodeState:
-    """A state of `shape.batch_size` rows, all empty; `draft_depth` is that of a chain by default."""
+    """A state of `shape.batch_size` rows, all empty; `draft_depth` is by default a chain's."""
     num_rows, nodes = shape.batch_size, shape.num_nodes
 
     def zeros(*size: int, dtype=jnp.int32) -> jax.Array:

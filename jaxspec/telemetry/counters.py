@@ -29,6 +29,8 @@ class Acceptance:
       num_emitted_tokens: tokens of the output.
       num_drafts_per_pos: rounds whose draft reached position i.
       num_accepted_tokens_per_pos: rounds that accepted position i and all before it.
+      num_accepted_tokens_per_node: rounds that accepted the i-th drafted token; for chains the same
+        as by position, for trees what the i-th node was worth.
     """
 
     num_rounds: int = 0
@@ -38,6 +40,7 @@ class Acceptance:
     num_emitted_tokens: int = 0
     num_drafts_per_pos: tuple[int, ...] = ()
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_accepted_tokens_per_node: tuple[int, ...] = ()
 
     @property
     def emitted_per_round(self) -> float:
@@ -49,10 +52,10 @@ class Acceptance:
         """Cumulative acceptance by draft position: accepted at i / rounds that drafted (vLLM's)."""
         return tuple(n / self.num_drafts for n in self.num_accepted_tokens_per_pos[: self.depth])
 
-    def num_accepted_at(self, position: int) -> int:
-        """Rounds that accepted this position (from 0) and all before it."""
-        counts = self.num_accepted_tokens_per_pos
-        return counts[position] if position < len(counts) else 0
+    def num_accepted_node(self, node: int) -> int:
+        """Rounds that accepted this drafted token (from 0)."""
+        counts = self.num_accepted_tokens_per_node
+        return counts[node] if node < len(counts) else 0
 
     @property
     def depth(self) -> int:
@@ -89,12 +92,17 @@ class Acceptance:
             num_emitted_tokens=num_emitted,
             num_drafts_per_pos=tuple(np.asarray(counts.drafted_at[row]).tolist()),
             num_accepted_tokens_per_pos=tuple(np.asarray(counts.accepted_at[row]).tolist()),
+            num_accepted_tokens_per_node=tuple(np.asarray(counts.accepted_node[row]).tolist()),
         )
 
     def to_json(self) -> dict:
         """Counts, and the figures derived from them."""
         counts = dataclasses.asdict(self)
-        per_position = ("num_drafts_per_pos", "num_accepted_tokens_per_pos")
+        per_position = (
+            "num_drafts_per_pos",
+            "num_accepted_tokens_per_pos",
+            "num_accepted_tokens_per_node",
+        )
         return counts | {
             **{name: list(counts[name]) for name in per_position},
             "emitted_per_round": self.emitted_per_round,

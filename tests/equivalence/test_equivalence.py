@@ -5,6 +5,7 @@ window-1 loop. One table of drafters goes through all of it, and a test holds th
 the package exports. Sabotaged rounds show that the checks can fail.
 """
 
+import door
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +39,8 @@ def drafters(target, truth):
         "Oracle with cost": jaxspec.Oracle(truth, acceptance=0.5, cost_of=stranger),
         "always wrong": toy.WrongDrafter(),
         "a tree": toy.TreeOracle(tuple(map(tuple, truth)), right_until=60),
+        "a linear head": door.linear_head(target),
+        "drafts that ride along": door.Riding(target),
     }
 
 
@@ -132,7 +135,7 @@ def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
     target, prompts, _ = setting
     engine = engine_for(target, toy.WrongDrafter())
     engine.generate(prompts[:4], PARAMS)
-    state = engine._state.replace(finish=jnp.zeros((4,), jnp.int32))
+    state = engine.executor.state.replace(finish=jnp.zeros((4,), jnp.int32))
 
     def score(tokens):
         draft = decoding.Draft(

@@ -24,7 +24,7 @@ from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine
 from jaxspec.telemetry.counters import Acceptance
-from jaxspec.types import Draft, Finish, chain_parents
+from jaxspec.types import Draft, Finish, Shared, chain_parents
 
 SHAPE = {"batch_size": 3, "max_length": 256, "prefill_chunk": 16}
 PROMPTS = toy.prompts((3, 40, 150, 1, 9, 240, 17))
@@ -53,7 +53,7 @@ class Remembering(DrafterBase):
     def init(self, shape):
         """The table, how many requests came, and each row's prompt length."""
         return {
-            "next": jnp.zeros((shape.vocab_size,), jnp.int32),
+            "next": Shared(jnp.zeros((shape.vocab_size,), jnp.int32)),
             "num_admitted": jnp.int32(0),
             "prompt_length": jnp.full((shape.batch_size,), -1, jnp.int32),
         }
@@ -71,7 +71,7 @@ class Remembering(DrafterBase):
         newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
         chain = []
         for _ in range(shape.num_nodes):
-            newest = state["next"][newest]
+            newest = state["next"].value[newest]
             chain.append(newest)
         knows = state["prompt_length"] > 0
         draft = Draft(
@@ -86,7 +86,7 @@ class Remembering(DrafterBase):
         index = rows.num_committed - 1
         newest = jnp.take_along_axis(rows.tokens, index[:, None], axis=1)[:, 0]
         before = jnp.take_along_axis(rows.tokens, jnp.maximum(index - 1, 0)[:, None], axis=1)[:, 0]
-        return {**state, "next": state["next"].at[before].set(newest)}
+        return {**state, "next": Shared(state["next"].value.at[before].set(newest))}
 
 
 @pytest.fixture(scope="module")
