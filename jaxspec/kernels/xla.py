@@ -97,9 +97,7 @@ def block_attention(
     def body(block_index, carry):
         highest, total, output = carry
         slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
-        key_positions = kv.positions_of(
-            table, slots
-        )  # [block], or [B, block] if padded
+        key_positions = kv.positions_of(table, slots)  # [block], or [B, block] if padded
         k, v = read(block_index, key_positions)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = key_positions < row_end[:, None]
