@@ -42,7 +42,7 @@ from jaxspec.decode import loop as decoding
 from jaxspec.decode.loop import Admission, SpeculativeLoop
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
-from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder, layers
 from jaxspec.types import BatchView, DecodeState, Draft, Finish, Origin, Verdict, Window
