@@ -177,7 +177,7 @@ def run(code: str) -> None:
 
 
 def test_the_package_decodes_without_optional_libraries():
-    """Pallas, pandas, matplotlib and torch are blocked, and what only commands and notebooks need."""
+    """Pallas, pandas, matplotlib and torch are blocked, and what only commands need."""
     run("""
 import sys
 
@@ -240,9 +240,7 @@ with warnings.catch_warnings(record=True) as heard:
     engine.generate([[1, 2]], jaxspec.SamplingParams(max_tokens=3))
     assert settings() == before, "Engine"
     model = jaxspec.load_model("demo-draft")
-    after = settings()
-    after["handlers"] = [each for each in after["handlers"] if "absl" not in type(each).__module__]
-    assert after == before, "load_model"
+    assert settings() == before, "load_model"
 assert not [str(each.message) for each in heard if "jaxspec" in each.filename], heard
 """)
 

@@ -300,14 +300,18 @@ def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> Non
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging a traceback per thread of an error that it raises anyway."""
+    """Keeps Orbax from logging a traceback per thread of an error that it raises anyway, and absl,
+    which it logs with, from leaving a handler on the root logger."""
     logger = logging.getLogger("absl")
-    level = logger.level
+    level, handlers = logger.level, list(logging.root.handlers)
     logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         logger.setLevel(level)
+        for handler in logging.root.handlers[:]:
+            if handler not in handlers:
+                logging.root.removeHandler(handler)
 
 
 def _at(tree: Any, path: LeafPath) -> Any:
