@@ -234,7 +234,9 @@ def engine(model):
 def test_a_model_with_the_kernel_decodes_the_same_or_parts_at_ties(model, engine):
     prompts = toy.prompts((3, 240, 20))
     ours = engine.generate(prompts, PARAMS)
-    theirs = Engine(model, batch_size=2, max_length=384, prefill_chunk=256).generate(prompts, PARAMS)
+    theirs = Engine(model, batch_size=2, max_length=384, prefill_chunk=256).generate(
+        prompts, PARAMS
+    )
     divergences = ties.divergences(model, ours, theirs, PARAMS)
     assert len(divergences) < len(prompts)
 

@@ -118,29 +118,28 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
       leaves: path and array (numpy, mapped or not, or `jax.Array`); an iterator makes each array
         when its turn comes.
     """
-    import orbax.checkpoint.experimental.v1 as ocp
-
     path = str(directory / "params")
-    context = ocp.Context()
-    context.array.saving.use_compression = False  # weights hardly compress
-    # Each save waits for the one before it, so no array changes while Orbax reads it.
-    context.memory.deepcopy_host_arrays = False
     batch: dict[LeafPath, Any] = {}
 
-    def save() -> None:
+    def save(ocp: Any) -> None:
         num_bytes = sum(map(_nbytes, batch.values()))
         check_free_space(directory.parent, num_bytes, what="The next part of the checkpoint")
         ocp.partial.save(path, _nest(batch))
         batch.clear()
 
-    with _quiet_orbax(), context:
-        for leaf_path, leaf in leaves:
-            if batch and sum(map(_nbytes, batch.values())) + leaf.nbytes > _SAVE_BATCH_BYTES:
-                save()
-            batch[leaf_path] = leaf
-            del leaf
-        save()
-        ocp.partial.finalize(path)
+    with _quiet_orbax() as ocp:
+        context = ocp.Context()
+        context.array.saving.use_compression = False  # weights hardly compress
+        # Each save waits for the one before it, so no array changes while Orbax reads it.
+        context.memory.deepcopy_host_arrays = False
+        with context:
+            for leaf_path, leaf in leaves:
+                if batch and sum(map(_nbytes, batch.values())) + leaf.nbytes > _SAVE_BATCH_BYTES:
+                    save(ocp)
+                batch[leaf_path] = leaf
+                del leaf
+            save(ocp)
+            ocp.partial.finalize(path)
 
 
 def _nbytes(leaf: Any) -> int:
@@ -260,8 +259,6 @@ def load_converted(
 
 def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: Any) -> PyTree:
     """Parameters in `dtype`; Orbax reads, casts and places leaf by leaf, a few at a time."""
-    import orbax.checkpoint.experimental.v1 as ocp
-
     shapes = leaf_shapes(config)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -274,13 +271,14 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
         for path, shape in shapes.items()
     }
     largest = max(4 * math.prod(shape) for shape in shapes.values())
-    context = ocp.Context()
-    context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
     try:
-        with _quiet_orbax(), context:
-            found = ocp.metadata(str(directory / "params")).metadata
-            _check_shapes(found, shapes)
-            stored = ocp.load(str(directory / "params"), _nest(wanted))
+        with _quiet_orbax() as ocp:
+            context = ocp.Context()
+            context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
+            with context:
+                found = ocp.metadata(str(directory / "params")).metadata
+                _check_shapes(found, shapes)
+                stored = ocp.load(str(directory / "params"), _nest(wanted))
     except Exception as error:
         raise CheckpointError(
             f"The parameters in {directory / 'params'} cannot be read as those of a "
@@ -299,14 +297,16 @@ def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> Non
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging a traceback per thread of an error that it raises anyway, and absl,
-    which it logs with, from leaving a handler on the root logger."""
+def _quiet_orbax() -> Iterator[Any]:
+    """Orbax's module, kept from logging a traceback per thread of an error that it raises anyway;
+    and absl, which it logs with, from leaving a handler on the root logger."""
     logger = logging.getLogger("absl")
     level, handlers = logger.level, list(logging.root.handlers)
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        import orbax.checkpoint.experimental.v1 as ocp
+
+        yield ocp
     finally:
         logger.setLevel(level)
         for handler in logging.root.handlers[:]:
