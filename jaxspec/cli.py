@@ -14,23 +14,19 @@ from typing import Any
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError
 
-# Name: where it is, and a line for the help.
+# Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
-    "demo": ("jaxspec.commands.demo:DemoCommand", "see it work: the embedded pair, both ways"),
-    "generate": ("jaxspec.commands.generate:GenerateCommand", "complete prompts, one or a file"),
-    "audit": ("jaxspec.commands.audit:AuditCommand", "prove that outputs are the target's own"),
-    "compare": ("jaxspec.commands.compare:CompareCommand", "several drafters on the same prompts"),
-    "bench": (
-        "jaxspec.commands.bench:BenchCommand",
-        "measure on this machine; the published study",
-    ),
-    "convert": ("jaxspec.convert.command:ConvertCommand", "a Hugging Face checkpoint to jaxspec's"),
-    "train": ("jaxspec.commands.train:TrainCommand", "train a small model, or distil a draft"),
-    "cache": ("jaxspec.commands.cache:CacheCommand", "list or remove what is kept on the disk"),
-    "env": ("jaxspec.commands.environment:EnvCommand", "versions and devices, for bug reports"),
+    "demo": ("commands.demo:DemoCommand", "see it work on a small trained pair"),
+    "generate": ("commands.generate:GenerateCommand", "complete a prompt, or a file of them"),
+    "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
+    "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
+    "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
+    "convert": ("convert.command:ConvertCommand", "convert a Hugging Face checkpoint"),
+    "train": ("commands.train:TrainCommand", "train a small model, or distil a draft model"),
+    "cache": ("commands.cache:CacheCommand", "list or remove converted and compiled files"),
+    "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
 _PRESETS = "vicuna-7b, vicuna-68m, qwen3-8b, qwen3-0.6b, glm-4-9b, glm-4-draft-0.6b"
-_SHOWN_AS_HELP = ("-h", "--help", "help")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -70,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def run_command(args: Sequence[str]) -> int:
     """Parses `args` and runs the command they name; raises what it raises."""
     name, *options = args or ["help"]
-    if name in _SHOWN_AS_HELP:
+    if name in ("-h", "--help", "help"):
         print(help_text())
         return 0
     if name == "--version":
@@ -111,7 +107,7 @@ def prepare_process() -> None:
 def load_command(name: str) -> Any:
     """The class of a command."""
     module, _, attribute = COMMANDS[name][0].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(f"jaxspec.{module}"), attribute)
 
 
 def help_text() -> str:
