@@ -125,7 +125,7 @@ def _distribution_after(
     excluded by the filters, by more than rounding."""
     output = [*prefix, next(iter(drawn))]
     *_, segment = scorer.segments(prompt_ids, output, params)
-    logits, _ = segment.scores_at(len(prefix))
+    logits, _ = segment.logits_at(len(prefix))
     noise = float(segment.noise[len(prefix) - segment.first])
     filters = Filters(logits, params)
     may, _ = filters.kept(0.0)

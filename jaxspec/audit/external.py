@@ -14,7 +14,6 @@ from jaxspec.audit import chi_square as distributions
 from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, judge_alone
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.scoring import Scorer
-from jaxspec.audit.self_audit import divergence_json
 from jaxspec.models.base import Model
 
 
@@ -127,7 +126,7 @@ class OutputsAudit:
     def to_json(self) -> dict[str, Any]:
         """The whole report."""
         divergences = [
-            {"line": output.number, **divergence_json(divergence)}
+            {"line": output.number, **divergence.to_json()}
             for output, own in self._pairs()
             for divergence in own.divergences
         ]

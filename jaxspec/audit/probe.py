@@ -18,10 +18,11 @@ import numpy as np
 from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
+from jaxspec.models.prefill import chain_window
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.types import DecodeState, PyTree, Window
+from jaxspec.types import DecodeState, PyTree
 
 NUM_TOKENS = 6  # decoded per probed request
 
@@ -174,9 +175,6 @@ def _score_window(
     target: Model, window: int, params: PyTree, cache: kv.KVCache, tokens: jax.Array, start
 ) -> tuple[jax.Array, kv.KVCache]:
     """Logits `[B, T, V]` of tokens `[B, T]` that stand at `start` in every row."""
-    places = start + jnp.arange(window, dtype=jnp.int32)
-    places = jnp.broadcast_to(places, tokens.shape)
-    starts = jnp.broadcast_to(start, tokens.shape[:1])
-    at = Window(start=starts, positions=places, slots=places)
+    at = chain_window(jnp.broadcast_to(start, tokens.shape[:1]), tokens.shape[1])
     hidden, cache = target.forward(params, tokens, at, cache)
     return target.logits(params, hidden), cache

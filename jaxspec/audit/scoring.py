@@ -25,10 +25,10 @@ from jaxspec.cache import pages as kv
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
-from jaxspec.types import BatchView, PyTree, Window
+from jaxspec.types import BatchView, PyTree
 
 SEGMENT = 64  # output tokens scored by one call
 PROMPT_CHUNK = 128  # of the re-scorings; the fp32 scoring reads prompts in chunks of SEGMENT
@@ -74,7 +74,7 @@ class Segment:
         """Index in the output after the segment's last token."""
         return self.first + len(self.tokens)
 
-    def scores_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def logits_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Adjusted logits and keyed noise, `[V]` float64 each, by which output token `index` is
         drawn."""
         row = index - self.first
@@ -278,14 +278,8 @@ def window_logits(
 
     Tokens from `stop` on are padding: they repeat the last one and are stored nowhere.
     """
-    index = start + jnp.arange(width, dtype=jnp.int32)
-    positions = jnp.clip(index, 0, stop - 1)
-    window = Window(
-        start=start[None],
-        positions=positions[None],
-        slots=jnp.where(index < stop, index, -1)[None],
-    )
-    hidden, cache = model.forward(params, tokens[positions][None], window, cache)
+    window = chain_window(start[None], width, stop=stop[None])
+    hidden, cache = model.forward(params, tokens[window.positions], window, cache)
     return model.logits(params, hidden)[0], cache
 
 
