@@ -29,7 +29,7 @@ from jaxspec.audit.judge import (
     judge_all,
     judge_alone,
 )
-from jaxspec.audit.probe import ProbeReport, live_kv, probe
+from jaxspec.audit.probe import ProbeReport, probe
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -463,7 +463,7 @@ def _run(
         # The rows keep their KV until the next batch takes them.
         for row in range(len(batch)):
             digest = hashlib.sha256()
-            for values in live_kv(engine.state, row):
+            for values in engine.executor.committed_kv(row):
                 digest.update(values.tobytes())
             digests.append(digest.hexdigest())
     return _Run(completions=completions, kv=digests)

@@ -106,7 +106,7 @@ class OpenState(DecodeState, kw_only=True):
 
     Attributes:
       armed: int32 scalar, which of the installed faults is on; 0 is none.
-      is_reused: `[B]` bool, whether the seat has held a request before its present one.
+      is_reused: `[B]` bool, whether the row has held a request before its present one.
       padding: `[B]` int32, padding that the row has gathered.
     """
 
@@ -138,7 +138,7 @@ class Place:
       verdict: of the round.
       chosen: `[B, N + 1]` the target's tokens at each node.
       after: the state after the commit.
-      row: the seat that is filled or prefilled.
+      row: the row that is filled or prefilled.
       admission: the request that enters.
       start: first token of the prefill chunk.
     """
@@ -349,7 +349,7 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
         preferred_element_type=jnp.float32,
         precision=precision,
     )
-    # A query that sees nothing weighs all slots alike instead of giving no number.
+    # A query that sees nothing weighs all slots alike instead of giving NaN.
     scores = jnp.where(is_seen[:, None, None], scores / math.sqrt(head_size), -1e30)
     weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
     output = jnp.einsum(

@@ -32,7 +32,6 @@ from jaxspec.audit.controls.distributions import healthy_p_value, scene_of
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault, OpenState, installed
 from jaxspec.audit.judge import ALPHA, Divergences, judge_all
-from jaxspec.audit.probe import live_kv
 from jaxspec.audit.scoring import Scorer
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
@@ -190,7 +189,7 @@ class ControlRuns:
         )
         self._reference = self._generate(reference_loop)
         self._generate(self._production)
-        self._production_kv = _live_kv(self._production)
+        self._production_kv = _committed_kv(self._production)
         self._faults = list(faults)
         self._switched = None
         if self._faults:
@@ -238,7 +237,7 @@ class ControlRuns:
                 "ControlRuns is made."
             )
         control_run = self._generate(control_engine)
-        control_kv = _live_kv(control_engine) if fault.kind == "numerics" else []
+        control_kv = _committed_kv(control_engine) if fault.kind == "numerics" else []
         with self._faulty(fault) as engine, _metered(self._target) as rows:
             completions = self._generate(engine)
         num_rows = max(rows, default=self._num_rows)
@@ -323,9 +322,9 @@ def _arm(engine: Engine, number: int) -> None:
     engine.executor.state = state.replace(armed=armed)
 
 
-def _live_kv(engine: Engine) -> list[np.ndarray]:
+def _committed_kv(engine: Engine) -> list[np.ndarray]:
     """KV of the committed tokens of every row, as bits."""
-    return [bits for row in range(BATCH_SIZE) for bits in live_kv(engine.state, row)]
+    return [bits for row in range(BATCH_SIZE) for bits in engine.executor.committed_kv(row)]
 
 
 def _num_rounds(completions: Sequence[Completion]) -> int:
