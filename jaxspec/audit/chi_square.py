@@ -4,7 +4,7 @@ Samples that agree so far are draws from one known distribution, so they are cou
 first token of all, the second token of those that share the first, and so on. Given the group
 sizes, these statistics are independent, so they are added up, and so are their degrees of freedom.
 
-The distribution that is tested is fp32's, but the samples were drawn in another dtype, whose scores
+The distribution that is tested is fp32's, but the samples were drawn in another dtype, whose logits
 differ by up to the measured noise n. Probabilities then differ by a factor of at most exp(2 n / T),
 and the statistic is at most non-central chi-square, of non-centrality (samples) (n / T)^2. That is
 the distribution used, so rounding is not taken for a bias however many samples there are.
@@ -121,7 +121,7 @@ def _distribution_after(
     drawn: collections.Counter[int],
     params: SamplingParams,
 ) -> tuple[np.ndarray, float, bool]:
-    """The distribution `[V]` after a prefix, the noise of its scores, and whether a drawn token is
+    """The distribution `[V]` after a prefix, the noise of its logits, and whether a drawn token is
     excluded by the filters, by more than rounding."""
     output = [*prefix, next(iter(drawn))]
     *_, segment = scorer.segments(prompt_ids, output, params)

@@ -56,12 +56,12 @@ class OutputsAudit:
 
     @property
     def exact(self) -> float:
-        """Share of greedy outputs whose every token is the target's own by its fp32 scores."""
+        """Share of greedy outputs whose every token is the target's own by its fp32 logits."""
         return _mean([not own.divergences for _, own in self.greedy])
 
     @property
     def exact_up_to_ties(self) -> float:
-        """Share of greedy outputs that part from the target at ties only."""
+        """Share of greedy outputs that differ from the target at ties only."""
         return _mean([own.first is None for _, own in self.greedy])
 
     @property
@@ -180,7 +180,7 @@ def audit_outputs(
       file: from `outputs.read_outputs`.
       dtype: in which they were computed; default what the header says, else the target's.
       alpha: level of the chi-square tests of samples of the same prompt, together.
-      on_output: told how many outputs have been judged.
+      on_output: called with the number of outputs judged so far.
     """
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
     scorer = Scorer(target, max_length=longest, dtype=dtype or file.dtype)

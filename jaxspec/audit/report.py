@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
@@ -122,50 +123,32 @@ class AuditReport:
 def report_of_engine(audit: EngineAudit) -> AuditReport:
     """The report of jaxspec's own run."""
     engine = audit.engine
-    tables = [_level_table(audit)]
-    tables.append(
-        TextTable(
-            title="What each level claims",
-            header=("level", "claim"),
-            rows=[
-                (name, CLAIMS[name] + (f" (n/a: {level.reason})" if level.reason else ""))
-                for name, level in (*audit.levels.items(), ("distribution", audit.distribution))
-            ],
-        )
-    )
+    claims = {
+        name: CLAIMS[name] + (f" (n/a: {level.reason})" if level.reason else "")
+        for name, level in (*audit.levels.items(), ("distribution", audit.distribution))
+    }
+    run = {
+        "target": f"{engine['target']}, {audit.dtype}",
+        "drafter": f"{engine['drafter']}, {engine['draft_length']} tokens per round",
+        "verifier": str(engine["verifier"]),
+        "shape": f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
+        f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
+        "requests": f"{audit.num_requests}, {audit.num_sampled} of them sampled",
+        "emitted per round": f"{audit.acceptance.emitted_per_round:.2f}",
+        "start-up probe": audit.probe.sentence,
+    }
+    tables = [
+        _level_table(audit),
+        TextTable.of_values("What each level claims", claims),
+        TextTable.of_values("Run", run),
+    ]
     if audit.study is not None:
-        tables.append(
-            TextTable(
-                title="The published study's raw string metrics (text compared, not tokens)",
-                header=("against", "exact match", "partial match"),
-                rows=[
-                    (
-                        "the reference loop",
-                        percent(audit.study.exact),
-                        percent(audit.study.partial),
-                    )
-                ],
-            )
-        )
-    tables.append(
-        TextTable(
-            title="Run",
-            header=("what", "value"),
-            rows=[
-                ("target", f"{engine['target']}, {audit.dtype}"),
-                ("drafter", f"{engine['drafter']}, {engine['draft_length']} tokens per round"),
-                ("verifier", str(engine["verifier"])),
-                (
-                    "shape",
-                    f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
-                    f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
-                ),
-                ("requests", f"{audit.num_requests}, {audit.num_sampled} of them sampled"),
-                ("emitted per round", f"{audit.acceptance.emitted_per_round:.2f}"),
-                ("start-up probe", audit.probe.sentence),
-            ],
-        )
-    )
+        found = {
+            "exact match": percent(audit.study.exact),
+            "partial match": percent(audit.study.partial),
+        }
+        title = "The published study's raw string metrics, against the reference loop"
+        tables.insert(2, TextTable.of_values(title, found))
     return AuditReport(
         title=f"Audit of {engine['target']} with {engine['drafter']}",
         promise=audit.promise,
@@ -236,71 +219,48 @@ def _level_table(audit: EngineAudit) -> TextTable:
 
 def report_of_outputs(audit: OutputsAudit) -> AuditReport:
     """The report of another system's outputs."""
-    rows = [
-        ("target", audit.target),
-        ("outputs of", f"{audit.engine}, computed in {audit.dtype}"),
-        ("outputs", f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled"),
-    ]
+    file = {
+        "target": audit.target,
+        "outputs of": f"{audit.engine}, computed in {audit.dtype}",
+        "outputs": f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled",
+    }
     num_after = sum(output.num_after_stop > 0 for output in audit.outputs)
     if num_after:
-        rows.append(("tokens after a stop token", f"in {num_after} outputs; they were cut off"))
+        file["tokens after a stop token"] = f"in {num_after} outputs; they were cut off"
     if audit.is_text:
-        rows.append(("token ids", "made from text; the engine may have emitted other ids"))
-    tables = [TextTable(title="File", header=("what", "value"), rows=rows)]
+        file["token ids"] = "made from text; the engine may have emitted other ids"
+    tables = [TextTable.of_values("File", file)]
     if audit.greedy:
-        divergences = [d for _, own in audit.greedy for d in own.divergences]
-        tables.append(
-            TextTable(
-                title="Greedy outputs under the target, every token after the output's own",
-                header=(
-                    "outputs",
-                    "exact",
-                    "exact up to ties",
-                    "prefix match",
-                    "tokens",
-                    "ties",
-                    "faults",
-                ),
-                rows=[
-                    (
-                        str(len(audit.greedy)),
-                        percent(audit.exact),
-                        percent(audit.exact_up_to_ties),
-                        percent(audit.prefix_match),
-                        str(sum(own.num_tokens for _, own in audit.greedy)),
-                        str(sum(d.finding == Finding.TIE for d in divergences)),
-                        str(sum(d.finding == Finding.FAULT for d in divergences)),
-                    )
-                ],
-            )
-        )
+        count = collections.Counter(d.finding for _, own in audit.greedy for d in own.divergences)
+        greedy = {
+            "outputs": str(len(audit.greedy)),
+            "exact": percent(audit.exact),
+            "exact up to ties": percent(audit.exact_up_to_ties),
+            "prefix match": percent(audit.prefix_match),
+            "tokens": str(sum(own.num_tokens for _, own in audit.greedy)),
+            "ties": str(count[Finding.TIE]),
+            "faults": str(count[Finding.FAULT]),
+        }
+        title = "Greedy outputs under the target, every token after the output's own"
+        tables.append(TextTable.of_values(title, greedy))
     if audit.sampled:
-        tests = list(audit.distribution_tests.values())
-        tables.append(
-            TextTable(
-                title="Sampled outputs under the target's distribution",
-                header=(
-                    "outputs",
-                    "break the distribution",
-                    "prompts tested",
-                    "chi-square",
-                    "p",
-                    "alpha",
-                ),
-                rows=[
-                    (
-                        str(len(audit.sampled)),
-                        str(audit.num_excluded),
-                        str(len(tests)),
-                        f"{sum(t.statistic for t in tests):.1f} of "
-                        f"{sum(t.degrees_of_freedom for t in tests)}",
-                        NONE if not tests else f"{audit.distribution_p_value:.3g}",
-                        f"{audit.alpha:g}",
-                    )
-                ],
-            )
-        )
-    both = [("first difference", False), ("first that no tie explains", True)]
+        tests = audit.distribution_tests.values()
+        statistic = sum(test.statistic for test in tests)
+        sampled = {
+            "outputs": str(len(audit.sampled)),
+            "break the distribution": str(audit.num_excluded),
+            "prompts tested": str(len(tests)),
+            "chi-square": f"{statistic:.1f} of {sum(t.degrees_of_freedom for t in tests)}",
+            "p": f"{audit.distribution_p_value:.3g}" if tests else NONE,
+            "alpha": f"{audit.alpha:g}",
+        }
+        title = "Sampled outputs under the target's distribution"
+        tables.append(TextTable.of_values(title, sampled))
+    outputs = [own for _, own in audit.greedy]
+    first = [own.divergences[0].index if own.divergences else None for own in outputs]
+    first_wrong = [own.first.index if own.first else None for own in outputs]
+    curves = {"first difference": first, "first that no tie explains": first_wrong}
+    lengths = tuple(own.num_tokens for own in outputs)
     return AuditReport(
         title=f"Audit of outputs of {audit.engine} under {audit.target}",
         promise=audit.promise,
@@ -313,23 +273,9 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
             for divergence in own.divergences
         ],
         curves=[
-            Curve(
-                label=label,
-                lengths=tuple(own.num_tokens for _, own in audit.greedy),
-                first=tuple(
-                    min(
-                        (
-                            d.index
-                            for d in own.divergences
-                            if d.finding != Finding.TIE or not is_strict
-                        ),
-                        default=None,
-                    )
-                    for _, own in audit.greedy
-                ),
-            )
-            for label, is_strict in both
-            if audit.greedy
+            Curve(label=label, lengths=lengths, first=tuple(indices))
+            for label, indices in curves.items()
+            if outputs
         ],
     )
 

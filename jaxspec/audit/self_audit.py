@@ -249,12 +249,12 @@ class EngineAudit:
         broken += ["distribution"] if self.distribution.holds is False else []
         if broken:
             return f"The promise is broken: {', '.join(broken)} does not hold."
-        held = [name for name, level in self.levels.items() if level.holds]
-        held += ["distribution"] if self.distribution.holds else []
+        fine = [name for name, level in self.levels.items() if level.holds]
+        fine += ["distribution"] if self.distribution.holds else []
         num_ties = self.levels["E4"].count(Finding.TIE)
         ties = f"; {num_ties} outputs differ from the reference loop, at proven ties"
         ties *= num_ties > 0
-        names = ", ".join(held) or "nothing"
+        names = ", ".join(fine) or "nothing"
         return f"The promise holds: {names} of {self.num_requests} requests{ties}."
 
     def to_json(self) -> dict[str, Any]:

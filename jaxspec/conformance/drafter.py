@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,6 +127,19 @@ def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
         if mine != theirs:
             return f"{name} {mine}, not {theirs}"
     return None
+
+
+def _demand_same(
+    found: Draft,
+    expected: Draft,
+    where: str,
+    places: Mapping[int, int] | None = None,
+    hint: str = "",
+) -> None:
+    """Rows were drafted what was expected; `places` gives the row of each in `expected`."""
+    for row, place in (places or {row: row for row in range(ROWS)}).items():
+        difference = _differs(found, expected, row, place)
+        demand(not difference, f"{where}, row {row} was drafted {difference}{hint}")
 
 
 @enters(DRAFTER_CHECKS, "C6", "attributes and methods of the Drafter protocol")
@@ -260,9 +273,7 @@ def _draft_limit(b: DrafterUnderTest) -> str:
 def _determinism(b: DrafterUnderTest) -> str:
     expected = b.history
     for index, (before, after) in enumerate(zip(expected, b.rounds(range(ROWS)), strict=True)):
-        for row in range(ROWS):
-            difference = _differs(after.draft, before.draft, row, row)
-            demand(not difference, f"in round {index}, row {row} was drafted {difference}")
+        _demand_same(after.draft, before.draft, f"in round {index}")
     _need_drafts(b.num_drafted)
     return f"{len(expected)} rounds, twice"
 
@@ -274,14 +285,9 @@ def _row_independence(b: DrafterUnderTest) -> str:
     # The requests of rows 0 to 2 in other rows, among others.
     for numbers in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
         for index, round_ in enumerate(b.rounds(numbers)):
-            for row, number in enumerate(numbers):
-                if number < ROWS:
-                    difference = _differs(round_.draft, expected[index].draft, row, number)
-                    demand(
-                        not difference,
-                        f"in round {index}, request {number} in row {row} among others was "
-                        f"drafted {difference}{SHARES}",
-                    )
+            places = {row: number for row, number in enumerate(numbers) if number < ROWS}
+            where = f"in round {index}, among other requests"
+            _demand_same(round_.draft, expected[index].draft, where, places, SHARES)
     _need_drafts(b.num_drafted)
     return f"{ROWS} requests in other rows, among other neighbours"
 
@@ -332,9 +338,7 @@ def _row_reuse(b: DrafterUnderTest) -> str:
         pass
     b.admit(newcomers)
     found = b.draft(b.engine.state)
-    for row in range(ROWS):
-        difference = _differs(found, expected, row, row)
-        demand(not difference, f"in a used row, request {row} was drafted {difference}{SHARES}")
+    _demand_same(found, expected, "in a used row", hint=SHARES)
     _need_drafts(int(expected.num_valid.sum()))
     return f"{ROWS} rows, after {NUM_ROUNDS} rounds of others"
 
@@ -424,13 +428,8 @@ def _draft_probs(b: DrafterUnderTest) -> str:
     drafts = draws.drafts(rows, num_draws=NUM_DRAWS)
     if drafts[0].q is None:
         for draft in drafts[1:]:
-            for row in range(ROWS):
-                difference = _differs(draft, drafts[0], row, row)
-                demand(
-                    not difference,
-                    "q is None, so drafts must be deterministic, and under another key of the "
-                    f"request it drafted {difference}",
-                )
+            where = "q is None, so drafts must be deterministic; under another key of the request"
+            _demand_same(draft, drafts[0], where)
         _need_drafts(int(drafts[0].num_valid.sum()))
         return f"deterministic under {NUM_DRAWS} keys, and q is None"
     ranks = []
@@ -520,10 +519,10 @@ def _shared_noise(b: DrafterUnderTest) -> str:
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):
-            scores = np.log(draft.q) + noise
+            perturbed = np.log(draft.q) + noise
         tokens = np.asarray(draft.tokens)
-        of_token = np.take_along_axis(scores, tokens[..., None], axis=2)[..., 0]
-        missed = (of_token < scores.max(axis=2) - 1e-3) & _is_valid(draft)
+        of_token = np.take_along_axis(perturbed, tokens[..., None], axis=2)[..., 0]
+        missed = (of_token < perturbed.max(axis=2) - 1e-3) & _is_valid(draft)
         num_tokens += int(_is_valid(draft).sum())
         demand(
             not missed.any(),

@@ -353,7 +353,7 @@ def _rollback(b: ModelUnderTest) -> str:
         expected = b.score(plain[2], tokens, start)
         found = b.score(drafted, tokens, start)
         is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
-        demand(is_same, "scores after a rejected draft differ from those without it")
+        demand(is_same, "logits after a rejected draft differ from those without it")
         live = np.arange(b.max_length) < (start + WINDOW)[:, None]
         for kept, after in zip(b.contents(expected[2]), b.contents(found[2]), strict=True):
             is_same = equal_values(kept[live], after[live])
@@ -367,7 +367,7 @@ def _garbage(b: ModelUnderTest) -> str:
     for value in (1e4, float("nan")):
         found = b.score(b.filled(b.read, b.lengths, value), b.window, b.lengths)
         is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
-        demand(is_same, f"slots beyond the window that held {value:g} changed a row's scores")
+        demand(is_same, f"slots beyond the window that held {value:g} changed a row's logits")
     return "zeros, 1e4 and NaN beyond the committed slots"
 
 
@@ -422,7 +422,7 @@ def _tree_paths(b: ModelUnderTest) -> str:
     changed[:, 1] = b.other(changed[:, 1])
     other = b.score(b.read, changed, b.lengths, paths=of_all(tree))
     is_same = equal_values(in_tree[1][:, 2:], other[1][:, 2:])
-    demand(is_same, "a node's scores depend on a sibling")
+    demand(is_same, "a node's logits depend on a sibling")
     distance = distance_of(in_chain[1], b.score(b.read, as_chain, b.lengths)[1])
     allowed = b.allowed(in_chain[0])
     demand(

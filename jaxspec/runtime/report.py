@@ -8,7 +8,7 @@ import io
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import SettingError
@@ -39,6 +39,11 @@ class TextTable:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     is_quoted: bool = False
+
+    @classmethod
+    def of_values(cls, title: str, values: Mapping[str, str]) -> TextTable:
+        """A line for each name and its value."""
+        return cls(title=title, header=(), rows=list(values.items()))
 
     def __rich__(self):
         from rich.table import Table

@@ -342,7 +342,7 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
         is_seen &= slot > window.limit[..., None] - sliding_window
     v = jnp.where(jnp.any(is_seen, axis=1)[..., None, None], v, jnp.zeros((), dtype))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    scores = jnp.einsum(
+    attention_scores = jnp.einsum(
         "btkgh,bskh->bkgts",
         grouped,
         k,
@@ -350,8 +350,10 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
         precision=precision,
     )
     # A query that sees nothing weighs all slots alike instead of giving NaN.
-    scores = jnp.where(is_seen[:, None, None], scores / math.sqrt(head_size), -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    attention_scores = jnp.where(
+        is_seen[:, None, None], attention_scores / math.sqrt(head_size), -1e30
+    )
+    weights = jax.nn.softmax(attention_scores, axis=-1).astype(dtype)
     output = jnp.einsum(
         "bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32, precision=precision
     )

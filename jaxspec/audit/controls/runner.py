@@ -404,7 +404,7 @@ def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
 
 
 def _first_new_accepted(completion: Completion) -> int | None:
-    """The first accepted token, not too early, that the output has not held before it."""
+    """The first accepted token, not too early, that the output does not hold before it."""
     for place in range(4, len(completion.token_ids) - 1):
         token = completion.token_ids[place]
         is_new = token not in completion.token_ids[:place]
