@@ -89,7 +89,8 @@ def test_distribution(
                 scorer, prompt_ids, prefix, drawn, params
             )
             is_excluded |= excluded
-            observed, expected = pooled(drawn, distribution, num)
+            counts = np.bincount(list(drawn), list(drawn.values()), len(distribution))
+            observed, expected = pooled(counts, distribution * num)
             if len(expected) > 1:
                 num_groups += 1
                 statistic += float(np.sum((observed - expected) ** 2 / expected))
@@ -135,15 +136,9 @@ def _distribution_after(
     return distribution, noise, excluded
 
 
-def pooled(
-    drawn: collections.Counter[int], distribution: np.ndarray, num: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Observed and expected counts per cell; tokens expected less than `MIN_EXPECTED` times share
-    one cell, and that cell joins the rarest other one if it is too small itself."""
-    observed = np.zeros(distribution.shape)
-    for token, count in drawn.items():
-        observed[token] = count
-    expected = distribution * num
+def pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Observed and expected counts per cell, from those per token `[V]`; tokens expected less than
+    `MIN_EXPECTED` times share one cell, which joins the rarest other one if it is too small."""
     is_common = expected >= MIN_EXPECTED
     rare = expected[~is_common].sum(), observed[~is_common].sum()
     expected, observed = expected[is_common], observed[is_common]

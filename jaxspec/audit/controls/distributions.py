@@ -13,6 +13,7 @@ from jax import lax
 from scipy import stats
 
 from jaxspec import sampling
+from jaxspec.audit.chi_square import pooled
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault
 from jaxspec.decode.loop import SpeculativeLoop, empty_state
@@ -185,11 +186,7 @@ class DistributionScene:
         observed = np.bincount(code, minlength=distribution.size)
         if np.any(observed[distribution == 0]):
             return 0.0
-        expected = distribution * self.num_rows
-        is_rare = expected < 5  # one cell together: chi-square wants expected counts
-        cells = [np.append(x[~is_rare], x[is_rare].sum()) for x in (observed, expected)]
-        is_cell = cells[1] > 0
-        return float(stats.chisquare(cells[0][is_cell], cells[1][is_cell]).pvalue)
+        return float(stats.chisquare(*pooled(observed, distribution * self.num_rows)).pvalue)
 
 
 def scene_of(fault: Fault) -> DistributionScene:

@@ -244,39 +244,36 @@ class ControlRuns:
         control = self.compare(control_run)
         greedy = [i for i, p in enumerate(self.workload.params) if p.temperature == 0]
         sampled = [i for i, p in enumerate(self.workload.params) if p.temperature > 0]
-        needs_batch = None
+        among = {"tokens": greedy, "sampling": sampled}.get(fault.kind)
+        found = self.compare(completions, among=among)
+        caught, detail, needs_batch = found.are_ties, found.describe(), None
 
         if fault.kind == "tokens":
-            found = self.compare(completions, among=greedy)
-            caught, detail = not found.are_ties, found.describe()
+            caught = not found.are_ties
             if found.first_wrong is not None:
                 needs_batch = self._is_right_alone(fault, found.first_wrong)
                 detail += "; right if decoded alone" if needs_batch else ""
         elif fault.kind == "sampling":
-            found = self.compare(completions, among=sampled)
             caught = not found.are_ties and self.compare(completions, among=greedy).are_ties
-            detail = f"{found.describe()}; greedy rows are right"
+            detail += "; greedy rows are right"
         elif fault.kind == "order":
-            found = self.compare(completions)
             ours, theirs = (
                 collections.Counter(c.token_ids for c in x) for x in (completions, control_run)
             )
             caught = not found.are_ties and ours == theirs
-            detail = f"as a set {'equal' if ours == theirs else 'different'}; {found.describe()}"
+            detail = f"as a set {'equal' if ours == theirs else 'different'}; {detail}"
         elif fault.kind == "efficiency":
-            found = self.compare(completions)
             before, after = (_num_rounds(x) for x in (control_run, completions))
-            caught = found.are_ties and after * num_rows > before * self._num_rows
+            caught &= after * num_rows > before * self._num_rows
             detail = (
                 f"{after} rounds instead of {before}, {num_rows} target rows a call instead of "
-                f"{self._num_rows}; {found.describe()}"
+                f"{self._num_rows}; {detail}"
             )
         else:
-            found = self.compare(completions)
             pairs = zip(control_kv, self._production_kv, strict=True)
             differs = any(not np.array_equal(ours, theirs) for ours, theirs in pairs)
-            caught = found.are_ties and differs
-            detail = f"KV {'differs' if differs else 'is equal'} in its bits; {found.describe()}"
+            caught &= differs
+            detail = f"KV {'differs' if differs else 'is equal'} in its bits; {detail}"
         return ControlResult(
             fault=fault,
             caught=caught,
