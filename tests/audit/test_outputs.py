@@ -271,7 +271,7 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path, target):
 
 
 def test_text_needs_a_tokenizer(write):
-    with pytest.raises(PromptError, match="has no tokenizer; give token_ids"):
+    with pytest.raises(PromptError, match="has no tokenizer; give prompt_token_ids and"):
         read_outputs(write(HEADER, {"prompt": "a", "text": "b"}), tiny.model())
 
 
