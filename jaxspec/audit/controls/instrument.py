@@ -30,12 +30,14 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decoding
 from jaxspec.decode.loop import Admission, SpeculativeLoop
+from jaxspec.engine.engine import Engine
 from jaxspec.kernels.registry import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder, layers
@@ -306,6 +308,19 @@ def installed(
         ):
             stack.enter_context(_replaced(owner, name, wrap))
         yield
+
+
+def arm(engine: Engine, number: int) -> None:
+    """Turns on one of the faults that are `installed` with `is_armed`.
+
+    Args:
+      engine: one that was built meanwhile.
+      number: of the fault, counted from 1; 0 turns all off.
+    """
+    state = engine.executor.state
+    assert isinstance(state, OpenState)
+    armed = jax.device_put(np.int32(number), state.armed.sharding)
+    engine.executor.state = state.replace(armed=armed)
 
 
 def _open_layers(real):

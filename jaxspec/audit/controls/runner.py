@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from jaxspec.audit.controls.distributions import healthy_p_value, scene_of
 from jaxspec.audit.controls.faults import FAULTS
-from jaxspec.audit.controls.instrument import Fault, OpenState, installed
+from jaxspec.audit.controls.instrument import Fault, arm, installed
 from jaxspec.audit.judge import ALPHA, Divergences, judge_all
 from jaxspec.audit.scoring import Scorer
 from jaxspec.drafters.base import Drafter
@@ -288,11 +287,11 @@ class ControlRuns:
         if not fault.patches:
             engine = self._switched
             assert engine is not None
-            _arm(engine, self._faults.index(fault) + 1)
+            arm(engine, self._faults.index(fault) + 1)
             try:
                 yield engine
             finally:
-                _arm(engine, 0)
+                arm(engine, 0)
             return
         with fault.apply(pad_token=self.workload.pad_token):
             is_around = all(owner is Engine for owner, _, _ in fault.patches)
@@ -309,14 +308,6 @@ class ControlRuns:
         completions = list(self._reference)
         completions[index] = alone[0]
         return self.compare(completions, among=[index]).are_ties
-
-
-def _arm(engine: Engine, number: int) -> None:
-    """Turns on the fault of that number, or none."""
-    state = engine.state
-    assert isinstance(state, OpenState)
-    armed = jax.device_put(np.int32(number), state.armed.sharding)
-    engine.executor.state = state.replace(armed=armed)
 
 
 def _committed_kv(engine: Engine) -> list[np.ndarray]:
