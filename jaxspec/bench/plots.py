@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import SettingError
+from jaxspec.runtime.extras import import_extra
 
 MARKERS = "osD^vP*X"
 
@@ -19,12 +20,7 @@ def plot_decode(document: Mapping[str, Any]) -> Any:
     Raises:
       SettingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingError(
-            "A plot was asked for, but matplotlib is not installed; install the `analysis` extra."
-        ) from error
+    Figure = import_extra("matplotlib.figure", "a plot").Figure
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     rates, gains, by_length, against = figure.subplots(2, 2).flat
     runs = document["runs"]

@@ -26,7 +26,6 @@ from jaxspec.audit.scoring import with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import VERIFIERS
 from jaxspec.commands.progress import working
@@ -35,6 +34,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import sha256_of
 from jaxspec.verifiers import Coupled, Verifier
 

@@ -22,7 +22,6 @@ from jaxspec.analysis.compare import (
     compare,
 )
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import working
 from jaxspec.engine.engine import check_draft_length
@@ -35,6 +34,7 @@ from jaxspec.requests.prompts import (
     sample_prompts,
 )
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import sha256_of
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.generate import warm_up
 from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.decode.settings import check_draft_length
@@ -32,6 +31,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, sample_prompts
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence, sha256_of
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin

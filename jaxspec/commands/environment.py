@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.commands.documents import make_document
 from jaxspec.kernels import cpu as native
 from jaxspec.kernels.registry import default_kernels
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices_sentence
 
 

@@ -1,4 +1,4 @@
-"""Tables, plots and page of the study: our figures, and beside them the published ones.
+"""Findings, plots and page of the study: our figures, and beside them the published ones.
 
 Published figures are of other models, other hardware and other code. They are drawn in panels of
 their own, with the hardware named.
@@ -7,25 +7,37 @@ their own, with the hardware named.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
-import itertools
-import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
+from rich.console import Console
 
-from jaxspec.audit.report import Grid
-from jaxspec.errors import SettingError
+from jaxspec.bench.measure import make_table
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.documents import write_document
+from jaxspec.runtime.extras import import_extra
 from jaxspec.studies import published_figures as theirs
+from jaxspec.studies.claims import check_claims
+from jaxspec.studies.tables import (
+    ROUNDS_COLUMNS,
+    broken_down,
+    claims_table,
+    decodings,
+    make_tables,
+    of_kind,
+    paper_window,
+    rounds_rows,
+    shares,
+)
+from jaxspec.studies.workload import NAMED, PLAIN
 
 Cell = dict[str, Any]
 
-NAMED = ("EQSPEC", "EXSPEC", "jaxspec")  # systems that every batch size is measured for
-PLAIN = "plain, ragged + continuous"
 COLOURS = {
     "EQSPEC": "#b5651d",
     "EXSPEC": "#8e44ad",
@@ -36,13 +48,12 @@ PART_COLOURS = {
     "draft": "#5dade2",
     "verify": "#1f618d",
     "align": "#c0392b",
-    "seat": "#e59866",
+    "regroup": "#e59866",
     "rest of the rounds": "#aab7b8",
     "prefill": "#a9dfbf",
     "host": "#f4d03f",
     "overhead (published)": "#7b241c",
 }
-NONE = "-"
 
 
 def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
@@ -61,11 +72,10 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
         name: {key: value for key, value in cell.items() if key not in ("rows", "token_ids")}
         for name, cell in cells.items()
     }
-    tables = make_tables(cells)
+    claims = [dataclasses.asdict(claim) for claim in check_claims(cells)]
     found = findings(cells)
-    write_atomically(
-        output / "study.json",
-        json.dumps(document | {"findings": found, "cells": kept}, indent=1).encode() + b"\n",
+    write_document(
+        document | {"claims": claims, "findings": found, "cells": kept}, output / "study.json"
     )
     images = []
     for name, caption, figure in plots:
@@ -75,13 +85,33 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
         images.append((caption, base64.b64encode(buffer.getvalue()).decode()))
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(_PAGE).render(
+        claims=claims_table(cells),
         findings=found,
         images=images,
-        tables=tables,
+        tables=make_tables(cells),
         setup=_setup(document),
         published=f"{theirs.SOURCE}; {theirs.HARDWARE}",
     )
     write_atomically(output / "study.html", page.encode())
+
+
+def print_report(cells: dict[str, Cell], console: Console) -> None:
+    """The claims, the rounds and the findings, on a terminal."""
+    for claim in check_claims(cells):
+        console.print(f"[bold]{claim.claim}[/]: {claim.reproduced}", highlight=False)
+        for label, text in (("paper", claim.paper), ("ours", claim.ours), ("why", claim.why)):
+            if text:
+                console.print(f"  {label}: {text}", markup=False, highlight=False)
+    short = {name: ROUNDS_COLUMNS[name] for name in ("batch", "system", "rounds", "emitted/round")}
+    short |= {
+        "draft\npositions": ROUNDS_COLUMNS["draft positions"],
+        "outputs as\njaxspec's": ROUNDS_COLUMNS["outputs as jaxspec's"],
+    }
+    console.print(
+        make_table("rounds", short, rounds_rows(cells), group=lambda row: row["batch_size"])
+    )
+    for sentence in findings(cells):
+        console.print(f"- {sentence}", markup=False, highlight=False)
 
 
 # ---- what was found, in words
@@ -90,15 +120,15 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
 def findings(cells: dict[str, Cell]) -> list[str]:
     """Sentences, each from figures of this study."""
     found = []
-    decoded = _decodings(cells)
+    decoded = decodings(cells)
     num_faults = sum(cell["equivalence"]["num_faults"] for cell in decoded)
     num_outputs = sum(cell["equivalence"]["num_outputs"] for cell in decoded)
     num_ties = sum(cell["equivalence"]["num_ties"] for cell in decoded)
     if decoded:
         found.append(
             f"Equivalence: of {num_outputs} outputs {num_outputs - num_ties - num_faults} equal "
-            f"batch-1 plain decoding in every token, {num_ties} part from it at proven ties, and "
-            f"{num_faults} otherwise."
+            f"batch-1 plain decoding in every token, {num_ties} diverge from it at proven ties, "
+            f"and {num_faults} otherwise."
         )
     same = [_are_same_bits(cells, size) for size in _sizes(cells)]
     if True in same or False in same:
@@ -107,7 +137,7 @@ def findings(cells: dict[str, Cell]) -> list[str]:
             "Scheduling changes no token: at each batch size the ragged layout's outputs are "
             + ("the same under every scheduler." if holds else "NOT the same: this is a bug.")
         )
-    for cell in _of_kind(cells, "rounds-"):
+    for cell in of_kind(cells, "rounds-"):
         systems, ideal = cell["systems"], cell["ideal_rounds"]
         rounds = {name: system["schedule"]["num_rounds"] for name, system in systems.items()}
         listed = ", ".join(f"{name} {n}" for name, n in rounds.items())
@@ -116,25 +146,26 @@ def findings(cells: dict[str, Cell]) -> list[str]:
         bound = systems["jaxspec"]["num_drafted"] + systems["jaxspec"]["num_committed"]
         found.append(
             f"Rounds at batch {cell['batch_size']}, {cell['num_prompts']} prompts: {listed}; the "
-            f"ideal schedule of its acceptance is {ideal}, jaxspec needs {over:.1%} more. Its "
-            f"draft model read {read} token-positions, {read / bound:.0%} of drafted + committed."
+            f"ideal schedule of jaxspec's acceptance is {ideal}, jaxspec needs {over:.1%} more. "
+            f"Its draft model read {read} token-positions, {read / bound:.0%} of drafted + "
+            "committed."
         )
-    rates = {
-        cell["batch_size"]: cell["tokens_per_s"] for cell in decoded if cell["system"] == "jaxspec"
-    }
-    if len(rates) > 1:
-        sizes = sorted(rates)
-        rises = all(rates[a] < rates[b] for a, b in itertools.pairwise(sizes))
-        listed = ", ".join(f"{rates[size]:.0f}" for size in sizes)
-        found.append(
-            f"Throughput of jaxspec at batch {', '.join(map(str, sizes))}: {listed} tokens/s; it "
-            + ("rises with every batch size." if rises else "does not rise with every batch size.")
+    ours = sorted(
+        (cell for cell in decoded if cell["system"] == "jaxspec"),
+        key=lambda cell: cell["batch_size"],
+    )
+    if len(ours) > 1:
+        listed = "; ".join(
+            f"batch {cell['batch_size']}: {cell['tokens_per_s']:.0f} ({cell['ratio_to_plain']:.2f} "
+            f"times plain decoding's {cell['plain_tokens_per_s']:.0f})"
+            for cell in ours
         )
+        found.append(f"Throughput of jaxspec, tokens/s: {listed}.")
     shares = {
         layout: [
-            cell["anatomy"]["seconds"]["align"] / cell["anatomy"]["wall_s"]
+            cell["time_breakdown"]["seconds"]["align"] / cell["time_breakdown"]["wall_s"]
             for cell in decoded
-            if cell["speculates"] and cell["layout"] == layout and "anatomy" in cell
+            if cell["speculates"] and cell["layout"] == layout and "time_breakdown" in cell
         ]
         for layout in ("aligned", "ragged")
     }
@@ -166,281 +197,10 @@ def _are_same_bits(cells: dict[str, Cell], size: int) -> bool | None:
     """Whether the ragged layout's speculative outputs at a batch size are equal to the token."""
     digests = [
         cell["outputs_sha256"]
-        for cell in _decodings(cells)
+        for cell in decodings(cells)
         if cell["layout"] == "ragged" and cell["speculates"] and cell["batch_size"] == size
     ]
     return len(set(digests)) == 1 if len(digests) > 1 else None
-
-
-# ---- tables
-
-
-def make_tables(cells: dict[str, Cell]) -> list[Grid]:
-    """All tables, ours and the published ones."""
-    makers: Sequence[Callable[[dict[str, Cell]], Grid | None]] = (
-        rounds_table,
-        equivalence_table,
-        _published_equivalence,
-        throughput_table,
-        anatomy_table,
-        _published_anatomy,
-        grouping_table,
-        serving_table,
-        _published_serving,
-    )
-    return [table for make in makers if (table := make(cells)) is not None]
-
-
-def rounds_table(cells: dict[str, Cell]) -> Grid | None:
-    """Rounds and token-positions: what does not depend on the machine."""
-    rows = []
-    for cell in _of_kind(cells, "rounds-"):
-        size = str(cell["batch_size"])
-        for name, system in cell["systems"].items():
-            schedule, read = system["schedule"], system["draft_positions"]
-            bound = system["num_drafted"] + system["num_committed"]
-            rows.append(
-                (
-                    size,
-                    name,
-                    str(schedule["num_rounds"]),
-                    f"{schedule['num_rows'] / schedule['num_rounds'] / cell['batch_size']:.0%}",
-                    f"{system['acceptance']['emitted_per_round']:.2f}",
-                    str(system["target_positions"]),
-                    str(read),
-                    f"{read / bound:.2f}",
-                    f"{system['num_equal_to_jaxspec']} of {cell['num_prompts']}",
-                )
-            )
-        rows.append(
-            (size, "ideal, batch_size refilled at once", str(cell["ideal_rounds"]), *[""] * 6)
-        )
-        rows.append((size, "ideal, static batches", str(cell["ideal_rounds_static"]), *[""] * 6))
-    if not rows:
-        return None
-    return Grid(
-        title="Rounds and token-positions",
-        header=(
-            "batch",
-            "system",
-            "rounds",
-            "batch_size used",
-            "emitted/round",
-            "target positions",
-            "draft positions",
-            "draft positions / (drafted + committed)",
-            "outputs as jaxspec's",
-        ),
-        rows=rows,
-    )
-
-
-def equivalence_table(cells: dict[str, Cell]) -> Grid | None:
-    """Outputs beside batch-1 plain decoding, in the shape of the paper's table 1."""
-    rows = [
-        (
-            cell["system"],
-            str(cell["batch_size"]),
-            str(cell["equivalence"]["num_outputs"]),
-            _pair(cell["equivalence"]["exact_text"], cell["equivalence"]["partial_text"]),
-            _percent(cell["equivalence"]["exact_tokens"]),
-            str(cell["equivalence"]["num_ties"]),
-            str(cell["equivalence"]["num_faults"]),
-        )
-        for cell in _decodings(cells)
-    ]
-    if not rows:
-        return None
-    return Grid(
-        title="Equivalence with batch-1 plain decoding: the paper's E / P on text, then tokens",
-        header=("system", "batch", "outputs", "E / P %", "tokens equal", "ties", "faults"),
-        rows=rows,
-    )
-
-
-def throughput_table(cells: dict[str, Cell]) -> Grid | None:
-    """Wall time and rounds of every cell."""
-    rows = [
-        (
-            cell["system"],
-            str(cell["batch_size"]),
-            str(cell["num_requests"]),
-            f"{cell['tokens_per_s']:.0f}",
-            f"{cell['ratio_to_plain']:.2f}",
-            f"{cell['acceptance']['emitted_per_round']:.2f}",
-            str(cell["schedule"]["num_rounds"]),
-            str(cell["ideal_rounds"]),
-            str(cell["schedule"]["num_realignments"]),
-        )
-        for cell in _decodings(cells)
-    ]
-    if not rows:
-        return None
-    return Grid(
-        title="Throughput (whole runs, prompts read included) and rounds",
-        header=(
-            "system",
-            "batch",
-            "requests",
-            "tokens/s",
-            "times the plain loop of that batch, in turns",
-            "emitted/round",
-            "rounds",
-            "ideal",
-            "realignments",
-        ),
-        rows=rows,
-    )
-
-
-def anatomy_table(cells: dict[str, Cell]) -> Grid | None:
-    """Where the time goes, in the shape of the paper's table 2."""
-    rows = []
-    for cell in _dissected(cells):
-        anatomy, schedule = cell["anatomy"], cell["schedule"]
-        shares = _shares(anatomy)
-        part_ms = {name: 1e3 * seconds for name, seconds in anatomy["part_s"].items()}
-        drafted = cell["acceptance"]["num_draft_tokens"]
-        accepted = cell["acceptance"]["num_accepted_tokens"]
-        rows.append(
-            (
-                cell["system"],
-                str(cell["batch_size"]),
-                str(schedule["num_rounds"]),
-                f"{cell['num_tokens'] / schedule['num_rounds']:.1f}",
-                f"{accepted / drafted:.3f}" if drafted else NONE,
-                f"{part_ms.get('draft', 0):.1f}",
-                f"{part_ms['target'] + part_ms.get('verify', 0):.1f}",
-                f"{part_ms['align']:.2f}",
-                *(f"{100 * shares[name]:.1f}" for name in anatomy["seconds"]),
-            )
-        )
-    if not rows:
-        return None
-    parts = list(_dissected(cells)[0]["anatomy"]["seconds"])
-    return Grid(
-        title=(
-            "Where the time goes. Milliseconds per call: parts compiled alone, timed on a state "
-            "from the middle of the run. Shares of the wall time, %: draft, verify, align and seat "
-            "are calls times milliseconds; rounds, prefill and host are timed in the run itself"
-        ),
-        header=(
-            "system",
-            "batch",
-            "calls",
-            "tokens/call",
-            "acceptance",
-            "draft ms",
-            "verify ms",
-            "align ms",
-            *(f"{name} %" for name in parts),
-        ),
-        rows=rows,
-    )
-
-
-def grouping_table(cells: dict[str, Cell]) -> Grid | None:
-    """Grouping rates of the pool at the paper's window, ours and theirs."""
-    grouping = cells.get("grouping")
-    if not grouping:
-        return None
-    window = _paper_window(grouping)
-    rows = []
-    for rate in grouping["rates"]:
-        if rate["window_size"] == window:
-            published = theirs.GROUPING[rate["lengths"]].get(rate["batch_size"])
-            rows.append(
-                (
-                    rate["lengths"],
-                    rate["layout"],
-                    str(rate["batch_size"]),
-                    _percent(rate["by_calls"]),
-                    _percent(rate["by_rows"]),
-                    NONE if published is None else f"{published:.1f} %",
-                )
-            )
-    return Grid(
-        title=(
-            f"Grouping rate of a pool of {window} rows ({grouping['num_requests']} requests), and "
-            "the published one (Multi30k, window 50, other models)"
-        ),
-        header=("prompts", "layout", "batch", "by calls", "by rows", "published, by calls"),
-        rows=rows,
-    )
-
-
-def serving_table(cells: dict[str, Cell]) -> Grid | None:
-    """Request latency under Poisson arrivals, in the shape of the paper's table 4."""
-    rows = [
-        (
-            cell["system"],
-            str(cell["batch_size"]),
-            f"{cell['arrivals_per_s']:.2f}",
-            str(cell["num_requests"]),
-            f"{cell['tokens_per_s']:.0f}",
-            *(f"{cell['latency_s'][name]:.2f}" for name in ("p50", "p90", "p99")),
-        )
-        for cell in _of_kind(cells, "serving-")
-    ]
-    if not rows:
-        return None
-    return Grid(
-        title="Request latency under Poisson arrivals: the same arrivals for all",
-        header=("system", "batch", "requests/s", "requests", "tokens/s", "P50 s", "P90 s", "P99 s"),
-        rows=rows,
-    )
-
-
-def _published_equivalence(cells: dict[str, Cell]) -> Grid:
-    columns = [(model, batch) for model in theirs.MODELS for batch in (1, 4)]
-    return Grid(
-        title=f"Published: equivalence, E / P % ({theirs.HARDWARE})",
-        header=("method", *(f"{model}, batch {batch}" for model, batch in columns)),
-        rows=[
-            (
-                method,
-                *(
-                    f"{found[column][0]:.1f} / {found[column][1]:.1f}" if column in found else NONE
-                    for column in columns
-                ),
-            )
-            for method, found in theirs.EQUIVALENCE.items()
-        ],
-    )
-
-
-def _published_anatomy(cells: dict[str, Cell]) -> Grid:
-    return Grid(
-        title="Published: overhead anatomy (Vicuna-7B, A100, batch 4)",
-        header=("system", "tokens/s", "calls", "verify ms", "verify %", "draft %", "overhead %"),
-        rows=[
-            (
-                system,
-                f"{found['tokens_per_s']:.1f}",
-                f"{found['calls']:.0f}",
-                f"{found['verify_ms']:.1f}",
-                *(f"{found[name]:.1f}" for name in ("verify", "draft", "overhead")),
-            )
-            for system, found in theirs.ANATOMY.items()
-        ],
-    )
-
-
-def _published_serving(cells: dict[str, Cell]) -> Grid:
-    return Grid(
-        title="Published: simulated serving (A100)",
-        header=("system", "batch", "tokens/s", "P50 s", "P90 s", "P99 s"),
-        rows=[
-            (
-                system,
-                str(batch),
-                f"{found['tokens_per_s']:.1f}",
-                *(f"{found[name]:.2f}" for name in ("p50", "p90", "p99")),
-            )
-            for system, by_batch in theirs.SERVING.items()
-            for batch, found in by_batch.items()
-        ],
-    )
 
 
 # ---- plots
@@ -452,12 +212,7 @@ def make_plots(cells: dict[str, Cell]) -> list[tuple[str, str, Any]]:
     Raises:
       SettingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingError(
-            "The study draws plots, and matplotlib is not installed; install it."
-        ) from error
+    Figure = import_extra("matplotlib.figure", "the plots of a study").Figure
 
     def panels(*titles: str, width_ratios: Sequence[float] = (3, 2)) -> tuple[Any, Any]:
         figure = Figure(figsize=(9.6, 3.7), layout="constrained")
@@ -470,7 +225,13 @@ def make_plots(cells: dict[str, Cell]) -> list[tuple[str, str, Any]]:
         return figure, np.atleast_1d(axes)
 
     plots = []
-    for draw in (_plot_throughput, _plot_rounds, _plot_anatomy, _plot_grouping, _plot_serving):
+    for draw in (
+        _plot_throughput,
+        _plot_rounds,
+        _plot_time_breakdown,
+        _plot_grouping,
+        _plot_serving,
+    ):
         plot = draw(cells, panels)
         if plot is not None:
             plots.append(plot)
@@ -479,7 +240,7 @@ def make_plots(cells: dict[str, Cell]) -> list[tuple[str, str, Any]]:
 
 def _plot_throughput(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
     rates: dict[str, dict[int, float]] = {}
-    for cell in _decodings(cells):
+    for cell in decodings(cells):
         if cell["system"] in COLOURS:
             rates.setdefault(cell["system"], {})[cell["batch_size"]] = cell["tokens_per_s"]
     if not rates:
@@ -507,7 +268,7 @@ def _plot_throughput(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | N
 
 
 def _plot_rounds(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
-    found = _of_kind(cells, "rounds-")
+    found = of_kind(cells, "rounds-")
     if not found:
         return None
     figure, axes = panels(
@@ -528,8 +289,8 @@ def _plot_rounds(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
     return "rounds", "Rounds: the same prompts, tokens and draft length", figure
 
 
-def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
-    found = [cell for cell in _dissected(cells) if cell["system"] in (*NAMED, PLAIN)]
+def _plot_time_breakdown(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+    found = [cell for cell in broken_down(cells) if cell["system"] in NAMED]
     if not found:
         return None
     figure, (ours, published) = panels(
@@ -537,7 +298,7 @@ def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
     )
     figure.set_size_inches(9.6, 1.8 + 0.24 * len(found))
     bars = [
-        (f"{cell['system']}, batch {cell['batch_size']}", _shares(cell["anatomy"]))
+        (f"{cell['system']}, batch {cell['batch_size']}", shares(cell["time_breakdown"]))
         for cell in sorted(found, key=lambda cell: cell["batch_size"])
     ]
     _stack(ours, bars)
@@ -552,7 +313,7 @@ def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
                     "overhead (published)": shares["overhead"] / 100,
                 },
             )
-            for name, shares in theirs.ANATOMY.items()
+            for name, shares in theirs.TIME_BREAKDOWN.items()
         ],
     )
     handles = [*ours.get_legend_handles_labels()[0], *published.get_legend_handles_labels()[0][-1:]]
@@ -560,7 +321,7 @@ def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
         handles, [handle.get_label() for handle in handles], loc="outside lower center", ncols=8,
         frameon=False, fontsize=8,
     )  # fmt: skip
-    return "anatomy", "Where the time goes", figure
+    return "time-breakdown", "Where the time goes", figure
 
 
 def _stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]]) -> None:
@@ -580,7 +341,7 @@ def _plot_grouping(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | Non
     grouping = cells.get("grouping")
     if not grouping or not grouping["rates"]:
         return None
-    window = _paper_window(grouping)
+    window = paper_window(grouping)
     sizes = sorted({rate["batch_size"] for rate in grouping["rates"]})
     middle = min(sizes, key=lambda size: abs(size - 8))
     figure, axes = panels(
@@ -630,7 +391,7 @@ def _plot_grouping(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | Non
 
 
 def _plot_serving(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
-    found = _of_kind(cells, "serving-")
+    found = of_kind(cells, "serving-")
     if not found:
         return None
     size = max(cell["batch_size"] for cell in found)
@@ -661,43 +422,12 @@ def _plot_serving(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
 # ---- cells by kind
 
 
-def _decodings(cells: dict[str, Cell]) -> list[Cell]:
-    return [cell for name, cell in cells.items() if name.startswith("decode-")]
-
-
-def _dissected(cells: dict[str, Cell]) -> list[Cell]:
-    return [cell for cell in _decodings(cells) if "anatomy" in cell]
-
-
-def _of_kind(cells: dict[str, Cell], prefix: str) -> list[Cell]:
-    return [cell for name, cell in cells.items() if name.startswith(prefix)]
-
-
 def _sizes(cells: dict[str, Cell]) -> list[int]:
-    return sorted({cell["batch_size"] for cell in _decodings(cells)})
-
-
-def _shares(anatomy: dict[str, Any]) -> dict[str, float]:
-    return {name: seconds / anatomy["wall_s"] for name, seconds in anatomy["seconds"].items()}
-
-
-def _paper_window(grouping: Cell) -> int:
-    """The paper's window, or what comes nearest."""
-    return min({rate["window_size"] for rate in grouping["rates"]}, key=lambda w: abs(w - 50))
+    return sorted({cell["batch_size"] for cell in decodings(cells)})
 
 
 def _colour(name: str) -> str:
     return next((colour for known, colour in COLOURS.items() if known in name), "#bdc3c7")
-
-
-def _pair(exact: float | None, partial: float | None) -> str:
-    if exact is None or partial is None:
-        return NONE
-    return f"{100 * exact:.1f} / {100 * partial:.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _setup(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -738,11 +468,20 @@ h2 { font-size: 1rem; margin-top: 2rem; }
 figure { margin: 0 0 1.5rem; } figure img { max-width: 100%; }
 </style></head><body>
 <h1>Study of batched speculative decoding</h1>
+<h2>{{ claims.title }}</h2>
+<table><tr>{% for name in claims.header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in claims.rows %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
 <ul>{% for sentence in findings %}<li>{{ sentence }}</li>{% endfor %}</ul>
 <table>{% for name, value in setup %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}
 </table>
-<p>EQSPEC is the aligned layout with static batches, EXSPEC the aligned layout with the same-length
-pool, jaxspec the ragged layout with continuous batching: all run by this package, on this machine.
+<p>EQSPEC and EXSPEC run as published: the aligned layout with static batches or with the
+same-length pool, no bonus token after a full acceptance, drafts of the batch's least length, and a
+draft model that keeps no KV. "aligned + static" and "aligned + pool" are the same layout and
+scheduler with jaxspec's drafting and verification; jaxspec is the ragged layout with continuous
+batching. Everything ran in this package, on this machine.
 Published figures stand on a tinted ground: {{ published }}.</p>
 {% for caption, data in images %}
 <figure><figcaption><b>{{ caption }}</b></figcaption>

@@ -14,7 +14,7 @@ import tiny
 
 from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.commands import train
-from jaxspec.commands.documents import make_document
+from jaxspec.runtime.documents import make_document
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import SettingError
 
