@@ -28,7 +28,6 @@ from jaxspec.bench.cells import CellStore
 from jaxspec.bench.measure import (
     Say,
     fill,
-    memory_of,
     peak_bytes,
     random_prompts,
     run_rounds,
@@ -337,10 +336,9 @@ class _Rounds:
         fill(self.executor, prompts, params, draft_length=plan.draft_length, reads=False)
         self._start = self.executor.fetch()
         self._restart(plan.draft_length)
-        run = self.executor.programs["run"]
         arguments = (self.executor.params, self.executor.state, np.int32(1), np.int32(1))
-        self.compile_s = run.compile(*arguments).seconds
-        memory = memory_of(run, *arguments)
+        self.compile_s = self.executor.programs["run"].compile(*arguments).seconds
+        memory = self.executor.lower_run().compile().memory_analysis()
         self.num_bytes = memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     def truth(self) -> np.ndarray:

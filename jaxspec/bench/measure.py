@@ -225,17 +225,6 @@ def run_rounds(executor: Executor, num_rounds: int) -> None:
     jax.block_until_ready(executor.state)
 
 
-def memory_of(program: Any, *arguments: Any) -> Any:
-    """What the compiler says of a program's memory; None where it says nothing."""
-    return program.lower(*arguments).compile().memory_analysis()
-
-
-def memory_of_round(executor: Executor) -> Any:
-    """`memory_of` the decode round."""
-    state, number = executor.eval_state(), np.int32(1)
-    return memory_of(executor.programs["run"], executor.params, state, number, number)
-
-
 def peak_bytes() -> int | None:
     """Peak bytes in use on the device in this process, where the device says."""
     found = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from jaxspec.analysis.cost import Measured, Pass
-from jaxspec.bench.measure import memory_of
 from jaxspec.bench.roofline import forward_pass
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import (
@@ -74,7 +73,8 @@ class Repeated:
 
     def program_bytes(self) -> int | None:
         """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
-        memory = memory_of(self._program, self._params, self._fixed, self._moving, 1)
+        lowered = self._program.lower(self._params, self._fixed, self._moving, 1)
+        memory = lowered.compile().memory_analysis()
         return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 

@@ -73,7 +73,7 @@ class StepCostBench(Bench):
         )
         results = []
         for length, executor in executors.items():
-            memory = measure.memory_of_round(executor)
+            memory = executor.lower_run().compile().memory_analysis()
             slower = turns.ratios(self.max_lengths[0], over=length)
             results.append(
                 {

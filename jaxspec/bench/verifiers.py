@@ -124,8 +124,7 @@ class VerifiersBench(PairBench):
             "temperature, repetition_penalty": {"temperature": 0.8, "repetition_penalty": 1.1},
         }
         prompts = [line.prompt for line in sample_prompts()[: self.batch_size]]
-        programs = engine.executor.programs["run"]
-        num_traces = programs._cache_size()
+        num_compiled = engine.executor.compile_counts()["run"]
 
         def decode(fields: dict[str, Any]) -> int:
             params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, seed=0, **fields)
@@ -137,7 +136,8 @@ class VerifiersBench(PairBench):
             self.repeats,
             num_warm_ups=1,
         )
-        assert programs._cache_size() - num_traces == 1, "sampling parameters compiled anew"
+        num_compiled = engine.executor.compile_counts()["run"] - num_compiled
+        assert num_compiled == 1, "sampling parameters compiled anew"
         return [
             {
                 "sampling": kind,

@@ -206,7 +206,7 @@ class Workload:
             if decoding.is_published:
                 draft = published.RereadingDraftModel(self.draft)
                 settings["verifier"] = published.WithoutBonus()
-            drafter: Drafter = self._oracle(draft) if is_oracle else draft
+            drafter: Any = self._oracle(draft) if is_oracle else draft
             if decoding.is_published:
                 drafter = published.BatchMinimum(drafter)
             settings |= {"drafter": drafter, "draft_length": self.options.draft_length}
