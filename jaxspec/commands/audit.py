@@ -38,6 +38,9 @@ from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import sha256_of
 from jaxspec.verifiers import Coupled, Verifier
 
+# What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
+CONTROLS_MEASURES = ("audit/controls", "decode/loop.py")
+
 CHOICES: dict[str, Verifier] = {
     **{name: make() for name, make in VERIFIERS.items()},
     "coupled:independent": Coupled(is_noise_shared=False),
@@ -154,7 +157,13 @@ class AuditCommand:
             highlight=False,
         )
         is_sound = num_good == len(results)
-        return make_document("audit", self, holds=is_sound, controls=controls_json(results))
+        return make_document(
+            "audit",
+            self,
+            measures=CONTROLS_MEASURES,
+            holds=is_sound,
+            controls=controls_json(results),
+        )
 
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path

@@ -36,6 +36,11 @@ from jaxspec.runtime.environment import devices, devices_sentence, sha256_of
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
+# What its figures are of; see `jaxspec.runtime.freshness`.
+MEASURES = (
+    "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
+    "engine/executor.py", "commands/demo.py",
+)  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
@@ -91,6 +96,7 @@ class DemoCommand:
         return make_document(
             "demo",
             self,
+            measures=MEASURES,
             exactness="bitwise",
             inputs={"prompts.jsonl": _sha256_of_samples()},
             num_prompts=len(prompts),
