@@ -31,6 +31,7 @@ from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import random_model
+from jaxspec.runtime.report import Columns, TextTable
 
 
 def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
@@ -134,13 +135,13 @@ class CompileTimeBench(Bench):
                 result["cpu_s_per_added_layer"] = float(added_s / num_added)
                 result["exponent"] = float(np.log(cpu_s[index] / cpu_s[index - 1]) / np.log(ratio))
             results.append(result)
-        columns: measure.Columns = {
+        columns: Columns = {
             "layers": lambda found: found["num_layers"],
             "CPU s": lambda found: f"{found['cpu_s']:.1f}",
             "s": lambda found: f"{found['wall_s']:.1f}",
             "exponent": lambda found: f"{found['exponent']:.2f}" if "exponent" in found else "",
         }
-        console.print(measure.make_table("compiling an engine", columns, results))
+        console.print(TextTable.of_columns("compiling an engine", columns, results))
         return {"results": results}
 
     def _model(self, num_layers: int) -> LanguageModel:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.analysis import cost
-from jaxspec.audit.judge import Finding, judge
-from jaxspec.audit.scoring import Scorer
+from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
 from jaxspec.bench.measure import Say
 from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, round_roofline_s
@@ -388,23 +387,9 @@ def agreement(
       ours: completions.
       theirs: reference token ids.
     """
-    num_equal, num_not_ties, scorer = 0, 0, None
-    for done, reference in zip(ours, theirs, strict=True):
-        if tuple(done.token_ids) == tuple(reference):
-            num_equal += 1
-            continue
-        if scorer is None:
-            longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in ours)
-            scorer = Scorer(target, max_length=longest)
-        divergence = judge(
-            scorer,
-            prompt_ids=done.prompt_token_ids,
-            output_ids=done.token_ids,
-            reference_ids=reference,
-            params=SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True),
-        )
-        num_not_ties += divergence is not None and divergence.finding != Finding.TIE
-    return num_equal, num_not_ties
+    params = [SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True) for done in ours]
+    found = judge_all(target, ours, theirs, params)
+    return found.num_equal, len(found.differing) - found.count(Finding.TIE)
 
 
 def peak_memory(program: stages.Repeated) -> dict[str, Any]:

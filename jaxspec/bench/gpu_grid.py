@@ -42,7 +42,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import Turns, take_turns
 from jaxspec.schedulers import Static
 from jaxspec.types import PyTree
@@ -395,11 +395,9 @@ def plot_grid(document: Mapping[str, Any]) -> Any:
     Raises:
       SettingError: matplotlib is not installed.
     """
-    Figure = import_extra("matplotlib.figure", "a plot").Figure
     cells = [cell for cell in document["cells"].values() if cell["outcome"] == "measured"]
     height = 2 + 0.35 * max(len(cells), 1)
-    figure = Figure(figsize=(14, height), layout="constrained")
-    plain, speculative, gains = figure.subplots(1, 3, sharey=True)
+    figure, (plain, speculative, gains) = new_figure(1, 3, size=(14, height), sharey=True)
     kinds = " ".join(document["devices"]["kinds"])
     figure.suptitle(f"random weights, oracle drafts; {kinds}")
     y = np.arange(len(cells))

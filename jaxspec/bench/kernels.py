@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from jaxspec.bench import measure
 from jaxspec.bench.measure import Bench
 from jaxspec.bench.roofline import measure_ceilings
 from jaxspec.bench.stages import forward_runs
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.kernels.registry import KernelsName
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import time_loops
 
 NAMES: tuple[KernelsName, KernelsName] = ("xla", "native")
@@ -80,7 +80,7 @@ class KernelsBench(Bench):
                             / turns.median_s("native"),
                         }
                     )
-        columns: measure.Columns = {
+        columns: Columns = {
             "dtype": lambda found: found["dtype"],
             **{name: (lambda found, name=name: found[name]) for name in ("window", "context")},
             "batch": lambda found: found["batch_size"],
@@ -89,5 +89,5 @@ class KernelsBench(Bench):
             "ratio": lambda found: f"{found['ratio']:.2f}",
             "of the roofline": lambda found: f"{found['native_fraction_of_roofline']:.0%}",
         }
-        console.print(measure.make_table("forward passes", columns, results))
+        console.print(TextTable.of_columns("forward passes", columns, results))
         return {"results": results}

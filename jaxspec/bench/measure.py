@@ -1,4 +1,4 @@
-"""What every bench has in common: options and document, tables, rows in mid-decode.
+"""What every bench has in common: options, document, rows in mid-decode.
 
 A bench is a dataclass whose fields are its options on the command line; `measure` returns what its
 document holds. Programs that are timed against each other take turns (`runtime.turns`).
@@ -10,15 +10,13 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.engine.engine import Engine
@@ -34,7 +32,6 @@ from jaxspec.types import Finish
 
 Say: TypeAlias = Callable[[str], None]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
-Columns: TypeAlias = Mapping[str, Callable[[Any], Any]]
 
 ROUND = ("decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "sampling.py")
 NOT_OF_THE_RESULT = ("out", "json", "plot", "resume")
@@ -121,28 +118,6 @@ def check_at_least_one(options: Any, *names: str) -> None:
                 raise SettingError(f"{option} {given} was given; give numbers of at least 1.")
         elif value is not None and value < 1:
             raise SettingError(f"{option} {value} was given; it must be at least 1.")
-
-
-def make_table(
-    title: str, columns: Columns, rows: Sequence[Any], *, group: Callable[[Any], Any] | None = None
-) -> Table:
-    """A table that 80 columns hold: a line per row, a column per function of a row.
-
-    Args:
-      title: above it.
-      columns: functions of a row by the column's heading; what they return is shown as text.
-      rows: any records.
-      group: a line is drawn between rows of which this differs.
-    """
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for index, heading in enumerate(columns):
-        # Names may be long and are wrapped where they must; figures never are.
-        is_name = index == 0 or heading in ("system", "verifier", "sampling")
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=not is_name)
-    for row, after in itertools.zip_longest(rows, rows[1:]):
-        ends = group is not None and after is not None and group(row) != group(after)
-        table.add_row(*(str(cell(row)) for cell in columns.values()), end_section=ends)
-    return table
 
 
 # ---- rows in mid-decode

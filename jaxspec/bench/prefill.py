@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console
 
-from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +57,14 @@ class PrefillBench(PairBench):
             found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             ratio = found["longest_gap_ms"] / found["usual_gap_ms"]
             results.append({"prefill_chunk": chunk, **found, "longest_over_usual": ratio})
-        columns: measure.Columns = {
+        columns: Columns = {
             "chunk": lambda found: found["prefill_chunk"],
             "usual gap ms": lambda found: f"{found['usual_gap_ms']:.1f}",
             "longest gap ms": lambda found: f"{found['longest_gap_ms']:.1f}",
             "ratio": lambda found: f"{found['longest_over_usual']:.1f}",
             "first token ms": lambda found: f"{found['first_token_ms']:.1f}",
         }
-        console.print(measure.make_table("prefill interference", columns, results))
+        console.print(TextTable.of_columns("prefill interference", columns, results))
         return {"results": results}
 
     def _arrival(self, engine: Engine) -> dict[str, float]:

@@ -18,6 +18,7 @@ from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import take_turns
 from jaxspec.schedulers import Static
 
@@ -83,10 +84,10 @@ class StepCostBench(Bench):
                     "temporary_bytes": memory and memory.temp_size_in_bytes,
                 }
             )
-        columns: measure.Columns = {
+        columns: Columns = {
             "max_length": lambda found: found["max_length"],
             "ms per round": lambda found: f"{found['ms_per_round']:.3f}",
             "of the first": lambda found: f"{found['ratio_to_first']:.2f}",
         }
-        console.print(measure.make_table("cost of a round", columns, results))
+        console.print(TextTable.of_columns("cost of a round", columns, results))
         return {"results": results}

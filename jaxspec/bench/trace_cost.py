@@ -18,6 +18,7 @@ from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.trace import LEVELS
 
@@ -94,12 +95,12 @@ class TraceCostBench(PairBench):
                         "trace_bytes": sum(leaf.nbytes for leaf in traces),
                     }
                 )
-        columns: measure.Columns = {
+        columns: Columns = {
             "batch": lambda found: found["batch_size"],
             "trace": lambda found: found["trace"] or "none",
             "ms per round": lambda found: f"{found['ms_per_round']:.3f}",
             "of untraced": lambda found: f"{found['ratio_to_none']:.2f}",
             "KiB": lambda found: f"{found['trace_bytes'] / 1024:.0f}",
         }
-        console.print(measure.make_table("cost of a trace", columns, results))
+        console.print(TextTable.of_columns("cost of a trace", columns, results))
         return {"results": results}

@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
@@ -28,6 +26,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
@@ -190,7 +189,7 @@ def accepted_per_tested(total: Acceptance) -> float:
     return total.num_accepted_tokens / tested if tested else 0.0
 
 
-def acceptance_table(results: Sequence[dict[str, Any]]) -> Table:
+def acceptance_table(results: Sequence[dict[str, Any]]) -> TextTable:
     """Verifiers down, domains across: emitted per round, and accepted per draft token that was
     reached; below them the chance that `rejection` accepts."""
     found = {(result["verifier"], result["domain"]): result for result in results}
@@ -203,18 +202,18 @@ def acceptance_table(results: Sequence[dict[str, Any]]) -> Table:
         result = found[verifier, domain]
         return f"{result['emitted_per_round']:.2f} {result['accepted_per_tested']:.2f}"
 
-    columns: measure.Columns = {"verifier": lambda verifier: verifier}
+    columns: Columns = {"verifier": lambda verifier: verifier}
     for domain in dict.fromkeys(domain for _, domain in found):
         columns |= {domain: lambda verifier, domain=domain: cell(verifier, domain)}
     title = "emitted per round, and accepted per draft token that was reached"
-    return measure.make_table(title, columns, [*verifiers, overlap])
+    return TextTable.of_columns(title, columns, [*verifiers, overlap])
 
 
-def cost_table(cost: Sequence[dict[str, Any]]) -> Table:
+def cost_table(cost: Sequence[dict[str, Any]]) -> TextTable:
     """Milliseconds per round, and the ratio to greedy."""
-    columns: measure.Columns = {
+    columns: Columns = {
         "sampling": lambda line: line["sampling"],
         "ms per round": lambda line: f"{line['ms_per_round']:.2f}",
         "of greedy": lambda line: f"{line['ratio_to_greedy']:.2f}",
     }
-    return measure.make_table("cost of sampling", columns, cost)
+    return TextTable.of_columns("cost of sampling", columns, cost)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
@@ -25,13 +24,11 @@ from jaxspec.bench.kernels import KernelsBench
 from jaxspec.bench.measure import (
     ROUND,
     Bench,
-    Columns,
     Dtype,
     check_at_least_one,
-    make_table,
     read_and_encode,
 )
-from jaxspec.bench.plots import save_figure, write_plot
+from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.step_cost import StepCostBench
 from jaxspec.bench.trace_cost import TraceCostBench
@@ -45,6 +42,7 @@ from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.rounds import SchedulersBench
 from jaxspec.studies.study import Study
 
@@ -102,7 +100,7 @@ class DecodeCommand(Bench):
         """Measures, prints the tables, writes the files; returns the JSON document."""
         document = super().run(console)
         if self.plot is not None:
-            write_plot(document, self.plot)
+            save_figure(plot_decode(document), self.plot)
         return document
 
     def measure(self, console: Console) -> dict[str, Any]:
@@ -545,28 +543,30 @@ def _by_batch(run: Mapping[str, Any]) -> int:
     return run["batch_size"]
 
 
-def decode_tables(document: Mapping[str, Any]) -> list[Table]:
+def decode_tables(document: Mapping[str, Any]) -> list[TextTable]:
     """The tables of `bench decode`."""
     tables = [
-        make_table("speed, prefill included", RUNS, document["runs"], group=_by_batch),
-        make_table("draft length auto", ADAPTIVE, document["adaptive"], group=_by_batch),
-        make_table("ms per round", STAGES_OF_RUNS, document["runs"], group=_by_batch),
+        TextTable.of_columns("speed, prefill included", RUNS, document["runs"], group=_by_batch),
+        TextTable.of_columns("draft length auto", ADAPTIVE, document["adaptive"], group=_by_batch),
+        TextTable.of_columns("ms per round", STAGES_OF_RUNS, document["runs"], group=_by_batch),
     ]
     if document["against"]:
         title = "against transformers, in turns"
-        tables.append(make_table(title, AGAINST, document["against"], group=lambda p: p["hf"]))
+        tables.append(
+            TextTable.of_columns(title, AGAINST, document["against"], group=lambda p: p["hf"])
+        )
     return tables
 
 
-def predictions_table(predictions: Sequence[Mapping[str, Any]]) -> Table:
+def predictions_table(predictions: Sequence[Mapping[str, Any]]) -> TextTable:
     """Expected rates, one batch size and acceptance a line."""
-    return make_table("predicted", PREDICTIONS, predictions, group=_by_batch)
+    return TextTable.of_columns("predicted", PREDICTIONS, predictions, group=_by_batch)
 
 
-def grid_table(cells: Mapping[str, Mapping[str, Any]]) -> Table:
+def grid_table(cells: Mapping[str, Mapping[str, Any]]) -> TextTable:
     """A line per cell: plain decoding, and speculation at the oracle's highest acceptance."""
     title = "GPU grid (random weights, oracle drafts)"
-    return make_table(title, GRID, list(cells.values()))
+    return TextTable.of_columns(title, GRID, list(cells.values()))
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.audit.judge import Finding, judge
+from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.audit.self_audit import StudyMetrics
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.completions import Completion
@@ -110,21 +110,13 @@ def equivalence(
 ) -> dict[str, Any]:
     """Outputs beside batch-1 plain decoding: the published metrics on text, then tokens."""
     references = cells["reference"]["token_ids"][: len(requests)]
-    findings = []
-    for request, completion, reference in zip(requests, completions, references, strict=True):
-        divergence = judge(
-            workload.scorer,
-            prompt_ids=request.prompt_token_ids,
-            output_ids=completion.token_ids,
-            reference_ids=reference,
-            params=request.params,
-        )
-        findings.append(None if divergence is None else divergence.finding)
-    num_ties = findings.count(Finding.TIE)
+    params = [request.params for request in requests]
+    found = judge_all(workload.scorer, completions, references, params)
+    num_ties = found.count(Finding.TIE)
     return {
         **_matches(workload, completions, references),
         "num_ties": num_ties,
-        "num_faults": len(findings) - findings.count(None) - num_ties,
+        "num_faults": len(found.differing) - num_ties,
     }
 
 

@@ -6,21 +6,17 @@ their own, with the hardware named.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from rich.console import Console
 
-from jaxspec.bench.measure import make_table
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
-from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.report import Plot, TextTable, new_figure, write_page
 from jaxspec.studies import published_figures as theirs
 from jaxspec.studies.claims import check_claims
 from jaxspec.studies.tables import (
@@ -77,22 +73,25 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
     write_document(
         document | {"claims": claims, "findings": found, "cells": kept}, output / "study.json"
     )
-    images = []
-    for name, caption, figure in plots:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-        write_atomically(output / f"{name}.png", buffer.getvalue())
-        images.append((caption, base64.b64encode(buffer.getvalue()).decode()))
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(_PAGE).render(
-        claims=claims_table(cells),
+    for plot in plots:
+        write_atomically(output / f"{plot.name}.png", plot.png())
+    write_page(
+        output / "study.html",
+        title="Study of batched speculative decoding",
+        summary=claims_table(cells),
         findings=found,
-        images=images,
-        tables=make_tables(cells),
-        setup=_setup(document),
-        published=f"{theirs.SOURCE}; {theirs.HARDWARE}",
+        paragraphs=[
+            "EQSPEC and EXSPEC run as published: the aligned layout with static batches or with "
+            "the same-length pool, no bonus token after a full acceptance, drafts of the batch's "
+            'least length, and a draft model that keeps no KV. "aligned + static" and "aligned + '
+            "pool\" are the same layout and scheduler with jaxspec's drafting and verification; "
+            "jaxspec is the ragged layout with continuous batching. Everything ran in this "
+            "package, on this machine.",
+            f"Published figures stand on a tinted ground: {theirs.SOURCE}; {theirs.HARDWARE}",
+        ],
+        tables=[TextTable.of_values("Setup", dict(_setup(document))), *make_tables(cells)],
+        plots=plots,
     )
-    write_atomically(output / "study.html", page.encode())
 
 
 def print_report(cells: dict[str, Cell], console: Console) -> None:
@@ -108,7 +107,9 @@ def print_report(cells: dict[str, Cell], console: Console) -> None:
         "outputs as\njaxspec's": ROUNDS_COLUMNS["outputs as jaxspec's"],
     }
     console.print(
-        make_table("rounds", short, rounds_rows(cells), group=lambda row: row["batch_size"])
+        TextTable.of_columns(
+            "rounds", short, rounds_rows(cells), group=lambda row: row["batch_size"]
+        )
     )
     for sentence in findings(cells):
         console.print(f"- {sentence}", markup=False, highlight=False)
@@ -206,20 +207,19 @@ def _are_same_bits(cells: dict[str, Cell], size: int) -> bool | None:
 # ---- plots
 
 
-def make_plots(cells: dict[str, Cell]) -> list[tuple[str, str, Any]]:
-    """Name, caption and matplotlib figure of each plot that the cells suffice for.
+def make_plots(cells: dict[str, Cell]) -> list[Plot]:
+    """The plots that the cells suffice for.
 
     Raises:
       SettingError: matplotlib is not installed.
     """
-    Figure = import_extra("matplotlib.figure", "the plots of a study").Figure
 
     def panels(*titles: str, width_ratios: Sequence[float] = (3, 2)) -> tuple[Any, Any]:
-        figure = Figure(figsize=(9.6, 3.7), layout="constrained")
-        axes = figure.subplots(1, len(titles), width_ratios=width_ratios[: len(titles)])
+        figure, axes = new_figure(
+            1, len(titles), size=(9.6, 3.7), width_ratios=width_ratios[: len(titles)]
+        )
         for each, title in zip(np.atleast_1d(axes), titles, strict=True):
             each.set_title(title, fontsize=9)
-            each.spines[["top", "right"]].set_visible(False)
             if title.startswith("published"):
                 each.set_facecolor("#f4f1ea")
         return figure, np.atleast_1d(axes)
@@ -238,7 +238,7 @@ def make_plots(cells: dict[str, Cell]) -> list[tuple[str, str, Any]]:
     return plots
 
 
-def _plot_throughput(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_throughput(cells: dict[str, Cell], panels) -> Plot | None:
     rates: dict[str, dict[int, float]] = {}
     for cell in decodings(cells):
         if cell["system"] in COLOURS:
@@ -264,10 +264,10 @@ def _plot_throughput(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | N
         axes.set(xlabel="batch size", ylabel="tokens/s", ylim=(0, None))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.legend(frameon=False, fontsize=8)
-    return "throughput", "Throughput against batch size", figure
+    return Plot(name="throughput", caption="Throughput against batch size", figure=figure)
 
 
-def _plot_rounds(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_rounds(cells: dict[str, Cell], panels) -> Plot | None:
     found = of_kind(cells, "rounds-")
     if not found:
         return None
@@ -286,10 +286,12 @@ def _plot_rounds(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
         each.invert_yaxis()
         each.set(xlabel=f"rounds for {cell['num_prompts']} prompts", xlim=(0, 1.15 * max(rounds)))
         each.tick_params(axis="y", labelsize=8)
-    return "rounds", "Rounds: the same prompts, tokens and draft length", figure
+    return Plot(
+        name="rounds", caption="Rounds: the same prompts, tokens and draft length", figure=figure
+    )
 
 
-def _plot_time_breakdown(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_time_breakdown(cells: dict[str, Cell], panels) -> Plot | None:
     found = [cell for cell in broken_down(cells) if cell["system"] in NAMED]
     if not found:
         return None
@@ -321,7 +323,7 @@ def _plot_time_breakdown(cells: dict[str, Cell], panels) -> tuple[str, str, Any]
         handles, [handle.get_label() for handle in handles], loc="outside lower center", ncols=8,
         frameon=False, fontsize=8,
     )  # fmt: skip
-    return "time-breakdown", "Where the time goes", figure
+    return Plot(name="time-breakdown", caption="Where the time goes", figure=figure)
 
 
 def _stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]]) -> None:
@@ -337,7 +339,7 @@ def _stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]]) -> None:
     axes.invert_yaxis()
 
 
-def _plot_grouping(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_grouping(cells: dict[str, Cell], panels) -> Plot | None:
     grouping = cells.get("grouping")
     if not grouping or not grouping["rates"]:
         return None
@@ -387,10 +389,10 @@ def _plot_grouping(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | Non
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.set_size_inches(9.6, 4.3)
-    return "grouping", "Grouping rate of the same-length pool", figure
+    return Plot(name="grouping", caption="Grouping rate of the same-length pool", figure=figure)
 
 
-def _plot_serving(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_serving(cells: dict[str, Cell], panels) -> Plot | None:
     found = of_kind(cells, "serving-")
     if not found:
         return None
@@ -416,7 +418,7 @@ def _plot_serving(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
             ylim=(0, 1.35 * highest),  # room for the legend
         )
         axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    return "serving", "Request latency under Poisson arrivals", figure
+    return Plot(name="serving", caption="Request latency under Poisson arrivals", figure=figure)
 
 
 # ---- cells by kind
@@ -453,48 +455,3 @@ def _setup(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("versions", f"jax {versions['jax']}, python {versions['python']}"),
         ("commit", document["commit"] or "not a checkout"),
     ]
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Study of batched speculative decoding</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1c1c1c; background: #fff; }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-size: 13px; }
-th, td { border-bottom: 1px solid #ddd; padding: .2rem .8rem .2rem 0; text-align: left;
-  vertical-align: top; font-variant-numeric: tabular-nums; }
-h2 { font-size: 1rem; margin-top: 2rem; }
-.published { background: #f4f1ea; padding: .1rem .8rem; }
-figure { margin: 0 0 1.5rem; } figure img { max-width: 100%; }
-</style></head><body>
-<h1>Study of batched speculative decoding</h1>
-<h2>{{ claims.title }}</h2>
-<table><tr>{% for name in claims.header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in claims.rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-<ul>{% for sentence in findings %}<li>{{ sentence }}</li>{% endfor %}</ul>
-<table>{% for name, value in setup %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}
-</table>
-<p>EQSPEC and EXSPEC run as published: the aligned layout with static batches or with the
-same-length pool, no bonus token after a full acceptance, drafts of the batch's least length, and a
-draft model that keeps no KV. "aligned + static" and "aligned + pool" are the same layout and
-scheduler with jaxspec's drafting and verification; jaxspec is the ragged layout with continuous
-batching. Everything ran in this package, on this machine.
-Published figures stand on a tinted ground: {{ published }}.</p>
-{% for caption, data in images %}
-<figure><figcaption><b>{{ caption }}</b></figcaption>
-<img alt="{{ caption }}" src="data:image/png;base64,{{ data }}"></figure>
-{% endfor %}
-{% for table in tables %}
-<div{% if table.title.startswith("Published") %} class="published"{% endif %}>
-<h2>{{ table.title }}</h2>
-<table><tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in table.rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
-{% endfor %}
-</body></html>
-"""

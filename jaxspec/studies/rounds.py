@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.bench import measure
 from jaxspec.bench.decode import agreement
@@ -28,6 +27,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.studies.published import eqspec, exspec
 from jaxspec.studies.replay import list_scheduling
@@ -155,13 +155,13 @@ def count_rounds(
     }
 
 
-def rounds_table(results: Sequence[dict[str, Any]]) -> Table:
+def rounds_table(results: Sequence[dict[str, Any]]) -> TextTable:
     """Systems by batch size."""
 
     def share(name: str, of: str) -> Any:
         return lambda found: f"{found['schedule'][name] / found['schedule'][of]:.0%}"
 
-    columns: measure.Columns = {
+    columns: Columns = {
         "batch": lambda found: found["batch_size"],
         "system": lambda found: found["system"],
         "rounds": lambda found: found["schedule"]["num_rounds"],
@@ -172,4 +172,4 @@ def rounds_table(results: Sequence[dict[str, Any]]) -> Table:
         "slots\nmoved": lambda found: found["schedule"]["num_slots_moved"],
         "draft\npositions": lambda found: found["draft_positions"],
     }
-    return measure.make_table("rounds", columns, results, group=lambda found: found["batch_size"])
+    return TextTable.of_columns("rounds", columns, results, group=lambda found: found["batch_size"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jaxspec.audit.report import Grid
+from jaxspec.runtime.report import NONE, Columns, TextTable
 from jaxspec.studies import published_figures as theirs
 from jaxspec.studies.claims import check_claims
 
 Cell = dict[str, Any]
-Columns = Mapping[str, Callable[[Any], Any]]
 
-NONE = "-"
 PARTS = ("draft", "verify", "align", "regroup", "rest of the rounds", "prefill", "host")
 
 
@@ -47,14 +45,6 @@ def shares(breakdown: dict[str, Any]) -> dict[str, float]:
 # ---- columns
 
 
-def _grid(title: str, columns: Columns, rows: Iterable[Any]) -> Grid:
-    return Grid(
-        title=title,
-        header=tuple(columns),
-        rows=[tuple(str(cell(row)) for cell in columns.values()) for row in rows],
-    )
-
-
 def _pair(exact: float | None, partial: float | None) -> str:
     if exact is None or partial is None:
         return NONE
@@ -74,10 +64,10 @@ CLAIM_COLUMNS: Columns = {
 }
 
 
-def claims_table(cells: dict[str, Cell]) -> Grid:
+def claims_table(cells: dict[str, Cell]) -> TextTable:
     """Claim, paper, ours, reproduced?, why."""
     title = "What the paper claims, and what this study finds"
-    return _grid(title, CLAIM_COLUMNS, check_claims(cells))
+    return TextTable.of_columns(title, CLAIM_COLUMNS, check_claims(cells))
 
 
 def rounds_rows(cells: dict[str, Cell]) -> list[dict[str, Any]]:
@@ -228,7 +218,7 @@ PUBLISHED_SERVING_COLUMNS: Columns = {
 }
 
 
-def make_tables(cells: dict[str, Cell]) -> list[Grid]:
+def make_tables(cells: dict[str, Cell]) -> list[TextTable]:
     """All tables, ours and the published ones; those of which the study has no cell are left
     out."""
     decoded = decodings(cells)
@@ -263,41 +253,47 @@ def make_tables(cells: dict[str, Cell]) -> list[Grid]:
         ),
     }
     tables = [
-        _grid("Rounds and token-positions", ROUNDS_COLUMNS, rounds_rows(cells)),
-        _grid(
+        TextTable.of_columns("Rounds and token-positions", ROUNDS_COLUMNS, rounds_rows(cells)),
+        TextTable.of_columns(
             "Equivalence with batch-1 plain decoding: the paper's E / P on text, then tokens",
             EQUIVALENCE_COLUMNS,
             compared,
         ),
-        _grid(
+        TextTable.of_columns(
             f"Published: equivalence, E / P % ({theirs.HARDWARE})",
             PUBLISHED_EQUIVALENCE_COLUMNS,
             theirs.EQUIVALENCE.items(),
+            is_quoted=True,
         ),
-        _grid("Throughput (whole runs, prefill included) and rounds", THROUGHPUT_COLUMNS, decoded),
-        _grid(
+        TextTable.of_columns(
+            "Throughput (whole runs, prefill included) and rounds", THROUGHPUT_COLUMNS, decoded
+        ),
+        TextTable.of_columns(
             "Time breakdown. Milliseconds per call: parts compiled alone, timed on a state from "
             "the middle of the run. Shares of the wall time, %: draft, verify, align and regroup "
             "are calls times milliseconds; rounds, prefill and host are timed in the run itself",
             BREAKDOWN_COLUMNS,
             broken_down(cells),
         ),
-        _grid(
+        TextTable.of_columns(
             "Published: time breakdown (Vicuna-7B, A100, batch 4)",
             PUBLISHED_BREAKDOWN_COLUMNS,
             theirs.TIME_BREAKDOWN.items(),
+            is_quoted=True,
         ),
-        _grid(
+        TextTable.of_columns(
             f"Grouping rate of a pool of {window} rows, and the published one (Multi30k, window "
             "50, other models)",
             grouping_columns,
             rates,
         ),
-        _grid(
+        TextTable.of_columns(
             "Request latency under Poisson arrivals: the same arrivals for all",
             SERVING_COLUMNS,
             of_kind(cells, "serving-"),
         ),
-        _grid("Published: simulated serving (A100)", PUBLISHED_SERVING_COLUMNS, served),
+        TextTable.of_columns(
+            "Published: simulated serving (A100)", PUBLISHED_SERVING_COLUMNS, served, is_quoted=True
+        ),
     ]
     return [table for table in tables if table.rows]
