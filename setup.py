@@ -26,6 +26,7 @@ class BuildPy(build_py):
     """With the commit in the wheel."""
 
     def run(self):
+        """Builds, then writes."""
         super().run()
         if not self.editable_mode:
             write_commit(self.build_lib)
@@ -35,6 +36,7 @@ class Sdist(sdist):
     """With the commit in the source distribution, for wheels that are built from it."""
 
     def make_release_tree(self, base_dir, files):
+        """Copies the files, then writes."""
         super().make_release_tree(base_dir, files)
         write_commit(base_dir)
 

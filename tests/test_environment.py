@@ -84,7 +84,9 @@ def test_a_wheel_knows_its_commit_also_by_way_of_a_source_distribution(checkout,
 
     def build(source, what):
         code = f"from setuptools import build_meta; print(build_meta.{what}({str(tmp_path)!r}))"
-        done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=source, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return tmp_path / done.stdout.strip().split("\n")[-1]
 

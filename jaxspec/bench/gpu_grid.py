@@ -184,7 +184,7 @@ def measure_grid(
 
     cells = {_name(cell): functools.partial(measure_cell, cell) for cell in plan.cells()}
     grid.run(cells, say=say, budget_s=budget_s)
-    return {**grid.document, "num_waiting": len(cells) - len(grid.cells)}
+    return grid.document
 
 
 CELL = ("pair", "batch_size", "context", "kernels")

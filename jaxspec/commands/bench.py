@@ -313,9 +313,10 @@ class GpuCommand(Bench):
             )
         header = self.document()
         del header["config"]["budget_s"]  # a resumed grid is the same one, given more time
+        plan = DRY_RUN if self.dry_run else GPU
         with working("") as status:
             document = measure_grid(
-                DRY_RUN if self.dry_run else GPU,
+                plan,
                 self.out,
                 budget_s=self.budget_s,
                 repeats=self.repeats,
@@ -326,10 +327,10 @@ class GpuCommand(Bench):
         console.print(grid_table(document["cells"]))
         if self.dry_run:
             console.print("A dry run: these figures mean nothing.", style="dim")
-        if document["num_waiting"]:
+        num_waiting = len(plan.cells()) - len(document["cells"])
+        if num_waiting:
             console.print(
-                f"{document['num_waiting']} cells were not reached; go on with --resume.",
-                style="dim",
+                f"{num_waiting} cells were not reached; go on with --resume.", style="dim"
             )
         if self.plot is not None:
             save_figure(plot_grid(document), self.plot)

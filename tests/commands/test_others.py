@@ -14,9 +14,9 @@ import tiny
 
 from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.commands import train
-from jaxspec.runtime.documents import make_document
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import SettingError
+from jaxspec.runtime.documents import make_document
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
