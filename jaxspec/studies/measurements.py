@@ -20,7 +20,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.turns import take_turns
 from jaxspec.studies.published import BROKEN, as_broken
 from jaxspec.studies.replay import Row, emitted_by_round, list_scheduling, replay_pool
-from jaxspec.studies.rounds import count_rounds, counts
+from jaxspec.studies.rounds import count_rounds, totals
 from jaxspec.studies.time_breakdown import break_down
 from jaxspec.studies.workload import LAYOUTS, NAMED, PLAIN, PUBLISHED, Decoding, Workload
 from jaxspec.telemetry.counters import Acceptance
@@ -56,9 +56,9 @@ def measure_decoding(
     plain = workload.engine(workload.named(PLAIN, decoding.batch_size))
 
     def decode(engine: Engine) -> tuple[list[Completion], dict[str, int]]:
-        before = counts(engine)
+        before = totals(engine)
         completions = list(engine.run(requests))
-        return completions, {name: n - before[name] for name, n in counts(engine).items()}
+        return completions, {name: n - before[name] for name, n in totals(engine).items()}
 
     turns = take_turns(
         {"plain": lambda: decode(plain), "own": lambda: decode(engine)}, workload.options.repeats
