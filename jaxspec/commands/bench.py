@@ -470,7 +470,7 @@ RUNS: Columns = {
 }
 ADAPTIVE: Columns = {
     **BATCH,
-    "exactness": lambda run: run["exactness"],
+    "promise": lambda run: run["exactness"],
     **RATES,
     "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
     "rounds by draft length": lambda run: ", ".join(

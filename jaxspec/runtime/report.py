@@ -98,10 +98,16 @@ class TextTable:
         num_columns = len(self.header) or max(map(len, self.rows), default=0)
         for index, name in enumerate(self.header or ("",) * num_columns):
             cells = [row[index] for row in self.rows if index < len(row)]
-            # Names are wrapped where 80 columns are not enough; figures never are.
-            is_figures = all(cell[:1] in FIGURES for cell in cells)
-            justify = "right" if is_figures and self.header else "left"
-            table.add_column(name, overflow="fold", justify=justify, no_wrap=is_figures)
+            # Text is wrapped between words where the width does not suffice; figures never are.
+            is_figures = all(cell[:1] in FIGURES and len(cell) < 15 for cell in cells)
+            words = " ".join((name, *cells)).split()
+            table.add_column(
+                name,
+                overflow="fold",
+                justify="right" if is_figures and self.header else "left",
+                no_wrap=is_figures,
+                min_width=min(max(map(len, words), default=1), 20),
+            )
         for index, row in enumerate(self.rows, start=1):
             table.add_row(*map(Text, row), end_section=index in self.breaks)
         return table
