@@ -26,8 +26,8 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document, public_name, write_document
-from jaxspec.runtime.environment import sha256_of
 from jaxspec.types import Finish
 
 Say: TypeAlias = Callable[[str], None]

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.analysis.cost import Pass
+from jaxspec.kernels.base import precision_of
 from jaxspec.models.base import LanguageModel
-from jaxspec.models.layers import precision_of
 from jaxspec.runtime.turns import time_loops
 
 

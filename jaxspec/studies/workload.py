@@ -18,7 +18,8 @@ import numpy as np
 from jaxspec.audit.scoring import Scorer
 from jaxspec.bench.measure import seconds_to_compile
 from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import cached_models, is_converted, load_model, read_manifest
+from jaxspec.checkpoint.format import is_converted, read_manifest
+from jaxspec.checkpoint.resolve import cached_models, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
@@ -34,7 +35,7 @@ from jaxspec.requests.prompts import (
 )
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
 from jaxspec.studies import published
 
