@@ -37,10 +37,11 @@ import jax.numpy as jnp
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.registry import KernelsName, check_kernels, default_kernels
 from jaxspec.models import decoder, registry
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.runtime.directories import cache_directory
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.types import PyTree
 
 FORMAT_VERSION = 1
@@ -463,6 +464,7 @@ def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextT
 # Names of models
 
 
+@refuse_other_names
 def load_model(
     src: str | os.PathLike,
     *,
@@ -523,6 +525,11 @@ def load_model(
             f"one (no config.json); {_WHAT_NAMES_A_MODEL}."
         )
     return load_converted(converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels)
+
+
+def as_model(model: Model | str) -> Model:
+    """The model of a name that `load_model` takes; a model as it is."""
+    return load_model(model) if isinstance(model, str) else model
 
 
 _WHAT_NAMES_A_MODEL = (

@@ -25,8 +25,7 @@ from jaxspec.bench.hf import HuggingFace, compare, is_directory
 from jaxspec.bench.plots import save_figure, write_plot
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
-from jaxspec.commands.drafters import choose_drafter
-from jaxspec.commands.generate import SCHEDULERS, VERIFIERS
+from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.commands.study import StudyCommand
 from jaxspec.decode.settings import check_draft_length
@@ -36,6 +35,8 @@ from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.environment import sha256_of
+from jaxspec.schedulers import make_scheduler
+from jaxspec.verifiers import make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,8 @@ class DecodeCommand:
         """Prints the tables; returns the JSON document."""
         draft = self._draft()
         self._check(draft)
-        make_drafter = choose_drafter(self.drafter, draft, dtype=self.dtype)
+        options = DrafterOptions(draft=draft, drafter=self.drafter)
+        make_drafter = options.choose_drafter(dtype=self.dtype)
         assert make_drafter is not None
         lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
         with working("") as status:
@@ -96,8 +98,8 @@ class DecodeCommand:
             bench = DecodeBench(
                 target=target,
                 drafter=make_drafter(target),
-                verifier=VERIFIERS[self.verifier](),
-                scheduler=SCHEDULERS[self.scheduler](),
+                verifier=make_verifier(self.verifier),
+                scheduler=make_scheduler(self.scheduler),
                 layout=self.layout,
                 prompts=encode_prompts(
                     lines[: self.limit], target, max_prompt_tokens=self.max_prompt_tokens

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.documents import make_document
+from jaxspec.commands.options import JsonOption
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
 
@@ -23,7 +24,7 @@ COMPILED = "compiled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheCommand:
+class CacheCommand(JsonOption):
     """List what is kept in the cache directory (converted models, compiled programs), or remove
     some of it."""
 
@@ -31,8 +32,6 @@ class CacheCommand:
     """What to do."""
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
     """What to remove, as `list` names it; `compiled` is all compiled programs."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Lists or removes; returns the JSON document."""

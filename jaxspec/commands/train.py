@@ -11,18 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.commands.documents import make_document
+from jaxspec.commands.options import JsonOption
 from jaxspec.training.lm import TrainConfig, train_lm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainCommand:
+class TrainCommand(JsonOption):
     """Train a small language model on text (`lm`), from scratch or distilled from a teacher."""
 
     kind: Annotated[Literal["lm"], tyro.conf.Positional]
     """What to train."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""

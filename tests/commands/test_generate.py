@@ -18,7 +18,7 @@ import tiny
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.cli import main
 from jaxspec.commands import generate
-from jaxspec.commands.drafters import make_drafter
+from jaxspec.drafters.names import make_drafter
 from jaxspec.errors import JaxspecError
 from jaxspec.types import Origin
 
@@ -514,8 +514,8 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         ("jaxspec:NGram", NGram()),
         ("ngram:2-3", NGram(2, 3)),
     ):
-        assert make_drafter(name, None, target=target, dtype=None) == expected
-    assert make_drafter("none", None, target=target, dtype=None) is None
+        assert make_drafter(name, target) == expected
+    assert make_drafter("none", target) is None
     for name, message in (
         ("my_drafters:nothing", "lacks parts of the Drafter protocol"),
         ("my_drafters:two", "needs 2 arguments"),
@@ -526,12 +526,12 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         (":factory", "There is no drafter"),
         ("ngram:4", "write ngram, or ngram:MIN-MAX"),
         ("ngram:4-2", "1 <= min <= max"),
-        ("draft_model", "--drafter draft_model was given without a model"),
+        ("draft_model", "The drafter 'draft_model' was given without a model"),
         ("draft_model@0.4", "write draft_model@0.4:MODEL"),
         ("draft_model@:x", "as in draft_model@0.4:MODEL"),
         ("draft_model@half:x", "as in draft_model@0.4:MODEL"),
         ("draft_model@1.5:x", "as in draft_model@0.4:MODEL"),
-        ("ngram@2:2-4", "No module named"),
+        ("ngram@2:2-4", "There is no drafter"),
     ):
         assert message in refused(*base, "--drafter", name)
 
