@@ -28,7 +28,7 @@ from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.types import Origin, Window
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))
-PROGRAMS = ("_init", "_admit", "_prefill", "_run")
+PROGRAMS = ("init", "admit", "prefill", "run")
 
 
 # One of each kind, for `PROMPTS`.
@@ -146,9 +146,8 @@ def test_nothing_is_compiled_after_the_first_batch(engine, outputs):
     engine.generate(PROMPTS, SamplingParams(max_tokens=3))
     engine.generate(PROMPTS, MIXED)
     engine.generate(PROMPTS, SamplingParams(temperature=1.5, min_p=0.1, n=2, max_tokens=3))
-    assert {name: getattr(engine, name)._cache_size() for name in PROGRAMS} == dict.fromkeys(
-        PROGRAMS, 1
-    )
+    counts = engine.executor.compile_counts()
+    assert {name: counts[name] for name in PROGRAMS} == dict.fromkeys(PROGRAMS, 1)
 
 
 def test_nothing_is_compiled_after_the_first_batch_with_placed_params(models_on_disk):
@@ -156,9 +155,8 @@ def test_nothing_is_compiled_after_the_first_batch_with_placed_params(models_on_
     engine = Engine(models_on_disk, batch_size=1, max_length=50, prefill_chunk=16)
     for prompt in PROMPTS[:3]:
         engine.generate([prompt], SamplingParams(max_tokens=3))
-    assert {name: getattr(engine, name)._cache_size() for name in PROGRAMS} == dict.fromkeys(
-        PROGRAMS, 1
-    )
+    counts = engine.executor.compile_counts()
+    assert {name: counts[name] for name in PROGRAMS} == dict.fromkeys(PROGRAMS, 1)
 
 
 @pytest.fixture

@@ -413,8 +413,8 @@ def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
 
 def test_no_instruction_copies_a_whole_cache(pair):
     target, draft = pair
-    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, capacity=2048)
-    state = jax.eval_shape(engine._loop.init)
+    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, max_length=2048)
+    state = engine.executor.eval_state()
     program = compiled(engine)
     text = program.as_text()
     assert "jaxspec_attention" in text
@@ -458,10 +458,9 @@ target = jaxspec.load_model("demo-target")
 prompts, params = ["Once upon a time", "def main():"], jaxspec.SamplingParams(max_tokens=12)
 for shape in ((1, 1), (2, 1), (1, 2)):
     mesh = jax.make_mesh(shape, ("data", "model")) if shape != (1, 1) else None
-    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, capacity=128, mesh=mesh)
+    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, max_length=128, mesh=mesh)
     tokens = [done.token_ids for done in engine.generate(prompts, params)]
-    number = np.int32(1) if mesh is None else np.ones(shape[0], np.int32)
-    text = engine._run.lower(engine._params, engine.state, np.int32(1), number).as_text()
+    text = engine.executor.lower_run().as_text()
     print(shape, "jaxspec_attention" in text, "jaxspec_product" in text, tokens)
 """
 

@@ -207,7 +207,7 @@ class _DrafterBench:
     @property
     def loop(self) -> SpeculativeLoop:
         """The functions that the engine compiles."""
-        loop = self.engine._loop
+        loop = self.engine.executor.loop
         assert isinstance(loop, SpeculativeLoop)
         return loop
 
@@ -228,7 +228,7 @@ class _DrafterBench:
 
     def draft(self, state: DecodeState) -> Draft:
         """What the drafter proposes now, fetched to the host."""
-        return jax.device_get(self.propose(self.engine._params, state))
+        return jax.device_get(self.propose(self.engine.executor.params, state))
 
     def request(self, index: int, prompt: Sequence[int]) -> Request:
         """The scripted request number `index`, with this prompt."""
@@ -247,11 +247,11 @@ class _DrafterBench:
         """Puts requests into the rows of the batch of the engine and reads their prompts."""
         length = self.num_nodes if draft_length is None else draft_length
         for row, request in enumerate(requests):
-            self.engine._admit_request(row, request, row, length)
+            self.engine.executor.admit_and_prefill(row, request, draft_length=length, arrival=row)
 
     def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
         """The engine's state after these requests entered an engine that has just been made."""
-        self.engine._state = None
+        self.engine.executor.reset()
         self.admit(requests, draft_length=draft_length)
         return self.engine.state
 
@@ -268,8 +268,7 @@ class _DrafterBench:
 
     def step(self) -> None:
         """Decides a round."""
-        engine, one = self.engine, np.int32(1)
-        engine._state = engine._run(engine._params, engine.state, one, one)
+        self.engine.executor.run(1)
 
     @functools.cached_property
     def history(self) -> list[_Round]:
@@ -427,7 +426,7 @@ def _static_shapes(b: _DrafterBench) -> str:
     propose = functools.partial(drafter.propose, shape)
     _, after = jax.eval_shape(propose, params, state, rows)
     demand_same_tree(state, after, "after propose the state")
-    after = jax.eval_shape(b.loop.round, b.engine._params, b.engine.state).drafter
+    after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
     demand_same_tree(state, after, "after commit the state")
     _demand_rows_first(drafter, shape)
     lag = jax.eval_shape(drafter.lag, state, rows)
@@ -624,7 +623,7 @@ def _catch_up(b: _DrafterBench) -> str:
         for _ in range(-(-int(before[row]) // CHUNK)):
             expected = before.copy()
             expected[row] -= min(CHUNK, int(before[row]))
-            state = catch_up(b.engine._params, state, np.int32(row))
+            state = catch_up(b.engine.executor.params, state, np.int32(row))
             after = np.asarray(lag_of(state))
             demand(
                 (after == expected).all(),
@@ -651,7 +650,7 @@ def _limited(state: DecodeState, limits: Sequence[int]) -> DecodeState:
 @enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")
 def _output(b: _DrafterBench) -> str:
     params = mixed_requests(len(b.prompts))
-    b.engine._state = None
+    b.engine.executor.reset()
     plain = b.engine.generate(b.prompts, params, speculate=False)
     num_accepted = 0
     for draft_length in (b.num_nodes, 1):

@@ -378,7 +378,7 @@ def _arm(engine: Engine, number: int) -> None:
     state = engine.state
     assert isinstance(state, OpenState)
     armed = jax.device_put(np.int32(number), state.armed.sharding)
-    engine._state = state.replace(armed=armed)
+    engine.executor.state = state.replace(armed=armed)
 
 
 def _result(
