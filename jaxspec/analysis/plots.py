@@ -157,7 +157,7 @@ def _by_position_and_group(axes: Any, frame: pandas.DataFrame, by: str, name: st
     """One line per group, side by side at each position."""
     found = position_acceptance(frame, by=by)
     groups = found.index.unique(level=0)
-    offsets = np.linspace(-0.2, 0.2, len(groups)) if len(groups) > 1 else [0.0]
+    offsets = 0.5 * ((np.arange(len(groups)) + 0.5) / max(len(groups), 1) - 0.5)
     for group, offset in zip(groups, offsets, strict=True):
         own = found.loc[group]
         _draw_shares(axes, own.index + offset, own[name], own[f"{name}_error"], str(group))

@@ -566,7 +566,7 @@ ONE = ("--prompt", "Once")
         ((*ONE, "--draft-length", "0", "--drafter", "ngram"), "draft length of 0"),
         (
             (*ONE, "--draft-length", "5", "--verify-length", "5", "--drafter", "ngram"),
-            "window of 5",
+            "verify_length of 5",
         ),
         ((*ONE, "--verify-length", "5"), "--verify-length 5 was given without a drafter"),
         ((*ONE, "--verify-length", "0"), "--verify-length 0 was given; it must be at least 1"),
@@ -635,7 +635,7 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
     different = refused(*base, *ONE, "--draft", models.other_tokenizer)
     assert "different tokenizers" in different
     wide = refused(*base, *ONE, "--drafter", "ngram", "--verify-length", 500, "--max-length", 128)
-    assert "window of 500 does not fit a max_length of 128" in wide
+    assert "verify_length of 500 does not fit a max_length of 128" in wide
     template = refused("generate", "--target", models.no_template, *ONE, "--chat")
     assert "has no chat template; name one with --chat-template" in template
     text = refused("generate", "--target", models.no_tokenizer, *ONE)
