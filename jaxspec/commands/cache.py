@@ -60,7 +60,9 @@ class CacheCommand(JsonOption):
         if not models and not compiled_bytes():
             console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
             return
-        table = Table("name", "MiB", "dtype", "source", caption=escape(str(cache_directory())))
+        table = Table(caption=escape(str(cache_directory())))
+        for name in ("name", "MiB", "dtype", "source"):
+            table.add_column(name, overflow="fold")
         for model in models:
             table.add_row(
                 escape(model["name"]),

@@ -156,14 +156,15 @@ def candidates_table(comparison: DrafterComparison) -> Table:
 
 
 def categories_table(comparison: DrafterComparison) -> Table:
-    """Emitted tokens per round: categories by drafter, mean over prompts and interval."""
-    labels = [candidate.label for candidate in comparison.candidates]
-    table = _table("emitted per round", *labels)
-    for category in comparison.category_names:
-        found = [comparison.values("emitted per round", label, category) for label in labels]
-        table.add_row(f"{category} ({found[0].num_prompts})", *map(_interval, found))
-    found = [comparison.values("emitted per round", label) for label in labels]
-    table.add_row(f"all ({found[0].num_prompts})", *map(_interval, found))
+    """Emitted tokens per round by category and drafter: mean over prompts and interval."""
+    table = _table("category (prompts)", "emitted per round")
+    table.add_column("drafter", overflow="fold")
+    for category in (*comparison.category_names, None):
+        for index, candidate in enumerate(comparison.candidates):
+            found = comparison.values("emitted per round", candidate.label, category)
+            name = "" if index else f"{category or 'all'} ({found.num_prompts})"
+            table.add_row(name, _interval(found), candidate.label)
+        table.add_section()
     return table
 
 
@@ -183,18 +184,30 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
         found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")
     elif num_ties:
         found = (
-            f"All outputs are equal, but for {num_ties} that part from "
-            f"{comparison.baseline.label}'s at proven ties: another window width rounds otherwise.",
+            f"All outputs are equal except {num_ties}, which diverge from "
+            f"{comparison.baseline.label}'s at proven ties: programs of other shapes round "
+            "differently.",
             "bold",
         )
     else:
         found = ("All outputs are equal, token for token.", "bold")
+    warm = [
+        (
+            f"{one.label} learns from the requests it serves; every run above began without that. "
+            f"Run again on the same prompts, it emits {one.warm.emitted_per_round:.2f} tokens per "
+            f"round instead of {one.acceptance.emitted_per_round:.2f}.",
+            "",
+        )
+        for one in comparison.candidates
+        if one.warm is not None
+    ]
     return [
         found,
+        *warm,
         (
             f"Intervals hold the mean over prompts with {CONFIDENCE:.0%} confidence (bootstrap "
-            "over prompts). Speed-ups are ratios of whole runs in turns, prompts read included, "
-            f"over {comparison.baseline.label}.",
+            f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs in "
+            "turns, prefill included.",
             "dim",
         ),
     ]
@@ -202,9 +215,9 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
 
 def _table(first: str, *columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -36,7 +36,8 @@ class TrainCommand(JsonOption):
 
 def results_table(results: Mapping[str, Any]) -> Table:
     """Results, those of a domain on a line of their own."""
-    table = Table(show_header=False)
+    table = Table("name", "value", show_header=False)
+    table.columns[1].overflow = "fold"
     for name, value in _flatten(results):
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else shown)

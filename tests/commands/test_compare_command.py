@@ -28,7 +28,7 @@ def run(console, *args):
 
 
 def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
-    console = Console(width=100, record=True)
+    console = Console(width=80, record=True)
     plot = tmp_path / "plots" / "compare.png"
     document = run(
         console, "--target", models.target, "--drafter", "none", "--drafter", "ngram", "--drafter",
@@ -37,6 +37,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
     )  # fmt: skip
     text = console.export_text()
     assert "All outputs are equal" in text
+    assert "…" not in text
     for shown in ("tales (2)", "code (1)", "ngram - none", "accepted at"):
         assert shown in text
     assert plot.read_bytes().startswith(b"\x89PNG")
