@@ -138,8 +138,8 @@ def write_plot(comparison: DrafterComparison, path: pathlib.Path) -> None:
 def candidates_table(comparison: DrafterComparison) -> Table:
     """One drafter a line."""
     table = _table("drafter", "tokens/s", "speed-up\n(range)", "rounds", "emitted\n/round")
-    table.add_column("accepted at\n1, 2, ... (%)")
-    table.add_column("equal")
+    table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
     for candidate in comparison.candidates:
         total = candidate.acceptance
         ratios = comparison.speedups(candidate.label)
@@ -206,8 +206,8 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
         *warm,
         (
             f"Intervals hold the mean over prompts with {CONFIDENCE:.0%} confidence (bootstrap "
-            f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs in "
-            "turns, prefill included.",
+            f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs "
+            "in turns, prefill included.",
             "dim",
         ),
     ]
