@@ -32,7 +32,7 @@ from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import encode_prompts
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import VerifierName, make_verifier
 

@@ -14,7 +14,7 @@ from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 

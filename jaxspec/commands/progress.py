@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -14,9 +15,15 @@ from jaxspec.engine.engine import Progress as EngineProgress
 from jaxspec.requests.sampling_params import SamplingParams
 
 
+@functools.cache
+def standard_error() -> Console:
+    """The console of everything that is redrawn; two of them would draw over each other."""
+    return Console(stderr=True)
+
+
 def working(message: str) -> Status:
     """A spinner with `message`, for work of unknown length; drawn on a terminal only."""
-    return Console(stderr=True).status(message)
+    return standard_error().status(message)
 
 
 def warm_up(engine: Engine) -> float:
@@ -41,7 +48,7 @@ class DecodingProgress:
     """
 
     def __init__(self, num_requests: int, description: str = "decoding"):
-        console = Console(stderr=True)
+        console = standard_error()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
