@@ -6,7 +6,7 @@ import re
 
 import jaxspec
 import jaxspec.engine.engine
-from jaxspec.commands.drafters import make_drafter
+from jaxspec.drafters.names import make_drafter
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,5 +72,5 @@ def test_the_drafter_names_of_the_readme_are_understood():
             rope=jaxspec.RopeConfig(theta=1e4, rotary_size=8),
         )
     )
-    assert make_drafter("ngram", None, target=target, dtype=None).name == "ngram:1-4"
-    assert make_drafter(None, None, target=target, dtype=None) is None
+    assert make_drafter("ngram", target).name == "ngram:1-4"
+    assert make_drafter(None, target) is None
