@@ -43,4 +43,4 @@ def poison(engine: Engine) -> None:
 
     cache = engine.state.cache
     layers = tuple(jax.tree.map(nan, layer) for layer in cache.layers)
-    engine._state = engine.state.replace(cache=cache.replace(layers=layers))
+    engine.executor.state = engine.executor.state.replace(cache=cache.replace(layers=layers))

@@ -228,7 +228,7 @@ def make(target):
             **settings,
         )
         if made.is_adaptive:
-            made._controller = DraftLengthController(FIXED)
+            made.controller = DraftLengthController(FIXED)
         return made
 
     return make
@@ -257,13 +257,13 @@ def assert_equal_or_ties(target, completions, witness, params):
 def test_bitwise_outputs_do_not_depend_on_the_choice(make):
     made = make(wrong(), draft_length="auto", verify_length=3)
     expected = of(made.generate(PROMPTS, PARAMS, speculate=False))
-    assert made._controller.draft_length is None
+    assert made.controller.draft_length is None
     assert of(made.generate(PROMPTS, PARAMS)) == expected
-    assert made._controller.draft_length == 0
-    assert made._controller.num_rounds[2] > 0
+    assert made.controller.draft_length == 0
+    assert made.controller.num_rounds[2] > 0
     assert made.exactness == "bitwise"
     assert made.verify_lengths == (3,)
-    assert made._run._cache_size() == made._prefill._cache_size() == 1
+    assert [made.executor.compile_counts()[name] for name in ("run", "prefill")] == [1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -284,31 +284,32 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
         assert_equal_or_ties(target, completions, witness, [long] * len(prompts))
 
     check(made.generate(PROMPTS, long))
-    assert made._controller.draft_length == 0
+    assert made.controller.draft_length == 0
     # No trial is worth this.
-    made._controller.times = dataclasses.replace(FIXED, chunk_s=1e9)
+    made.controller.times = dataclasses.replace(FIXED, chunk_s=1e9)
     num_rounds, num_prefilled = (
-        dict(made._controller.num_rounds),
+        dict(made.controller.num_rounds),
         int(made.state.drafter.num_positions),
     )
     check(made.generate(PROMPTS, long))
     assert int(made.state.drafter.num_positions) == num_prefilled
-    assert made._controller.num_rounds[0] > num_rounds.pop(0)
-    assert {n: made._controller.num_rounds[n] for n in num_rounds} == num_rounds
+    assert made.controller.num_rounds[0] > num_rounds.pop(0)
+    assert {n: made.controller.num_rounds[n] for n in num_rounds} == num_rounds
 
-    made._controller.times = FIXED
+    made.controller.times = FIXED
     made.update_params(draft=target.params)
     check(made.generate(PROMPTS * 4, long))
-    assert made._controller.draft_length == 2
-    assert made._controller.acceptance()[0] > 0.9
-    assert {program._cache_size() for program in made._narrow_runs.values()} == {1}
-    assert made._catch_up._cache_size() == made._prefill_target._cache_size() == 1
+    assert made.controller.draft_length == 2
+    assert made.controller.acceptance()[0] > 0.9
+    counts = made.executor.compile_counts()
+    narrow = [count for name, count in counts.items() if name.startswith("run_")]
+    assert {*narrow, counts["catch_up"], counts["prefill_target"]} == {1}
 
 
 def test_single_requests_adapt_too(adaptive_engine, target, plain):
     made = adaptive_engine
     made.update_params(draft=wrong().params)
-    made._controller = DraftLengthController(FIXED)
+    made.controller = DraftLengthController(FIXED)
     names = [made.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
     done = {}
     while made.has_unfinished:
@@ -328,15 +329,15 @@ def test_the_narrowest_rung_is_plain_decoding_to_the_bit(oracle_engine, plain):
     assert made.verify_lengths == (1, 3, 5)
     assert made.exactness == "ties"
     assert of(made.generate(PROMPTS, PARAMS, speculate=False)) == of(plain)
-    assert made._run._cache_size() == 0  # only plain steps were compiled
+    assert made.executor.compile_counts()["run"] == 0  # only plain steps were compiled
 
 
 def test_short_drafts_are_scored_in_short_windows(oracle_engine, target, plain):
     """Requests of one draft length take the rung that it needs, and are traced as ever."""
     made = oracle_engine
     done = made.generate(PROMPTS, PARAMS, draft_length=2)
-    assert made._narrow_runs[3]._cache_size() == 1
-    assert made._run._cache_size() == 0
+    counts = made.executor.compile_counts()
+    assert (counts["run_3"], counts["run"]) == (1, 0)
     assert_equal_or_ties(target, done, plain, PARAMS)
     tokens, rounds = done.tokens(), done.rounds()
     assert len(tokens) == rounds["drafted"].sum() > 0
@@ -354,8 +355,9 @@ def test_short_drafts_are_scored_in_short_windows(oracle_engine, target, plain):
 def test_a_round_of_the_wrong_width_is_seen(oracle_engine, plain, target, monkeypatch):
     """Were drafts committed beyond the window that scored them, the outputs would differ."""
     made = oracle_engine
-    wrong_rung = made._narrow_runs[1]
-    monkeypatch.setitem(made._narrow_runs, 3, lambda *args: skip_a_token(wrong_rung(*args)))
+    programs = made.executor.programs
+    plain_steps = programs["run_1"]
+    monkeypatch.setitem(programs, "run_3", lambda *args: skip_a_token(plain_steps(*args)))
     done = made.generate(PROMPTS[:1], PARAMS[:1], draft_length=2)
     with pytest.raises(AssertionError):
         assert_equal_or_ties(target, done, plain[:1], PARAMS[:1])

@@ -27,23 +27,20 @@ def engines(dtype, max_length, *, batch_size=4, scheduler=None):
 
 
 def compiled(engine):
-    state = jax.eval_shape(engine._loop.init)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    return engine._run.lower(engine._params, state, number, number).compile()
+    return engine.executor.lower_run().compile()
 
 
 def test_nothing_is_compiled_after_the_first_batch():
     for engine in engines(jnp.float32, 256):
         engine.generate(toy.prompts((3, 140)), SamplingParams(max_tokens=5))
-        programs = (engine._admit, engine._prefill, engine._run, engine._init)
-        before = [program._cache_size() for program in programs]
-        assert before == [1, 1, 1, 1]
+        before = engine.executor.compile_counts()
+        assert [before[name] for name in ("admit", "prefill", "run", "init")] == [1, 1, 1, 1]
         engine.generate(toy.prompts((1, 100, 7, 30, 60)), SamplingParams(max_tokens=30))
         engine.generate(toy.prompts((9,)), SamplingParams(max_tokens=2, stop_token_ids=(1,)))
         if engine.drafter is not None:
             engine.generate(toy.prompts((9,)), speculate=False)
             engine.generate(toy.prompts((9,)), draft_length=2)
-        assert [program._cache_size() for program in programs] == before
+        assert engine.executor.compile_counts() == before
 
 
 # Bytes per slot and seat that may grow with the max_length: the int32 tokens; where more rows are
@@ -65,7 +62,7 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
     for max_length in (256, 4096):
         for engine in engines(dtype, max_length, scheduler=scheduler):
             memory = compiled(engine).memory_analysis()
-            state = jax.eval_shape(engine._loop.init)
+            state = engine.executor.eval_state()
             num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
             assert memory.alias_size_in_bytes >= num_bytes
             figures.append(memory.temp_size_in_bytes)
@@ -88,7 +85,7 @@ def whole_cache_moves(text, sizes):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_no_instruction_copies_or_converts_a_whole_cache(dtype, batch_size):
     for engine in engines(dtype, 2048, batch_size=batch_size):
-        state = jax.eval_shape(engine._loop.init)
+        state = engine.executor.eval_state()
         layers = state.cache.layers
         if isinstance(engine.drafter, jaxspec.DraftModel):
             layers += state.drafter.cache.layers

@@ -264,7 +264,7 @@ def test_window_of_a_tree_on_a_drawn_example(target):
         max_length=128,
     )
     engine.generate([[1] * 10, [2] * 20], SamplingParams(max_tokens=1))
-    state = engine._state.replace(finish=jnp.asarray([0, 1], jnp.int32))
+    state = engine.executor.state.replace(finish=jnp.asarray([0, 1], jnp.int32))
     # root -> 0, root -> 1, 1 -> 2, 2 -> 3 (invalid: hangs from the root)
     draft = decoding.Draft(
         tokens=jnp.zeros((2, 4), jnp.int32),

@@ -25,10 +25,11 @@ from jaxspec import (
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.engine.engine import Progress
 from jaxspec.errors import ModelError, PromptError, SettingError
-from jaxspec.types import Origin, Window
+from jaxspec.models.prefill import chain_window
+from jaxspec.types import Origin
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))
-PROGRAMS = ("_init", "_admit", "_prefill", "_run")
+PROGRAMS = ("init", "admit", "prefill", "run")
 
 
 # One of each kind, for `PROMPTS`.
@@ -146,9 +147,8 @@ def test_nothing_is_compiled_after_the_first_batch(engine, outputs):
     engine.generate(PROMPTS, SamplingParams(max_tokens=3))
     engine.generate(PROMPTS, MIXED)
     engine.generate(PROMPTS, SamplingParams(temperature=1.5, min_p=0.1, n=2, max_tokens=3))
-    assert {name: getattr(engine, name)._cache_size() for name in PROGRAMS} == dict.fromkeys(
-        PROGRAMS, 1
-    )
+    counts = engine.executor.compile_counts()
+    assert {name: counts[name] for name in PROGRAMS} == dict.fromkeys(PROGRAMS, 1)
 
 
 def test_nothing_is_compiled_after_the_first_batch_with_placed_params(models_on_disk):
@@ -156,9 +156,8 @@ def test_nothing_is_compiled_after_the_first_batch_with_placed_params(models_on_
     engine = Engine(models_on_disk, batch_size=1, max_length=50, prefill_chunk=16)
     for prompt in PROMPTS[:3]:
         engine.generate([prompt], SamplingParams(max_tokens=3))
-    assert {name: getattr(engine, name)._cache_size() for name in PROGRAMS} == dict.fromkeys(
-        PROGRAMS, 1
-    )
+    counts = engine.executor.compile_counts()
+    assert {name: counts[name] for name in PROGRAMS} == dict.fromkeys(PROGRAMS, 1)
 
 
 @pytest.fixture
@@ -380,8 +379,7 @@ def test_a_stop_string_at_the_limit_and_rows_beside_it(engine, mixed):
 def teacher_forced(target, completion):
     """Logits `[len(token_ids), V]` that one pass over the whole sequence gives."""
     tokens = list(completion.prompt_token_ids + completion.token_ids)
-    place = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    window = Window(start=jnp.zeros((1,), jnp.int32), positions=place, slots=place)
+    window = chain_window(jnp.zeros((1,), jnp.int32), len(tokens))
     cache = target.init_cache(1, 128)
     hidden, _ = target.forward(target.params, jnp.asarray([tokens], jnp.int32), window, cache)
     logits = target.logits(target.params, hidden)[0]

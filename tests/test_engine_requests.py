@@ -88,19 +88,18 @@ def test_submitted_requests_are_those_decoded_alone(engine, alone):
 
 
 def test_nothing_is_compiled_for_requests_that_come_one_by_one(engine, alone):
-    own = ("_init", "_admit", "_prefill", "_run")
-    programs = (*own, "_end_rows")  # the last is one function for all engines of a process
+    own = ("init", "admit", "prefill", "run")  # `end_rows` is one function for all engines
     engine.submit(PROMPTS[0], PARAMS[0], request_id="first")
     engine.step()
     engine.cancel("first")
     drain(engine)
-    before = {name: getattr(engine, name)._cache_size() for name in programs}
+    before = engine.executor.compile_counts()
     assert {before[name] for name in own} == {1}
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         engine.submit(prompt, params)
         engine.step()
     drain(engine)
-    assert {name: getattr(engine, name)._cache_size() for name in programs} == before
+    assert engine.executor.compile_counts() == before
 
 
 def test_the_pieces_of_a_stream_are_its_completion(engine, alone):
@@ -213,34 +212,35 @@ def test_a_closed_stream_is_cancelled_and_harms_nobody(engine, alone):
 
 def test_a_long_prompt_holds_up_running_rows_for_one_chunk_at_a_time(engine, target, monkeypatch):
     calls = []
-    for name in ("_prefill", "_run"):
-        real = getattr(engine, name)
-        monkeypatch.setattr(
-            engine,
+    programs = engine.executor.programs
+    for name in ("prefill", "run"):
+        real = programs[name]
+        monkeypatch.setitem(
+            programs,
             name,
             lambda *args, real=real, name=name: (calls.append((name, args)), real(*args))[1],
         )
     [long] = toy.prompts((150,))
     running = engine.submit(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
     engine.step()
-    assert [name for name, _ in calls] == ["_prefill", "_run"]
+    assert [name for name, _ in calls] == ["prefill", "run"]
     calls.clear()
     joined = engine.submit(long, SamplingParams(max_tokens=5, ignore_eos=True))
     done = drain(engine)
     assert [completion.request_id for completion in done] == [joined, running]
     names = [name for name, _ in calls]
-    num_chunks = names.count("_prefill")
+    num_chunks = names.count("prefill")
     assert num_chunks == -(-149 // 16)
-    first = names.index("_prefill")
-    assert names[first : first + 2 * num_chunks] == ["_prefill", "_run"] * num_chunks
-    assert [int(a[2]) for n, a in calls if n == "_run"][: num_chunks - 1] == [
+    first = names.index("prefill")
+    assert names[first : first + 2 * num_chunks] == ["prefill", "run"] * num_chunks
+    assert [int(a[2]) for n, a in calls if n == "run"][: num_chunks - 1] == [
         engine_module.ROUNDS_PER_CHUNK
     ] * (num_chunks - 1)
     # A list that no one awaits reads its prompts at once.
     calls.clear()
     engine.generate([PROMPTS[1], long], SamplingParams(max_tokens=5, ignore_eos=True))
     names = [name for name, _ in calls]
-    assert names[: names.index("_run")] == ["_prefill"] * (1 + num_chunks)
+    assert names[: names.index("run")] == ["prefill"] * (1 + num_chunks)
 
 
 def test_a_list_and_single_requests_are_decoded_together(engine, alone):
@@ -322,16 +322,17 @@ def test_a_call_that_loses_the_state_ends_who_had_a_row_and_nobody_else(target, 
         target, NGram(1, 3), draft_length=3, batch_size=BATCH_SIZE, max_length=200, prefill_chunk=16
     )
     names = [mine.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
-    real = mine._run
+    programs = mine.executor.programs
+    real = programs["run"]
 
     def fails(params, state, *numbers):
         jax.block_until_ready(real(params, state, *numbers))
         raise RuntimeError("the device is gone")
 
-    mine._run = fails
+    programs["run"] = fails
     with pytest.raises(RuntimeError, match="is gone"):
         mine.step()
-    mine._run = real
+    programs["run"] = real
     done = {completion.request_id: completion for completion in drain(mine)}
     for index, name in enumerate(names):
         if index < mine.num_residents:
@@ -384,7 +385,8 @@ def test_other_weights_need_no_new_trace():
     assert [c.acceptance for c in after] == [c.acceptance for c in expected]
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
     assert engine.target.params is not old.params
-    assert {f._cache_size() for f in (engine._run, engine._admit, engine._prefill)} == {1}
+    counts = engine.executor.compile_counts()
+    assert {counts[name] for name in ("run", "admit", "prefill")} == {1}
     plain = Engine(old, batch_size=1, max_length=128)
     with pytest.raises(SettingError, match="without a drafter"):
         plain.update_params(draft=drafts[0].params)
@@ -407,17 +409,17 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     assert "4 rows of 256 slots" in memory.sentence
 
     with pytest.raises(
-        SettingError, match=r"the most that fits is \d+ batch_size of this"
+        SettingError, match=r"the most that fits is a batch_size of \d+ at this max_length"
     ) as raised:
         Engine(target, batch_size=2**24, max_length=2**16)
-    batch_size = int(str(raised.value).split("fits is ")[1].split()[0])
+    batch_size = int(str(raised.value).split("fits is a batch_size of ")[1].split()[0])
     assert 1 <= batch_size < 2**24
 
     # Exactly what is named fits, one row or one block more does not.
     monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: nbytes)
     Engine(target, DraftModel(target), batch_size=3, max_length=256)
     with pytest.raises(
-        SettingError, match=r"fits is 3 batch_size .* or a max_length of 128 with these"
+        SettingError, match=r"fits is a batch_size of 3 .* or a max_length of 128 at this"
     ):
         Engine(target, DraftModel(target), batch_size=4, max_length=256)
     monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 100)

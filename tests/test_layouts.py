@@ -152,9 +152,7 @@ def read_alone(target, tokens):
 
 
 def compiled_text(engine):
-    state = jax.eval_shape(engine._loop.init)
-    one = jax.ShapeDtypeStruct((), jnp.int32)
-    return engine._run.lower(engine._params, state, one, one).compile().as_text()
+    return engine.executor.lower_run().compile().as_text()
 
 
 def test_only_the_aligned_program_holds_a_realignment(setting):

@@ -24,7 +24,7 @@ from jaxspec.kernels import registry as kernels
 from jaxspec.kernels.registry import KERNELS, XLA
 from jaxspec.models import layers
 from jaxspec.models.config import RopeConfig
-from jaxspec.types import Window
+from jaxspec.models.prefill import chain_window
 
 pytestmark = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
 
@@ -202,8 +202,7 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
     k, v = (jnp.asarray(part).astype(case.dtype) for part in (k, v))
     layer = kv.write(cache.layers[0], table, k, v, slots)
     start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(case.window, dtype=jnp.int32)
-    window = Window(start=start, positions=positions, slots=positions)
+    window = chain_window(start, case.window)
     parts = (case.heads, case.group + 2, case.size)
     qkv = jnp.stack([random(start, 8, *parts) for start in starts])[:, : case.window]
     params = {
@@ -413,8 +412,8 @@ def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
 
 def test_no_instruction_copies_a_whole_cache(pair):
     target, draft = pair
-    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, capacity=2048)
-    state = jax.eval_shape(engine._loop.init)
+    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, max_length=2048)
+    state = engine.executor.eval_state()
     program = compiled(engine)
     text = program.as_text()
     assert "jaxspec_attention" in text
@@ -458,10 +457,9 @@ target = jaxspec.load_model("demo-target")
 prompts, params = ["Once upon a time", "def main():"], jaxspec.SamplingParams(max_tokens=12)
 for shape in ((1, 1), (2, 1), (1, 2)):
     mesh = jax.make_mesh(shape, ("data", "model")) if shape != (1, 1) else None
-    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, capacity=128, mesh=mesh)
+    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, max_length=128, mesh=mesh)
     tokens = [done.token_ids for done in engine.generate(prompts, params)]
-    number = np.int32(1) if mesh is None else np.ones(shape[0], np.int32)
-    text = engine._run.lower(engine._params, engine.state, np.int32(1), number).as_text()
+    text = engine.executor.lower_run().as_text()
     print(shape, "jaxspec_attention" in text, "jaxspec_product" in text, tokens)
 """
 

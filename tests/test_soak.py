@@ -110,7 +110,8 @@ def test_ten_thousand_requests(engine):
     arrays, resident = zip(*footprints, strict=True)
     assert arrays[-1] <= max(arrays[:-1]), arrays  # it may dip, and comes back to no more
     assert resident[-1] - resident[0] < 32 * 2**20, resident
-    assert engine._run._cache_size() == engine._prefill._cache_size() == 1
+    counts = engine.executor.compile_counts()
+    assert counts["run"] == counts["prefill"] == 1
 
 
 def test_the_check_sees_what_is_lost_given_twice_or_of_another_request(engine):

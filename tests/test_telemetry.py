@@ -392,23 +392,21 @@ def test_nothing_is_recorded_unless_asked_for(target, draft, monkeypatch):
 
     monkeypatch.setattr(telemetry, "record_round", refuse)
     monkeypatch.setattr(telemetry, "record_step", refuse)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
     for drafter in (jaxspec.DraftModel(draft), None):
         settings = {} if drafter else {"draft_length": 1}
         engine = make_engine(target, drafter, trace=None, **settings)
-        state = jax.eval_shape(engine._loop.init)
+        state = engine.executor.eval_state()
         assert state.trace is None
-        engine._run.lower(engine._params, state, number, number)
+        engine.executor.lower_run()
         recording = make_engine(target, drafter, trace="rounds", **settings)
-        state = jax.eval_shape(recording._loop.init)
         with pytest.raises(AssertionError, match="something was recorded"):
-            recording._run.lower(recording._params, state, number, number)
+            recording.executor.lower_run()
 
 
 @pytest.mark.parametrize("level", telemetry.LEVELS)
 def test_bytes_are_as_documented(target, level):
     engine = make_engine(target, jaxspec.NGram(), trace=level)
-    state = jax.eval_shape(engine._loop.init)
+    state = engine.executor.eval_state()
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.trace))
     per_slot = {"rounds": 24, "tokens": 24 + 19 * 4, "distributions": 24 + (19 + 12) * 4}[level]
     assert num_bytes == engine.num_residents * MAX_LENGTH * per_slot

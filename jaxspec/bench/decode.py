@@ -268,7 +268,7 @@ class DecodeBench:
             num_tokens=max(self.params.max_tokens // 2, 1),
             draft_length=draft_length,
         )
-        loop = engine._loop
+        loop = engine.executor.loop
         if isinstance(loop, SpeculativeLoop):
             parts = stages.speculative_stages(loop, state)
         else:

@@ -28,9 +28,10 @@ import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.bench.roofline import Ceilings, measure_ceilings
-from jaxspec.decode.settings import Loop, longest_prompt, make_admission, make_loop
+from jaxspec.decode.settings import Loop, longest_prompt, make_loop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.admission import make_admission
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName
 from jaxspec.models.base import LanguageModel

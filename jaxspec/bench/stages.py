@@ -121,7 +121,7 @@ def mid_decode(
         draft_limit=every_row + draft_length,
         stop_tokens=jnp.full_like(state.stop_tokens, -1),
     )
-    loop = engine._loop
+    loop = engine.executor.loop
     if not isinstance(loop, SpeculativeLoop):
         return state
 

@@ -91,18 +91,16 @@ class StepCost:
             prompts.tolist(), params, engine.target, longest=engine.longest_prompt
         )
         for row, request in enumerate(requests):
-            engine._admit_request(row, request, row, 0)
-        state = jax.block_until_ready(engine._state)
+            engine.executor.admit_and_prefill(row, request, draft_length=0, arrival=row)
+        jax.block_until_ready(engine.executor.state)
         started = time.perf_counter()
-        engine._state = engine._run(engine._params, state, np.int32(self.rounds), np.int32(1))
-        jax.block_until_ready(engine._state)
+        engine.executor.run(self.rounds)
+        jax.block_until_ready(engine.executor.state)
         return time.perf_counter() - started
 
     @staticmethod
     def _temporaries(engine: Engine) -> int | None:
-        state = jax.eval_shape(engine._loop.init)
-        compiled = engine._run.lower(engine._params, state, np.int32(1), np.int32(1)).compile()
-        memory = compiled.memory_analysis()
+        memory = engine.executor.lower_run().compile().memory_analysis()
         return memory.temp_size_in_bytes if memory is not None else None
 
 

@@ -121,11 +121,13 @@ class TraceCost:
             prompts.tolist(), params, engine.target, longest=engine.longest_prompt
         )
         for row, request in enumerate(requests):
-            engine._admit_request(row, request, row, self.draft_length)
-        state = jax.block_until_ready(engine._state)
+            engine.executor.admit_and_prefill(
+                row, request, draft_length=self.draft_length, arrival=row
+            )
+        jax.block_until_ready(engine.executor.state)
         started = time.perf_counter()
-        engine._state = engine._run(engine._params, state, np.int32(self.rounds), np.int32(1))
-        jax.block_until_ready(engine._state)
+        engine.executor.run(self.rounds)
+        jax.block_until_ready(engine.executor.state)
         return time.perf_counter() - started
 
 

@@ -164,8 +164,7 @@ class Verifiers:
 
 def num_programs(engine: Engine) -> int:
     """How often the engine's loop has been compiled."""
-    program: Any = engine._run
-    return program._cache_size()
+    return engine.executor.compile_counts()["run"]
 
 
 def overlaps(

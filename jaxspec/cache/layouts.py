@@ -14,7 +14,6 @@ the target's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -215,42 +214,8 @@ def broken_invariants(
     return sentences
 
 
-class CheckedRun:
-    """Runs rounds one by one, with NaN wherever no committed KV is, and checks each.
-
-    Args:
-      run: `(params, state, num_rounds, min_running) -> state`, donating its state.
-      verify_length: T of a round.
-      regroups: the scheduler's.
-    """
-
-    def __init__(self, run: Callable, *, verify_length: int, regroups: bool):
-        self._run = run
-        self._verify_length = verify_length
-        self._regroups = regroups
-        self._poison = jax.jit(_poison_uncommitted, donate_argnums=0)
-
-    def __call__(self, params: PyTree, state: DecodeState, num_rounds, min_running) -> DecodeState:
-        """The state after the rounds.
-
-        Raises:
-          AssertionError: an invariant is broken.
-        """
-        for _ in range(int(num_rounds)):
-            if np.sum(np.asarray(state.is_running)) < min_running:
-                break
-            state = self._poison(state)
-            before = snapshot(state)
-            state = self._run(params, state, np.int32(1), min_running)
-            broken = broken_invariants(
-                before, snapshot(state), verify_length=self._verify_length, regroups=self._regroups
-            )
-            if broken:
-                raise AssertionError(" ".join(broken))
-        return state
-
-
-def _poison_uncommitted(state: DecodeState) -> DecodeState:
+def poison_uncommitted(state: DecodeState) -> DecodeState:
+    """The state with NaN in every slot of the target's cache that holds no committed KV."""
     is_held = state.finish != Finish.EMPTY_ROW
     num_live = jnp.where(is_held, state.num_committed - 1, 0)
     return state.replace(cache=kv.poison_uncommitted(state.cache, num_live))

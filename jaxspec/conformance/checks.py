@@ -149,12 +149,8 @@ def demand_same_output(plain: Sequence[Completion], drafted: Sequence[Completion
 
 def demand_compiled_once(engine: Engine) -> str:
     """Each program of an engine that has been used was compiled once; returns that in words."""
-    programs: dict[str, Any] = {
-        "admit": engine._admit,
-        "prefill": engine._prefill,
-        "run": engine._run,
-    }
-    for name, program in programs.items():
-        size = program._cache_size()
+    counts = engine.executor.compile_counts()
+    for name in ("admit", "prefill", "run"):
+        size = counts[name]
         demand(size == 1, f"the program {name!r} was compiled {size} times")
     return "admit, prefill and run were compiled once each"

@@ -1,28 +1,22 @@
-"""From settings to the loop that they ask for, and from a request to the seat it takes.
-
-What every host of the loop shares, whatever it does with time: which settings fit together, how
-long a prompt may be, where a row ends.
-"""
+"""From settings to the loop that they ask for: which fit together, and how long a prompt may be."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
 import jax
-import numpy as np
 
 from jaxspec.cache import layouts
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
-from jaxspec.decode.loop import Admission, LogprobsConfig, SpeculativeLoop
+from jaxspec.decode.loop import LogprobsConfig, SpeculativeLoop
 from jaxspec.decode.plain import PlainLoop
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.requests.requests import Request
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
-from jaxspec.types import Finish, PyTree
+from jaxspec.types import PyTree
 from jaxspec.verifiers import Verifier
 
 Loop: TypeAlias = SpeculativeLoop | PlainLoop
@@ -144,45 +138,6 @@ def longest_prompt(loop: Loop) -> int:
     """Prompt tokens that leave room for one round."""
     return layouts.longest_prompt(
         loop.layout, max_length=loop.shape.max_length, verify_length=loop.shape.verify_length
-    )
-
-
-def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
-    """Every token that ends the request's output.
-
-    Raises:
-      SettingError: more than the loop has room for.
-    """
-    stops = request.params.stop_tokens(model)
-    if len(stops) > MAX_STOP_TOKENS:
-        raise SettingError(
-            f"Request {request.request_id} has {len(stops)} stop tokens (with the model's EOS "
-            f"tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
-        )
-    return stops
-
-
-def make_admission(
-    request: Request, loop: Loop, *, draft_length: int, arrival: int = 0
-) -> Admission:
-    """A request as it enters the batch; its prompt is no longer than `longest_prompt(loop)`."""
-    prompt, params = request.prompt_token_ids, request.params
-    tokens = np.zeros((loop.shape.max_length,), np.int32)
-    tokens[: len(prompt)] = prompt
-    stops = stop_tokens(request, loop.target)
-    padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
-    padded_stops[: len(stops)] = stops
-    wanted, largest = len(prompt) + params.max_tokens, longest_prompt(loop) + 1
-    limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.MAX_LENGTH
-    return Admission(
-        tokens=tokens,
-        length=np.int32(len(prompt)),
-        limit=np.int32(min(wanted, largest)),
-        limit_finish=np.int32(limit_finish),
-        draft_limit=np.int32(draft_length),
-        stop_tokens=padded_stops,
-        sampling=params.of_row(prompt_length=len(prompt)),
-        arrival=np.int32(arrival),
     )
 
 

@@ -14,30 +14,22 @@ from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Mappi
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
-from jaxspec.decode.buckets import make_buckets
-from jaxspec.decode.loop import LogprobsConfig, SpeculativeLoop
-from jaxspec.decode.plain import PlainLoop
+from jaxspec.decode.loop import LogprobsConfig
 from jaxspec.decode.settings import (
     DEFAULT_DRAFT_LENGTH,
     DraftLength,
     Exactness,
     check_draft_length,
-    check_exactness,
-    home_of,
-    longest_prompt,
-    make_admission,
     make_loop,
-    stop_tokens,
 )
-from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
+from jaxspec.decode.sharded import batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.adaptive import Choice, DraftLengthController, measure_round_times
-from jaxspec.engine.memory import measure_memory
+from jaxspec.engine.admission import stop_tokens
+from jaxspec.engine.executor import Executor
 from jaxspec.errors import QueueFullError, RequestError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.models.tokenizer import TextTokenizer
@@ -51,8 +43,7 @@ from jaxspec.requests.completions import (
 )
 from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime import compilation
-from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.schedulers import Continuous, Scheduler
 from jaxspec.telemetry.counters import Acceptance, Metrics
@@ -230,12 +221,6 @@ class Engine:
         if max_logprobs is not None:
             is_processed = logprobs_mode == "processed_logprobs"
             logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
-        self.mesh = None if mesh is None else check_mesh(mesh)
-        if check_invariants and mesh is not None:
-            raise SettingError(
-                "check_invariants was given with a mesh, and it reads the state of one device "
-                "only; leave the mesh out to hunt the fault."
-            )
         loop = make_loop(
             target,
             drafter,
@@ -245,74 +230,26 @@ class Engine:
             draft_length=draft_length,
             verify_length=verify_length,
             batch_size=batch_size
-            if self.mesh is None
-            else batch_size_per_shard(batch_size, self.mesh),
+            if mesh is None
+            else batch_size_per_shard(batch_size, check_mesh(mesh)),
             max_length=max_length,
             prefill_chunk=prefill_chunk,
             logprobs=logprobs,
             trace=None if trace is None else TraceConfig(level=trace),
         )
-        check_exactness(exactness)
-        ladder = {loop.shape.verify_length: loop}
-        if exactness == "ties" and isinstance(loop, SpeculativeLoop):
-            ladder = make_buckets(loop)
-        self.verify_lengths = tuple(ladder)
-        self._shard_loop, self._rows_per_shard = loop, loop.held.batch_size
-        self._loop = loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
-        self.shape = dataclasses.replace(loop.shape, batch_size=batch_size)
-        self.num_residents = self._loop.held.batch_size
-        self._num_shards = self.num_residents // self._rows_per_shard
-        self.memory = measure_memory(self._loop)
-        _log.info(self.memory.sentence)
-        # A program is compiled again where an argument is bound to a device that was not before;
-        # so parameters and state are bound from the start to the device where the parameters are,
-        # or to their places on the mesh.
-        self._params, home = loop.params, home_of(loop.params)
-        if isinstance(self._loop, ShardedLoop):
-            self._params, home = self._loop.place(self._params), self._loop.state_shardings
-        elif home is not None:
-            self._params = jax.device_put(self._params, home)
-        self._home = home
-        whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
-
-        def program(
-            what: str, function: Callable, verify_length: int | None = None, **options: Any
-        ) -> Any:
-            verify_length = self.shape.verify_length if verify_length is None else verify_length
-            name = f"the {what} of {whose}, batch {batch_size}, window {verify_length}"
-            return Program(jax.jit(function, **options), name)
-
-        updating = {"donate_argnums": 1, "out_shardings": home}
-        self._init = program("empty state", self._loop.init, out_shardings=home)
-        self._admit = program("admission", self._loop.admit, **updating)
-        self._prefill = program("prefill", self._loop.prefill, **updating)
-        rounds = {}
-        for width, rung in ladder.items():
-            on_mesh = rung if self.mesh is None else ShardedLoop(loop=rung, mesh=self.mesh)
-            rounds[width] = program("decode round", on_mesh.run, width, **updating)
-        runs: dict[int, Any] = dict(rounds)
-        if check_invariants:
-            for width, run in rounds.items():
-                runs[width] = layouts.CheckedRun(
-                    run, verify_length=width, regroups=self.scheduler.regroups
-                )
-        self._run: Any = runs.pop(self.shape.verify_length)
-        self._narrow_runs = runs
-        own = []
-        if self.is_adaptive:
-            assert not isinstance(self._loop, PlainLoop), "an adaptive engine has a drafter"
-            self._prefill_target = program(
-                "target's prefill", self._loop.prefill_target, **updating
-            )
-            self._catch_up = program("catching up", self._loop.catch_up, **updating)
-            self._lag = program("lag", self._loop.lag)
-            own = [self._prefill_target, self._catch_up, self._lag]
-        self._end_rows = program("cancellation", _end_rows, donate_argnums=0, out_shardings=home)
-        self._rounds = tuple(rounds.values())
-        self._programs = compilation.numbered(
-            self._init, self._admit, self._prefill, *self._rounds, *own, self._end_rows
+        self.executor = Executor(
+            loop,
+            exactness=exactness,
+            is_adaptive=self.is_adaptive,
+            check_invariants=check_invariants,
+            mesh=mesh,
         )
-        self._state: DecodeState | None = None
+        self.mesh = self.executor.mesh
+        self.verify_lengths = self.executor.verify_lengths
+        self.shape = self.executor.shape
+        self.num_residents = self.executor.num_rows
+        self.memory = self.executor.memory
+        _log.info(self.memory.sentence)
 
         # Who waits, and who has a row. `_lock` guards these and is held for moments; `_device_lock`
         # guards the state on the device and is held for a step. Whoever takes both takes the latter
@@ -326,7 +263,7 @@ class Engine:
         self._numbers, self._arrivals = itertools.count(), itertools.count()
         self._is_closed = False
         self._shared_step: asyncio.Future[None] | None = None
-        self._controller: DraftLengthController | None = None
+        self.controller: DraftLengthController | None = None
         self._choice: Choice | None = None  # of the rounds that `_collect` looks at next
         self._first_round: Any = 0  # before these, by shard
         num_used = 1 if self.mesh is None else self.mesh.devices.size
@@ -336,7 +273,7 @@ class Engine:
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self._shard_loop)
+        return self.executor.longest_prompt
 
     @property
     def exactness(self) -> str:
@@ -352,7 +289,7 @@ class Engine:
     def rounds_by_draft_length(self) -> dict[int, int]:
         """With `draft_length="auto"`: rounds run so far at each length it chose, 0 being plain
         decoding; empty otherwise."""
-        chosen = {} if self._controller is None else self._controller.num_rounds
+        chosen = {} if self.controller is None else self.controller.num_rounds
         return dict(sorted(chosen.items()))
 
     def metrics(self) -> dict[str, Any]:
@@ -661,18 +598,10 @@ class Engine:
                     f"New weights were given while {num_unfinished} requests are unfinished, whose "
                     "KV is the old weights'; finish or cancel them first."
                 )
-            if draft is not None and self.drafter is None:
-                raise SettingError(
-                    "Draft weights were given to an engine without a drafter; leave them out."
-                )
-            parts = dict(self._params) if self.drafter is not None else {"target": self._params}
-            for name, given in (("target", target), ("drafter", draft)):
-                if given is not None:
-                    parts[name] = _like(parts[name], given, name)
-            self._params = parts if self.drafter is not None else parts["target"]
+            self.executor.update_params(target=target, drafter=draft)
             if target is not None and dataclasses.is_dataclass(self.target):
                 model: Any = self.target
-                self.target = dataclasses.replace(model, params=parts["target"])
+                self.target = dataclasses.replace(model, params=self.executor.target_params)
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program that the engine will use, ahead of its first request.
@@ -689,25 +618,7 @@ class Engine:
         Returns:
           of each program its name, the seconds it took, and whether the persistent cache held it.
         """
-        state = compilation.shapes_at(jax.eval_shape(self._loop.init), self._home)
-        rows = np.zeros((self._num_shards,), np.int32)
-        per_shard, number = self._per_shard(rows), np.int32(0)
-        [request] = make_requests([[0]], SamplingParams(), self.target, longest=1)
-        admission = make_admission(request, self._shard_loop, draft_length=0)
-        arguments = {
-            self._init: (),
-            self._admit: (self._params, state, number, admission),
-            self._prefill: (self._params, state, per_shard, per_shard),
-            **{run: (self._params, state, number, per_shard) for run in self._rounds},
-        }
-        if self.is_adaptive:
-            arguments |= {
-                self._prefill_target: (self._params, state, per_shard, per_shard),
-                self._catch_up: (self._params, state, per_shard),
-                self._lag: (state,),
-            }
-        arguments[self._end_rows] = (state, np.zeros((len(self._rows),), bool), number)
-        return compilation.warm_up(arguments, on_program)
+        return self.executor.warm_up(on_program)
 
     def shutdown(self) -> None:
         """Cancels what has not ended, lets go of the device's state, and refuses requests from now
@@ -719,7 +630,7 @@ class Engine:
                     self._cancel_ticket(ticket)
             self._end_cancelled()
             self._collect()
-            self._state = None
+            self.executor.reset()
 
     def __enter__(self) -> Engine:
         return self
@@ -730,14 +641,12 @@ class Engine:
     @property
     def state(self) -> DecodeState:
         """The decode state on the device; every row is empty before the first call."""
-        state = self._init() if self._state is None else self._state
-        self._state = state
-        return state
+        return self.executor.state
 
     @property
     def _num_rounds(self) -> int:
         """Rounds run so far, on all shards together."""
-        return int(np.sum(jax.device_get(self.state.num_rounds)))
+        return int(np.sum(self.executor.fetch("schedule").num_rounds))
 
     def reset(self) -> None:
         """Empties every row; no output depends on it, it only lets go of what was decoded last.
@@ -747,7 +656,7 @@ class Engine:
         """
         if any(self._rows):
             raise RequestError("The engine was to be emptied while requests are being decoded.")
-        self._state = None
+        self.executor.reset()
 
     # From here on: what a request passes through.
 
@@ -889,34 +798,20 @@ class Engine:
     def _end_cancelled(self) -> None:
         ends = [row for row, ticket in self._held.items() if ticket.is_cancelled]
         if ends:
-            self._end(ends, Finish.CANCELLED)
-
-    def _end(self, rows: Sequence[int], finish: Finish) -> None:
-        is_ended = np.zeros((len(self._rows),), bool)
-        is_ended[list(rows)] = True
-        self._state = self._end_rows(self.state, is_ended, np.int32(finish))
+            self.executor.end_rows(ends, Finish.CANCELLED)
 
     def _admit_waiting(self) -> None:
         """Gives free rows to those that wait, first come, first served."""
-        for row in self._free_rows():
+        for row in self.executor.free_rows(self._held):
             with self._lock:
                 if not self._queue:
                     return
                 ticket = self._queue.popleft()
                 self._rows[row], ticket.row = ticket, row
             ticket.arrival = next(self._arrivals)
-            self._admit_into(row, ticket.request, ticket.arrival, ticket.draft_length)
-
-    def _free_rows(self) -> list[int]:
-        """BatchView to give away now, in this order: whatever shard holds the fewest comes next."""
-        free = []
-        for shard in range(self._num_shards):
-            rows = range(shard * self._rows_per_shard, (shard + 1) * self._rows_per_shard)
-            empty = [row for row in rows if self._rows[row] is None]
-            num_held = len(rows) - len(empty)
-            if self.scheduler.refills_rows or num_held == 0:
-                free += [(num_held + index, row) for index, row in enumerate(empty)]
-        return [row for _, row in sorted(free)]
+            self.executor.admit(
+                row, ticket.request, draft_length=ticket.draft_length, arrival=ticket.arrival
+            )
 
     def _prefill_prompts(self) -> None:
         """Reads the prompts of new rows, the oldest first: all of them, or one chunk where rows are
@@ -931,34 +826,17 @@ class Engine:
         unread = [(row, ticket) for row, ticket in self._held.items() if ticket.num_unprefilled > 0]
         oldest: dict[int, tuple[int, Ticket]] = {}
         for row, ticket in sorted(unread, key=lambda item: item[1].arrival):
-            oldest.setdefault(row // self._rows_per_shard, (row, ticket))
+            oldest.setdefault(self.executor.shard_of(row), (row, ticket))
         if not oldest:
             return False
         # While nothing is drafted the drafter reads nothing either.
-        rests = self._controller is not None and self._controller.draft_length == 0
-        self._prefill_rows(
-            {row: ticket.num_prefilled for row, ticket in oldest.values()},
-            self._prefill_target if rests else self._prefill,
+        rests = self.controller is not None and self.controller.draft_length == 0
+        self.executor.prefill(
+            {row: ticket.num_prefilled for row, ticket in oldest.values()}, target_only=rests
         )
         for _, ticket in oldest.values():
             ticket.num_prefilled += self.shape.prefill_chunk
         return True
-
-    def _prefill_rows(self, starts: Mapping[int, int], prefill: Any = None) -> None:
-        """Reads a chunk of the prompts of some rows, of no more than one on a shard."""
-        rows, first = np.full((2, self._num_shards), -1, np.int32)
-        for row, start in starts.items():
-            shard, rows[shard] = divmod(row, self._rows_per_shard)
-            first[shard] = start
-        prefill = self._prefill if prefill is None else prefill
-        self._state = prefill(
-            self._params, self.state, self._per_shard(rows), self._per_shard(first)
-        )
-
-    def _per_shard(self, values: np.ndarray) -> np.ndarray | np.int32:
-        """`[D]`, a number for each shard, as the loop wants them: a scalar where there is no
-        mesh."""
-        return values[0] if self.mesh is None else values
 
     def _run_rounds(self) -> None:
         """Decodes until the host has something to do."""
@@ -966,34 +844,22 @@ class Engine:
         running = [row for row, ticket in held.items() if ticket.num_unprefilled <= 0]
         if not running:
             return
-        num_rounds, min_running = self.rounds_per_sync, np.ones((self._num_shards,), np.int32)
+        num_shards = self.executor.num_shards
+        num_rounds, min_running = self.rounds_per_sync, np.ones((num_shards,), np.int32)
         if self._is_interactive:  # whoever ends is reported at once
-            for shard in range(self._num_shards):
-                num_running = sum(row // self._rows_per_shard == shard for row in running)
-                min_running[shard] = max(num_running, 1)
+            num_running = collections.Counter(map(self.executor.shard_of, running))
+            for shard, number in num_running.items():
+                min_running[shard] = number
             if len(running) < len(held) or any(ticket.is_streamed for ticket in held.values()):
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self._queue:
-            min_running[:] = self.scheduler.min_running(self.shape.batch_size // self._num_shards)
+            min_running[:] = self.scheduler.min_running(self.shape.batch_size // num_shards)
         longest = max(held[row].draft_length for row in running)
-        if self._controller is not None and longest > 0:
+        if self.controller is not None and longest > 0:
             num_rounds = self._choose_draft_length(num_rounds)
         if self._choice is not None:
             longest = min(longest, self._choice.draft_length)
-        self._run_at(longest, num_rounds, min_running)
-
-    def _verify_length_for(self, draft_length: int) -> int:
-        """The narrowest window that there is for so many drafts."""
-        return min(
-            verify_length for verify_length in self.verify_lengths if verify_length > draft_length
-        )
-
-    def _run_at(self, draft_length: int, num_rounds: int, min_running: np.ndarray) -> None:
-        """Runs rounds in the narrowest window there is for so many drafts."""
-        run = self._narrow_runs.get(self._verify_length_for(draft_length), self._run)
-        self._state = run(
-            self._params, self.state, np.int32(num_rounds), self._per_shard(min_running)
-        )
+        self.executor.run(num_rounds, draft_length=longest, min_running=min_running)
 
     @property
     def _held(self) -> dict[int, Ticket]:
@@ -1016,27 +882,20 @@ class Engine:
         if not held:
             return
         is_read = any(ticket.reads_output for ticket in held.values())
-        state = self.state
-        tokens, num_committed, finish, counts, num_rounds = jax.device_get(
-            (
-                state.tokens if is_read else None,
-                state.num_committed,
-                state.finish,
-                state.counts,
-                state.num_rounds,
-            )
+        state = self.executor.fetch(
+            "num_committed", "finish", "counts", "schedule", *(["tokens"] if is_read else [])
         )
         before = {row: ticket.acceptance for row, ticket in held.items()}
         stopped, unreadable, ended = [], [], []
         for row, ticket in held.items():
             # The loop would be called for ever without decoding such a row.
-            assert finish[row] != Finish.PREFILLING or ticket.num_unprefilled > 0, (
+            assert state.finish[row] != Finish.PREFILLING or ticket.num_unprefilled > 0, (
                 "its prompt was read"
             )
-            first, last = len(ticket.request.prompt_token_ids), int(num_committed[row])
-            ticket.acceptance = Acceptance.of_row(counts, row, num_emitted=last - first)
-            output = tokens[row, first:last].tolist() if ticket.reads_output else []
-            is_live = finish[row] in LIVE
+            first, last = len(ticket.request.prompt_token_ids), int(state.num_committed[row])
+            ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
+            output = state.tokens[row, first:last].tolist() if ticket.reads_output else []
+            is_live = state.finish[row] in LIVE
             try:
                 ticket.check_stop_strings(self.target.tokenizer, output)
                 if ticket.stopped is not None:
@@ -1048,22 +907,22 @@ class Engine:
                 unreadable.append(row)
             if not is_live or ticket.stopped is not None or row in unreadable:
                 ended.append(row)
-        self._note_drafts(held, before, num_rounds)
+        self._note_drafts(held, before, state.num_rounds)
         self._metrics.update(
             ended=[held[row].acceptance for row in ended],
             running=[ticket.acceptance for row, ticket in held.items() if row not in ended],
         )
         if stopped:
             # They ran a few rounds too far; what they emitted there is cut off.
-            self._end(stopped, Finish.STOP_STRING)
+            self.executor.end_rows(stopped, Finish.STOP_STRING)
         if unreadable:
-            self._end(unreadable, Finish.TOKENIZER_ERROR)
+            self.executor.end_rows(unreadable, Finish.TOKENIZER_ERROR)
         if ended:
             self._harvest(ended)
 
     def _harvest(self, ended: Sequence[int]) -> None:
         """Makes the completions of rows that have ended, and frees the rows."""
-        state, held = jax.device_get(self.state.replace(cache=(), drafter=())), self._held
+        state, held = self.executor.fetch(), self._held
         for row in ended:
             ticket = held[row]
             request = ticket.request
@@ -1093,26 +952,26 @@ class Engine:
 
     def _prepare(self) -> None:
         """Measures, before the first request, what the controller of draft lengths has to know."""
-        if not self.is_adaptive or self._controller is not None or self._is_closed:
+        if not self.is_adaptive or self.controller is not None or self._is_closed:
             return
         with self._device_lock:
-            if self._controller is None:
+            if self.controller is None:
                 times = measure_round_times(
-                    _MadeUpRequests(self),
+                    _MadeUpRequests(self.executor, draft_length=self.draft_length),
                     longest=self.shape.verify_length - 1,
                     room=self.longest_prompt,
                 )
-                self._state = None
-                self._controller = DraftLengthController(times)
+                self.executor.reset()
+                self.controller = DraftLengthController(times)
 
     def _choose_draft_length(self, num_rounds: int) -> int:
         """Sets the draft length of all rows for the next rounds; returns after how many to choose
         again."""
-        assert self._controller is not None
-        self._first_round = jax.device_get(self.state.num_rounds)
+        assert self.controller is not None
+        self._first_round = self.executor.fetch("schedule").num_rounds
         lags = functools.cache(self._lags)
         drafting = [ticket.request for ticket in self._running if ticket.draft_length > 0]
-        self._choice = self._controller.choose(
+        self._choice = self.controller.choose(
             context=self._longest_context,
             num_rounds=num_rounds,
             count_unprefilled=lambda: sum(map(self._num_chunks, lags().values())),
@@ -1122,10 +981,8 @@ class Engine:
             ),
         )
         if self._choice.draft_length > 0:
-            self._catch_up_rows(lags())
-        if (
-            self._verify_length_for(self._choice.draft_length) > 1
-        ):  # in a window of one no one drafts
+            self.executor.catch_up(lags())
+        if self.executor.verify_length_for(self._choice.draft_length) > 1:  # else none are drafted
             self._limit_drafts(self._choice.draft_length)
         return self._choice.num_rounds
 
@@ -1136,35 +993,19 @@ class Engine:
     def _lags(self) -> dict[int, int]:
         """Committed tokens that the drafter has not seen, of running rows that would draft and for
         which the next round will not make up."""
-        lags = jax.device_get(self._lag(self.state))
+        lags = self.executor.lags()
         return {
             row: int(lags[row])
             for row, ticket in self._held.items()
             if ticket.num_unprefilled <= 0 and ticket.draft_length > 0 and lags[row] > 1
         }
 
-    def _catch_up_rows(self, lags: Mapping[int, int]) -> int:
-        """Lets the drafter read what it has not seen of some rows; returns the chunks read."""
-        num_chunks = 0
-        for row, lag in lags.items():
-            rows = np.full((self._num_shards,), -1, np.int32)
-            shard, rows[shard] = divmod(row, self._rows_per_shard)
-            for _ in range(0, lag, self.shape.prefill_chunk):
-                self._state = self._catch_up(self._params, self.state, self._per_shard(rows))
-                num_chunks += 1
-        return num_chunks
-
     def _limit_drafts(self, draft_length: int) -> None:
         """Lets no row draft more than so many tokens per round, nor more than it asked for."""
         limits = np.zeros((len(self._rows),), np.int32)
         for row, ticket in self._held.items():
             limits[row] = min(ticket.draft_length, draft_length)
-        self._set_draft_limits(limits)
-
-    def _set_draft_limits(self, limits: np.ndarray) -> None:
-        """Puts `[B]` int32 where the state has it: elsewhere, the loop would be compiled again."""
-        place = self.state.draft_limit.sharding
-        self._state = self.state.replace(draft_limit=jax.device_put(limits, place))
+        self.executor.set_draft_limits(limits)
 
     @property
     def _longest_context(self) -> int:
@@ -1185,7 +1026,7 @@ class Engine:
           num_rounds: run so far, by shard if there is a mesh.
         """
         choice, self._choice = self._choice, None
-        if choice is None or self._controller is None:
+        if choice is None or self.controller is None:
             return
         new = [
             (before[row], ticket.acceptance)
@@ -1194,7 +1035,7 @@ class Engine:
         ]
         num_row_rounds = [now.num_rounds - then.num_rounds for then, now in new]
         positions = range(choice.draft_length)
-        self._controller.note(
+        self.controller.note(
             draft_length=choice.draft_length,
             context=self._longest_context,
             num_rounds=int(np.max(num_rounds - self._first_round)),
@@ -1205,27 +1046,11 @@ class Engine:
             ],
         )
 
-    def _admit_into(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
-        """Puts a request into a row; its prompt has still to be read."""
-        admission = make_admission(
-            request, self._shard_loop, draft_length=draft_length, arrival=arrival
-        )
-        self._state = self._admit(self._params, self.state, np.int32(row), admission)
-
-    def _admit_request(self, row: int, request: Request, arrival: int, draft_length: int) -> None:
-        """Puts a request into a row and reads its prompt, past all queues: for those who run rounds
-        by themselves."""
-        self._admit_into(row, request, arrival, draft_length)
-        for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
-            self._prefill_rows({row: start})
-
     def _give_up_if_lost(self) -> None:
         """Ends every request that has a row if the state was donated to a call that failed."""
-        if self._state is None or not any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(self._state)
-        ):
+        if not self.executor.is_lost:
             return
-        self._state = None
+        self.executor.reset()
         self._metrics.abandon()
         with self._lock:
             for ticket in self._held.values():
@@ -1337,50 +1162,30 @@ class StreamOutput:
 class _MadeUpRequests:
     """What an empty engine decodes to measure its rounds; see `adaptive.Rounds`."""
 
-    engine: Engine
+    executor: Executor
+    draft_length: int
 
     def fill(self, prompt_length: int) -> None:
-        engine = self.engine
-        engine._state = None
-        params = SamplingParams(max_tokens=engine.shape.max_length, ignore_eos=True)
-        for index, row in enumerate(engine._free_rows()[: engine.shape.batch_size]):
+        executor = self.executor
+        executor.reset()
+        params = SamplingParams(max_tokens=executor.shape.max_length, ignore_eos=True)
+        for index, row in enumerate(executor.free_rows(())[: executor.shape.batch_size]):
             prompt = (0,) * (prompt_length if index == 0 else 1)
             request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
-            engine._admit_request(row, request, index, engine.draft_length)
-        jax.block_until_ready(engine._state)
+            executor.admit_and_prefill(row, request, draft_length=self.draft_length, arrival=index)
+        jax.block_until_ready(executor.state)
 
     def run(self, draft_length: int, num_rounds: int) -> None:
-        engine = self.engine
-        engine._set_draft_limits(np.full((len(engine._rows),), draft_length, np.int32))
-        min_running = np.ones((engine._num_shards,), np.int32)
-        engine._run_at(draft_length, num_rounds, min_running)
-        jax.block_until_ready(engine._state)
+        executor = self.executor
+        executor.set_draft_limits([draft_length] * executor.num_rows)
+        executor.run(num_rounds, draft_length=draft_length)
+        jax.block_until_ready(executor.state)
 
     def catch_up(self) -> int:
-        engine = self.engine
-        lags = jax.device_get(engine._lag(engine.state))
-        num_chunks = engine._catch_up_rows({r: int(n) for r, n in enumerate(lags) if n > 1})
-        jax.block_until_ready(engine._state)
+        lags = self.executor.lags()
+        num_chunks = self.executor.catch_up({row: int(n) for row, n in enumerate(lags) if n > 1})
+        jax.block_until_ready(self.executor.state)
         return num_chunks
-
-
-def _like(old: PyTree, given: PyTree, name: str) -> PyTree:
-    """`given` where `old` is, if it is of the same shapes and dtypes."""
-    if jax.tree.structure(old) != jax.tree.structure(given):
-        raise SettingError(
-            f"The new weights of the {name} have another structure than those of the engine; give "
-            "a pytree like them."
-        )
-    for (path, leaf), new in zip(
-        jax.tree.leaves_with_path(old), jax.tree.leaves(given), strict=True
-    ):
-        if (leaf.shape, leaf.dtype) != (new.shape, new.dtype):
-            raise SettingError(
-                f"The new weights of the {name} have {new.dtype}{list(new.shape)} at "
-                f"{jax.tree_util.keystr(path)}, and the engine was compiled for "
-                f"{leaf.dtype}{list(leaf.shape)}; convert them to that."
-            )
-    return jax.tree.map(lambda leaf, new: jax.device_put(new, leaf.sharding), old, given)
 
 
 def _logprobs(
@@ -1396,9 +1201,3 @@ def _logprobs(
         of_token = {int(state.tokens[row, slot]): float(kept.of_token[row, slot])}
         each.append({int(token): float(value) for token, value in top} | of_token)
     return tuple(each)
-
-
-def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
-    """State in which some rows `[B]` bool, those that have not ended, end with this `Finish`."""
-    is_live = state.is_running | (state.finish == Finish.PREFILLING)
-    return state.replace(finish=jnp.where(is_ended & is_live, finish, state.finish))

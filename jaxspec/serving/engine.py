@@ -48,10 +48,10 @@ from jaxspec.decode.settings import (
     check_draft_length,
     home_of,
     longest_prompt,
-    make_admission,
     make_loop,
 )
 from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.engine.admission import make_admission
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, Request, make_requests
@@ -316,7 +316,7 @@ class ServingEngine:
             )
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if self._home is not None:
-            row = jax.device_put(row, self._home)  # does nothing to what is there already
+            parts = jax.device_put(parts, self._home)  # does nothing to what is there already
         return self._insert(self._params, state, np.int32(row), *parts)
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:

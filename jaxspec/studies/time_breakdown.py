@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.bench.roofline import time_in_turns
 from jaxspec.bench.stages import Repeated, plain_stages, speculative_stages
@@ -56,8 +55,9 @@ class Clock:
 def clocked(engine: Engine) -> Iterator[Clock]:
     """Times every compiled call of an engine, waiting for each; and keeps a state."""
     clock = Clock()
-    kinds = {"_run": "rounds", "_prefill": "prefill", "_admit": "prefill"}
-    own = {name: getattr(engine, name) for name in kinds}
+    kinds = {"run": "rounds", "prefill": "prefill", "admit": "prefill"}
+    programs = engine.executor.programs
+    own = {name: programs[name] for name in kinds}
     most_running = 0
 
     def timed(function: Callable[..., DecodeState], kind: str) -> Callable[..., DecodeState]:
@@ -79,12 +79,11 @@ def clocked(engine: Engine) -> Iterator[Clock]:
         return call
 
     for name, kind in kinds.items():
-        setattr(engine, name, timed(own[name], kind))
+        programs[name] = timed(own[name], kind)
     try:
         yield clock
     finally:
-        for name, function in own.items():
-            setattr(engine, name, function)
+        programs.update(own)
 
 
 def time_parts(engine: Engine, state: DecodeState) -> dict[str, float]:
@@ -100,9 +99,12 @@ def time_parts(engine: Engine, state: DecodeState) -> dict[str, float]:
       tokens (0 in the ragged layout); `seat`, choosing rows, and taking and putting back what is
       kept per row (0 where every row has a row).
     """
-    loop, shape = engine._loop, engine.shape
+    loop, shape = engine.executor.loop, engine.shape
     assert isinstance(loop, SpeculativeLoop | PlainLoop), "the parts of one device's loop"
-    state = engine._run(engine._params, state, np.int32(NUM_ROUNDS_IN), np.int32(1))
+    engine.executor.state = state
+    engine.executor.run(NUM_ROUNDS_IN)
+    state = engine.executor.state
+    engine.executor.reset()
     parts: dict[str, Repeated] = {}
     view = state
     if engine.num_residents > shape.batch_size:

@@ -271,7 +271,7 @@ def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
     prompts = toy.prompts([4, 11])
     expected = engine.generate(prompts, SamplingParams(max_tokens=18, ignore_eos=True))
     assert np.array_equal(middle.num_committed, [4 + 6, 11 + 6])
-    loop = engine._loop
+    loop = engine.executor.loop
     draft, _ = loop.drafter.propose(
         loop.shape, loop.params["drafter"], middle.drafter, stages.batch_view(middle)
     )
@@ -289,7 +289,7 @@ def again(loop, params):
 
 
 def test_stages_are_those_of_a_round(engine, middle):
-    parts = stages.speculative_stages(engine._loop, middle)
+    parts = stages.speculative_stages(engine.executor.loop, middle)
     assert set(parts) == {"draft", "target", "verify", "commit", "round"}
     seconds = time_in_turns(list(parts.values()), repeats=1)
     assert all(times[0] > 0 for times in seconds)

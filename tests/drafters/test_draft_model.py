@@ -63,17 +63,18 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), target, longest=100
     )
     for row, request in enumerate(requests):
-        engine._admit_request(row, request, row, 4)
+        engine.executor.admit_and_prefill(row, request, draft_length=4, arrival=row)
     draft_lengths = set()
     for _ in range(12):
-        drafter = engine._state.drafter
+        drafter = engine.executor.state.drafter
         poisoned = kv.poison_uncommitted(drafter.cache, drafter.num_seen)
-        engine._state = engine._state.replace(drafter=drafter.replace(cache=poisoned))
-        engine._state = engine._run(engine._params, engine._state, np.int32(1), np.int32(1))
-        draft_lengths.add(tuple(np.asarray(engine._state.drafter.num_steps).tolist()))
-        lag = engine._loop.drafter.lag(engine._state.drafter, batch_view(engine._state))
-        assert set(np.asarray(lag).tolist()) <= {0, 1}  # one after full acceptance
-        kept, fresh = seen_kv(engine._state, draft)
+        engine.executor.state = engine.executor.state.replace(
+            drafter=drafter.replace(cache=poisoned)
+        )
+        engine.executor.run(1)
+        draft_lengths.add(tuple(np.asarray(engine.executor.state.drafter.num_steps).tolist()))
+        assert set(engine.executor.lags().tolist()) <= {0, 1}  # one after full acceptance
+        kept, fresh = seen_kv(engine.executor.state, draft)
         np.testing.assert_allclose(kept, fresh, atol=1e-4)
     assert any(len(set(lengths)) > 1 for lengths in draft_lengths) == (min_confidence > 0)
 
@@ -89,8 +90,8 @@ def test_the_check_above_catches_a_stale_slot(models):
         max_length=128,
     )
     engine.generate(toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40))
-    drafter = engine._state.drafter
-    stale = engine._state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
+    drafter = engine.executor.state.drafter
+    stale = engine.executor.state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
     kept, fresh = seen_kv(stale, draft)
     assert np.abs(kept - fresh).max() > 1e-2
 
@@ -115,10 +116,10 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     requests = jaxspec.requests.requests.make_requests(
         [prompt], SamplingParams(max_tokens=60), target, longest=100
     )
-    engine._admit_request(0, requests[0], 0, 0)  # switched off: decodes plainly
+    engine.executor.admit_and_prefill(0, requests[0], draft_length=0)  # decodes plainly
     for _ in range(10):
-        engine._state = engine._run(engine._params, engine._state, np.int32(2), np.int32(1))
-    state = engine._state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
+        engine.executor.run(2)
+    state = engine.executor.state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
     rows = batch_view(state)
     assert int(drafter.lag(state.drafter, rows)[0]) == 20
     draft, _ = drafter.propose(engine.shape, drafter.params, state.drafter, rows)
@@ -132,10 +133,9 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
         inner = catch_up(drafter.params, inner, rows, jnp.int32(0))
         num_chunks += 1
     assert num_chunks == 2  # 20 tokens in chunks of 16
-    engine._state = engine._run(
-        engine._params, state.replace(drafter=inner), np.int32(100), np.int32(1)
-    )
-    state = engine._state
+    engine.executor.state = state.replace(drafter=inner)
+    engine.executor.run(100)
+    state = engine.executor.state
     assert tuple(np.asarray(state.tokens[0, 50:110])) == truth[0].token_ids
     counts = state.counts
     assert int(counts.num_accepted_tokens[0]) == int(counts.num_draft_tokens[0]) > 0
@@ -163,8 +163,9 @@ def mid_decode(models):
         toy.prompts((5, 9, 30, 70)), params, target, longest=100
     )
     for row, request in enumerate(requests):
-        engine._admit_request(row, request, row, 5)
-    state = engine._run(engine._params, engine._state, np.int32(4), np.int32(1))
+        engine.executor.admit_and_prefill(row, request, draft_length=5, arrival=row)
+    engine.executor.run(4)
+    state = engine.executor.state
     return dataclasses.replace(engine.shape, needs_greedy_probs=True), state
 
 

@@ -132,7 +132,7 @@ def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
     target, prompts, _ = setting
     engine = engine_for(target, toy.WrongDrafter())
     engine.generate(prompts[:4], PARAMS)
-    state = engine._state.replace(finish=jnp.zeros((4,), jnp.int32))
+    state = engine.executor.state.replace(finish=jnp.zeros((4,), jnp.int32))
 
     def score(tokens):
         draft = decoding.Draft(

@@ -197,7 +197,7 @@ def test_sabotage_is_caught(monkeypatch, setting):
     monkeypatch.setattr(sampling, "position_keys", keys_of_the_round)
     engine = engine_for(setting.target, jaxspec.Oracle(toy.sequences(setting.witness)))
     plain = engine.generate(setting.prompts, PARAMS, speculate=False)
-    engine._params["drafter"] = jaxspec.Oracle(toy.sequences(plain)).params
+    engine.update_params(draft=jaxspec.Oracle(toy.sequences(plain)).params)
     found = engine.generate(setting.prompts, PARAMS)
     is_same = [a == b for a, b in zip(token_ids(found), token_ids(plain), strict=True)]
     # Greedy rows use no noise; of the others none comes through.
@@ -316,9 +316,8 @@ def test_sampling_parameters_compile_nothing(rule):
     engine = engine_for(target, jaxspec.DraftModel(target), verifier=rule(), batch_size=2)
     prompts = toy.prompts((3, 140))
     engine.generate(prompts)
-    programs = (engine._init, engine._admit, engine._prefill, engine._run)
-    before = [program._cache_size() for program in programs]
-    assert before == [1, 1, 1, 1]
+    before = engine.executor.compile_counts()
+    assert [before[name] for name in ("init", "admit", "prefill", "run")] == [1, 1, 1, 1]
     values = {
         "temperature": (0.5, 1, 1.5),
         "top_k": (-1, 5),
@@ -338,7 +337,7 @@ def test_sampling_parameters_compile_nothing(rule):
                 prompts, SamplingParams(**({"temperature": 0.7, "max_tokens": 4} | {name: value}))
             )
     engine.generate(prompts, [SamplingParams(), SamplingParams(temperature=1.0, top_k=3)])
-    assert [program._cache_size() for program in programs] == before
+    assert engine.executor.compile_counts() == before
 
 
 # The claim at scale.

@@ -182,7 +182,7 @@ def check(engine, witness, fresh_kv, example):
         params.append(dataclasses.replace(one, stop_token_ids=stops))
     alone = witness.generate(example.prompts, params)
     truth = toy.sequences(alone)
-    engine._params["drafter"] = script_params(truth, example.is_right, example.length)
+    engine.update_params(draft=script_params(truth, example.is_right, example.length))
 
     plain = engine.generate(example.prompts, params, speculate=False)
     plain_kv = live_kv(engine, len(plain))
@@ -304,7 +304,7 @@ def stale_kv(state, draft, *, is_chain, real=decoding.make_window):
 
 def test_the_example_that_is_sabotaged_is_sound(engine, witness, fresh_kv):
     check(engine, witness, fresh_kv, PLAIN_EXAMPLE)
-    assert engine._run._cache_size() == 1  # after all these examples
+    assert engine.executor.compile_counts()["run"] == 1  # after all these examples
 
 
 @pytest.mark.parametrize(

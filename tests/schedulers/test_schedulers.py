@@ -81,7 +81,8 @@ def test_schedulers_agree_to_the_bit_and_need_the_rounds_they_should(setting, sc
         assert num_rounds == list_scheduling(own, BATCH_SIZE) < sum(batches)
     else:
         assert sum(own) / BATCH_SIZE <= num_rounds <= sum(batches)
-    assert [step._cache_size() for step in (engine._run, engine._admit, engine._prefill)] == [1] * 3
+    counts = engine.executor.compile_counts()
+    assert [counts[name] for name in ("run", "admit", "prefill")] == [1] * 3
 
 
 @pytest.mark.parametrize("scheduler", [Continuous(), Pool(5)], ids=str)
@@ -265,9 +266,8 @@ def test_seating_copies_no_kv(setting):
 
     def temporaries(scheduler, max_length):
         engine = engine_for(target, oracle, scheduler, max_length=max_length)
-        state = jax.eval_shape(engine._loop.init)
-        one = jax.ShapeDtypeStruct((), jnp.int32)
-        compiled = engine._run.lower(engine._params, state, one, one).compile()
+        state = engine.executor.eval_state()
+        compiled = engine.executor.lower_run().compile()
         cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
         return compiled.memory_analysis().temp_size_in_bytes, cache
 

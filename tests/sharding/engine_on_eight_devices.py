@@ -103,8 +103,8 @@ def test_speculative_equals_plain_and_order_does_not_matter(four, prompts, expec
 
 def test_nothing_is_compiled_again(four, prompts):
     four.generate(prompts, PARAMS)
-    programs = (four._admit, four._prefill, four._run, four._init)
-    assert [program._cache_size() for program in programs] == [1, 1, 1, 1]
+    counts = four.executor.compile_counts()
+    assert [counts[name] for name in ("admit", "prefill", "run", "init")] == [1, 1, 1, 1]
 
 
 def test_a_warm_up_leaves_nothing_to_compile():
@@ -119,8 +119,9 @@ def test_a_warm_up_leaves_nothing_to_compile():
     warm = Engine(model, jaxspec.NGram(), batch_size=4, max_length=128, prefill_chunk=64, mesh=mesh)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
+        bytes_before = sum(array.nbytes for array in jax.live_arrays())
         assert len(warm.warm_up()) == len(names) > 0
-        assert warm._state is None
+        assert sum(array.nbytes for array in jax.live_arrays()) == bytes_before  # no state
         names.clear()
         warm.generate(toy.prompts((3, 70, 1)), SamplingParams(max_tokens=9, temperature=0.5))
         warm.submit([1, 2], SamplingParams(max_tokens=100), request_id="x")
@@ -162,7 +163,7 @@ def test_new_weights_go_where_the_old_ones_are(four, prompts, expected):
     assert token_ids(four.generate(prompts, PARAMS)) != expected
     four.update_params(target=old)
     assert token_ids(four.generate(prompts, PARAMS)) == expected
-    assert four._run._cache_size() == 1
+    assert four.executor.compile_counts()["run"] == 1
 
 
 def test_two_by_four(one, prompts):
@@ -179,14 +180,16 @@ def test_two_by_four(one, prompts):
     assert on_mesh.describe()["mesh"] == {"data": 2, "model": 4}
     memory, state = on_mesh.memory, on_mesh.state
     part = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    weights = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(on_mesh._params)]
+    weights = [
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(on_mesh.executor.params)
+    ]
     assert memory.num_devices == 8
     assert (memory.state_bytes, memory.weights_bytes) == (part, sum(weights))
     assert "on each of 8 devices" in memory.sentence
 
 
 def test_meshes_that_do_not_fit_are_refused():
-    with pytest.raises(SettingError, match=r"6 batch_size were given .* 4 shards"):
+    with pytest.raises(SettingError, match=r"batch_size 6 was given .* 4 shards"):
         engine(jax.make_mesh((4,), ("data",)), batch_size=6)
     with pytest.raises(SettingError, match=r"axes \(batch\)"):
         engine(jax.make_mesh((4,), ("batch",)))
@@ -227,7 +230,9 @@ def test_a_mesh_of_some_devices_says_so(caplog):
 def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
     need = engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32).memory.state_bytes
     monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 8 * (need - 1))
-    with pytest.raises(SettingError, match=r"32 batch_size .* the most that fits is 24 batch_size"):
+    with pytest.raises(
+        SettingError, match=r"batch_size 32 .* the most that fits is a batch_size of 24"
+    ):
         engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32)
 
 
@@ -255,7 +260,7 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     times = RoundTimes(
         short_context=0, long_context=1, short_s=seconds, long_s=seconds, chunk_s=1e-6
     )
-    adaptive._controller = DraftLengthController(times)
+    adaptive.controller = DraftLengthController(times)
     assert_equal_or_ties(model, adaptive.generate(prompts, params), expected, [params] * 7)
     declined = adaptive.rounds_by_draft_length
     assert declined[0] > declined[2] > 0
@@ -264,10 +269,5 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     assert_equal_or_ties(model, done, list(expected) * 8, [params] * 56)
     chosen = adaptive.rounds_by_draft_length
     assert chosen[2] - declined[2] > chosen[0] - declined[0]
-    programs = (
-        adaptive._run,
-        adaptive._narrow_runs[1],
-        adaptive._catch_up,
-        adaptive._prefill_target,
-    )
-    assert {program._cache_size() for program in programs} == {1}
+    counts = adaptive.executor.compile_counts()
+    assert {counts[name] for name in ("run", "run_1", "catch_up", "prefill_target")} == {1}

@@ -77,7 +77,7 @@ class Wide:
 
 def test_seats_that_the_data_axis_does_not_divide_are_refused():
     assert sharding.batch_size_per_shard(6, Wide()) == 2
-    with pytest.raises(SettingError, match=r"8 batch_size were given .* 3 shards"):
+    with pytest.raises(SettingError, match=r"batch_size 8 was given .* 3 shards"):
         sharding.batch_size_per_shard(8, Wide())
 
 

@@ -1,0 +1,58 @@
+"""From a request to the record with which it enters a row of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxspec.decode.loop import Admission
+from jaxspec.decode.settings import MAX_STOP_TOKENS, Loop, longest_prompt
+from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
+from jaxspec.requests.requests import Request
+from jaxspec.types import Finish
+
+
+def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
+    """Every token that ends the request's output.
+
+    Raises:
+      SettingError: there are more than the decode state has room for.
+    """
+    stops = request.params.stop_tokens(model)
+    if len(stops) > MAX_STOP_TOKENS:
+        raise SettingError(
+            f"Request {request.request_id} has {len(stops)} stop tokens (with the model's EOS "
+            f"tokens); there is room for {MAX_STOP_TOKENS}, so name fewer."
+        )
+    return stops
+
+
+def make_admission(
+    request: Request, loop: Loop, *, draft_length: int, arrival: int = 0
+) -> Admission:
+    """The record of a request whose prompt is no longer than `longest_prompt(loop)`.
+
+    Args:
+      request: what is decoded.
+      loop: of one shard; says how long a row may grow.
+      draft_length: tokens drafted per round; 0 decodes plainly.
+      arrival: order among the requests; schedulers prefer the oldest.
+    """
+    prompt, params = request.prompt_token_ids, request.params
+    tokens = np.zeros((loop.shape.max_length,), np.int32)
+    tokens[: len(prompt)] = prompt
+    stops = stop_tokens(request, loop.target)
+    padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
+    padded_stops[: len(stops)] = stops
+    wanted, largest = len(prompt) + params.max_tokens, longest_prompt(loop) + 1
+    limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.MAX_LENGTH
+    return Admission(
+        tokens=tokens,
+        length=np.int32(len(prompt)),
+        limit=np.int32(min(wanted, largest)),
+        limit_finish=np.int32(limit_finish),
+        draft_limit=np.int32(draft_length),
+        stop_tokens=padded_stops,
+        sampling=params.of_row(prompt_length=len(prompt)),
+        arrival=np.int32(arrival),
+    )

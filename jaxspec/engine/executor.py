@@ -1,0 +1,481 @@
+"""The executor: the rows on the device, and the compiled programs that change them.
+
+It has no queue and no clock. A caller says which request goes into which row, when a chunk of a
+prompt is read and how many rounds are run:
+
+    executor.admit_and_prefill(row, request, draft_length=4)
+    executor.run(8)
+    executor.fetch("tokens", "num_committed")
+
+`Engine` decides these things for users; audits, benchmarks and tests call the executor themselves,
+as `engine.executor` or with one of their own. It is not thread-safe.
+
+With a mesh, rows are numbered through the data shards: shard 0 has rows 0 to `rows_per_shard - 1`,
+shard 1 those after them. Everything here takes these numbers.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.cache import layouts
+from jaxspec.cache import pages as kv
+from jaxspec.decode.buckets import make_buckets
+from jaxspec.decode.loop import SpeculativeLoop
+from jaxspec.decode.settings import Exactness, Loop, check_exactness, home_of, longest_prompt
+from jaxspec.decode.sharded import ShardedLoop, check_mesh
+from jaxspec.drafters.base import EngineShape
+from jaxspec.engine.admission import make_admission
+from jaxspec.engine.memory import Memory, measure_memory
+from jaxspec.errors import SettingError
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime import compilation
+from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.types import DecodeState, Finish, PyTree
+
+
+class Executor:
+    """The state of a batch on the device, and what may be done to it.
+
+    Every program is compiled once. The state is donated to each, so keep no reference to
+    `state` across calls.
+
+    Args:
+      loop: of one data shard, from `decode.settings.make_loop`.
+      exactness: `ties` compiles rounds of several verify lengths, and `run` takes the narrowest
+        that a draft length needs; see `decode.buckets`.
+      is_adaptive: warm up also what lets the drafter rest and catch up.
+      check_invariants: run round by round, with NaN wherever no committed KV is, and check after
+        each what `layouts.broken_invariants` says.
+      mesh: devices to use, as `Engine` takes it; its data axis multiplies the loop's rows.
+
+    Raises:
+      SettingError: the state does not fit into memory, or the mesh does not fit the loop.
+
+    Attributes:
+      loop: of one shard.
+      mesh: with axes `data` and `model`, or None.
+      shape: of the whole batch: `batch_size` counts the rows of all shards.
+      num_rows: rows of the state, in the batch or waiting for their turn in it.
+      num_shards: D, data shards.
+      params: of target and drafter, where the programs expect them.
+      memory: what weights and state take.
+      verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
+      programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
+        may put a wrapper in the place of one, to watch its calls.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        exactness: Exactness = "bitwise",
+        is_adaptive: bool = False,
+        check_invariants: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        self.loop = loop
+        self.mesh = None if mesh is None else check_mesh(mesh)
+        if check_invariants and mesh is not None:
+            raise SettingError(
+                "check_invariants was given with a mesh, and it reads the state of one device "
+                "only; leave the mesh out to hunt the fault."
+            )
+        check_exactness(exactness)
+        widest = loop.shape.verify_length
+        buckets = {widest: loop}
+        if exactness == "ties" and isinstance(loop, SpeculativeLoop):
+            buckets = make_buckets(loop)
+        self.verify_lengths = tuple(buckets)
+        everywhere = self._on_mesh(loop)
+        self.num_rows: int = everywhere.held.batch_size
+        self.num_shards = self.num_rows // loop.held.batch_size
+        self.shape: EngineShape = dataclasses.replace(
+            loop.shape, batch_size=self.num_shards * loop.shape.batch_size
+        )
+        self.memory: Memory = measure_memory(everywhere)
+        # A program is compiled again where an argument is bound to a device that was not before;
+        # so parameters and state are bound from the start to the device where the parameters are,
+        # or to their places on the mesh.
+        self.params, self._home = loop.params, home_of(loop.params)
+        if isinstance(everywhere, ShardedLoop):
+            self.params, self._home = everywhere.place(self.params), everywhere.state_shardings
+        elif self._home is not None:
+            self.params = jax.device_put(self.params, self._home)
+        self._state: DecodeState | None = None
+        self._is_checked = check_invariants
+        self._poison = jax.jit(layouts.poison_uncommitted, donate_argnums=0)
+
+        drafter = getattr(loop, "drafter", None)
+        models = loop.target.name if drafter is None else f"{loop.target.name} with {drafter.name}"
+
+        def program(what: str, function: Callable, *, length: int = widest, **options: Any) -> Any:
+            sizes = f"batch {self.shape.batch_size}, window {length}"
+            return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
+
+        home = self._home
+        updates: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}
+        self.programs: dict[str, Any] = {
+            "init": program("empty state", everywhere.init, out_shardings=home),
+            "admit": program("admission", everywhere.admit, **updates),
+            "prefill": program("prefill", everywhere.prefill, **updates),
+        }
+        for length, bucket in buckets.items():
+            run = self._on_mesh(bucket).run
+            self.programs[self._run_name(length)] = program(
+                "decode round", run, length=length, **updates
+            )
+        if drafter is not None:
+            rest: Any = everywhere
+            self.programs |= {
+                "prefill_target": program("target's prefill", rest.prefill_target, **updates),
+                "catch_up": program("catching up", rest.catch_up, **updates),
+                "lag": program("lag", rest.lag),
+            }
+        self.programs["end_rows"] = program(
+            "cancellation", _end_rows, donate_argnums=0, out_shardings=home
+        )
+        unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
+        self._expected = {name: each for name, each in self.programs.items() if name not in unused}
+        compilation.numbered(*self._expected.values())
+
+    def _on_mesh(self, loop: Loop) -> Any:
+        return loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
+
+    def _run_name(self, verify_length: int) -> str:
+        is_widest = verify_length == self.loop.shape.verify_length
+        return "run" if is_widest else f"run_{verify_length}"
+
+    @property
+    def longest_prompt(self) -> int:
+        """Prompt tokens that leave room for one round."""
+        return longest_prompt(self.loop)
+
+    # Rows and shards.
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Rows of the state of one shard."""
+        return self.num_rows // self.num_shards
+
+    def shard_of(self, row: int) -> int:
+        """The data shard that a row is on."""
+        return row // self.rows_per_shard
+
+    def free_rows(self, taken: Collection[int]) -> list[int]:
+        """Rows that may be given away now, when some are taken: those of the shard with the fewest
+        taken rows first. A scheduler that does not refill gives a shard away when it is empty."""
+        num_taken = collections.Counter(map(self.shard_of, taken))
+        next_place, free = num_taken.copy(), []
+        for row in range(self.num_rows):
+            shard = self.shard_of(row)
+            if row not in taken and (self.loop.scheduler.refills_rows or not num_taken[shard]):
+                free.append((next_place[shard], row))
+                next_place[shard] += 1
+        return [row for _, row in sorted(free)]
+
+    def _of_rows(self, values: Mapping[int, int]) -> tuple[Any, Any]:
+        """Values by row, no more than one row on a shard, as `(rows within shards, values)`, each
+        `[D]`; -1 where a shard has none."""
+        rows, given = np.full((2, self.num_shards), -1, np.int32)
+        for row, value in values.items():
+            shard, rows[shard] = divmod(row, self.rows_per_shard)
+            given[shard] = value
+        return self._per_shard(rows), self._per_shard(given)
+
+    def _per_shard(self, values: np.ndarray) -> Any:
+        """`[D]` int32 as the programs take it: a scalar where there is no mesh."""
+        return values[0] if self.mesh is None else values
+
+    # The state.
+
+    @property
+    def state(self) -> DecodeState:
+        """The decode state on the device; it is made, with every row empty, when first used."""
+        state = self.programs["init"]() if self._state is None else self._state
+        self._state = state
+        return state
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = state
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the state was donated to a call that failed."""
+        leaves = jax.tree.leaves(self._state)
+        return any(leaf.is_deleted() for leaf in leaves)
+
+    def reset(self) -> None:
+        """Drops the state. Every row is empty then, and no output depends on it."""
+        self._state = None
+
+    def fetch(self, *fields: str) -> Any:
+        """A copy of the state on the host: without caches and drafter, or, where fields of
+        `DecodeState` are named, of these alone."""
+        if not fields:
+            return jax.device_get(self.state.replace(cache=(), drafter=()))
+        others = {field.name: None for field in dataclasses.fields(DecodeState)}
+        wanted = {name: getattr(self.state, name) for name in fields}
+        return jax.device_get(self.state.replace(**{**others, **wanted}))
+
+    # Requests and prompts.
+
+    def admit(self, row: int, request: Request, *, draft_length: int, arrival: int = 0) -> None:
+        """Puts a request into a row; its prompt has still to be read by `prefill`.
+
+        Args:
+          row: its old content is not read again.
+          request: its prompt has at most `longest_prompt` tokens.
+          draft_length: tokens drafted per round; 0 decodes plainly.
+          arrival: order among the requests.
+        """
+        admission = make_admission(request, self.loop, draft_length=draft_length, arrival=arrival)
+        self.state = self.programs["admit"](self.params, self.state, np.int32(row), admission)
+
+    def prefill(self, starts: Mapping[int, int], *, target_only: bool = False) -> None:
+        """Reads a chunk of the prompts of some rows, of at most one row per shard.
+
+        Args:
+          starts: the first token of the chunk, by row.
+          target_only: the drafter reads nothing and lags; see `catch_up`.
+        """
+        prefill = self.programs["prefill_target" if target_only else "prefill"]
+        self.state = prefill(self.params, self.state, *self._of_rows(starts))
+
+    def admit_and_prefill(
+        self, row: int, request: Request, *, draft_length: int, arrival: int = 0
+    ) -> None:
+        """Puts a request into a row and reads its whole prompt: the row is ready for `run`."""
+        self.admit(row, request, draft_length=draft_length, arrival=arrival)
+        for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
+            self.prefill({row: start})
+
+    # Rounds.
+
+    def set_draft_limits(self, limits: Sequence[int] | np.ndarray) -> None:
+        """Sets the draft length of every row, `[B]`, for the next rounds."""
+        # Put where the state has them: elsewhere, the round would be compiled again.
+        place = self.state.draft_limit.sharding
+        limits = np.asarray(limits, np.int32)
+        self.state = self.state.replace(draft_limit=jax.device_put(limits, place))
+
+    def verify_length_for(self, draft_length: int) -> int:
+        """The narrowest verify length for drafts of this length."""
+        return min(length for length in self.verify_lengths if length > draft_length)
+
+    def run(
+        self,
+        num_rounds: int,
+        *,
+        draft_length: int | None = None,
+        min_running: int | Sequence[int] | np.ndarray = 1,
+    ) -> None:
+        """Runs rounds. A shard stops before that when fewer than `min_running` of its rows run.
+
+        Args:
+          num_rounds: at most.
+          draft_length: the longest of any row; with several verify lengths, the narrowest that it
+            fits is used. By default the widest.
+          min_running: of every shard, or one number per shard.
+        """
+        if draft_length is None:
+            length = self.loop.shape.verify_length
+        else:
+            length = self.verify_length_for(draft_length)
+        least = np.full((self.num_shards,), min_running, np.int32)
+        program = self.programs[self._run_name(length)]
+        if self._is_checked:
+            self._run_checked(program, num_rounds, int(least[0]), length)
+            return
+        self.state = program(self.params, self.state, np.int32(num_rounds), self._per_shard(least))
+
+    def _run_checked(
+        self, program: Any, num_rounds: int, min_running: int, verify_length: int
+    ) -> None:
+        """`run` with a check after every round.
+
+        Raises:
+          AssertionError: an invariant is broken.
+        """
+        for _ in range(num_rounds):
+            if np.sum(np.asarray(self.state.is_running)) < min_running:
+                break
+            self.poison()
+            before = layouts.snapshot(self.state)
+            self.state = program(self.params, self.state, np.int32(1), np.int32(min_running))
+            broken = layouts.broken_invariants(
+                before,
+                layouts.snapshot(self.state),
+                verify_length=verify_length,
+                regroups=self.loop.scheduler.regroups,
+            )
+            if broken:
+                raise AssertionError(" ".join(broken))
+
+    def end_rows(self, rows: Collection[int], finish: Finish) -> None:
+        """Ends those of some rows that have not ended yet."""
+        is_ended = np.zeros((self.num_rows,), bool)
+        is_ended[list(rows)] = True
+        self.state = self.programs["end_rows"](self.state, is_ended, np.int32(finish))
+
+    # The drafter.
+
+    def lags(self) -> np.ndarray:
+        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+        return jax.device_get(self.programs["lag"](self.state))
+
+    def catch_up(self, lags: Mapping[int, int]) -> int:
+        """Lets the drafter read what it has not seen of some rows; returns the number of chunks.
+
+        Args:
+          lags: tokens that it has not seen, by row.
+        """
+        num_chunks = 0
+        for row, lag in lags.items():
+            rows, _ = self._of_rows({row: 0})
+            for _ in range(0, lag, self.shape.prefill_chunk):
+                self.state = self.programs["catch_up"](self.params, self.state, rows)
+                num_chunks += 1
+        return num_chunks
+
+    # Weights and programs.
+
+    def update_params(self, *, target: PyTree | None = None, drafter: PyTree | None = None) -> None:
+        """Replaces weights by others of the same structure, shapes and dtypes; nothing is compiled
+        again. KV of the old weights stays in the state.
+
+        Raises:
+          SettingError: a pytree of another structure, shape or dtype.
+        """
+        has_drafter = hasattr(self.loop, "drafter")
+        if drafter is not None and not has_drafter:
+            raise SettingError(
+                "Draft weights were given to an engine without a drafter; leave them out."
+            )
+        parts = dict(self.params) if has_drafter else {"target": self.params}
+        for name, given in (("target", target), ("drafter", drafter)):
+            if given is not None:
+                parts[name] = _like(parts[name], given, name)
+        self.params = parts if has_drafter else parts["target"]
+
+    @property
+    def target_params(self) -> PyTree:
+        """The target's."""
+        return self.params["target"] if hasattr(self.loop, "drafter") else self.params
+
+    def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
+        """Compiles every program ahead of its first call. Nothing runs and no state is made.
+
+        Args:
+          on_program: called before each program is compiled.
+
+        Returns:
+          how each was compiled.
+        """
+        state = compilation.shapes_at(self.eval_state(), self._home)
+        of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
+        request = Request(request_id="0", prompt_token_ids=(0,), params=SamplingParams(seed=0))
+        admission = make_admission(request, self.loop, draft_length=0)
+        arguments: dict[str, tuple[Any, ...]] = {
+            "init": (),
+            "admit": (self.params, state, number, admission),
+            "prefill": (self.params, state, of_shards, of_shards),
+            "prefill_target": (self.params, state, of_shards, of_shards),
+            "catch_up": (self.params, state, of_shards),
+            "lag": (state,),
+            "end_rows": (state, np.zeros((self.num_rows,), bool), number),
+        }
+        run = (self.params, state, number, of_shards)
+        return compilation.warm_up(
+            {program: arguments.get(name, run) for name, program in self._expected.items()},
+            on_program,
+        )
+
+    def lower_run(self) -> jax.stages.Lowered:
+        """The lowered program of rounds, of the widest verify length: to read its text, or to
+        compile it and read its memory."""
+        min_running = self._per_shard(np.ones((self.num_shards,), np.int32))
+        run = self.programs["run"]
+        return run.lower(self.params, self.eval_state(), np.int32(1), min_running)
+
+    def compile_counts(self) -> dict[str, int]:
+        """How often each program has been compiled, by name."""
+        return {name: program._cache_size() for name, program in self.programs.items()}
+
+    def eval_state(self) -> DecodeState:
+        """Shapes and dtypes of the state; nothing is made."""
+        return jax.eval_shape(self._on_mesh(self.loop).init)
+
+    # For checks.
+
+    def committed_kv(self, row: int) -> list[np.ndarray]:
+        """k and v of each layer at the row's committed slots, `[num_slots, K, H]`, as unsigned
+        integers: all tokens but the newest, whose KV the next round writes."""
+        num_slots = int(self.state.num_committed[row]) - 1
+        values = _row_kv(
+            self.state.cache, np.int32(row), np.int32(self.shard_of(row)), self.num_shards
+        )
+        return [
+            np.ascontiguousarray(np.asarray(each)[:num_slots]).view(f"u{each.dtype.itemsize}")
+            for each in values
+        ]
+
+    def poison(self) -> None:
+        """Puts NaN wherever the target's cache holds no committed KV, so that whatever reads there
+        shows. Of one device's state only."""
+        self.state = self._poison(self.state)
+
+
+def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
+    """State in which some rows `[B]` bool, those that have not ended, end with this `Finish`."""
+    is_live = state.is_running | (state.finish == Finish.PREFILLING)
+    return state.replace(finish=jnp.where(is_ended & is_live, finish, state.finish))
+
+
+@functools.partial(jax.jit, static_argnames="num_shards")
+def _row_kv(
+    cache: kv.KVCache, row: jax.Array, shard: jax.Array, num_shards: int
+) -> list[jax.Array]:
+    """k and v of each layer `[S, K, H]` of one row, by position."""
+    positions = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
+    table = cache.table[row[None]]
+    if num_shards > 1:  # page numbers are a shard's own
+        first = shard * (cache.layers[0].k.shape[0] // num_shards)
+        if isinstance(table, kv.AlignedTable):
+            table = table.replace(pages=table.pages + first)
+        else:
+            table = table + first
+    return [
+        values[0]
+        for layer in cache.layers
+        for values in kv.read_slots(layer, table, positions, cache.dtype)
+    ]
+
+
+def _like(old: PyTree, given: PyTree, name: str) -> PyTree:
+    """`given` where `old` is, if it is of the same shapes and dtypes."""
+    if jax.tree.structure(old) != jax.tree.structure(given):
+        raise SettingError(
+            f"The new weights of the {name} have another structure than those of the engine; give "
+            "a pytree like them."
+        )
+    for (path, leaf), new in zip(
+        jax.tree.leaves_with_path(old), jax.tree.leaves(given), strict=True
+    ):
+        if (leaf.shape, leaf.dtype) != (new.shape, new.dtype):
+            raise SettingError(
+                f"The new weights of the {name} have {new.dtype}{list(new.shape)} at "
+                f"{jax.tree_util.keystr(path)}, and the engine was compiled for "
+                f"{leaf.dtype}{list(leaf.shape)}; convert them to that."
+            )
+    return jax.tree.map(lambda leaf, new: jax.device_put(new, leaf.sharding), old, given)

@@ -1,0 +1,124 @@
+"""The executor by itself: rows, rounds, checks and KV without an engine's queue."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import Engine, SamplingParams
+from jaxspec.decode.settings import make_loop
+from jaxspec.engine.executor import Executor
+from jaxspec.errors import SettingError
+from jaxspec.requests.requests import make_requests
+from jaxspec.types import Finish
+
+PROMPTS = toy.prompts((3, 20))
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toy.model(num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def executor(target):
+    loop = make_loop(
+        target,
+        jaxspec.NGram(),
+        verifier=jaxspec.Coupled(),
+        scheduler=jaxspec.Static(),
+        draft_length=3,
+        verify_length=None,
+        batch_size=2,
+        max_length=128,
+        prefill_chunk=16,
+    )
+    return Executor(loop)
+
+
+@pytest.fixture
+def filled(executor, target):
+    """The executor after both prompts were read."""
+    executor.reset()
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = make_requests(PROMPTS, params, target, longest=executor.longest_prompt)
+    for row, request in enumerate(requests):
+        executor.admit_and_prefill(row, request, draft_length=3, arrival=row)
+    return executor
+
+
+def outputs(executor):
+    state = executor.fetch("tokens", "num_committed")
+    return [
+        state.tokens[row, len(prompt) : state.num_committed[row]].tolist()
+        for row, prompt in enumerate(PROMPTS)
+    ]
+
+
+def test_it_decodes_as_an_engine_does(filled, target):
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = Engine(
+        target, jaxspec.NGram(), draft_length=3, batch_size=2, max_length=128, prefill_chunk=16
+    ).generate(PROMPTS, params)
+    filled.run(NUM_TOKENS)
+    assert outputs(filled) == [list(completion.token_ids) for completion in expected]
+    assert filled.fetch("finish").finish.tolist() == [Finish.MAX_TOKENS] * 2
+
+
+def test_draft_limits_of_zero_draft_nothing(filled):
+    filled.run(NUM_TOKENS)
+    expected = outputs(filled)
+    test_it = filled
+    test_it.set_draft_limits([0, 0])
+    assert expected == outputs(test_it)
+
+
+def test_committed_kv_is_that_of_all_tokens_but_the_newest(filled):
+    filled.run(3)
+    lengths = filled.fetch("num_committed").num_committed
+    for row, length in enumerate(lengths):
+        kv = filled.committed_kv(row)
+        assert {len(each) for each in kv} == {length - 1}
+        assert all(each.dtype == np.uint32 for each in kv)
+    before = [filled.committed_kv(row) for row in range(2)]
+    filled.poison()
+    after = [filled.committed_kv(row) for row in range(2)]
+    for kept, found in zip(before, after, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(kept, found, strict=True))
+
+
+def test_poison_turns_what_reads_uncommitted_slots_to_nan(filled):
+    filled.poison()
+    filled.run(1)
+    assert Finish.NON_FINITE not in filled.fetch("finish").finish  # the round reads none
+    # One more token than was committed: its slot was never written.
+    state = filled.state
+    filled.state = state.replace(num_committed=state.num_committed + 2)
+    filled.poison()
+    stale = filled.state
+    filled.state = stale.replace(num_committed=stale.num_committed + 4)
+    filled.run(1)
+    assert Finish.NON_FINITE in filled.fetch("finish").finish
+
+
+def test_rows_that_are_ended_stay_as_they_ended(filled):
+    filled.end_rows([0], Finish.CANCELLED)
+    filled.run(NUM_TOKENS)
+    assert filled.fetch("finish").finish.tolist() == [Finish.CANCELLED, Finish.MAX_TOKENS]
+    filled.end_rows([0, 1], Finish.STOP_STRING)
+    assert filled.fetch("finish").finish.tolist() == [Finish.CANCELLED, Finish.MAX_TOKENS]
+
+
+def test_weights_of_another_shape_are_refused(executor):
+    other = toy.model(num_layers=1, width=24)
+    with pytest.raises(SettingError, match="The new weights of the target"):
+        executor.update_params(target=other.params)
+
+
+def test_every_program_is_compiled_once(filled):
+    filled.run(2)
+    counts = filled.compile_counts()
+    assert [counts[name] for name in ("init", "admit", "prefill", "run")] == [1] * 4
