@@ -1,12 +1,14 @@
 """What README, the docs and docstrings show is run as it stands there, and what they cite exists."""
 
 import doctest
+import importlib.metadata
 import json
 import pathlib
 import re
 import shlex
 
 import pytest
+import test_imports
 import tyro
 import yaml
 
@@ -159,11 +161,35 @@ def test_the_table_of_negative_controls_has_them_all():
         assert row[3] == ("yes" if control["caught"] else "no")
 
 
+def test_the_rooms_of_the_design_are_those_that_imports_are_held_to():
+    rows = table_under(DOCS / "design.md", "| rooms | what they hold |")
+    found = [(names.replace("`", ""), words) for names, words in rows]
+    assert found == [(names, words) for names, words in test_imports.ROOMS if words]
+
+
+def test_what_the_changelog_says_is_now_exists():
+    text = text_of(ROOT / "CHANGELOG.md")
+    cells = re.findall(r"^\|.*\|(.*)\|$", text, flags=re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`(jaxspec\.[\w.]+)`", cell)]
+    assert len(names) > 50
+    for name in names:
+        assert resolve(name) is not None, name
+
+
+def resolve(name):
+    """What a dotted name stands for; None if it is nothing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        owner, _, last = name.rpartition(".")
+        return getattr(resolve(owner), last, None) if owner else None
+
+
 def test_every_public_name_is_documented_and_listed():
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name).__doc__, name
-    public = {name for name in vars(jaxspec) if name[0].isupper()}
-    assert public <= set(jaxspec.__all__)
+    public = {name for name in dir(jaxspec) if name[0].isupper() and name != "TYPE_CHECKING"}
+    assert public - {"Any"} <= set(jaxspec.__all__)
 
 
 def test_the_citation_is_of_this_version():
@@ -175,6 +201,6 @@ def test_the_citation_is_of_this_version():
 def test_the_namesake_on_pypi_is_reported(monkeypatch, recwarn):
     jaxspec._warn_of_namesake()
     assert not recwarn.list
-    monkeypatch.setattr(jaxspec._metadata, "version", lambda name: "0.4.1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.1")
     jaxspec._warn_of_namesake()
     assert "X-ray spectral fitting" in str(recwarn.pop().message)
