@@ -1,4 +1,4 @@
-"""What README, the docs and docstrings show is run as it stands there, and what they cite exists."""
+"""What README, the docs and docstrings show runs as it stands, and what they cite exists."""
 
 import doctest
 import importlib.metadata
