@@ -44,7 +44,7 @@ from jaxspec.requests.completions import (
 from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.runtime.environment import devices, devices_sentence, use_compilation_cache
+from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.schedulers import Continuous, Scheduler
 from jaxspec.telemetry.counters import Acceptance, Metrics
 from jaxspec.telemetry.trace import TraceConfig, TraceLevel, row_trace
@@ -190,7 +190,6 @@ class Engine:
         check_invariants: bool = False,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        use_compilation_cache()
         self.target = target
         self.drafter = drafter
         self.verifier = Coupled() if verifier is None else verifier
