@@ -13,7 +13,6 @@ import tyro
 import yaml
 
 import jaxspec
-import jaxspec.engine.engine
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.cli import COMMANDS
 
@@ -67,10 +66,30 @@ def test_the_examples_of_a_page_run(page, monkeypatch):
         run(block, namespace, page)
 
 
-def test_docstring_examples_run():
-    results = doctest.testmod(jaxspec.engine.engine)
+def modules_with_examples():
+    for path in sorted((ROOT / "jaxspec").rglob("*.py")):
+        if re.search(r"^ +>>> ", text_of(path), flags=re.MULTILINE):
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+# Those whose own tests run their examples.
+RUN_ELSEWHERE = {
+    "jaxspec.analysis.compare": "tests/analysis/test_compare.py",
+    "jaxspec.serving.engine": "tests/serving/test_serving.py",
+}
+
+
+@pytest.mark.parametrize("name", sorted({*modules_with_examples()} - {*RUN_ELSEWHERE}))
+def test_docstring_examples_run(name):
+    results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_examples_that_other_tests_run_are_run():
+    assert {*RUN_ELSEWHERE} <= {*modules_with_examples()}
+    for path in RUN_ELSEWHERE.values():
+        assert "doctest.testmod" in text_of(ROOT / path)
 
 
 def command_lines():
