@@ -36,7 +36,7 @@ def eqspec(draft: Model) -> dict[str, Any]:
 
     Example:
       >>> import jaxspec
-      >>> from jaxspec.bench import published
+      >>> from jaxspec.studies import published
       >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
       >>> engine = jaxspec.Engine(target, **published.eqspec(draft), batch_size=4)
     """
