@@ -1,5 +1,6 @@
 """What README, the docs and docstrings show runs as it stands, and what they cite exists."""
 
+import contextlib
 import doctest
 import importlib.metadata
 import json
@@ -14,7 +15,7 @@ import yaml
 
 import jaxspec
 from jaxspec.audit.controls.faults import FAULTS
-from jaxspec.cli import COMMANDS
+from jaxspec.cli import load_command
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -94,18 +95,22 @@ def test_examples_that_other_tests_run_are_run():
 
 
 def command_lines():
+    """Lines of shell blocks, and benches that are named in the text."""
     for page in PAGES:
-        for block in blocks(page, "shell"):
-            for line in block.split("\n"):
-                if line.startswith("jaxspec "):
-                    yield pytest.param(line, id=f"{page.stem}: {line[:50]}")
+        lines = [line for block in blocks(page, "shell") for line in block.split("\n")]
+        named = re.findall(r"`(jaxspec bench [a-z-]+)`", text_of(page))
+        lines += [f"{line} --help" for line in named]
+        for line in sorted({line for line in lines if line.startswith("jaxspec ")}):
+            yield pytest.param(line, id=f"{page.stem}: {line[8:50]}")
 
 
 @pytest.mark.parametrize("line", list(command_lines()))
 def test_the_commands_of_the_documents_can_be_parsed(line):
-    words = shlex.split(line, comments=True)[1:]
+    _, name, *options = shlex.split(line, comments=True)
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="jaxspec", args=words, config=config)
+    asks_for_help = options[-1:] == ["--help"]
+    with pytest.raises(SystemExit, match=r"^0$") if asks_for_help else contextlib.nullcontext():
+        tyro.cli(load_command(name), prog=f"jaxspec {name}", args=options, config=config)
 
 
 # ----------------------------------------------------------------------------------------- links
