@@ -19,7 +19,6 @@ from jaxspec.audit.scoring import with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.generate import VERIFIERS
 from jaxspec.commands.progress import working
@@ -29,8 +28,12 @@ from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import Coupled, Verifier
+
+# What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
+CONTROLS_MEASURES = ("audit/controls", "decode/loop.py")
 
 CHOICES: dict[str, Verifier] = {
     **{name: make() for name, make in VERIFIERS.items()},
@@ -150,7 +153,11 @@ class AuditCommand:
         )
         is_sound = num_good == len(results)
         return make_document(
-            "audit", self, holds=is_sound, controls=[result.to_json() for result in results]
+            "audit",
+            self,
+            measures=CONTROLS_MEASURES,
+            holds=is_sound,
+            controls=[result.to_json() for result in results],
         )
 
     def _audit_outputs(

@@ -23,7 +23,6 @@ from jaxspec.analysis.compare import (
 )
 from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import working
 from jaxspec.engine.engine import check_draft_length
@@ -37,6 +36,7 @@ from jaxspec.requests.prompts import (
 )
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 

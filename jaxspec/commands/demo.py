@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.generate import warm_up
 from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.decode.settings import check_draft_length
@@ -33,10 +32,16 @@ from jaxspec.requests.prompts import SAMPLE_PROMPTS, sample_prompts
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
+# What its figures are of; see `jaxspec.runtime.freshness`.
+MEASURES = (
+    "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
+    "engine/executor.py", "commands/demo.py",
+)  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
@@ -92,6 +97,7 @@ class DemoCommand:
         return make_document(
             "demo",
             self,
+            measures=MEASURES,
             exactness="bitwise",
             inputs={"prompts.jsonl": _sha256_of_samples()},
             num_prompts=len(prompts),

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import DecodingProgress, working
 from jaxspec.decode.settings import DEFAULT_DRAFT_LENGTH, DraftLength, Exactness, check_draft_length
@@ -32,6 +31,7 @@ from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts, 
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.telemetry.counters import Acceptance
