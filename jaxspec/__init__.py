@@ -15,7 +15,9 @@ from jaxspec.drafters.base import Drafter, StatelessDrafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.oracle import Oracle
-from jaxspec.engine.engine import Engine, Progress, StreamOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.progress import Progress
+from jaxspec.engine.queue import StreamOutput
 from jaxspec.errors import (
     CheckpointError,
     ConformanceError,

@@ -25,7 +25,7 @@ from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
 from jaxspec.commands.progress import working
-from jaxspec.engine.engine import check_draft_length
+from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import (
     SAMPLE_PROMPTS,

@@ -3,7 +3,8 @@
 It has no queue and no clock. A caller says which request goes into which row, when a chunk of a
 prompt is read and how many rounds are run:
 
-    executor.admit_and_prefill(row, request, draft_length=4)
+    executor = make_executor(target, drafter, batch_size=2)
+    executor.admit_and_prefill(0, request, draft_length=4)
     executor.run(8)
     executor.fetch("tokens", "num_committed")
 
@@ -20,7 +21,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +29,35 @@ import numpy as np
 
 from jaxspec.cache import layouts
 from jaxspec.cache import pages as kv
+from jaxspec.cache.layouts import Layout
 from jaxspec.decode.buckets import make_buckets
-from jaxspec.decode.loop import SpeculativeLoop
-from jaxspec.decode.settings import Exactness, Loop, check_exactness, home_of, longest_prompt
-from jaxspec.decode.sharded import ShardedLoop, check_mesh
-from jaxspec.drafters.base import EngineShape
+from jaxspec.decode.loop import LogprobsConfig, SpeculativeLoop
+from jaxspec.decode.settings import (
+    DEFAULT_DRAFT_LENGTH,
+    DraftLength,
+    Exactness,
+    Loop,
+    check_exactness,
+    home_of,
+    longest_prompt,
+    make_loop,
+)
+from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
+from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.memory import Memory, measure_memory
 from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.schedulers import Continuous, Scheduler
+from jaxspec.telemetry.trace import TraceConfig, TraceLevel
 from jaxspec.types import DecodeState, Finish, PyTree
+from jaxspec.verifiers import Coupled, Verifier
+
+LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class Executor:
@@ -50,7 +67,7 @@ class Executor:
     `state` across calls.
 
     Args:
-      loop: of one data shard, from `decode.settings.make_loop`.
+      loop: of one data shard; `make_executor` makes it from settings.
       exactness: `ties` compiles rounds of several verify lengths, and `run` takes the narrowest
         that a draft length needs; see `decode.buckets`.
       is_adaptive: warm up also what lets the drafter rest and catch up.
@@ -377,10 +394,11 @@ class Executor:
         """Compiles every program ahead of its first call. Nothing runs and no state is made.
 
         Args:
-          on_program: called before each program is compiled.
+          on_program: called before each program is compiled, with a name for `str`, `number` and
+            `num_programs`.
 
         Returns:
-          how each was compiled.
+          of each program its name, the seconds it took, and whether the persistent cache held it.
         """
         state = compilation.shapes_at(self.eval_state(), self._home)
         of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
@@ -434,6 +452,70 @@ class Executor:
         """Puts NaN wherever the target's cache holds no committed KV, so that whatever reads there
         shows. Of one device's state only."""
         self.state = self._poison(self.state)
+
+
+def make_executor(
+    target: Model,
+    drafter: Drafter | None = None,
+    *,
+    verifier: Verifier | None = None,
+    scheduler: Scheduler | None = None,
+    layout: Layout = "ragged",
+    draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
+    exactness: Exactness = "bitwise",
+    verify_length: int | None = None,
+    batch_size: int = 8,
+    max_length: int = 1024,
+    prefill_chunk: int = 128,
+    max_logprobs: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+    trace: TraceLevel | None = None,
+    check_invariants: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Executor:
+    """The executor of an engine with these settings; see `Engine` for what they mean.
+
+    Raises:
+      SettingError: a setting out of range, or two that contradict each other.
+      ModelError: the drafter cannot draft for the target.
+    """
+    is_adaptive = draft_length == "auto" and drafter is not None
+    if draft_length == "auto":
+        if verify_length is None and drafter is not None:
+            verify_length = DEFAULT_DRAFT_LENGTH + 1
+        draft_length = DEFAULT_DRAFT_LENGTH if verify_length is None else verify_length - 1
+    logprobs = None
+    if max_logprobs is not None:
+        if not 0 <= max_logprobs <= target.vocab_size:
+            raise SettingError(
+                f"max_logprobs {max_logprobs} was given; it must be from 0 to {target.vocab_size}, "
+                "the size of the vocabulary."
+            )
+        is_processed = logprobs_mode == "processed_logprobs"
+        logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
+    if mesh is not None:
+        batch_size = batch_size_per_shard(batch_size, check_mesh(mesh))
+    loop = make_loop(
+        target,
+        drafter,
+        verifier=Coupled() if verifier is None else verifier,
+        scheduler=Continuous() if scheduler is None else scheduler,
+        layout=layout,
+        draft_length=draft_length,
+        verify_length=verify_length,
+        batch_size=batch_size,
+        max_length=max_length,
+        prefill_chunk=prefill_chunk,
+        logprobs=logprobs,
+        trace=None if trace is None else TraceConfig(level=trace),
+    )
+    return Executor(
+        loop,
+        exactness=exactness,
+        is_adaptive=is_adaptive,
+        check_invariants=check_invariants,
+        mesh=mesh,
+    )
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
