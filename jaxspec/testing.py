@@ -22,14 +22,15 @@ is compared "to the bit" comes from one compiled program.
 
 from jaxspec.conformance.drafter import DRAFTER_CHECKS, battery_prompts, check_drafter
 from jaxspec.conformance.model import MODEL_CHECKS, check_model
-from jaxspec.conformance.report import Check, Clause, Report
+from jaxspec.conformance.report import Check, Clause, ConformanceReport, Outcome
 
 __all__ = [
     "DRAFTER_CHECKS",
     "MODEL_CHECKS",
     "Check",
     "Clause",
-    "Report",
+    "ConformanceReport",
+    "Outcome",
     "battery_prompts",
     "check_drafter",
     "check_model",

@@ -24,7 +24,7 @@ from jaxspec.kernels import registry as kernels
 from jaxspec.kernels.registry import KERNELS, XLA
 from jaxspec.models import layers
 from jaxspec.models.config import RopeConfig
-from jaxspec.types import Window
+from jaxspec.models.prefill import chain_window
 
 pytestmark = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
 
@@ -202,8 +202,7 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
     k, v = (jnp.asarray(part).astype(case.dtype) for part in (k, v))
     layer = kv.write(cache.layers[0], table, k, v, slots)
     start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(case.window, dtype=jnp.int32)
-    window = Window(start=start, positions=positions, slots=positions)
+    window = chain_window(start, case.window)
     parts = (case.heads, case.group + 2, case.size)
     qkv = jnp.stack([random(start, 8, *parts) for start in starts])[:, : case.window]
     params = {

@@ -1,11 +1,11 @@
 """Drafters compared on the same prompts, prompt by prompt.
 
 Prompts differ far more than drafters do: a list of names is drafted well by anything, a poem by
-nothing. So what is compared is the difference on each prompt, and its interval comes from drawing
-prompts anew (Efron's bootstrap, bias-corrected and accelerated).
+nothing. So what is compared is the difference on each prompt, and its interval comes from
+resampling the prompts (Efron's bootstrap, bias-corrected and accelerated).
 
-Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. A
-prompt's own time inside a batch cannot be measured; wall time is that of the whole batch of
+Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. The
+time of one prompt inside a batch cannot be measured; wall time is that of the whole batch of
 prompts, in runs that take turns, and is given as the ratio of two runs of one turn.
 """
 
@@ -18,17 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.audit.judge import Divergence, Finding, judge
+from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
-from jaxspec.audit.scoring import Scorer
-from jaxspec.audit.self_audit import divergence_json
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.requests import Prompt, Request, make_requests
+from jaxspec.requests.requests import Prompt, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import new_figure
 from jaxspec.telemetry.counters import Acceptance
 
 METRICS: dict[str, Callable[[Acceptance], float]] = {
@@ -78,9 +77,10 @@ class Candidate:
       compile_s: seconds before the first run.
       num_unequal_to_plain: outputs that differ from the same program with every draft marked
         invalid; None for plain decoding itself, which is that program's window-1 counterpart.
-      divergences: where outputs part from the first candidate's, judged, by index of the request.
-      must_be_equal: whether not even a tie may part them from the first candidate's: both score
-        windows of one width, and the start-up probe has found no fault with this machine.
+      divergences: from the first candidate's outputs, by index of the request.
+      must_be_equal: whether not even a tie may make them differ from the first candidate's: both
+        verify windows of one length, and the start-up probe found that bits do not depend on
+        places.
     """
 
     label: str
@@ -89,7 +89,7 @@ class Candidate:
     run_s: tuple[float, ...]
     compile_s: float
     num_unequal_to_plain: int | None
-    divergences: dict[int, Divergence]
+    divergences: Divergences
     must_be_equal: bool
 
     @property
@@ -100,8 +100,8 @@ class Candidate:
     @property
     def holds(self) -> bool:
         """Whether the outputs are what they must be."""
-        findings = [divergence.finding for divergence in self.divergences.values()]
-        agrees = not findings if self.must_be_equal else set(findings) <= {Finding.TIE}
+        found = self.divergences
+        agrees = not found.differing if self.must_be_equal else found.are_ties
         return agrees and not self.num_unequal_to_plain
 
     def values(self, metric: str) -> np.ndarray:
@@ -131,7 +131,7 @@ class DrafterComparison:
 
     @property
     def holds(self) -> bool:
-        """Whether all outputs are equal, or part at proven ties where programs differ."""
+        """Whether all outputs are equal, or differ at proven ties where programs differ."""
         return all(candidate.holds for candidate in self.candidates)
 
     @property
@@ -185,10 +185,10 @@ class DrafterComparison:
                     "compile_s": candidate.compile_s,
                     "holds": candidate.holds,
                     "num_unequal_to_plain": candidate.num_unequal_to_plain,
-                    "num_unequal_to_baseline": len(candidate.divergences),
+                    "num_unequal_to_baseline": len(candidate.divergences.differing),
                     "divergences": [
-                        {"request": index, **divergence_json(divergence)}
-                        for index, divergence in candidate.divergences.items()
+                        {"request": index, **divergence.to_json()}
+                        for index, divergence in candidate.divergences.judged.items()
                     ],
                     "by_category": {
                         category: {
@@ -236,17 +236,9 @@ class DrafterComparison:
         Raises:
           SettingError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise SettingError(
-                "A plot was asked for, and matplotlib is not installed; install it, or leave the "
-                "plot out."
-            ) from error
         names = [*self.category_names, "all"] if len(self.category_names) > 1 else ["all"]
         height = 1.6 + 0.2 * len(names) * len(self.candidates)
-        figure = Figure(figsize=(9.6, height), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        figure, (left, right) = new_figure(1, 2, size=(9.6, height), width_ratios=(3, 2))
         step = 0.8 / len(self.candidates)
         for index, candidate in enumerate(self.candidates):
             found = [
@@ -281,7 +273,6 @@ class DrafterComparison:
         )
         for axes in (left, right):
             axes.axvline(1, color="#888", linewidth=1)
-            axes.spines[["top", "right"]].set_visible(False)
         return figure
 
 
@@ -329,8 +320,8 @@ def compare(
 
     `None` is plain decoding by the window-1 loop, the fastest there is: the baseline of time. Each
     drafter's outputs are compared with plain decoding in its own program, where every token must be
-    equal, and with the first candidate's: equal too if both score windows of one width (where the
-    start-up probe holds), equal or parted at proven ties if they do not.
+    equal, and with the first candidate's: equal too if both verify windows of one length (where the
+    start-up probe holds), else equal except at proven ties.
 
     Args:
       target: the model that all of them draft for.
@@ -345,7 +336,7 @@ def compare(
       max_length: slots per row for prompt and output.
       repeats: timed runs of each; candidates take turns.
       seed: of the bootstrap.
-      on_stage: told in words what is being done.
+      on_stage: called with the name of each stage as it begins.
 
     Raises:
       PromptError, SettingError, ModelError: as `Engine` and `Engine.generate`.
@@ -408,11 +399,11 @@ def compare(
 
     tell("judging outputs")
     first = next(iter(engines))
-    divergences = {
-        label: _divergences(target, requests, outputs[label], outputs[first]) for label in engines
-    }
+    expected = [completion.token_ids for completion in outputs[first]]
+    each = [request.params for request in requests]
+    divergences = {label: judge_all(target, outputs[label], expected, each) for label in engines}
     must_be_equal = {
-        label: _must_be_equal(engine, engines[first], parted=bool(divergences[label]))
+        label: _must_be_equal(engine, engines[first], do_differ=bool(divergences[label].differing))
         for label, engine in engines.items()
     }
     if categories is None:
@@ -470,38 +461,9 @@ def _num_unequal(outputs: Sequence[Completion], references: Sequence[Completion]
     return sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
 
 
-def _divergences(
-    target: Model,
-    requests: Sequence[Request],
-    outputs: Sequence[Completion],
-    references: Sequence[Completion],
-) -> dict[int, Divergence]:
-    """Where outputs part from references, judged, by index of the request."""
-    parted = [
-        index
-        for index, (ours, theirs) in enumerate(zip(outputs, references, strict=True))
-        if ours.token_ids != theirs.token_ids
-    ]
-    if not parted:
-        return {}
-    longest = max(len(c.prompt_token_ids + c.token_ids) for c in (*outputs, *references))
-    scorer = Scorer(target, max_length=longest)
-    found = {
-        index: judge(
-            scorer,
-            prompt_ids=requests[index].prompt_token_ids,
-            output_ids=outputs[index].token_ids,
-            reference_ids=references[index].token_ids,
-            params=requests[index].params,
-        )
-        for index in parted
-    }
-    return {index: divergence for index, divergence in found.items() if divergence is not None}
-
-
-def _must_be_equal(engine: Engine, other: Engine, *, parted: bool) -> bool:
+def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:
     """Whether the two engines' outputs must agree in every token. The probe is run only if they
     do not."""
     if engine is other or engine.shape.verify_length != other.shape.verify_length:
         return engine is other
-    return not parted or (probe(engine).holds and probe(other).holds)
+    return not do_differ or (probe(engine).holds and probe(other).holds)

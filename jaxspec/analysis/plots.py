@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.errors import SettingError
 from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.report import new_figure
 
 if TYPE_CHECKING:
     import pandas
@@ -38,7 +38,6 @@ def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure
     Raises:
       SettingError: matplotlib is not installed, or the frame is empty or lacks a column.
     """
-    figures = import_extra("matplotlib.figure", "plots")
     missing = [name for name in (*NEEDED, *([by] if by else [])) if name not in frame]
     if missing:
         raise SettingError(
@@ -50,20 +49,9 @@ def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure
     if by is None:
         by = next((name for name in ("domain", "category") if name in frame), None)
 
-    class Shown(figures.Figure):
-        """Notebooks draw a figure by themselves only after pyplot has been imported."""
-
-        def _repr_png_(self) -> bytes:
-            file = io.BytesIO()
-            self.savefig(file, format="png")
-            return file.getvalue()
-
-    figure = Shown(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2)
+    figure, axes = new_figure(2, 2, size=(10, 7))
     for each in axes.flat:
-        each.spines[["top", "right"]].set_visible(False)
         each.grid(axis="y", alpha=0.25)
-        each.set_axisbelow(True)
     _by_position(axes[0, 0], frame)
     _by_context(axes[0, 1], frame)
     if by is None:

@@ -11,17 +11,10 @@ import jax
 from rich.console import Console
 
 from jaxspec.audit.chi_square import ALPHA
-from jaxspec.audit.controls.runner import controls_json, controls_table, run_controls
+from jaxspec.audit.controls.runner import controls_table, run_controls
 from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import canonical_dtype, read_outputs
-from jaxspec.audit.report import (
-    Report,
-    make_plots,
-    report_of_engine,
-    report_of_outputs,
-    terminal_tables,
-    write_html,
-)
+from jaxspec.audit.report import AuditReport, report_of_engine, report_of_outputs
 from jaxspec.audit.scoring import with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
@@ -36,6 +29,7 @@ from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import Coupled, Verifier
 
 CHOICES: dict[str, Verifier] = {
@@ -99,7 +93,8 @@ class AuditCommand:
     html: pathlib.Path | None = None
     """Write the report with plots as one HTML file."""
     controls: bool = False
-    """Audit the auditor: run the failures of published systems, each beside its healthy twin."""
+    """Audit the auditor: run the failures of published systems, each beside a control run without
+    it."""
     snippet: Literal["vllm", "sglang", "hf"] | None = None
     """Print a script that writes outputs of this system for --outputs, and do nothing else."""
     json: bool = False
@@ -116,7 +111,7 @@ class AuditCommand:
         if self.target is None:
             raise SettingError("No target was given; name the model to audit against, --target.")
         if self.html is not None:  # whether plots can be drawn is known before hours of decoding
-            make_plots(_EMPTY)
+            new_figure()
         if self.outputs is not None:
             return self._audit_outputs(console, self.target, self.outputs)
         return self._audit_run(console, self.target)
@@ -146,15 +141,17 @@ class AuditCommand:
                 on_progress=lambda name: status.update(f"negative control {name}"),
             )
         console.print(controls_table(results))
-        num_good = sum(result.caught and result.healthy_passes for result in results)
+        num_good = sum(result.is_good for result in results)
         console.print(
-            f"{num_good} of {len(results)} controls are seen for what they are, with their healthy "
-            "twins passing.",
+            f"{num_good} of {len(results)} controls are seen for what they are, with their control "
+            "runs passing.",
             style="bold green" if num_good == len(results) else "bold red",
             highlight=False,
         )
         is_sound = num_good == len(results)
-        return make_document("audit", self, holds=is_sound, controls=controls_json(results))
+        return make_document(
+            "audit", self, holds=is_sound, controls=[result.to_json() for result in results]
+        )
 
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path
@@ -267,19 +264,16 @@ class AuditCommand:
             html=self.html,
         )
 
-    def _show(self, console: Console, report: Report) -> None:
+    def _show(self, console: Console, report: AuditReport) -> None:
         console.print(report.title, style="bold", markup=False, highlight=False)
         console.print(f"Promise: {report.promise}.", markup=False, highlight=False)
-        for table in terminal_tables(report):
+        for table in report.all_tables:
             console.print(table)
         style = "bold green" if report.holds else "bold red"
         console.print(report.sentence, style=style, markup=False, highlight=False)
         if self.html is not None:
-            write_html(report, self.html)
+            report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
-
-
-_EMPTY = Report(title="", promise="", sentence="", holds=True, tables=[], divergences=[], curves=[])
 
 
 def _dtype_of(model: Any) -> Any:

@@ -21,6 +21,7 @@ from jaxspec.analysis.compare import (
     Interval,
     compare,
 )
+from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.documents import make_document
 from jaxspec.commands.drafters import choose_drafter
@@ -226,7 +227,7 @@ def differences_table(comparison: DrafterComparison) -> Table:
 
 def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
     """What to know about the tables: sentences and their styles."""
-    num_ties = sum(len(candidate.divergences) for candidate in comparison.candidates)
+    num_ties = sum(len(candidate.divergences.differing) for candidate in comparison.candidates)
     if not comparison.holds:
         found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")
     elif num_ties:
@@ -263,7 +264,8 @@ def _interval(interval: Interval, *, signed: bool = False) -> str:
     return f"{interval.mean:{sign}.2f} ({interval.low:{sign}.2f}, {interval.high:{sign}.2f})"
 
 
-def _equality(divergences: dict, *, holds: bool) -> str:
+def _equality(divergences: Divergences, *, holds: bool) -> str:
     if not holds:
         return "NO"
-    return f"{len(divergences)} ties" if divergences else "yes"
+    num_ties = divergences.count(Finding.TIE)
+    return f"{num_ties} ties" if num_ties else "yes"

@@ -25,8 +25,9 @@ from jax import lax
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
+from jaxspec.models.prefill import chain_window
 from jaxspec.schedulers import Pool, Static
-from jaxspec.types import BatchView, Draft, DraftContext, PyTree, Verdict, Window
+from jaxspec.types import BatchView, Draft, DraftContext, PyTree, Verdict
 from jaxspec.verifiers import Coupled
 
 
@@ -149,16 +150,9 @@ class RereadingDraftModel(DraftModel):
         tokens = jnp.minimum(rows.tokens, self.model.vocab_size - 1)
 
         def read(chunk, cache):
-            start = chunk * shape.prefill_chunk
-            index = start + jnp.arange(shape.prefill_chunk, dtype=jnp.int32)
-            # Padding repeats the row's last position, so that it looks at no slot of garbage.
-            positions = jnp.minimum(index, jnp.maximum(context - 1, 0)[:, None])
-            window = Window(
-                start=jnp.broadcast_to(start, context.shape),
-                positions=positions,
-                slots=jnp.where(index < context[:, None], index, -1),
-            )
-            read = jnp.take_along_axis(tokens, positions, axis=1)
+            start = jnp.broadcast_to(chunk * shape.prefill_chunk, context.shape)
+            window = chain_window(start, shape.prefill_chunk, stop=context)
+            read = jnp.take_along_axis(tokens, window.positions, axis=1)
             return self.model.forward(params, read, window, cache)[1]
 
         num_chunks = -(-longest // shape.prefill_chunk)

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from jaxspec.audit.report import Grid
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.report import TextTable
 from jaxspec.studies import published_figures as theirs
 
 Cell = dict[str, Any]
@@ -175,9 +175,9 @@ def _are_same_bits(cells: dict[str, Cell], size: int) -> bool | None:
 # ---- tables
 
 
-def make_tables(cells: dict[str, Cell]) -> list[Grid]:
+def make_tables(cells: dict[str, Cell]) -> list[TextTable]:
     """All tables, ours and the published ones."""
-    makers: Sequence[Callable[[dict[str, Cell]], Grid | None]] = (
+    makers: Sequence[Callable[[dict[str, Cell]], TextTable | None]] = (
         rounds_table,
         equivalence_table,
         _published_equivalence,
@@ -191,7 +191,7 @@ def make_tables(cells: dict[str, Cell]) -> list[Grid]:
     return [table for make in makers if (table := make(cells)) is not None]
 
 
-def rounds_table(cells: dict[str, Cell]) -> Grid | None:
+def rounds_table(cells: dict[str, Cell]) -> TextTable | None:
     """Rounds and token-positions: what does not depend on the machine."""
     rows = []
     for cell in _of_kind(cells, "rounds-"):
@@ -218,7 +218,7 @@ def rounds_table(cells: dict[str, Cell]) -> Grid | None:
         rows.append((size, "ideal, static batches", str(cell["ideal_rounds_static"]), *[""] * 6))
     if not rows:
         return None
-    return Grid(
+    return TextTable(
         title="Rounds and token-positions",
         header=(
             "batch",
@@ -235,7 +235,7 @@ def rounds_table(cells: dict[str, Cell]) -> Grid | None:
     )
 
 
-def equivalence_table(cells: dict[str, Cell]) -> Grid | None:
+def equivalence_table(cells: dict[str, Cell]) -> TextTable | None:
     """Outputs beside batch-1 plain decoding, in the shape of the paper's table 1."""
     rows = [
         (
@@ -251,14 +251,14 @@ def equivalence_table(cells: dict[str, Cell]) -> Grid | None:
     ]
     if not rows:
         return None
-    return Grid(
+    return TextTable(
         title="Equivalence with batch-1 plain decoding: the paper's E / P on text, then tokens",
         header=("system", "batch", "outputs", "E / P %", "tokens equal", "ties", "faults"),
         rows=rows,
     )
 
 
-def throughput_table(cells: dict[str, Cell]) -> Grid | None:
+def throughput_table(cells: dict[str, Cell]) -> TextTable | None:
     """Wall time and rounds of every cell."""
     rows = [
         (
@@ -276,7 +276,7 @@ def throughput_table(cells: dict[str, Cell]) -> Grid | None:
     ]
     if not rows:
         return None
-    return Grid(
+    return TextTable(
         title="Throughput (whole runs, prompts read included) and rounds",
         header=(
             "system",
@@ -293,7 +293,7 @@ def throughput_table(cells: dict[str, Cell]) -> Grid | None:
     )
 
 
-def anatomy_table(cells: dict[str, Cell]) -> Grid | None:
+def anatomy_table(cells: dict[str, Cell]) -> TextTable | None:
     """Where the time goes, in the shape of the paper's table 2."""
     rows = []
     for cell in _dissected(cells):
@@ -318,7 +318,7 @@ def anatomy_table(cells: dict[str, Cell]) -> Grid | None:
     if not rows:
         return None
     parts = list(_dissected(cells)[0]["anatomy"]["seconds"])
-    return Grid(
+    return TextTable(
         title=(
             "Where the time goes. Milliseconds per call: parts compiled alone, timed on a state "
             "from the middle of the run. Shares of the wall time, %: draft, verify, align and seat "
@@ -339,7 +339,7 @@ def anatomy_table(cells: dict[str, Cell]) -> Grid | None:
     )
 
 
-def grouping_table(cells: dict[str, Cell]) -> Grid | None:
+def grouping_table(cells: dict[str, Cell]) -> TextTable | None:
     """Grouping rates of the pool at the paper's window, ours and theirs."""
     grouping = cells.get("grouping")
     if not grouping:
@@ -359,7 +359,7 @@ def grouping_table(cells: dict[str, Cell]) -> Grid | None:
                     NONE if published is None else f"{published:.1f} %",
                 )
             )
-    return Grid(
+    return TextTable(
         title=(
             f"Grouping rate of a pool of {window} rows ({grouping['num_requests']} requests), and "
             "the published one (Multi30k, window 50, other models)"
@@ -369,7 +369,7 @@ def grouping_table(cells: dict[str, Cell]) -> Grid | None:
     )
 
 
-def serving_table(cells: dict[str, Cell]) -> Grid | None:
+def serving_table(cells: dict[str, Cell]) -> TextTable | None:
     """Request latency under Poisson arrivals, in the shape of the paper's table 4."""
     rows = [
         (
@@ -384,16 +384,16 @@ def serving_table(cells: dict[str, Cell]) -> Grid | None:
     ]
     if not rows:
         return None
-    return Grid(
+    return TextTable(
         title="Request latency under Poisson arrivals: the same arrivals for all",
         header=("system", "batch", "requests/s", "requests", "tokens/s", "P50 s", "P90 s", "P99 s"),
         rows=rows,
     )
 
 
-def _published_equivalence(cells: dict[str, Cell]) -> Grid:
+def _published_equivalence(cells: dict[str, Cell]) -> TextTable:
     columns = [(model, batch) for model in theirs.MODELS for batch in (1, 4)]
-    return Grid(
+    return TextTable(
         title=f"Published: equivalence, E / P % ({theirs.HARDWARE})",
         header=("method", *(f"{model}, batch {batch}" for model, batch in columns)),
         rows=[
@@ -409,8 +409,8 @@ def _published_equivalence(cells: dict[str, Cell]) -> Grid:
     )
 
 
-def _published_anatomy(cells: dict[str, Cell]) -> Grid:
-    return Grid(
+def _published_anatomy(cells: dict[str, Cell]) -> TextTable:
+    return TextTable(
         title="Published: overhead anatomy (Vicuna-7B, A100, batch 4)",
         header=("system", "tokens/s", "calls", "verify ms", "verify %", "draft %", "overhead %"),
         rows=[
@@ -426,8 +426,8 @@ def _published_anatomy(cells: dict[str, Cell]) -> Grid:
     )
 
 
-def _published_serving(cells: dict[str, Cell]) -> Grid:
-    return Grid(
+def _published_serving(cells: dict[str, Cell]) -> TextTable:
+    return TextTable(
         title="Published: simulated serving (A100)",
         header=("system", "batch", "tokens/s", "P50 s", "P90 s", "P99 s"),
         rows=[

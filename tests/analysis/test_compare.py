@@ -10,7 +10,7 @@ import toy
 import jaxspec
 import jaxspec.analysis.compare
 from jaxspec.analysis.compare import compare, mean_interval
-from jaxspec.audit.judge import Finding
+from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -99,20 +99,25 @@ def test_a_candidate_that_emits_another_token_is_caught(comparison):
     assert not bad.must_be_equal
     for changes in (
         {"num_unequal_to_plain": 1},
-        {"divergences": {0: _Divergence(Finding.FAULT)}},
-        {"divergences": {0: _Divergence(Finding.TIE)}, "must_be_equal": True},
+        {"divergences": one(Finding.FAULT)},
+        {"divergences": one(Finding.TIE), "must_be_equal": True},
     ):
         broken = dataclasses.replace(bad, **changes)
         assert not broken.holds
         assert not dataclasses.replace(
             comparison, candidates=(*comparison.candidates[:2], broken)
         ).holds
-    assert dataclasses.replace(bad, divergences={0: _Divergence(Finding.TIE)}).holds
+    assert dataclasses.replace(bad, divergences=one(Finding.TIE)).holds
 
 
 @dataclasses.dataclass
 class _Divergence:
     finding: Finding
+
+
+def one(finding):
+    """One output of three that differs."""
+    return Divergences(num_outputs=3, differing=(0,), judged={0: _Divergence(finding)})
 
 
 def test_a_wrong_model_behind_a_drafter_s_label_is_caught(target, drafters, monkeypatch):

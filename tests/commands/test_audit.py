@@ -102,9 +102,9 @@ def test_controls(cli):
     controls = result.document["controls"]
     assert len(controls) > 10
     for control in controls:
-        assert {"name", "invariant", "caught", "healthy_passes"} <= control.keys()
+        assert {"name", "invariant", "caught", "control_passes"} <= control.keys()
         assert control["caught"], control
-        assert control["healthy_passes"], control
+        assert control["control_passes"], control
 
 
 def test_every_verifier_can_be_chosen():

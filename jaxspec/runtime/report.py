@@ -1,0 +1,228 @@
+"""Tables, plots and pages: how audits, batteries, comparisons and studies show what they found."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.extras import import_extra
+
+NONE = "-"  # a cell without a value
+GOOD, BAD = "#2a7f62", "#c0392b"
+
+
+def percent(share: float) -> str:
+    """A share as text, cut and not rounded: 999 of 1000 must not look like all of them."""
+    return NONE if math.isnan(share) else f"{math.floor(share * 1000 + 1e-9) / 10:.1f} %"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table of text, for a terminal (`rich` prints it) and for a page.
+
+    Attributes:
+      title: the line above it.
+      header: names of the columns; empty for a table of names and values.
+      rows: its cells.
+      is_quoted: whether the figures are somebody else's, which a page shows on tinted ground.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    is_quoted: bool = False
+
+    @classmethod
+    def of_values(cls, title: str, values: Mapping[str, str]) -> TextTable:
+        """A line for each name and its value."""
+        return cls(title=title, header=(), rows=list(values.items()))
+
+    def __rich__(self):
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            title_style="bold",
+            show_header=bool(self.header),
+        )
+        for name in self.header or ("",) * max(map(len, self.rows), default=0):
+            table.add_column(name, overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A matplotlib figure with what a page says about it.
+
+    Attributes:
+      name: of its file, without a suffix.
+      caption: one line.
+      figure: the figure.
+    """
+
+    name: str
+    caption: str
+    figure: Any
+
+    def svg(self) -> bytes:
+        """The figure as SVG, the same bytes on every day."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        return buffer.getvalue()
+
+    def png(self) -> bytes:
+        """The figure as PNG."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+        return buffer.getvalue()
+
+
+def new_figure(
+    num_rows: int = 1,
+    num_columns: int = 1,
+    *,
+    size: tuple[float, float] = (6.4, 3.6),
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A matplotlib figure and its axes, without the spines above and on the right.
+
+    Nothing is drawn on a screen. A notebook shows the figure.
+
+    Args:
+      num_rows: of axes.
+      num_columns: of axes.
+      size: width and height in inches.
+      options: of `Figure.subplots`, such as `width_ratios`.
+
+    Returns:
+      the figure, and one `Axes`, or an array of them as `Figure.subplots` gives it.
+
+    Raises:
+      SettingError: matplotlib is not installed.
+    """
+    figures = import_extra("matplotlib.figure", "plots")
+
+    class Shown(figures.Figure):
+        """Notebooks draw a figure by themselves only after pyplot has been imported."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    figure = Shown(figsize=size, layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, **options)
+    for each in figure.axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.set_axisbelow(True)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: str | os.PathLike) -> None:
+    """Writes a matplotlib figure; the suffix of `path` names the format.
+
+    Raises:
+      SettingError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise SettingError(
+            f"The plot cannot be written to {os.fspath(path)} ({error}); name a file like "
+            "rates.png in a directory that exists."
+        ) from error
+
+
+def write_page(
+    path: str | os.PathLike,
+    *,
+    title: str,
+    verdict: str = "",
+    holds: bool | None = None,
+    findings: Sequence[str] = (),
+    paragraphs: Sequence[str] = (),
+    tables: Sequence[TextTable] = (),
+    plots: Sequence[Plot] = (),
+) -> None:
+    """Writes one self-contained HTML page; it appears whole or not at all.
+
+    Args:
+      path: of the file.
+      title: of the page.
+      verdict: what was found, in one sentence, with a bar in the colour of `holds`.
+      holds: whether the verdict is good; None for neither.
+      findings: a list of sentences.
+      paragraphs: text after these.
+      tables: after the plots, each below its title.
+      plots: drawn into the page.
+
+    Raises:
+      SettingError: the file cannot be written.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(_PAGE).render(
+        title=title,
+        verdict=verdict,
+        colour={True: GOOD, False: BAD, None: "#888"}[holds],
+        findings=findings,
+        paragraphs=paragraphs,
+        tables=tables,
+        images=[(plot.caption, base64.b64encode(plot.svg()).decode()) for plot in plots],
+    )
+    write_atomically(pathlib.Path(path), page.encode())
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
+  color: #1c1c1c; background: #fff; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-size: 14px; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .8rem .25rem 0; text-align: left;
+  vertical-align: top; font-variant-numeric: tabular-nums; }
+h2 { font-size: 1rem; margin-top: 2rem; }
+.verdict { border-left: .4rem solid {{ colour }}; padding-left: .8rem; font-weight: bold; }
+.quoted { background: #f4f1ea; padding: .1rem .8rem; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; }
+figure img { max-width: 100%; }
+</style></head><body>
+<h1>{{ title }}</h1>
+{% if verdict %}
+<p class="verdict">{{ verdict }}</p>
+{% endif %}
+{% if findings %}
+<ul>{% for sentence in findings %}<li>{{ sentence }}</li>{% endfor %}</ul>
+{% endif %}
+{% for text in paragraphs %}
+<p>{{ text }}</p>
+{% endfor %}
+{% for caption, data in images %}
+<figure><figcaption><b>{{ caption }}</b></figcaption>
+<img alt="{{ caption }}" src="data:image/svg+xml;base64,{{ data }}"></figure>
+{% endfor %}
+{% for table in tables %}
+<div{% if table.is_quoted %} class="quoted"{% endif %}>
+<h2>{{ table.title }}</h2>
+<table>{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% endif %}
+{% for row in table.rows %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+{% endfor %}
+</body></html>
+"""
