@@ -27,18 +27,6 @@ def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
     return stops
 
 
-def check_request(request: Request, model: Model, *, max_logprobs: int | None) -> None:
-    """Raises `SettingError` for a request that asks for what the engine does not keep."""
-    stop_tokens(request, model)
-    wanted = request.params.logprobs
-    if wanted is not None and (max_logprobs is None or wanted > max_logprobs):
-        raise SettingError(
-            f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
-            f"{'none' if max_logprobs is None else max_logprobs}; make it with "
-            f"max_logprobs={wanted}."
-        )
-
-
 def make_admission(
     request: Request, loop: Loop, *, draft_length: int, arrival: int = 0
 ) -> Admission:

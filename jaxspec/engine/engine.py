@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
@@ -15,28 +13,25 @@ from jaxspec.decode.settings import (
     DEFAULT_DRAFT_LENGTH,
     DraftLength,
     Exactness,
-    check_draft_length,
+    check_at_least_one,
 )
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
-from jaxspec.engine.admission import check_request
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import LogprobsMode, make_executor
+from jaxspec.engine.intake import Intake
 from jaxspec.engine.progress import Progress
-from jaxspec.engine.queue import StreamOutput, Ticket
-from jaxspec.errors import RequestError, SettingError
+from jaxspec.engine.queue import StreamOutput
+from jaxspec.errors import RequestError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion, Completions
-from jaxspec.requests.requests import Prompt, Request, make_request, make_requests
+from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.runtime.environment import devices, devices_sentence, use_compilation_cache
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceLevel
 from jaxspec.types import DecodeState, PyTree
 from jaxspec.verifiers import Coupled, Verifier
-
-_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -64,8 +59,7 @@ class Engine:
       layout: of the target's KV cache: `ragged` never moves KV; `aligned` pads rows on the left so
         that all end at one slot, and moves them after every round, as 2510.22876 does.
       draft_length: tokens drafted per round, 1 to `verify_length - 1`; or `auto`, which chooses
-        between 0 and `verify_length - 1` by acceptance and by what rounds cost on this machine
-        (see `jaxspec.engine.adaptive`), measured before the first request.
+        them, or none, by acceptance and by the measured cost of rounds; see `engine.adaptive`.
       exactness: `bitwise` scores every token in a window of one width, so that drafts do not change
         a bit of the output. `ties` scores only as many tokens as the drafts need, down to one per
         step: faster, and equal except at ties within rounding.
@@ -78,18 +72,15 @@ class Engine:
       prefill_chunk: prompt tokens read per call.
       rounds_per_sync: most rounds between two looks of the host.
       max_queue: requests that may wait for a row; `submit` refuses more.
-      max_logprobs: log-probabilities kept per token for requests that ask for them, besides the
-        emitted token's; None keeps none and costs nothing.
+      max_logprobs: log-probabilities kept per token, besides the emitted token's, for requests that
+        ask for them; None keeps none.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the distribution that tokens
         are drawn from (`processed_logprobs`; of a greedy row at temperature 1).
       trace: what to record for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, also one
         record per drafted token; or `distributions`, also entropies and the overlap of p and q.
-        None records nothing and costs nothing.
-      check_invariants: run round by round and check KV, padding and positions after each (see
-        `layouts.broken_invariants`); many times slower, for finding a fault. A broken invariant
-        raises `AssertionError`.
+      check_invariants: check KV, padding and positions after every round, and raise
+        `AssertionError` if `layouts.broken_invariants` finds a fault; many times slower.
       mesh: devices to use, with an axis `data` and perhaps an axis `model`; default one device.
-        Parameters that are not placed on it are copied there.
 
     Attributes:
       executor: the rows on the device and the compiled programs, for checks and measurements.
@@ -98,8 +89,7 @@ class Engine:
       memory: bytes of weights and state.
 
     Raises:
-      SettingError: a setting out of range; a state that does not fit into memory; a mesh with other
-        axes, or one that does not divide the batch_size or the target.
+      SettingError: a setting out of range, or a state that does not fit into memory.
       ModelError: the drafter cannot draft for the target.
 
     Example:
@@ -138,10 +128,7 @@ class Engine:
         check_invariants: bool = False,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        use_compilation_cache()
-        for name, value in (("rounds_per_sync", rounds_per_sync), ("max_queue", max_queue)):
-            if value < 1:
-                raise SettingError(f"{name} {value} was given; it must be at least 1.")
+        check_at_least_one(rounds_per_sync=rounds_per_sync, max_queue=max_queue)
         self.executor = make_executor(
             target,
             drafter,
@@ -172,7 +159,6 @@ class Engine:
         self.verify_lengths = self.executor.verify_lengths
         self.num_residents = self.executor.num_rows
         self.memory = self.executor.memory
-        _log.info(self.memory.sentence)
         if drafter is None:
             self.draft_length, self.adaptive = 0, None
         elif draft_length == "auto":
@@ -188,12 +174,7 @@ class Engine:
             logprobs_mode=logprobs_mode,
         )
         self.queue = self._core.queue
-        self._numbers = itertools.count()
-        num_used = 1 if self.mesh is None else self.mesh.devices.size
-        if jax.local_device_count() > num_used:
-            _log.warning("this engine is %s", devices_sentence(devices(num_used)))
-
-    # What it is, and what it has done.
+        self._intake = Intake(self.executor, self.draft_length, max_logprobs)
 
     @property
     def longest_prompt(self) -> int:
@@ -221,8 +202,7 @@ class Engine:
         return self.executor.state
 
     def metrics(self) -> dict[str, Any]:
-        """Counters of the engine's life, in vLLM's names (see `telemetry.Metrics.snapshot`).
-        Running rows are counted up to the last look of the host. Any thread may call it."""
+        """Counters of the engine's life, in vLLM's names; see `telemetry.Metrics.snapshot`."""
         return self._core.metrics.snapshot()
 
     def describe(self) -> dict[str, Any]:
@@ -297,9 +277,7 @@ class Engine:
         """Yields the completions of `requests` in order, each as soon as it and those before it
         have ended. See `generate`. Closing the iterator cancels what has not ended.
         """
-        tickets = [
-            self._ticket(request, speculate, draft_length, is_listed=True) for request in requests
-        ]
+        tickets = self._intake.listed(requests, speculate=speculate, draft_length=draft_length)
         order = self.scheduler.order(
             [len(request.prompt_token_ids) for request in requests],
             [request.params.max_tokens for request in requests],
@@ -334,9 +312,11 @@ class Engine:
           QueueFullError: `max_queue` requests are waiting.
           RequestError: the id is taken, or the engine was shut down.
         """
-        request = self._request(prompt, params, request_id, chat_template)
-        self._core.enqueue(self._ticket(request, speculate, draft_length))
-        return request.request_id
+        ticket = self._intake.single(
+            prompt, params, request_id, speculate, draft_length, chat_template
+        )
+        self._core.enqueue(ticket)
+        return ticket.request.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its completion has what was emitted until then, and the finish reason
@@ -378,8 +358,9 @@ class Engine:
         Takes the arguments of `submit`, and raises what it raises, at once. Other requests are
         decoded alongside. Closing the iterator cancels the request.
         """
-        request = self._request(prompt, params, request_id, chat_template)
-        ticket = self._ticket(request, speculate, draft_length, is_streamed=True)
+        ticket = self._intake.single(
+            prompt, params, request_id, speculate, draft_length, chat_template, is_streamed=True
+        )
         self._core.enqueue(ticket)
         return self._core.stream(ticket)
 
@@ -396,63 +377,16 @@ class Engine:
         """`stream` for asyncio: any number of tasks of one event loop may stream at a time, and
         share the steps. Waits for a place in the queue where `stream` would refuse.
         """
-        request = self._request(prompt, params, request_id, chat_template)
-        ticket = self._ticket(request, speculate, draft_length, is_streamed=True)
+        ticket = self._intake.single(
+            prompt, params, request_id, speculate, draft_length, chat_template, is_streamed=True
+        )
         return self._core.astream(ticket)
-
-    # Requests into tickets.
-
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        chat_template: str | None,
-    ) -> Request:
-        if request_id is None:
-            request_id = f"request-{next(self._numbers)}"
-        return make_request(
-            prompt,
-            params,
-            self.target,
-            longest=self.longest_prompt,
-            request_id=request_id,
-            chat_template=chat_template,
-        )
-
-    def _ticket(
-        self,
-        request: Request,
-        speculate: bool,
-        draft_length: int | None,
-        *,
-        is_streamed: bool = False,
-        is_listed: bool = False,
-    ) -> Ticket:
-        """A ticket of a request that this engine can decode as it asks."""
-        check_request(request, self.target, max_logprobs=self.max_logprobs)
-        if self.drafter is None or not speculate:
-            draft_length = 0
-        else:
-            draft_length = self.draft_length if draft_length is None else draft_length
-            check_draft_length(draft_length, self.shape.verify_length)
-        return Ticket(
-            request=request,
-            draft_length=draft_length,
-            has_consumer=is_streamed or is_listed,
-            is_interactive=not is_listed,
-            is_streamed=is_streamed,
-        )
 
     # The engine's own life.
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
-        """Replaces the weights of the target, the draft model or both by others of the same shapes
-        and dtypes; nothing is traced or compiled again.
-
-        Args:
-          target: like `engine.target.params`.
-          draft: like `engine.drafter.params`.
+        """Replaces the weights of the target, the draft model or both by others like
+        `engine.target.params` and `engine.drafter.params`; nothing is compiled again.
 
         Raises:
           RequestError: requests are being decoded; their KV is the old weights'.

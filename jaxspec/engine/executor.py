@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -52,10 +53,13 @@ from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.schedulers import Continuous, Scheduler
 from jaxspec.telemetry.trace import TraceConfig, TraceLevel
 from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
+
+_log = logging.getLogger(__name__)
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 
@@ -509,13 +513,18 @@ def make_executor(
         logprobs=logprobs,
         trace=None if trace is None else TraceConfig(level=trace),
     )
-    return Executor(
+    executor = Executor(
         loop,
         exactness=exactness,
         is_adaptive=is_adaptive,
         check_invariants=check_invariants,
         mesh=mesh,
     )
+    _log.info(executor.memory.sentence)
+    num_used = 1 if mesh is None else mesh.devices.size
+    if jax.local_device_count() > num_used:
+        _log.warning("this engine is %s", devices_sentence(devices(num_used)))
+    return executor
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:

@@ -58,7 +58,6 @@ from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
-from jaxspec.runtime.environment import use_compilation_cache
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Finish, PyTree
 from jaxspec.verifiers import Coupled, Verifier
@@ -166,7 +165,6 @@ class ServingEngine:
         max_length: int = 1024,
         prefill_chunk: int = 128,
     ):
-        use_compilation_cache()
         self.target = target
         self.drafter = drafter
         self._loop = make_loop(
