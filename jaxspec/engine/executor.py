@@ -89,6 +89,7 @@ class Executor:
       num_rows: rows of the state, in the batch or waiting for their turn in it.
       num_shards: D, data shards.
       params: of target and drafter, where the programs expect them.
+      home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: what weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
@@ -127,47 +128,50 @@ class Executor:
         # A program is compiled again where an argument is bound to a device that was not before;
         # so parameters and state are bound from the start to the device where the parameters are,
         # or to their places on the mesh.
-        self.params, self._home = loop.params, home_of(loop.params)
+        self.params, self.home = loop.params, home_of(loop.params)
         if isinstance(everywhere, ShardedLoop):
-            self.params, self._home = everywhere.place(self.params), everywhere.state_shardings
-        elif self._home is not None:
-            self.params = jax.device_put(self.params, self._home)
+            self.params, self.home = everywhere.place(self.params), everywhere.state_shardings
+        elif self.home is not None:
+            self.params = jax.device_put(self.params, self.home)
         self._state: DecodeState | None = None
         self._is_checked = check_invariants
         self._poison = jax.jit(layouts.poison_uncommitted, donate_argnums=0)
 
-        drafter = getattr(loop, "drafter", None)
-        models = loop.target.name if drafter is None else f"{loop.target.name} with {drafter.name}"
-
-        def program(what: str, function: Callable, *, length: int = widest, **options: Any) -> Any:
-            sizes = f"batch {self.shape.batch_size}, window {length}"
-            return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
-
-        home = self._home
-        updates: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}
+        on_home: dict[str, Any] = {"out_shardings": self.home}
+        updates = {"donate_argnums": 1, **on_home}
         self.programs: dict[str, Any] = {
-            "init": program("empty state", everywhere.init, out_shardings=home),
-            "admit": program("admission", everywhere.admit, **updates),
-            "prefill": program("prefill", everywhere.prefill, **updates),
+            "init": self.program("empty state", everywhere.init, **on_home),
+            "admit": self.program("admission", everywhere.admit, **updates),
+            "prefill": self.program("prefill", everywhere.prefill, **updates),
         }
         for length, bucket in buckets.items():
-            run = self._on_mesh(bucket).run
-            self.programs[self._run_name(length)] = program(
-                "decode round", run, length=length, **updates
+            self.programs[self._run_name(length)] = self.program(
+                "decode round", self._on_mesh(bucket).run, verify_length=length, **updates
             )
-        if drafter is not None:
+        if getattr(loop, "drafter", None) is not None:
             rest: Any = everywhere
             self.programs |= {
-                "prefill_target": program("target's prefill", rest.prefill_target, **updates),
-                "catch_up": program("catching up", rest.catch_up, **updates),
-                "lag": program("lag", rest.lag),
+                "prefill_target": self.program("target's prefill", rest.prefill_target, **updates),
+                "catch_up": self.program("catching up", rest.catch_up, **updates),
+                "lag": self.program("lag", rest.lag),
             }
-        self.programs["end_rows"] = program(
-            "cancellation", _end_rows, donate_argnums=0, out_shardings=home
+        self.programs["end_rows"] = self.program(
+            "cancellation", _end_rows, donate_argnums=0, **on_home
         )
         unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
+
+    def program(
+        self, what: str, function: Callable, *, verify_length: int | None = None, **options: Any
+    ) -> Program:
+        """A function compiled by `jax.jit` with these options, named for messages after what it
+        does, the models and the sizes of the batch."""
+        target, drafter = self.loop.target, getattr(self.loop, "drafter", None)
+        models = target.name if drafter is None else f"{target.name} with {drafter.name}"
+        window = self.shape.verify_length if verify_length is None else verify_length
+        sizes = f"batch {self.shape.batch_size}, window {window}"
+        return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
 
     def _on_mesh(self, loop: Loop) -> Any:
         return loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
@@ -404,7 +408,7 @@ class Executor:
         Returns:
           of each program its name, the seconds it took, and whether the persistent cache held it.
         """
-        state = compilation.shapes_at(self.eval_state(), self._home)
+        state = compilation.shapes_at(self.eval_state(), self.home)
         of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
         request = Request(request_id="0", prompt_token_ids=(0,), params=SamplingParams(seed=0))
         admission = make_admission(request, self.loop, draft_length=0)
