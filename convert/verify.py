@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.checkpoint import format as checkpoint
 from jaxspec.errors import CheckpointError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.prefill import chain_window

@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from jaxspec.runtime import environment
+from jaxspec.runtime import directories, environment
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,18 @@ def test_commit_of_a_checkout_and_elsewhere(monkeypatch, tmp_path):
 
 def test_sha256_of(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
-    assert environment.sha256_of(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
+    assert directories.sha256_of(tmp_path / "x") == hashlib.sha256(b"abc").hexdigest()
 
 
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
     code = (
-        "import jax, toy\n"
+        "import jax, jaxspec, toy\n"
         "from jaxspec.engine.engine import Engine\n"
         "hits = []\n"
         "jax.monitoring.register_event_listener(\n"
         "    lambda name, **_: hits.append(name) if name.endswith('/cache_hits') else None\n"
         ")\n"
+        "jaxspec.enable_compilation_cache()\n"
         "Engine(toy.model(), batch_size=1, max_length=128).generate([[1, 2]])\n"
         "print(len(hits))\n"
     )
@@ -71,7 +72,7 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, env=environ | more)
         assert done.returncode == 0, done.stderr
-        return int(done.stdout), sorted((tmp_path / environment.COMPILED_DIRECTORY).glob("*-cache"))
+        return int(done.stdout), sorted((tmp_path / directories.COMPILED_DIRECTORY).glob("*-cache"))
 
     assert run(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "chosen")) == (0, [])
     num_hits, kept = run()

@@ -19,7 +19,7 @@ from jaxspec.cache import layouts
 from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder
 from jaxspec.models.prefill import prefill_chunk

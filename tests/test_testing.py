@@ -21,7 +21,7 @@ from jaxspec import sampling
 from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ConformanceError, ModelError, SettingError
-from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder
 from jaxspec.models.config import RopeConfig

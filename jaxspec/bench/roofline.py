@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.models.layers import precision_of
+from jaxspec.kernels.base import precision_of
 
 TIMED_S = 0.05  # what one timed call should take at least
 

@@ -33,7 +33,8 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import provenance, sha256_of
+from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.environment import provenance
 from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.studies.published import eqspec, exspec
 from jaxspec.telemetry.counters import Acceptance

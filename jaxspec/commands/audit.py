@@ -28,7 +28,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import Coupled, Verifier
 

@@ -35,7 +35,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

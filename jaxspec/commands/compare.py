@@ -36,7 +36,7 @@ from jaxspec.requests.prompts import (
     sample_prompts,
 )
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 

@@ -32,7 +32,8 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, sample_prompts
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import devices, devices_sentence, sha256_of
+from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 

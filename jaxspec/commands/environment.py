@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxspec.commands.documents import make_document
-from jaxspec.kernels import cpu as native
-from jaxspec.kernels.registry import default_kernels
+from jaxspec.kernels.registry import default_kernels, native_problem
 from jaxspec.runtime.environment import devices_sentence
 
 
@@ -34,7 +33,7 @@ class EnvCommand:
         table.add_row("host", devices["host"])
         table.add_row("devices", f"{devices['num_devices']} x {', '.join(devices['kinds'])}")
         is_lacking = devices["platform"] == "cpu" and devices["kernels"] != "native"
-        why = f" (not native: {native.problem()})" if is_lacking else ""
+        why = f" (not native: {native_problem()})" if is_lacking else ""
         table.add_row("kernels", devices["kernels"] + escape(why))
         console.print(table)
         console.print(f"jaxspec is {devices_sentence(devices)}.")

@@ -31,7 +31,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts, read_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import sha256_of
+from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.telemetry.counters import Acceptance

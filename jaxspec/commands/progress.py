@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -12,9 +13,15 @@ from rich.status import Status
 from jaxspec.engine import engine
 
 
+@functools.cache
+def standard_error() -> Console:
+    """The console of everything that is redrawn; two of them would draw over each other."""
+    return Console(stderr=True)
+
+
 def working(message: str) -> Status:
     """A spinner with `message`, for work of unknown length; drawn on a terminal only."""
-    return Console(stderr=True).status(message)
+    return standard_error().status(message)
 
 
 class DecodingProgress:
@@ -26,7 +33,7 @@ class DecodingProgress:
     """
 
     def __init__(self, num_requests: int, description: str = "decoding"):
-        console = Console(stderr=True)
+        console = standard_error()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

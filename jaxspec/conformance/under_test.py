@@ -99,14 +99,14 @@ class ModelUnderTest:
             start = stop
         return cache
 
-    def score(self, cache, tokens, start, *, is_running=None, sdraws=None, paths=None, params=None):
+    def score(self, cache, tokens, start, *, is_running=None, slots=None, paths=None, params=None):
         """Hidden states, logits and cache of a window of all rows, as the loop calls the model.
 
         Args:
           tokens: `[ROWS, WINDOW]`.
           start: `[ROWS]`.
           is_running: `[ROWS]` bool; the others write nothing, and stand where the foremost does.
-          sdraws: `[ROWS, WINDOW]` instead of those that follow from `start`.
+          slots: `[ROWS, WINDOW]` instead of those that follow from `start`.
           paths: `[ROWS, WINDOW, WINDOW]` for a tree.
           params: instead of the model's.
         """
@@ -118,12 +118,12 @@ class ModelUnderTest:
         if paths is not None:
             is_self = paths == entry[:, None]
             depth = np.argmax(is_self, axis=2)
-        if sdraws is None:
-            sdraws = np.where(running[:, None], start[:, None] + entry, -1)
+        if slots is None:
+            slots = np.where(running[:, None], start[:, None] + entry, -1)
         window = Window(
             start=jnp.asarray(start),
             positions=jnp.asarray((start[:, None] + depth).astype(np.int32)),
-            sdraws=jnp.asarray(sdraws.astype(np.int32)),
+            slots=jnp.asarray(slots.astype(np.int32)),
             paths=None if paths is None else jnp.asarray(paths.astype(np.int32)),
         )
         params = self.model.params if params is None else params
@@ -159,22 +159,22 @@ class ModelUnderTest:
     def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
         """k and v of every layer, `[ROWS, S, K, H]` each."""
         slot = jnp.arange(self.max_length, dtype=jnp.int32)
-        sdraws = jnp.broadcast_to(slot, (ROWS, self.max_length))
+        slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
         return [
             np.asarray(part.astype(jnp.float32))
             for layer in cache.layers
-            for part in kv.read_sdraws(layer, cache.table, sdraws, cache.dtype)
+            for part in kv.read_slots(layer, cache.table, slots, cache.dtype)
         ]
 
     def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
-        """The cache with `value` in each row's sdraws from `first` on."""
+        """The cache with `value` in each row's slots from `first` on."""
         slot = np.arange(self.max_length, dtype=np.int32)
-        sdraws = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
+        slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
 
         def fill(layer):
-            k, v = kv.read_sdraws(layer, cache.table, sdraws, cache.dtype)
+            k, v = kv.read_slots(layer, cache.table, slots, cache.dtype)
             k, v = jnp.full_like(k, value), jnp.full_like(v, value)
-            return kv.write(layer, cache.table, k, v, sdraws)
+            return kv.write(layer, cache.table, k, v, slots)
 
         return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.registry import KERNELS, KernelsName, check_kernels
+from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
@@ -166,9 +166,9 @@ class LanguageModel:
 
     def forward(self, params, tokens, window, cache):
         """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
-        kernels = KERNELS[self.kernels]
+        kernels = get_kernels(self.kernels)
         return decoder.forward(self.config, params, tokens, window, cache, kernels=kernels)
 
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""
-        return decoder.head(self.config, params, hidden, kernels=KERNELS[self.kernels])
+        return decoder.head(self.config, params, hidden, kernels=get_kernels(self.kernels))

@@ -32,7 +32,8 @@ from jaxspec.audit.scoring import Scorer
 from jaxspec.audit.self_audit import StudyMetrics
 from jaxspec.bench.schedulers import list_scheduling
 from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import cached_models, is_converted, load_model, read_manifest
+from jaxspec.checkpoint.format import is_converted, read_manifest
+from jaxspec.checkpoint.resolve import cached_models, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
@@ -49,8 +50,8 @@ from jaxspec.requests.prompts import (
 )
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import write_atomically
-from jaxspec.runtime.environment import provenance, sha256_of
+from jaxspec.runtime.directories import sha256_of, write_atomically
+from jaxspec.runtime.environment import provenance
 from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
 from jaxspec.studies import published
 from jaxspec.studies.replay import Row, emitted_by_round, replay_pool

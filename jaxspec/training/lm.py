@@ -318,7 +318,7 @@ def train_lm(
     Returns:
       `steps`, `tokens`, `train_loss`, `held_out_loss` per domain (nats per token at `max_length`),
       `num_params`, `model` (the Hugging Face directory) and `wall_s`; with a teacher also
-      `acceptance` per domain, the fields of `acceptance.Acceptance`.
+      `acceptance` per domain, the fields of `TextAcceptance`.
 
     Raises:
       SettingError: settings or corpora that cannot be trained on.

@@ -12,7 +12,7 @@ from jaxspec.audit import report as reports
 from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.report import AuditReport, Curve
 from jaxspec.errors import SettingError
-from jaxspec.runtime.report import NONE, TextTable, percent
+from jaxspec.runtime.report import NONE, TextTable, percent, write_page
 
 
 def divergence(index, margin, finding):
@@ -128,3 +128,16 @@ def test_shares_are_never_rounded_up():
     assert percent(0.9999) == "99.9 %"
     assert percent(1.0) == "100.0 %"
     assert percent(float("nan")) == NONE
+
+
+def test_a_page_shows_values_and_marks_quoted_figures(tmp_path, capsys):
+    mine = TextTable.of_values("Mine", {"rounds": "3", "markup": "[red]4"})
+    theirs = TextTable(title="Theirs", header=("rounds",), rows=[("5",)], is_quoted=True)
+    write_page(tmp_path / "p.html", title="t", findings=["<found>"], tables=[mine, theirs])
+    page = (tmp_path / "p.html").read_text()
+    assert page.count('class="quoted"') == 1
+    assert page.index("Mine") < page.index('class="quoted"') < page.index("Theirs")
+    assert page.count("<th>") == 1
+    assert "<li>&lt;found&gt;</li>" in page
+    Console(width=40, force_terminal=False).print(mine)
+    assert "[red]4" in capsys.readouterr().out

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert import convert
-from convert.conversion import FAMILIES
-from jaxspec.checkpoint.resolve import load_converted
+from jaxspec.checkpoint.format import load_converted
+from jaxspec.convert import convert
+from jaxspec.convert.conversion import FAMILIES
 from jaxspec.models.prefill import chain_window
 
 TOLERANCE = 2e-4

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert import convert
-from jaxspec.checkpoint.resolve import load_converted
+from jaxspec.checkpoint.format import load_converted
+from jaxspec.convert import convert
 from jaxspec.models.prefill import chain_window
 
 torch = pytest.importorskip("torch")

@@ -498,7 +498,9 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
             engine.insert(prefilled, state, row)
         with pytest.raises(SettingError, match=f"Admission {row} was given"):
             engine.free(state, row)
-    with pytest.raises(SettingError, match="A draft length of 5 was given for a verify_length of 5"):
+    with pytest.raises(
+        SettingError, match="A draft length of 5 was given for a verify_length of 5"
+    ):
         engine.prefill([1, 2], draft_length=5)
     for other in (
         engine_of("draft_model"),  # another drafter

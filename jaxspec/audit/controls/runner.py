@@ -41,7 +41,6 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, read_prompts
 from jaxspec.requests.requests import prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.environment import use_compilation_cache
 from jaxspec.schedulers import Static
 from jaxspec.types import Origin
 
@@ -136,7 +135,6 @@ def run_controls(
     if unknown:
         raise SettingError(f"There is no fault {unknown[0]!r}; choose among {', '.join(FAULTS)}.")
     chosen = [fault for name, fault in FAULTS.items() if name in wanted]
-    use_compilation_cache()
     results = []
     runs = None
     for fault in chosen:
