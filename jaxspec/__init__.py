@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from jaxspec.drafters.draft_model import DraftModel
     from jaxspec.drafters.ngram import NGram
     from jaxspec.drafters.oracle import Oracle
-    from jaxspec.engine.engine import Engine, Progress, StreamOutput
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.progress import Progress
+    from jaxspec.engine.queue import StreamOutput
     from jaxspec.errors import (
         CheckpointError,
         ConformanceError,
@@ -52,7 +54,9 @@ _EXPORTS = {
     "drafters.draft_model": "DraftModel",
     "drafters.ngram": "NGram",
     "drafters.oracle": "Oracle",
-    "engine.engine": "Engine Progress StreamOutput",
+    "engine.engine": "Engine",
+    "engine.progress": "Progress",
+    "engine.queue": "StreamOutput",
     "errors": "CheckpointError ConformanceError JaxspecError ModelError "
     "PromptError QueueFullError RequestError SettingError",
     "models.base": "LanguageModel Model",

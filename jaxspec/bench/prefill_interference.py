@@ -22,7 +22,8 @@ import tyro
 
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.engine.engine import Engine, StreamOutput
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.queue import StreamOutput
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.environment import provenance
