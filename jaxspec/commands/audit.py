@@ -18,7 +18,6 @@ from jaxspec.audit.scoring import with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import (
     DrafterOptions,
     EngineOptions,
@@ -33,8 +32,12 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import VerifierName, make_verifier
+
+# What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
+CONTROLS_MEASURES = ("audit/controls", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,11 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         )
         is_sound = num_good == len(results)
         return make_document(
-            "audit", self, holds=is_sound, controls=[result.to_json() for result in results]
+            "audit",
+            self,
+            measures=CONTROLS_MEASURES,
+            holds=is_sound,
+            controls=[result.to_json() for result in results],
         )
 
     def _audit_outputs(

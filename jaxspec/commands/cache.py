@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import JsonOption
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
+from jaxspec.runtime.documents import make_document
 
 COMPILED = "compiled"
 

@@ -22,7 +22,6 @@ from jaxspec.analysis.compare import (
 )
 from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import (
     EngineOptions,
     JsonOption,
@@ -34,7 +33,11 @@ from jaxspec.commands.options import (
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.requests.prompts import PromptLine, encode_prompts
+from jaxspec.requests.prompts import (
+    PromptLine,
+    encode_prompts,
+)
+from jaxspec.runtime.documents import make_document
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 

@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, check_at_least_one
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
 from jaxspec.decode.settings import check_draft_length
@@ -31,10 +30,16 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
+# What its figures are of; see `jaxspec.runtime.freshness`.
+MEASURES = (
+    "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
+    "engine/executor.py", "commands/demo.py",
+)  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
@@ -88,6 +93,7 @@ class DemoCommand(JsonOption):
         return make_document(
             "demo",
             self,
+            measures=MEASURES,
             exactness="bitwise",
             inputs=PromptOptions().checksums(),
             num_prompts=len(prompts),

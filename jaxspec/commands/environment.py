@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import JsonOption
 from jaxspec.kernels.registry import default_kernels, native_problem
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices_sentence
 
 

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import (
     DrafterOptions,
     EngineOptions,
@@ -38,6 +37,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.telemetry.counters import Acceptance

@@ -10,8 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.options import JsonOption
+from jaxspec.runtime.documents import make_document
 from jaxspec.training.lm import TrainConfig, train_lm
 
 
