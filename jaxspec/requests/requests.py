@@ -107,6 +107,34 @@ def params_of_prompts(
     return [as_sampling_params(one) for one in params]
 
 
+def make_request(
+    prompt: Prompt,
+    params: Params | None,
+    model: Model,
+    *,
+    longest: int,
+    request_id: str,
+    chat_template: str | None = None,
+) -> Request:
+    """The request of one prompt, under an id of the caller's. Raises as `make_requests`, and
+    `SettingError` where the parameters ask for more than one completion."""
+    params = as_sampling_params(params)
+    if params.n != 1:
+        raise SettingError(
+            f"n {params.n} was given for a single request; submit it {params.n} times with "
+            "the seeds seed, seed + 1, ..., or use generate."
+        )
+    [request] = make_requests(
+        [prompt],
+        params,
+        model,
+        longest=longest,
+        chat_template=chat_template,
+        names=[f"The prompt of {request_id}"],
+    )
+    return dataclasses.replace(request, request_id=request_id)
+
+
 def _samples(request_id: str, ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
     """The `n` requests of one prompt, each with a seed of its own if it is sampled."""
     if params.temperature == 0:

@@ -1,5 +1,7 @@
 """Drafters by name, and names of other libraries."""
 
+import warnings
+
 import pytest
 import tiny
 
@@ -58,7 +60,9 @@ def test_verifiers_and_schedulers_by_name():
 @pytest.mark.parametrize(
     ("call", "name"),
     [(jaxspec.NGram, "NGram"), (jaxspec.DraftModel, "DraftModel"),
-     (jaxspec.SamplingParams, "SamplingParams"), (jaxspec.load_model, "load_model")],
+     (jaxspec.SamplingParams, "SamplingParams"), (jaxspec.load_model, "load_model"),
+     (lambda **wrong: jaxspec.Engine(TARGET, **wrong), "Engine"),
+     (lambda **wrong: jaxspec.Engine.generate(None, [[1]], **wrong), "Engine.generate")],
 )  # fmt: skip
 def test_names_of_other_libraries_are_refused_with_ours(call, name):
     for theirs, ours in OTHER_NAMES[name].items():
@@ -80,3 +84,36 @@ def test_what_is_printed_of_parts():
     assert "M parameters, float32, " in shown
     assert len(shown) < 120
     assert repr(jaxspec.DraftModel(TARGET)) == f"DraftModel(model={shown}, min_confidence=0.0)"
+
+
+def test_an_engine_of_names_and_what_it_prints(tmp_path):
+    path = str(tiny.save(tmp_path, "model", text=tiny.tokenizer()))
+    shape = {"batch_size": 2, "max_length": 128}
+    named = jaxspec.Engine(path, path, verifier="rejection", scheduler="static", **shape)
+    assert named.target.name == path
+    assert isinstance(named.drafter, jaxspec.DraftModel)
+    assert (named.verifier, named.scheduler) == (jaxspec.Rejection(), jaxspec.Static())
+    assert repr(named) == (
+        f"<Engine of {path} with drafter draft_model:{path}: verifier rejection, scheduler static, "
+        "draft_length 4, verify_length 5, batch_size 2, max_length 128>"
+    )
+    assert repr(named.memory) == f"<Memory: {named.memory.sentence}>"
+    plain = jaxspec.Engine(TARGET, "none", **shape)
+    assert plain.drafter is None
+
+
+def test_more_tokens_than_fit_are_warned_of_once():
+    engine = jaxspec.Engine(TARGET, "ngram", batch_size=2, max_length=128)
+    room = engine.longest_prompt + 1 - 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        [fits] = engine.generate([[5, 6]], {"max_tokens": room, "ignore_eos": True})
+        assert not caught
+        [cut, _] = engine.generate([[5, 6]] * 2, {"max_tokens": room + 9, "ignore_eos": True})
+        engine.generate([[5, 6]], {"max_tokens": room + 1})
+    assert (len(fits.token_ids), fits.stop_reason) == (room, None)
+    assert (len(cut.token_ids), cut.stop_reason) == (room, "max_length")
+    [warning] = caught
+    assert warning.category is jaxspec.JaxspecWarning
+    assert f"asks for {room + 9} tokens" in str(warning.message)
+    assert f"max_length of 128 leaves room for {room} after its prompt of 2" in str(warning.message)
