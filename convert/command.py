@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from convert.conversion import convert
 from jaxspec.errors import JaxspecError
+
+from .conversion import convert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from convert import glm4, hf_config, hf_reader, llama, mistral, qwen2, qwen3
-from convert.mapping import Family, Leaf
-from convert.tokenizer import convert_tokenizer
-from convert.writer import stream_params
-from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.checkpoint import format as checkpoint
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.directories import check_free_space
+
+from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
+from .mapping import Family, Leaf
+from .tokenizer import convert_tokenizer
+from .writer import stream_params
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -130,7 +132,7 @@ def convert(
             )
         commit = None
     else:
-        commit, directory = checkpoint.download(os.fspath(src), revision)
+        commit, directory = hub.download(os.fspath(src), revision)
     return convert_directory(
         directory,
         dst,
@@ -175,9 +177,9 @@ def convert_directory(
     num_params = decoder.num_params(config)
     num_bytes = num_params * stored.itemsize
     dst = Path(dst)
-    with checkpoint.atomic_directory(dst, overwrite=overwrite) as working:
+    with checkpoint.converted_directory(dst, overwrite=overwrite) as working:
         needed = num_bytes + _largest_leaf_bytes(config, stored) + _OVERHEAD_BYTES
-        checkpoint.check_free_space(working, needed, what=f"Converting {source}")
+        check_free_space(working, needed, what=f"Converting {source}")
         with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
             stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
         prefix = convert_tokenizer(directory, working / "tokenizer", model_type=family.name)
@@ -193,7 +195,7 @@ def convert_directory(
         )
         verification = None
         if verify:
-            from convert.verify import compare_logits
+            from .verify import compare_logits
 
             verification = compare_logits(directory, working)
     return ConversionSummary(

@@ -3,9 +3,11 @@ tensor."""
 
 from __future__ import annotations
 
-from convert import hf_config
-from convert.hf_config import HFConfig
-from convert.mapping import (
+from jaxspec.models.config import ModelConfig
+
+from . import hf_config
+from .hf_config import HFConfig
+from .mapping import (
     Family,
     Leaf,
     Source,
@@ -14,7 +16,6 @@ from convert.mapping import (
     norm_leaves,
     outer_leaves,
 )
-from jaxspec.models.config import ModelConfig
 
 
 def read_config(config: HFConfig) -> ModelConfig:

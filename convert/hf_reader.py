@@ -6,7 +6,6 @@ file, so a process holds none of it as its own memory.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -16,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from convert.hf_config import HFConfig
-from jaxspec.checkpoint.resolve import check_free_space
-from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.errors import CheckpointError
+
+from .hf_config import HFConfig
 
 _SAFETENSORS_DTYPES = {
     "F32": np.dtype(np.float32),
@@ -27,16 +26,6 @@ _SAFETENSORS_DTYPES = {
 }
 _OTHER_DTYPE = np.dtype("V1")  # integers, fp8, float64: nothing the decoder computes in
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-_HUB_PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-)
 
 
 # Files
@@ -260,54 +249,3 @@ def _is_ignored(name: str, expected: Mapping[str, Any]) -> bool:
     if name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")):
         return True
     return name == "lm_head.weight" and name not in expected
-
-
-# The hub
-
-
-def download(name: str, revision: str | None) -> tuple[str, Path]:
-    """Fetches a model from the hub (or finds it in the hub's own cache): its commit and directory.
-
-    Only config, tokenizer and one form of the weights are fetched, after a look at the free space.
-
-    Raises:
-      ModelError: no such model, or the hub cannot be reached and has not left it in its cache.
-      CheckpointError: the disk lacks the space.
-    """
-    import huggingface_hub as hub
-    from huggingface_hub import constants, errors
-
-    shown = name if revision is None else f"{name} at revision {revision}"
-    try:
-        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ModelError(
-            f"{shown} is neither a local directory nor a model that the hub shows to you; check "
-            "the name, and log in (hf auth login) if the model is gated."
-        ) from error
-    except errors.HfHubHTTPError as error:
-        raise ModelError(
-            f"The hub refused {shown} ({error}); log in (hf auth login) if the model is gated."
-        ) from error
-    except errors.HFValidationError as error:
-        raise ModelError(f"{shown} is neither a local directory nor a hub id ({error}).") from error
-    except Exception as error:  # whatever the HTTP library of this hub version raises offline
-        with contextlib.suppress(errors.LocalEntryNotFoundError, OSError):
-            snapshot = hub.snapshot_download(name, revision=revision, local_files_only=True)
-            return Path(snapshot).name, Path(snapshot)
-        raise ModelError(
-            f"{shown} is no local directory, and the hub cannot be reached to look for it there; "
-            "check the name or the network, or name demo-target, demo-draft or random:PRESET, "
-            "which need neither."
-        ) from error
-
-    files = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    weights = "model*.safetensors*"
-    if not any(file.startswith("model") and ".safetensors" in file for file in files):
-        weights = "pytorch_model*.bin*"
-    patterns = [*_HUB_PATTERNS, weights]
-    wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)
-    num_bytes = sum(files[file] for file in wanted)
-    check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
-    snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
-    return str(info.sha), Path(snapshot)

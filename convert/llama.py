@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from convert import hf_config
-from convert.hf_config import HFConfig
-from convert.mapping import Family, llama_like_leaves
 from jaxspec.models.config import ModelConfig
+
+from . import hf_config
+from .hf_config import HFConfig
+from .mapping import Family, llama_like_leaves
 
 
 def read_config(config: HFConfig) -> ModelConfig:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from convert.hf_config import HFConfig
-from jaxspec.checkpoint.resolve import LeafPath
+from jaxspec.checkpoint.format import LeafPath
 from jaxspec.models.config import ModelConfig
+
+from .hf_config import HFConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from convert.hf_reader import read_json
+from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
+from jaxspec.runtime.extras import import_transformers
+
+from .hf_reader import read_json
 
 _PROBE = "a"  # any text that tokenizes to something
 _SENTENCES = (
@@ -42,9 +45,8 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
     has_pipeline = (source / "tokenizer.json").is_file()
     try:
         if has_pipeline:
-            from transformers import PreTrainedTokenizerFast
-
-            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(source)
+            fast = import_transformers().PreTrainedTokenizerFast
+            tokenizer: Any = fast.from_pretrained(source)
         else:
             tokenizer = _build(source, model_type)
         pipeline = _read_pipeline(source) if has_pipeline else tokenizer.backend_tokenizer
@@ -56,7 +58,7 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
         raise
     except Exception as error:
         raise CheckpointError(
-            f"The tokenizer in {source} cannot be read ({_first_line(error)}); "
+            f"The tokenizer in {source} cannot be read ({first_line(error)}); "
             "fetch its files again."
         ) from error
     _name_generic_class(target)
@@ -65,14 +67,13 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
 
 def _build(source: Path, model_type: str) -> Any:
     """A tokenizer whose pipeline transformers builds from SentencePiece or vocabulary files."""
-    from transformers import AutoTokenizer, LlamaTokenizerFast
-
+    transformers = import_transformers()
     if (source / "tokenizer.model").is_file() and model_type in ("llama", "mistral"):
-        tokenizer = LlamaTokenizerFast.from_pretrained(source)
+        tokenizer = transformers.LlamaTokenizerFast.from_pretrained(source)
         _normalize_as_sentencepiece(tokenizer.backend_tokenizer)
         _check_against_sentencepiece(tokenizer, source / "tokenizer.model")
         return tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     if not tokenizer.is_fast:
         raise CheckpointError(
             f"transformers builds no fast tokenizer of the files in {source}; "
@@ -135,8 +136,3 @@ def _name_generic_class(target: Path) -> None:
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings.pop("auto_map", None)
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

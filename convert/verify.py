@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.checkpoint import format as checkpoint
 from jaxspec.errors import CheckpointError
 from jaxspec.models.base import LanguageModel
-from jaxspec.types import Window
+from jaxspec.models.prefill import chain_window
 
 _NUM_PROMPTS = 3
 _PROMPT_LENGTH = 24
@@ -60,8 +60,7 @@ def compare_logits(directory: Path, converted: Path) -> str:
 def prompt_logits(model: LanguageModel, tokens: np.ndarray) -> jax.Array:
     """Logits `[B, T, V]` fp32 of whole prompts `[B, T]`, through the cache."""
     num_rows, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-    window = Window(start=jnp.zeros(num_rows, jnp.int32), positions=positions, slots=positions)
+    window = chain_window(jnp.zeros((num_rows,), jnp.int32), length)
     hidden, _ = model.forward(
         model.params, jnp.asarray(tokens), window, model.init_cache(num_rows, length)
     )

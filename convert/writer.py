@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.hf_reader import Tensors
-from convert.mapping import Leaf
-from jaxspec.checkpoint.resolve import LeafPath, leaf_shapes, write_params
+from jaxspec.checkpoint.format import LeafPath, leaf_shapes, write_params
 from jaxspec.models.config import ModelConfig
+
+from .hf_reader import Tensors
+from .mapping import Leaf
 
 _SCRATCH_FROM_BYTES = 64 * 2**20
 _COPY_ROWS = 512  # rows of a tensor that are transposed at once: a third of the time of all at once

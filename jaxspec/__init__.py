@@ -1,42 +1,78 @@
-"""Batched speculative decoding for JAX whose output is provably the target model's own."""
+"""Lossless batched speculative decoding in JAX: the tokens that the target model alone would give.
 
-import importlib.metadata as _metadata
-import os as _os
-import warnings as _warnings
+The names below are imported when they are first used, so that `import jaxspec` is cheap and touches
+no device.
+"""
 
-# transformers is used for its tokenizers only, and would otherwise advise to install torch.
-_os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+import importlib
+import importlib.metadata
+import warnings
+from typing import TYPE_CHECKING, Any
 
-from jaxspec import types
-from jaxspec.analysis.compare import DrafterComparison, compare
-from jaxspec.analysis.plots import plot_acceptance
-from jaxspec.checkpoint.resolve import load_model, save_model
-from jaxspec.drafters.base import Drafter, DrafterBase
-from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.ngram import NGram
-from jaxspec.drafters.oracle import Oracle
-from jaxspec.engine.engine import Engine, Progress, StreamOutput
-from jaxspec.errors import (
-    CheckpointError,
-    ConformanceError,
-    JaxspecError,
-    ModelError,
-    PromptError,
-    QueueFullError,
-    RequestError,
-    SettingError,
-)
-from jaxspec.models.base import LanguageModel, Model
-from jaxspec.models.config import ModelConfig, RopeConfig
-from jaxspec.models.registry import PRESETS, random_model
-from jaxspec.requests.completions import Completion, Completions
-from jaxspec.requests.requests import Request
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
-from jaxspec.telemetry.counters import Acceptance
-from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
+__version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from jaxspec import types
+    from jaxspec.analysis.compare import DrafterComparison, compare
+    from jaxspec.analysis.plots import plot_acceptance
+    from jaxspec.checkpoint.format import save_model
+    from jaxspec.checkpoint.resolve import load_model
+    from jaxspec.drafters.base import Drafter, DrafterBase
+    from jaxspec.drafters.draft_model import DraftModel
+    from jaxspec.drafters.ngram import NGram
+    from jaxspec.drafters.oracle import Oracle
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.progress import Progress
+    from jaxspec.engine.queue import StreamOutput
+    from jaxspec.errors import (
+        CheckpointError,
+        ConformanceError,
+        JaxspecError,
+        JaxspecWarning,
+        ModelError,
+        PromptError,
+        QueueFullError,
+        RequestError,
+        SettingError,
+    )
+    from jaxspec.models.base import LanguageModel, Model
+    from jaxspec.models.config import ModelConfig, RopeConfig
+    from jaxspec.models.registry import PRESETS, random_model
+    from jaxspec.requests.completions import Completion, Completions
+    from jaxspec.requests.requests import Request
+    from jaxspec.requests.sampling_params import SamplingParams
+    from jaxspec.runtime.compilation import enable_compilation_cache
+    from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
+    from jaxspec.telemetry.counters import Acceptance
+    from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
+
+_EXPORTS = {
+    "analysis.compare": "DrafterComparison compare",
+    "analysis.plots": "plot_acceptance",
+    "checkpoint.format": "save_model",
+    "checkpoint.resolve": "load_model",
+    "drafters.base": "Drafter DrafterBase",
+    "drafters.draft_model": "DraftModel",
+    "drafters.ngram": "NGram",
+    "drafters.oracle": "Oracle",
+    "engine.engine": "Engine",
+    "engine.progress": "Progress",
+    "engine.queue": "StreamOutput",
+    "errors": "CheckpointError ConformanceError JaxspecError JaxspecWarning ModelError "
+    "PromptError QueueFullError RequestError SettingError",
+    "models.base": "LanguageModel Model",
+    "models.config": "ModelConfig RopeConfig",
+    "models.registry": "PRESETS random_model",
+    "requests.completions": "Completion Completions",
+    "requests.requests": "Request",
+    "requests.sampling_params": "SamplingParams",
+    "runtime.compilation": "enable_compilation_cache",
+    "schedulers": "Continuous Pool Scheduler Static",
+    "telemetry.counters": "Acceptance",
+    "verifiers": "Block Coupled Rejection Typical Verifier",
+}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+_SUBMODULES = ("serving", "testing", "types")
 
 __all__ = [
     "PRESETS",
@@ -53,6 +89,7 @@ __all__ = [
     "DrafterComparison",
     "Engine",
     "JaxspecError",
+    "JaxspecWarning",
     "LanguageModel",
     "Model",
     "ModelConfig",
@@ -76,6 +113,7 @@ __all__ = [
     "Typical",
     "Verifier",
     "compare",
+    "enable_compilation_cache",
     "load_model",
     "plot_acceptance",
     "random_model",
@@ -84,13 +122,27 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"jaxspec.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return importlib.import_module(f"jaxspec.{name}")
+    raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
+
+
 def _warn_of_namesake() -> None:
     """The distribution `jaxspec` on PyPI is another project that installs the same package."""
     try:
-        version = _metadata.version("jaxspec")
-    except _metadata.PackageNotFoundError:
+        version = importlib.metadata.version("jaxspec")
+    except importlib.metadata.PackageNotFoundError:
         return
-    _warnings.warn(
+    warnings.warn(
         f"The distribution 'jaxspec' {version} (X-ray spectral fitting) is installed beside "
         "'jaxspec-decoding' (this package, speculative decoding), and both install a package named "
         "'jaxspec': uninstall the one you do not need, then reinstall the other.",

@@ -1,39 +1,33 @@
-"""The command line: `jaxspec.commands`, and a user's mistake as one sentence."""
+"""The command line: one module of `jaxspec.commands` per command, imported when it is chosen."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
-import jax
-import tyro
-from rich.console import Console
-
-from convert.command import ConvertCommand
-from jaxspec.commands.audit import AuditCommand
-from jaxspec.commands.bench import BenchCommand
-from jaxspec.commands.cache import CacheCommand
-from jaxspec.commands.compare import CompareCommand
-from jaxspec.commands.demo import DemoCommand
-from jaxspec.commands.environment import EnvCommand
-from jaxspec.commands.generate import GenerateCommand
-from jaxspec.commands.train import TrainCommand
+from jaxspec import __version__
 from jaxspec.errors import JaxspecError
 
+# Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
-    "demo": DemoCommand,
-    "generate": GenerateCommand,
-    "audit": AuditCommand,
-    "bench": BenchCommand,
-    "compare": CompareCommand,
-    "convert": ConvertCommand,
-    "cache": CacheCommand,
-    "train": TrainCommand,
-    "env": EnvCommand,
+    "demo": ("commands.demo:DemoCommand", "see it work on a small trained pair"),
+    "generate": ("commands.generate:GenerateCommand", "complete a prompt, or a file of them"),
+    "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
+    "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
+    "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
+    "convert": ("convert.command:ConvertCommand", "convert a Hugging Face checkpoint"),
+    "train": ("commands.train:TrainCommand", "train a small model, or distil a draft model"),
+    "cache": ("commands.cache:CacheCommand", "list or remove converted and compiled files"),
+    "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
+_PRESETS = "vicuna-7b, vicuna-68m, qwen3-8b, qwen3-0.6b, glm-4-9b, glm-4-draft-0.6b"
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -44,12 +38,12 @@ def main(args: Sequence[str] | None = None) -> int:
     2.
     """
     try:
-        status = run_command(args)
+        status = run_command(sys.argv[1:] if args is None else args)
         sys.stdout.flush()
     except JaxspecError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:  # JAX's errors are RuntimeErrors
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).split("\n")[0]
@@ -70,16 +64,82 @@ def main(args: Sequence[str] | None = None) -> int:
     return status
 
 
-def run_command(args: Sequence[str] | None) -> int:
+def run_command(args: Sequence[str]) -> int:
     """Parses `args` and runs the command they name; raises what it raises."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="jaxspec",
-        description="Batched speculative decoding whose output is the target model's own.",
-        args=args,
+    name, *options = args or ["help"]
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(f"jaxspec {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}."
+        print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+
+    import tyro
+    from rich.console import Console
+
+    command = tyro.cli(
+        load_command(name),
+        prog=f"jaxspec {name}",
+        args=options,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
+    prepare_process()
     document = command.run(Console())
     if command.json:
         print(json.dumps(document))
     return 0 if document.get("holds", True) else 3
+
+
+def prepare_process() -> None:
+    """What a command may set for its process, and the library does not: JAX keeps compiled
+    programs in the cache directory, long compilations are shown, and a warning is a line without
+    the place in the code."""
+    from jaxspec.commands.compiling import show_compiling
+    from jaxspec.runtime.compilation import enable_compilation_cache
+
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    enable_compilation_cache()
+    show_compiling()
+
+
+def load_command(name: str) -> Any:
+    """The class of a command."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"jaxspec.{module}"), attribute)
+
+
+def help_text() -> str:
+    """What `jaxspec` alone prints."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in COMMANDS.items())
+    return f"""\
+usage: jaxspec COMMAND [options]
+
+Lossless batched speculative decoding in JAX: faster generation, exactly the
+tokens that the target model alone would have produced.
+
+commands:
+{commands}
+
+  jaxspec COMMAND --help lists a command's options; jaxspec --version.
+
+models:
+  demo-target, demo-draft    a small trained pair that comes with the package
+  DIRECTORY                  converted, or of Hugging Face
+  Qwen/Qwen3-0.6B            any hub id of a supported architecture
+  random:PRESET              random weights, for measuring speed; PRESET is one
+                             of {_wrapped(_PRESETS)}
+
+try: jaxspec demo"""
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    lines = textwrap.wrap(text, 45, break_on_hyphens=False)
+    return ("\n" + " " * 29).join(lines)

@@ -19,7 +19,7 @@ output would be biased (block verification most of all).
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,26 @@ def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
 def is_greedy(rows: BatchView) -> jax.Array:
     """Bool scalar: every row takes the arg max of its unadjusted logits."""
     return ~(jnp.any(rows.sampling.temperature > 0) | _is_adjusted(rows))
+
+
+def neutral_sampling(num_rows: int) -> RowSampling:
+    """Greedy rows without filters, penalties or a least length; `replace` what should differ."""
+
+    def full(value: float, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.full((num_rows,), value, dtype)
+
+    return RowSampling(
+        temperature=full(0),
+        top_k=full(0, jnp.int32),
+        top_p=full(1),
+        min_p=full(0),
+        repetition_penalty=full(1),
+        presence_penalty=full(0),
+        frequency_penalty=full(0),
+        key=jnp.zeros((num_rows, 2), jnp.uint32),
+        prompt_length=full(0, jnp.int32),
+        min_length=full(0, jnp.int32),
+    )
 
 
 def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:

@@ -5,7 +5,8 @@
     check_model(my_model).assert_ok()
     check_drafter(my_drafter, my_model).assert_ok()
 
-Each check names the clause that it tests:
+A check has passed, FAILED, is untested (it applies, but nothing happened that could have broken it:
+a drafter drafted nothing), or does not apply. Each names the clause that it tests:
 
     C1  a row stands at an offset of its own, one integer is the truth about its length, and what
         lies beyond it in the cache is garbage
@@ -16,20 +17,24 @@ Each check names the clause that it tests:
     C6  pure functions of the parameters that they are handed
 
 Both batteries run on the object as it is, through the production loop where it matters, with a
-small batch and a small cache. Weights in fp32 make the comparisons within rounding sharpest. What
+small batch and a small cache. Comparisons up to rounding are strictest with weights in fp32. What
 is compared "to the bit" comes from one compiled program.
+
+`MODEL_CHECKS` and `DRAFTER_CHECKS` are the tables of checks. A new check is a function in
+`jaxspec.conformance.model` or `.drafter` below `@enters(table, clause, statement)`.
 """
 
 from jaxspec.conformance.drafter import DRAFTER_CHECKS, battery_prompts, check_drafter
 from jaxspec.conformance.model import MODEL_CHECKS, check_model
-from jaxspec.conformance.report import Check, Clause, Report
+from jaxspec.conformance.report import Check, Clause, ConformanceReport, Outcome
 
 __all__ = [
     "DRAFTER_CHECKS",
     "MODEL_CHECKS",
     "Check",
     "Clause",
-    "Report",
+    "ConformanceReport",
+    "Outcome",
     "battery_prompts",
     "check_drafter",
     "check_model",

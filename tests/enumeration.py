@@ -21,7 +21,8 @@ from jax.experimental import io_callback
 
 from jaxspec import sampling
 from jaxspec.drafters import draft_model
-from jaxspec.types import BatchView, Draft, RowSampling, chain_parents
+from jaxspec.sampling import neutral_sampling
+from jaxspec.types import BatchView, Draft, chain_parents
 
 PROMPT_LENGTH = 3
 LARGEST_DRAW = 1 - 2**-24  # of fp32 draws in [0, 1)
@@ -69,17 +70,10 @@ def make_rows(num_committed, *, keys=None, temperature=1.0) -> BatchView:
         num_committed=num_committed,
         draft_limit=fill(8, jnp.int32),
         stop_tokens=jnp.full((num_rows, 1), -1, jnp.int32),
-        sampling=RowSampling(
+        sampling=neutral_sampling(num_rows).replace(
             temperature=jnp.broadcast_to(jnp.float32(temperature), (num_rows,)),
-            top_k=fill(0, jnp.int32),
-            top_p=fill(1, jnp.float32),
-            min_p=fill(0, jnp.float32),
-            repetition_penalty=fill(1, jnp.float32),
-            presence_penalty=fill(0, jnp.float32),
-            frequency_penalty=fill(0, jnp.float32),
             key=jnp.asarray(keys),
             prompt_length=fill(PROMPT_LENGTH, jnp.int32),
-            min_length=fill(0, jnp.int32),
         ),
     )
 

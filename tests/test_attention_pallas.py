@@ -228,13 +228,15 @@ def model():
 @pytest.fixture(scope="module")
 def engine(model):
     ours = dataclasses.replace(model, kernels="pallas")
-    return Engine(ours, NGram(), draft_length=3, batch_size=2, capacity=384, prefill_chunk=256)
+    return Engine(ours, NGram(), draft_length=3, batch_size=2, max_length=384, prefill_chunk=256)
 
 
 def test_a_model_with_the_kernel_decodes_the_same_or_parts_at_ties(model, engine):
     prompts = toy.prompts((3, 240, 20))
     ours = engine.generate(prompts, PARAMS)
-    theirs = Engine(model, batch_size=2, capacity=384, prefill_chunk=256).generate(prompts, PARAMS)
+    theirs = Engine(model, batch_size=2, max_length=384, prefill_chunk=256).generate(
+        prompts, PARAMS
+    )
     divergences = ties.divergences(model, ours, theirs, PARAMS)
     assert len(divergences) < len(prompts)
 
@@ -300,7 +302,7 @@ def test_the_compiled_kernel_is_alone_with_its_row(dtype):
 def test_a_compiled_round_gives_plain_tokens_whoever_the_neighbours_are(kernels):
     shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64), "width": 256}
     ours = dataclasses.replace(toy.model(dtype=jnp.bfloat16, **shape), kernels=kernels)
-    engine = Engine(ours, NGram(), draft_length=4, batch_size=4, capacity=1024)
+    engine = Engine(ours, NGram(), draft_length=4, batch_size=4, max_length=1024)
     prompts = toy.prompts((3, 700, 20, 300, 5, 128))
     params = SamplingParams(max_tokens=100)
     speculative = engine.generate(prompts, params)

@@ -16,15 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import convert
-from jaxspec.checkpoint import resolve as checkpoint
-from jaxspec.checkpoint.resolve import (
-    cached_models,
-    load_converted,
-    load_model,
-    remove_cached_model,
-    save_model,
-)
+from jaxspec import convert
+from jaxspec.checkpoint import format as checkpoint
+from jaxspec.checkpoint import resolve
+from jaxspec.checkpoint.format import load_converted, save_model
+from jaxspec.checkpoint.resolve import cached_models, load_model, remove_cached_model
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -73,13 +69,13 @@ def hf(tmp_path) -> Path:
 @pytest.fixture
 def conversions(monkeypatch) -> list[str]:
     """The sources that were converted."""
-    made, original = [], convert.convert_directory
+    made, original = [], resolve.convert_directory
 
     def record(directory, destination, **options):
         made.append(options["source"])
         return original(directory, destination, **options)
 
-    monkeypatch.setattr(convert, "convert_directory", record)
+    monkeypatch.setattr(resolve, "convert_directory", record)
     return made
 
 
@@ -176,10 +172,10 @@ def test_damaged_checkpoints(tmp_path):
         load_model(saved)
 
 
-def test_importing_the_package_imports_neither_transformers_nor_convert():
+def test_checkpoints_import_neither_transformers_nor_torch():
     code = (
         "import sys, jaxspec.checkpoint.resolve; "
-        "sys.exit(any(name in sys.modules for name in ('transformers', 'torch', 'convert')))"
+        "sys.exit(any(name in sys.modules for name in ('transformers', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -195,7 +191,7 @@ def test_random_presets(monkeypatch):
         return tiny_model()
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.registry, "random_model", record)
+        patch.setattr(resolve.registry, "random_model", record)
         assert load_model("random:vicuna-68m") is tiny_model()
         load_model("random:vicuna-68m", dtype="bf16", sharding="replicated")
         patch.setattr(jax, "default_backend", lambda: "gpu")
@@ -371,21 +367,21 @@ def test_an_absent_cache_is_empty(cache):
 
 def test_two_conversions_at_once_share_the_first(hf, monkeypatch):
     """While one process converts, another one finishes; its directory is used."""
-    original = convert.convert_directory
+    original = resolve.convert_directory
 
     def overtaken(directory, destination, **options):
-        monkeypatch.setattr(convert, "convert_directory", original)
+        monkeypatch.setattr(resolve, "convert_directory", original)
         writer = checkpoint.write_params
 
         def finish_first(*args):
             writer(*args)
-            monkeypatch.setattr("convert.writer.write_params", writer)
+            monkeypatch.setattr("jaxspec.convert.writer.write_params", writer)
             original(directory, destination, **options)
 
-        monkeypatch.setattr("convert.writer.write_params", finish_first)
+        monkeypatch.setattr("jaxspec.convert.writer.write_params", finish_first)
         return original(directory, destination, **options)
 
-    monkeypatch.setattr(convert, "convert_directory", overtaken)
+    monkeypatch.setattr(resolve, "convert_directory", overtaken)
     model = load_model(hf)
     (entry,) = cached_models()
     assert_same_params(model.params, load_model(entry.path).params)

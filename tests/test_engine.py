@@ -23,9 +23,10 @@ from jaxspec import (
     sampling,
 )
 from jaxspec.decode.settings import MAX_STOP_TOKENS
-from jaxspec.engine.engine import Progress
+from jaxspec.engine.progress import Progress
 from jaxspec.errors import ModelError, PromptError, SettingError
-from jaxspec.types import Origin, Window
+from jaxspec.models.prefill import chain_window
+from jaxspec.types import Origin
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))
 PROGRAMS = ("init", "admit", "prefill", "run")
@@ -378,8 +379,7 @@ def test_a_stop_string_at_the_limit_and_rows_beside_it(engine, mixed):
 def teacher_forced(target, completion):
     """Logits `[len(token_ids), V]` that one pass over the whole sequence gives."""
     tokens = list(completion.prompt_token_ids + completion.token_ids)
-    place = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    window = Window(start=jnp.zeros((1,), jnp.int32), positions=place, slots=place)
+    window = chain_window(jnp.zeros((1,), jnp.int32), len(tokens))
     cache = target.init_cache(1, 128)
     hidden, _ = target.forward(target.params, jnp.asarray([tokens], jnp.int32), window, cache)
     logits = target.logits(target.params, hidden)[0]

@@ -1,96 +1,256 @@
-"""Imports run downward: records know nothing of models, models nothing of drafters, and so on."""
+"""The drawing of the house: rooms from the bottom up, and imports that run downward only."""
+
+from __future__ import annotations
 
 import ast
+import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# From the bottom up. A module imports from its own line or a line above it.
-LAYERS = [
-    ("errors", "types", "directories"),
-    ("sampling", "cache"),
-    ("attention", "layouts"),
-    ("attention_pallas", "native"),
-    ("models",),
-    ("checkpoint", "prefill"),
-    ("drafters", "verifiers", "schedulers"),
-    ("telemetry",),
-    ("decoding",),
-    ("plain", "adaptive"),
-    ("ladder", "sharding"),
-    ("requests", "environment", "compilation"),
-    ("loops",),
-    ("memory", "serving"),
-    ("engine", "prompts"),
-    ("training", "bench", "audit", "testing", "analysis"),
-    ("commands",),
-    ("cli",),
-    ("__main__", "__init__"),
+# The drawing, which docs/design.md shows as it stands here. A module imports from its own line or
+# one above it; modules import each other in no circle. `name` is a room or a module of jaxspec;
+# `convert` is the package at the top of the repository, installed as jaxspec.convert.
+ROOMS = [
+    ("errors, types, runtime", "records, messages, directories, compiled programs"),
+    ("sampling, cache", "from logits to distributions; pages of KV"),
+    ("kernels", "products and attention: XLA's, C++ for CPUs, Pallas"),
+    ("models", "one decoder, and what varies between families as data"),
+    ("checkpoint.format", "what a converted directory holds"),
+    ("convert", "Hugging Face checkpoints to ours, one table per family"),
+    ("checkpoint.resolve", "what the name of a model means"),
+    ("drafters, verifiers, schedulers", "the parts that a user chooses or writes"),
+    ("telemetry", "what rounds did: counts, traces, frames"),
+    ("decode", "the round and the loop"),
+    ("requests", "prompts and sampling parameters in, completions out"),
+    ("engine", "the executor, and a queue and a clock over it"),
+    ("serving", "prefill, insert, generate, free"),
+    ("training, audit, conformance, testing", "draft models; proofs, also of a user's own parts"),
+    ("analysis", "costs, comparisons, plots"),
+    ("bench", "measurements"),
+    ("studies", "the published study"),
+    ("commands", "one module per command"),
+    ("cli", "the command line"),
+    ("__init__, __main__", ""),
 ]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# The command line offers the conversion; load_model converts what it is handed, lazily.
-CONVERT_USERS = {"cli", "checkpoint"}
-LAZY_CONVERT_USERS = {"checkpoint"}
+RANKS = {name: rank for rank, (names, _) in enumerate(ROOMS) for name in names.split(", ")}
+# The package root is lazy: what imports it gets the version, and nothing else.
+FROM_THE_ROOT = {"__version__"}
 
 
-def modules():
-    for path in sorted((ROOT / "jaxspec").rglob("*.py")):
-        parts = path.relative_to(ROOT / "jaxspec").with_suffix("").parts
-        yield parts[0], path
+def modules() -> dict[str, pathlib.Path]:
+    """Every module of the package by its dotted name without `jaxspec.`."""
+    found = {}
+    for folder, prefix in ((ROOT / "jaxspec", ()), (ROOT / "convert", ("convert",))):
+        for path in sorted(folder.rglob("*.py")):
+            parts = (*prefix, *path.relative_to(folder).with_suffix("").parts)
+            if prefix or parts[0] != "convert":  # jaxspec/convert is a link to convert
+                found[".".join(parts)] = path
+    return found
 
 
-def imports(tree):
-    """(module, whether at top level) of every import statement."""
+MODULES = modules()
+
+
+def rank(name: str) -> int:
+    """Rank of a module, or of the room that it stands in."""
+    parts = name.split(".")
+    for length in (2, 1):
+        if ".".join(parts[:length]) in RANKS:
+            return RANKS[".".join(parts[:length])]
+    # A room whose modules are ranked one by one, like `checkpoint`, has nothing in itself.
+    assert any(ranked.startswith(parts[0] + ".") for ranked in RANKS), f"{name} is in no room"
+    return -1
+
+
+def imports(name: str, tree: ast.AST) -> Iterator[str]:
+    """The package's modules that a module imports anywhere, also inside functions."""
+    here = name.split(".")[:-1]
     for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body.clear()  # for type checkers only
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-            if node.module == "jaxspec":
-                names = [f"jaxspec.{alias.name}" for alias in node.names]
+            dotted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module.split(".") if node.module else []
+            start = ["jaxspec", *here[: len(here) - node.level + 1]] if node.level else []
+            dotted = [".".join([*start, *module, alias.name]) for alias in node.names]
         else:
             continue
-        for name in names:
-            yield name, node in tree.body
+        for full in dotted:
+            head, *parts = full.split(".")
+            if head == "jaxspec" and parts and parts[0] not in FROM_THE_ROOT:
+                yield resolved(parts)
+            elif head == "convert":
+                yield resolved([head, *parts])
 
 
-def violations(room, tree):
-    for name, is_top in imports(tree):
-        head, *rest = name.split(".")
-        if head == "convert":
-            if room not in CONVERT_USERS or (room in LAZY_CONVERT_USERS and is_top):
-                yield f"{room} imports convert"
-        elif head == "jaxspec" and rest and RANK[rest[0]] > RANK[room]:
-            yield f"{room} imports {rest[0]}"
+def resolved(parts: list[str]) -> str:
+    """The longest beginning of a dotted name that is a module (the rest are names in it)."""
+    for length in range(len(parts), 0, -1):
+        name = ".".join(parts[:length])
+        if name in MODULES:
+            return name
+        if f"{name}.__init__" in MODULES:
+            return f"{name}.__init__"
+    return ".".join(parts)
 
 
-@pytest.mark.parametrize(("room", "path"), list(modules()), ids=lambda value: str(value)[-40:])
-def test_imports_run_downward(room, path):
-    assert not list(violations(room, ast.parse(path.read_text())))
-
-
-def test_the_check_sees_an_arrow_upward():
-    bad = ast.parse(
-        "from jaxspec import engine\nfrom jaxspec.models import decoder\nimport convert"
-    )
-    assert list(violations("cache", bad)) == [
-        "cache imports engine",
-        "cache imports models",
-        "cache imports convert",
+def violations(name: str, tree: ast.AST) -> list[str]:
+    return [
+        f"{name} imports {imported}"
+        for imported in sorted(set(imports(name, tree)))
+        if rank(imported) > rank(name)
     ]
 
 
-def test_importing_the_package_touches_no_device_and_no_tokenizer_library():
-    code = (
-        "import sys, jaxspec, jax\n"
-        "from jax._src import xla_bridge\n"
-        "assert not xla_bridge.backends_are_initialized(), 'a device was touched'\n"
-        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules\n"
-        "assert 'convert' not in sys.modules\n"
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for neighbour in graph.get(node, ()):
+            if neighbour not in index:
+                visit(neighbour)
+                low[node] = min(low[node], low[neighbour])
+            elif neighbour in stack:
+                low[node] = min(low[node], index[neighbour])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1 or node in graph.get(node, ()):
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_imports_run_downward(name):
+    assert not violations(name, ast.parse(MODULES[name].read_text()))
+
+
+def test_the_check_sees_an_import_upward():
+    bad = "from jaxspec import engine\nfrom jaxspec.models import decoder\nimport convert.hub"
+    assert violations("cache.pages", ast.parse(bad)) == [
+        "cache.pages imports convert.hub",
+        "cache.pages imports engine.__init__",
+        "cache.pages imports models.decoder",
+    ]
+
+
+def test_modules_import_each_other_in_no_circle():
+    graph = {
+        name: set(imports(name, ast.parse(path.read_text()))) for name, path in MODULES.items()
+    }
+    assert circles(graph) == []
+
+
+def test_the_check_sees_a_circle():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert circles(graph) == [["a", "b", "c"]]
+
+
+def run(code: str) -> None:
+    """Runs `code` in a process of its own."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_decodes_without_optional_libraries():
+    """Pallas, pandas, matplotlib and torch are blocked, and what only commands need."""
+    run("""
+import sys
+
+BLOCKED = ("jax.experimental.pallas", "pandas", "matplotlib", "torch", "tyro", "IPython")
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == blocked or name.startswith(blocked + ".") for blocked in BLOCKED):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+import jaxspec
+
+assert "jax" not in sys.modules
+jaxspec.Engine, jaxspec.load_model, jaxspec.compare
+assert "transformers" not in sys.modules
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "a device was touched"
+
+import toy
+engine = jaxspec.Engine(toy.model(num_layers=1), jaxspec.NGram(), batch_size=1, max_length=128)
+[done] = engine.generate([[1, 2]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
+assert len(done.token_ids) == 5
+
+from jaxspec.kernels.registry import check_kernels
+try:
+    check_kernels("pallas")
+except jaxspec.SettingError as error:
+    assert "choose 'xla'" in str(error)
+else:
+    raise AssertionError("Pallas was not blocked")
+""")
+
+
+def test_importing_and_decoding_change_nothing_of_the_process():
+    """No log handler or level, no warning, environment variable or setting of JAX."""
+    run("""
+import logging, os, warnings
+import jax
+
+def settings():
+    ours = [name for name in logging.root.manager.loggerDict if name.startswith("jaxspec")]
+    loggers = [logging.root, *map(logging.getLogger, ours)]
+    return {
+        "handlers": [handler for logger in loggers for handler in logger.handlers],
+        "levels": {logger.name for logger in loggers if logger.level not in (0, logging.WARNING)},
+        "silenced": {logger.name for logger in loggers if not logger.propagate},
+        "warnings": list(warnings.filters),
+        "environment": dict(os.environ),
+        "jax": dict(jax.config.values),
+    }
+
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    before = settings()
+    import jaxspec
+    assert settings() == before, "import"
+    import toy
+    engine = jaxspec.Engine(toy.model(num_layers=1), batch_size=1, max_length=128)
+    engine.generate([[1, 2]], jaxspec.SamplingParams(max_tokens=3))
+    assert settings() == before, "Engine"
+    model = jaxspec.load_model("demo-draft")
+    assert settings() == before, "load_model"
+assert not [str(each.message) for each in heard if "jaxspec" in each.filename], heard
+""")
+
+
+def test_what_is_exported_is_there():
+    import jaxspec
+
+    assert set(jaxspec.__all__) == {*jaxspec._MODULE_OF, "types"}
+    assert set(jaxspec.__all__) <= set(dir(jaxspec))
+    for name in jaxspec.__all__:
+        assert getattr(jaxspec, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'engines'"):
+        jaxspec.engines  # noqa: B018

@@ -19,12 +19,13 @@ import jaxspec
 from jaxspec import Engine, NGram, SamplingParams, load_model
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
+from jaxspec.kernels import base
 from jaxspec.kernels import cpu as native
 from jaxspec.kernels import registry as kernels
-from jaxspec.kernels.registry import KERNELS, XLA
+from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import layers
 from jaxspec.models.config import RopeConfig
-from jaxspec.types import Window
+from jaxspec.models.prefill import chain_window
 
 pytestmark = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
 
@@ -76,7 +77,7 @@ def product_inputs(shape, around, dtype):
 def test_products_equal_xlas(shape, around, dtype):
     x, weight, settings = product_inputs(shape, AROUND[around], dtype)
     ours = native.product(x, weight, **settings)
-    assert difference(ours, layers.product(x, weight, **settings)) < ROUNDING[dtype]
+    assert difference(ours, base.product(x, weight, **settings)) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,8 +96,8 @@ def test_a_rows_product_does_not_depend_on_how_many_rows_there_are(shape, around
 
 def test_xlas_products_do_depend_on_it_so_the_check_above_can_fail():
     x, weight, settings = product_inputs((48, 1024, 512), ("norm",), jnp.float32)
-    together = np.asarray(layers.product(x, weight, **settings))
-    assert np.any(np.asarray(layers.product(x[:1], weight, **settings)) != together[:1])
+    together = np.asarray(base.product(x, weight, **settings))
+    assert np.any(np.asarray(base.product(x[:1], weight, **settings)) != together[:1])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -202,8 +203,7 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
     k, v = (jnp.asarray(part).astype(case.dtype) for part in (k, v))
     layer = kv.write(cache.layers[0], table, k, v, slots)
     start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(case.window, dtype=jnp.int32)
-    window = Window(start=start, positions=positions, slots=positions)
+    window = chain_window(start, case.window)
     parts = (case.heads, case.group + 2, case.size)
     qkv = jnp.stack([random(start, 8, *parts) for start in starts])[:, : case.window]
     params = {
@@ -220,8 +220,16 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "sliding", "name"))
 def attend(config, params, qkv, layer, table, window, *, dtype, sliding, name="native"):
     angles = layers.rotary_angles(config.rope, window.positions)
-    arguments = (config, params, qkv, angles, layer, table, window)
-    return KERNELS[name].attend(*arguments, dtype=dtype, sliding_window=sliding)
+    return get_kernels(name).attend(
+        qkv,
+        layer,
+        table,
+        window,
+        angles,
+        dtype=dtype,
+        sliding_window=sliding,
+        **layers.attention_settings(config, params),
+    )
 
 
 def run(case, inputs, name="native"):
@@ -315,10 +323,10 @@ def pair():
 def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
     target, draft = pair
     prompts, params = toy.prompts((3, 140, 20, 60)), SamplingParams(max_tokens=40)
-    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, batch_size=2, capacity=256)
+    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, batch_size=2, max_length=256)
     completions = ours.generate(prompts, params)
     xla = dataclasses.replace(target, kernels="xla")
-    theirs = Engine(xla, batch_size=2, capacity=256).generate(prompts, params)
+    theirs = Engine(xla, batch_size=2, max_length=256).generate(prompts, params)
     assert len(ties.divergences(xla, completions, theirs, params)) < len(prompts)
 
 
@@ -327,7 +335,7 @@ def test_speculation_changes_no_bit(dtype):
     model = load_model("demo-target", dtype=dtype)
     assert model.kernels == "native"
     drafter = jaxspec.DraftModel(load_model("demo-draft", dtype=dtype))
-    engine = Engine(model, drafter, draft_length=4, batch_size=3, capacity=256)
+    engine = Engine(model, drafter, draft_length=4, batch_size=3, max_length=256)
     prompts = ["Once upon a time", "def main():", "The sum of", "A", "In the beginning"]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     drafted = engine.generate(prompts, params)
@@ -356,7 +364,7 @@ def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype
     target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
     prompts = ["Once upon a time", "def main():", "The sum of"]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"batch_size": 3, "capacity": 256, "scheduler": jaxspec.Static()}
+    shape = {"batch_size": 3, "max_length": 256, "scheduler": jaxspec.Static()}
     tokens, bits = committed(Engine(target, **shape), prompts, params)
     for draft_length in (1, 6):
         engine = Engine(target, jaxspec.DraftModel(draft), draft_length=draft_length, **shape)
@@ -365,7 +373,7 @@ def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype
         for ours, theirs in zip(drafted_bits, bits, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     # Nor does it matter who else is decoded.
-    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, batch_size=1, capacity=256)
+    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, batch_size=1, max_length=256)
     assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
 
 
@@ -389,7 +397,7 @@ def test_windows_give_the_same_bits_in_every_family(family):
     target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
     prompts = toy.prompts((3, 40, 20))
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    shape = {"batch_size": 3, "capacity": 128, "scheduler": jaxspec.Static()}
+    shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static()}
     tokens, bits = committed(Engine(target, **shape), prompts, params)
     drafter = jaxspec.Oracle(
         [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
@@ -404,7 +412,7 @@ def test_windows_give_the_same_bits_in_every_family(family):
 def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
     target, draft = (load_model(name, kernels="xla") for name in ("demo-target", "demo-draft"))
     prompts, params = ["Once upon a time"], SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"batch_size": 1, "capacity": 256, "scheduler": jaxspec.Static()}
+    shape = {"batch_size": 1, "max_length": 256, "scheduler": jaxspec.Static()}
     _, (plain,) = committed(Engine(target, **shape), prompts, params)
     drafted = Engine(target, jaxspec.DraftModel(draft), draft_length=6, **shape)
     _, (other,) = committed(drafted, prompts, params)
@@ -445,7 +453,7 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     assert not native.is_product_supported(x[1:], weight.astype(jnp.bfloat16))
     # They are handed on, and so are models of such shapes.
     half = toy.model(dtype=jnp.float16, kernels="native")
-    done = Engine(half, NGram(), batch_size=1, capacity=256).generate(
+    done = Engine(half, NGram(), batch_size=1, max_length=256).generate(
         toy.prompts((80,)), SamplingParams(max_tokens=5)
     )
     assert len(done[0].token_ids) == 5
@@ -483,7 +491,7 @@ def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
 def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
     target, _ = pair
     params = SamplingParams(max_tokens=30)
-    engines = [Engine(target, NGram(), batch_size=2, capacity=256) for _ in range(3)]
+    engines = [Engine(target, NGram(), batch_size=2, max_length=256) for _ in range(3)]
     prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(3)]
     alone = [engine.generate(asked, params) for engine, asked in zip(engines, prompts, strict=True)]
     together = [None] * 3
@@ -516,7 +524,7 @@ def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):
 
 # What becomes of the source
 
-CODE = "from jaxspec import native; print(native.problem())"
+CODE = "from jaxspec.kernels import cpu as native; print(native.problem())"
 
 
 @pytest.mark.parametrize("given", ["0", "a", "-1"])
@@ -530,7 +538,7 @@ def test_a_number_of_threads_that_is_none_is_refused(given, monkeypatch):
 def test_any_number_of_threads_gives_the_same_bits(given):
     # The number is read once in a process, so this needs one of its own.
     code = (
-        "import jax, sys; import test_native as t; from jaxspec import native\n"
+        "import jax, sys; import test_native as t; from jaxspec.kernels import cpu as native\n"
         "x, weight, settings = t.product_inputs((48, 128, 200), ('norm',), t.jnp.float32)\n"
         "heads, _ = t.run(t.CASES['chain'], t.attention_inputs(t.CASES['chain']))\n"
         "made = native.product(x, weight, **settings)\n"
@@ -598,5 +606,5 @@ def test_a_command_that_loads_no_model_compiles_nothing(tmp_path):
 
 
 def test_xla_is_what_is_left_where_there_are_none():
-    assert type(XLA) is kernels.Kernels
-    assert XLA.product is layers.product
+    assert type(get_kernels("xla")) is base.Kernels
+    assert get_kernels("xla").product is base.product

@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import pty
-import re
 import subprocess
 import sys
 import threading
@@ -32,8 +31,9 @@ _constants = itertools.count(1000 * os.getpid())
 @pytest.fixture(autouse=True)
 def _heard(caplog):
     logger = logging.getLogger("jaxspec.runtime.compilation")
-    logger.addHandler(caplog.handler)
-    yield
+    logger.addHandler(caplog.handler)  # a command in this process may have ended its propagation
+    with caplog.at_level(logging.INFO, logger.name):
+        yield
     logger.removeHandler(caplog.handler)
 
 
@@ -79,8 +79,8 @@ def test_a_long_compile_is_announced_and_timed(monkeypatch, caplog):
     monkeypatch.setattr(compilation, "PATIENCE_S", PATIENCE_S)
     second(one)
     begun, ended = [record.getMessage() for record in caplog.records]
-    assert begun == "compiling the long one (2 of 2) ..."
-    assert ended.startswith("compiled the long one (2 of 2) in ")
+    assert begun == "compiling 2 of 2: the long one"
+    assert ended.startswith("compiled 2 of 2: the long one in ")
     assert second.compiled.seconds >= 6 * PATIENCE_S
     assert f"{second.compiled.seconds:.1f} s" in ended
     caplog.clear()
@@ -167,47 +167,56 @@ def test_a_trace_that_fails_leaves_nothing_behind(impatient, caplog):
         program(np.int32(1))
     assert threading.active_count() == before
     assert program.compiled is None
-    assert caplog.messages == ["compiling it ..."]
+    begun, ended = caplog.messages
+    assert begun == "compiling it"
+    assert ended.startswith("could not compile it in ")
     fails.clear()
     assert program(np.int32(5)) == 5
 
 
 CODE = """
-import logging, time, sys
-import absl.logging
+import time
 import jax, numpy as np
-from jaxspec.runtime import compilation
+from jaxspec.commands.compiling import MAX_LINES, show_compiling
 from jaxspec.commands.progress import working
+from jaxspec.runtime import compilation
 compilation.PATIENCE_S = 0.05
-with working("what loads a checkpoint"):
-    absl.logging.info("as Orbax does: the root logger keeps this standard error for ever")
-assert logging.root.handlers
+show_compiling()
+show_compiling()
 def function(x):
-    time.sleep(0.6)
+    time.sleep(0.3)
     return x + 1
+def program(name):
+    return compilation.Program(jax.jit(lambda x: function(x)), name)
 with working("a spinner"):
-    compilation.Program(jax.jit(function), "what is loud")(np.int32(1))
-logging.getLogger("jaxspec.runtime.compilation").setLevel(logging.ERROR)
-compilation.Program(jax.jit(lambda x: function(x)), "what is quiet")(np.int32(1))
+    for each in compilation.numbered(program("the first [one]"), program("the second")):
+        each(np.int32(1))
+for number in range(MAX_LINES):
+    program(f"number {number}")(np.int32(1))
 print("the result")
 """
 
 
-def run_code(**streams):
-    command = [sys.executable, "-c", CODE]
+def run_code(code=CODE, **streams):
+    command = [sys.executable, "-c", code]
     return subprocess.Popen(command, env=os.environ | {"COLUMNS": "60"}, **streams)
 
 
-def test_it_is_said_on_standard_error_unless_logging_is_told_otherwise():
+def test_a_command_prints_the_first_long_compilations_into_a_log_file():
     done = run_code(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     out, err = done.communicate()
     assert out == "the result\n", err
-    begun, ended = err.strip().split("\n")
-    assert begun == "compiling what is loud ..."
-    assert ended.startswith("compiled what is loud in 0.")
+    lines = err.strip().split("\n")
+    assert lines[:3] == [
+        "compiling 1 of 2: the first [one]",
+        "compiling 2 of 2: the second",
+        "compiling number 0",
+    ]
+    assert lines[-1] == "compiling number 7 (later ones are not shown)"
+    assert len(lines) == 10
 
 
-def test_lines_stand_above_a_spinner_on_a_terminal():
+def test_a_command_shows_one_line_on_a_terminal_that_is_redrawn_and_goes():
     parent, child = pty.openpty()
     process = run_code(stdout=subprocess.PIPE, stderr=child, text=True)
     os.close(child)
@@ -222,13 +231,33 @@ def test_lines_stand_above_a_spinner_on_a_terminal():
         seen += part
     os.close(parent)
     assert process.communicate()[0] == "the result\n"
-    # The spinner's line is erased before a line is written, and drawn again below it.
-    text = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", seen.decode().replace("\x1b[2K", "\n"))
-    lines = text.replace("\r", "\n").split("\n")
-    assert any("a spinner" in line for line in lines)
-    assert "compiling what is loud ..." in lines
-    assert any(line.startswith("compiled what is loud in ") for line in lines)
-    assert not any("a spinner" in line and "what is loud" in line for line in lines)
+    text = seen.decode()
+    for name in ("1 of 2: the first [one]", "2 of 2: the second", "number 9"):
+        assert f"compiling {name}" in text
+    # As many lines are erased as were begun, and the last one is.
+    assert text.count("\x1b[1A") == text.count("\n")
+    assert "compiling" not in text[text.rindex("\x1b[2K") :]
+
+
+def test_the_library_prints_nothing_unless_logging_is_set_up():
+    code = """
+import logging, time, sys
+import jax, numpy as np
+from jaxspec.runtime import compilation
+compilation.PATIENCE_S = 0.05
+def function(x):
+    time.sleep(0.3)
+    return x + 1
+compilation.Program(jax.jit(lambda x: function(x)), "in silence")(np.int32(1))
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+compilation.Program(jax.jit(lambda x: function(x)), "it")(np.int32(1))
+"""
+    done = run_code(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, err = done.communicate()
+    ours = [line for line in err.split("\n") if line.startswith("jaxspec")]
+    assert "in silence" not in err
+    assert ours[0] == "jaxspec.runtime.compilation: compiling it"
+    assert ours[1].startswith("jaxspec.runtime.compilation: compiled it in 0.")
 
 
 def live_bytes():
@@ -280,7 +309,7 @@ def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     assert num_compiled() - before == len(compiled)
     assert live_bytes() == bytes_before  # no state was made
     assert shown == [
-        f"{record.name} ({index + 1} of {len(compiled)})" for index, record in enumerate(compiled)
+        f"{index + 1} of {len(compiled)}: {record.name}" for index, record in enumerate(compiled)
     ]
     assert any("decode round of toy0" in name and "batch 2" in name for name in shown)
     assert all(record.seconds > 0 for record in compiled)

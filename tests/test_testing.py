@@ -21,7 +21,7 @@ from jaxspec import sampling
 from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ConformanceError, ModelError, SettingError
-from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder
 from jaxspec.models.config import RopeConfig
@@ -29,6 +29,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.testing import (
     DRAFTER_CHECKS,
     MODEL_CHECKS,
+    Outcome,
     battery_prompts,
     check_drafter,
     check_model,
@@ -577,7 +578,6 @@ BROKEN_DRAFTERS = {
         "draft_shape",
         spoiling(parents=lambda s, d, r: d.parents + 2),
     ),
-    "drafts nothing": ("draft_shape", spoiling(num_valid=lambda s, d, r: d.num_valid * 0)),
     "tokens beyond the vocabulary": (
         "vocabulary",
         spoiling(tokens=lambda s, d, r: d.tokens + s.vocab_size),
@@ -591,7 +591,7 @@ BROKEN_DRAFTERS = {
         "row_independence",
         spoiling(tokens=lambda s, d, r: jnp.broadcast_to(d.tokens[:1], d.tokens.shape)),
     ),
-    "drafts by seat": (
+    "drafts by row number": (
         "row_independence",
         spoiling(
             tokens=lambda s, d, r: (
@@ -605,7 +605,7 @@ BROKEN_DRAFTERS = {
         replaced(init=listing, commit=count_rounds, propose=drift_with_rounds),
     ),
     "forgets nothing on admission": (
-        "seat_reuse",
+        "row_reuse",
         draft_model(admit=lambda self, shape, params, state, rows, row: state),
     ),
     "never catches up": ("catch_up", draft_model(catch_up=catch_up_nothing)),
@@ -614,10 +614,10 @@ BROKEN_DRAFTERS = {
         "trace_count",
         replaced(admit=lambda self, shape, params, state, rows, row: [*state]),
     ),
-    "a flat distribution": ("draft_probs_of", drawing(draw_flat_probs)),
-    "the distribution of another temperature": ("draft_probs_of", drawing(draw_warm_probs)),
-    "a distribution of mass 2": ("draft_probs_of", drawing(draw_unnormalised)),
-    "samples without a distribution": ("draft_probs_of", drawing(draw_without_probs)),
+    "a flat distribution": ("draft_probs", drawing(draw_flat_probs)),
+    "the distribution of another temperature": ("draft_probs", drawing(draw_warm_probs)),
+    "a distribution of mass 2": ("draft_probs", drawing(draw_unnormalised)),
+    "samples without a distribution": ("draft_probs", drawing(draw_without_probs)),
     "one key per round": ("fresh_noise", drawing(draw_with_one_key)),
     "keys of the position only": ("fresh_noise", drawing(draw_by_position)),
     "noise of its own": ("shared_noise", drawing(draw_on_its_own)),
@@ -646,6 +646,58 @@ def test_a_tree_that_calls_itself_a_chain_changes_the_output():
     report = check_drafter(Liar(), target, only=["output"])
     assert [failure.clause for failure in report.failures] == ["C4"]
     check_drafter(Branches(), target, only=["output"]).assert_ok()
+
+
+@pytest.mark.usefixtures("_compile_fast")
+def test_where_nothing_is_drafted_checks_are_untested_and_never_pass():
+    idle = spoiling(num_valid=lambda shape, draft, rows: draft.num_valid * 0)
+    report = check_drafter(idle, BASE)
+    assert not report.ok
+    assert not report.failures
+    passed = {check.name for check in report.checks if check.passed}
+    assert passed <= {"protocol", "static_shapes", "params", "trace_count"}
+    untested = {check.name for check in report.of(Outcome.UNTESTED)}
+    assert {"draft_shape", "row_independence", "row_reuse", "output", "draft_probs"} <= untested
+    with pytest.raises(ConformanceError, match=r"leaves untested C5 \(draft_shape: nothing was"):
+        report.assert_ok()
+
+
+@pytest.mark.parametrize("longest", [1, 3, 5])
+def test_a_lookup_drafts_on_the_battery_s_prompts(longest):
+    report = check_drafter(jaxspec.NGram(longest, longest), BASE, only=["draft_shape"])
+    report.assert_ok()
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner(jaxspec.DrafterBase):
+    """Counts the tokens of all requests in one table, and drafts by their number."""
+
+    name: str = "learner"
+    shares_state: bool = True
+
+    def init(self, shape):
+        return jnp.zeros((shape.vocab_size,), jnp.int32)
+
+    def propose(self, shape, params, state, rows):
+        draft, _ = RepeatLast().propose(shape, params, (), rows)
+        return draft.replace(tokens=(draft.tokens + jnp.sum(state)) % shape.vocab_size), state
+
+    def commit(self, shape, params, state, rows, info):
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
+        return state.at[newest[:, 0]].add(1)
+
+
+@pytest.mark.usefixtures("_compile_fast")
+def test_state_that_requests_share_has_a_contract_of_its_own():
+    report = check_drafter(Learner(), BASE)
+    report.assert_ok()
+    for name in ("row_independence", "no_drift", "row_reuse"):
+        assert report[name].outcome == Outcome.NOT_APPLICABLE
+    for name in ("determinism", "static_shapes", "output", "draft_shape"):
+        assert report[name].passed, name
+    report = check_drafter(Learner(shares_state=False), BASE, only=["row_reuse"])
+    [failure] = report.failures
+    assert "shares_state = True" in failure.detail
 
 
 def test_every_check_has_something_that_it_catches():

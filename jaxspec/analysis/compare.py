@@ -1,11 +1,11 @@
 """Drafters compared on the same prompts, prompt by prompt.
 
 Prompts differ far more than drafters do: a list of names is drafted well by anything, a poem by
-nothing. So what is compared is the difference on each prompt, and its interval comes from drawing
-prompts anew (Efron's bootstrap, bias-corrected and accelerated).
+nothing. So what is compared is the difference on each prompt, and its interval comes from
+resampling the prompts (Efron's bootstrap, bias-corrected and accelerated).
 
-Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. A
-prompt's own time inside a batch cannot be measured; wall time is that of the whole batch of
+Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. The
+time of one prompt inside a batch cannot be measured; wall time is that of the whole batch of
 prompts, in runs that take turns, and is given as the ratio of two runs of one turn.
 """
 
@@ -16,19 +16,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxspec.audit.judge import Divergence, Finding, judge
+from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
-from jaxspec.audit.scoring import Scorer
-from jaxspec.audit.self_audit import divergence_json
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.requests import Prompt, Request, make_requests
+from jaxspec.requests.requests import Params, Prompt, make_requests, params_of_prompts
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import new_figure
 from jaxspec.telemetry.counters import Acceptance
 
 METRICS: dict[str, Callable[[Acceptance], float]] = {
@@ -78,9 +80,12 @@ class Candidate:
       compile_s: seconds before the first run.
       num_unequal_to_plain: outputs that differ from the same program with every draft marked
         invalid; None for plain decoding itself, which is that program's window-1 counterpart.
-      divergences: where outputs part from the first candidate's, judged, by index of the request.
-      must_be_equal: whether not even a tie may part them from the first candidate's: both score
-        windows of one width, and the start-up probe has found no fault with this machine.
+      divergences: from the first candidate's outputs, by index of the request.
+      must_be_equal: whether not even a tie may make them differ from the first candidate's: both
+        verify windows of one length, and the start-up probe found that bits do not depend on
+        places.
+      warm: of a drafter that keeps what it learns from requests, the acceptance of one more run, on
+        the same prompts and without emptying it; None of other drafters.
     """
 
     label: str
@@ -89,8 +94,9 @@ class Candidate:
     run_s: tuple[float, ...]
     compile_s: float
     num_unequal_to_plain: int | None
-    divergences: dict[int, Divergence]
+    divergences: Divergences
     must_be_equal: bool
+    warm: Acceptance | None = None
 
     @property
     def acceptance(self) -> Acceptance:
@@ -100,8 +106,8 @@ class Candidate:
     @property
     def holds(self) -> bool:
         """Whether the outputs are what they must be."""
-        findings = [divergence.finding for divergence in self.divergences.values()]
-        agrees = not findings if self.must_be_equal else set(findings) <= {Finding.TIE}
+        found = self.divergences
+        agrees = not found.differing if self.must_be_equal else found.are_ties
         return agrees and not self.num_unequal_to_plain
 
     def values(self, metric: str) -> np.ndarray:
@@ -131,7 +137,7 @@ class DrafterComparison:
 
     @property
     def holds(self) -> bool:
-        """Whether all outputs are equal, or part at proven ties where programs differ."""
+        """Whether all outputs are equal, or differ at proven ties where programs differ."""
         return all(candidate.holds for candidate in self.candidates)
 
     @property
@@ -183,12 +189,13 @@ class DrafterComparison:
                     "speedup": self.speedups(candidate.label).tolist(),
                     "run_s": list(candidate.run_s),
                     "compile_s": candidate.compile_s,
+                    "warm": candidate.warm and candidate.warm.to_json(),
                     "holds": candidate.holds,
                     "num_unequal_to_plain": candidate.num_unequal_to_plain,
-                    "num_unequal_to_baseline": len(candidate.divergences),
+                    "num_unequal_to_baseline": len(candidate.divergences.differing),
                     "divergences": [
-                        {"request": index, **divergence_json(divergence)}
-                        for index, divergence in candidate.divergences.items()
+                        {"request": index, **divergence.to_json()}
+                        for index, divergence in candidate.divergences.judged.items()
                     ],
                     "by_category": {
                         category: {
@@ -236,17 +243,9 @@ class DrafterComparison:
         Raises:
           SettingError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise SettingError(
-                "A plot was asked for, and matplotlib is not installed; install it, or leave the "
-                "plot out."
-            ) from error
         names = [*self.category_names, "all"] if len(self.category_names) > 1 else ["all"]
         height = 1.6 + 0.2 * len(names) * len(self.candidates)
-        figure = Figure(figsize=(9.6, height), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        figure, (left, right) = new_figure(1, 2, size=(9.6, height), width_ratios=(3, 2))
         step = 0.8 / len(self.candidates)
         for index, candidate in enumerate(self.candidates):
             found = [
@@ -281,7 +280,6 @@ class DrafterComparison:
         )
         for axes in (left, right):
             axes.axvline(1, color="#888", linewidth=1)
-            axes.spines[["top", "right"]].set_visible(False)
         return figure
 
 
@@ -311,10 +309,10 @@ def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
 
 
 def compare(
-    target: Model,
-    drafters: Mapping[str, Drafter | None],
+    target: Model | str,
+    drafters: Mapping[str, Drafter | str | None] | Sequence[str],
     prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    params: Params | Sequence[Params] | None = None,
     *,
     categories: Sequence[str] | None = None,
     draft_length: int = 4,
@@ -329,12 +327,17 @@ def compare(
 
     `None` is plain decoding by the window-1 loop, the fastest there is: the baseline of time. Each
     drafter's outputs are compared with plain decoding in its own program, where every token must be
-    equal, and with the first candidate's: equal too if both score windows of one width (where the
-    start-up probe holds), equal or parted at proven ties if they do not.
+    equal, and with the first candidate's: equal too if both verify windows of one length (where the
+    start-up probe holds), else equal except at proven ties.
+
+    Every run begins with an empty engine, so a drafter that learns from the requests it serves
+    does not meet prompts that it has seen in an earlier run. Such a drafter (`shares_state`) is run
+    once more at the end as it is then: `Candidate.warm`.
 
     Args:
-      target: the model that all of them draft for.
-      drafters: by label, at least two; None decodes plainly. The first is the baseline.
+      target: the model that all of them draft for; a name is loaded as `load_model` does.
+      drafters: by label, or their names (see `Engine`), at least two; None and `none` decode
+        plainly. The first is the baseline.
       prompts: each text, token ids or a list of chat messages.
       params: one for all, or one each; default `SamplingParams()`. Requests without a seed are
         given one, the same for every drafter.
@@ -345,7 +348,7 @@ def compare(
       max_length: slots per row for prompt and output.
       repeats: timed runs of each; candidates take turns.
       seed: of the bootstrap.
-      on_stage: told in words what is being done.
+      on_stage: called with the name of each stage as it begins.
 
     Raises:
       PromptError, SettingError, ModelError: as `Engine` and `Engine.generate`.
@@ -367,22 +370,26 @@ def compare(
       True
     """
     tell = on_stage or (lambda _: None)
+    if not isinstance(drafters, Mapping):
+        drafters = {name: name for name in drafters}
     _check(drafters, prompts, categories, repeats)
+    model = as_model(target)
     engines = {
         label: Engine(
-            target,
+            model,
             drafter,
             draft_length=draft_length,
             verify_length=verify_length if drafter is not None else None,
-            batch_size=min(batch_size, max(len(prompts), 1)),
+            batch_size=min(batch_size, len(prompts)),
             max_length=max_length,
         )
-        for label, drafter in drafters.items()
+        for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
     }
+    each = params_of_prompts(params, len(prompts))
     requests = make_requests(
         prompts,
-        params if params is not None else SamplingParams(),
-        target,
+        each,
+        model,
         longest=min(engine.longest_prompt for engine in engines.values()),
     )
     compile_s = {}
@@ -402,22 +409,28 @@ def compare(
     for repeat in range(repeats):
         for label, engine in engines.items():
             tell(f"run {repeat + 1} of {repeats}: {label}")
+            engine.reset()
+            jax.block_until_ready(engine.executor.state)  # the empty one, before the clock starts
             started_s = time.perf_counter()
             outputs[label] = list(engine.run(requests))
             seconds[label].append(time.perf_counter() - started_s)
+    warm = {}
+    for label, engine in engines.items():
+        if getattr(engine.drafter, "shares_state", False):
+            tell(f"{label}: with what it has learned")
+            warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
 
     tell("judging outputs")
     first = next(iter(engines))
-    divergences = {
-        label: _divergences(target, requests, outputs[label], outputs[first]) for label in engines
-    }
+    expected = [completion.token_ids for completion in outputs[first]]
+    drawn_by = [request.params for request in requests]
+    divergences = {label: judge_all(model, outputs[label], expected, drawn_by) for label in engines}
     must_be_equal = {
-        label: _must_be_equal(engine, engines[first], parted=bool(divergences[label]))
+        label: _must_be_equal(engine, engines[first], do_differ=bool(divergences[label].differing))
         for label, engine in engines.items()
     }
     if categories is None:
         categories = ["all"] * len(prompts)
-    each = [params] * len(prompts) if not isinstance(params, Sequence) else params
     return DrafterComparison(
         candidates=tuple(
             Candidate(
@@ -431,21 +444,20 @@ def compare(
                 ),
                 divergences=divergences[label],
                 must_be_equal=must_be_equal[label],
+                warm=warm.get(label),
             )
             for label, engine in engines.items()
         ),
         # A prompt that asks for n completions is n requests.
         categories=tuple(
-            category
-            for category, own in zip(categories, each, strict=True)
-            for _ in range(own.n if own is not None else 1)
+            category for category, own in zip(categories, each, strict=True) for _ in range(own.n)
         ),
         seed=seed,
     )
 
 
 def _check(
-    drafters: Mapping[str, Drafter | None],
+    drafters: Mapping[str, Drafter | str | None],
     prompts: Sequence[Prompt],
     categories: Sequence[str] | None,
     repeats: int,
@@ -470,38 +482,9 @@ def _num_unequal(outputs: Sequence[Completion], references: Sequence[Completion]
     return sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
 
 
-def _divergences(
-    target: Model,
-    requests: Sequence[Request],
-    outputs: Sequence[Completion],
-    references: Sequence[Completion],
-) -> dict[int, Divergence]:
-    """Where outputs part from references, judged, by index of the request."""
-    parted = [
-        index
-        for index, (ours, theirs) in enumerate(zip(outputs, references, strict=True))
-        if ours.token_ids != theirs.token_ids
-    ]
-    if not parted:
-        return {}
-    longest = max(len(c.prompt_token_ids + c.token_ids) for c in (*outputs, *references))
-    scorer = Scorer(target, max_length=longest)
-    found = {
-        index: judge(
-            scorer,
-            prompt_ids=requests[index].prompt_token_ids,
-            output_ids=outputs[index].token_ids,
-            reference_ids=references[index].token_ids,
-            params=requests[index].params,
-        )
-        for index in parted
-    }
-    return {index: divergence for index, divergence in found.items() if divergence is not None}
-
-
-def _must_be_equal(engine: Engine, other: Engine, *, parted: bool) -> bool:
+def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:
     """Whether the two engines' outputs must agree in every token. The probe is run only if they
     do not."""
     if engine is other or engine.shape.verify_length != other.shape.verify_length:
         return engine is other
-    return not parted or (probe(engine).holds and probe(other).holds)
+    return not do_differ or (probe(engine).holds and probe(other).holds)

@@ -320,7 +320,7 @@ def fit_device(
         return np.array([device.pass_s(p.work) / p.seconds - 1 for p in fitted])
 
     # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
-    # by one of these factors, each with dear and with cheap steps.
+    # by one of these factors, each with expensive and with cheap steps.
     starts = [
         np.append(lowest[:3] + np.log(factors), highest[3] + np.log(share))
         for factors in itertools.product((1.5, 6.0), repeat=3)

@@ -4,7 +4,7 @@ Samples that agree so far are draws from one known distribution, so they are cou
 first token of all, the second token of those that share the first, and so on. Given the group
 sizes, these statistics are independent, so they are added up, and so are their degrees of freedom.
 
-The distribution that is tested is fp32's, but the samples were drawn in another dtype, whose scores
+The distribution that is tested is fp32's, but the samples were drawn in another dtype, whose logits
 differ by up to the measured noise n. Probabilities then differ by a factor of at most exp(2 n / T),
 and the statistic is at most non-central chi-square, of non-centrality (samples) (n / T)^2. That is
 the distribution used, so rounding is not taken for a bias however many samples there are.
@@ -89,7 +89,8 @@ def test_distribution(
                 scorer, prompt_ids, prefix, drawn, params
             )
             is_excluded |= excluded
-            observed, expected = pooled(drawn, distribution, num)
+            counts = np.bincount(list(drawn), list(drawn.values()), len(distribution))
+            observed, expected = pooled(counts, distribution * num)
             if len(expected) > 1:
                 num_groups += 1
                 statistic += float(np.sum((observed - expected) ** 2 / expected))
@@ -121,11 +122,11 @@ def _distribution_after(
     drawn: collections.Counter[int],
     params: SamplingParams,
 ) -> tuple[np.ndarray, float, bool]:
-    """The distribution `[V]` after a prefix, the noise of its scores, and whether a drawn token is
+    """The distribution `[V]` after a prefix, the noise of its logits, and whether a drawn token is
     excluded by the filters, by more than rounding."""
     output = [*prefix, next(iter(drawn))]
     *_, segment = scorer.segments(prompt_ids, output, params)
-    logits, _ = segment.scores_at(len(prefix))
+    logits, _ = segment.logits_at(len(prefix))
     noise = float(segment.noise[len(prefix) - segment.first])
     filters = Filters(logits, params)
     may, _ = filters.kept(0.0)
@@ -135,15 +136,9 @@ def _distribution_after(
     return distribution, noise, excluded
 
 
-def pooled(
-    drawn: collections.Counter[int], distribution: np.ndarray, num: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Observed and expected counts per cell; tokens expected less than `MIN_EXPECTED` times share
-    one cell, and that cell joins the rarest other one if it is too small itself."""
-    observed = np.zeros(distribution.shape)
-    for token, count in drawn.items():
-        observed[token] = count
-    expected = distribution * num
+def pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Observed and expected counts per cell, from those per token `[V]`; tokens expected less than
+    `MIN_EXPECTED` times share one cell, which joins the rarest other one if it is too small."""
     is_common = expected >= MIN_EXPECTED
     rare = expected[~is_common].sum(), observed[~is_common].sum()
     expected, observed = expected[is_common], observed[is_common]

@@ -14,7 +14,6 @@ from jaxspec.audit import chi_square as distributions
 from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, judge_alone
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.scoring import Scorer
-from jaxspec.audit.self_audit import divergence_json
 from jaxspec.models.base import Model
 
 
@@ -57,12 +56,12 @@ class OutputsAudit:
 
     @property
     def exact(self) -> float:
-        """Share of greedy outputs whose every token is the target's own by its fp32 scores."""
+        """Share of greedy outputs whose every token is the target's own by its fp32 logits."""
         return _mean([not own.divergences for _, own in self.greedy])
 
     @property
     def exact_up_to_ties(self) -> float:
-        """Share of greedy outputs that part from the target at ties only."""
+        """Share of greedy outputs that differ from the target at ties only."""
         return _mean([own.first is None for _, own in self.greedy])
 
     @property
@@ -127,7 +126,7 @@ class OutputsAudit:
     def to_json(self) -> dict[str, Any]:
         """The whole report."""
         divergences = [
-            {"line": output.number, **divergence_json(divergence)}
+            {"line": output.number, **divergence.to_json()}
             for output, own in self._pairs()
             for divergence in own.divergences
         ]
@@ -181,7 +180,7 @@ def audit_outputs(
       file: from `outputs.read_outputs`.
       dtype: in which they were computed; default what the header says, else the target's.
       alpha: level of the chi-square tests of samples of the same prompt, together.
-      on_output: told how many outputs have been judged.
+      on_output: called with the number of outputs judged so far.
     """
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
     scorer = Scorer(target, max_length=longest, dtype=dtype or file.dtype)

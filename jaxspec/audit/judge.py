@@ -1,15 +1,15 @@
-"""Why two outputs part, or why an output is not the target's own: a tie, a fault, another draw.
+"""Why two outputs diverge, or why an output is not the target's own: tie, fault, or another draw.
 
-Two correct programs differ only by rounding. Let each score move by at most n between them. Then a
+Two correct programs differ only by rounding. Let each logit move by at most n between them. Then a
 token x can have been drawn in one of them only if it may have survived the filters (top-k, top-p,
 min-p), and no token that certainly survived them lies more than 2 n above it. The smallest 2 n for
-which that holds is the *margin* of x: 0 for the token that wins by the fp32 scores, the gap to the
-winner for any other token where no filter is in play. For a sampled request scores are perturbed by
+which that holds is the *margin* of x: 0 for the token that wins by the fp32 logits, the gap to the
+winner for any other token where no filter is set. For a sampled request the logits are perturbed by
 the keyed noise of the position, the same in every program.
 
 The margin is compared with a *bound* on 2 n: twice the largest change that re-scoring this context
-in the output's dtype made to any score, and the rounding of the two scores themselves to that dtype
-(engines that keep logits in bf16 do so).
+in the output's dtype made to any logit, plus the rounding of the two logits themselves to that
+dtype (engines that keep logits in bf16 do that).
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer, Segment
+from jaxspec.models.base import Model
+from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
 
 ALPHA = 1e-6  # chance that an output that follows the distribution is said not to
 
 
 class Finding(enum.StrEnum):
-    """Why an output parts from what was expected.
+    """Why an output differs from what was expected.
 
     TIE: rounding explains it. FAULT: nothing legitimate does. SAMPLING: not the keyed draw, but the
     output may well be of the target's distribution: another seed, verifier or engine.
@@ -41,19 +44,19 @@ class Finding(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """One place where an output is not what was expected. Scores are logits after penalties, fp32.
+    """One place where an output is not what was expected. Logits are fp32, after penalties.
 
     Attributes:
       index: of the token in the output.
       token: the output's token; -1 where the output ends too early.
       expected: the reference's token (-1 where it ended), or the target's own.
-      gap: score of `expected` less that of `token`, both with the position's noise if sampled; -inf
+      gap: logit of `expected` less that of `token`, both with the position's noise if sampled; -inf
         or inf where one of them does not exist.
-      margin: how far scores must move apart for both tokens to be drawn; see the module.
-      noise: largest change of one score when this context is scored again.
-      bound: what rounding explains; at most that is a tie.
-      filter_distance: how far scores must move apart for the filters to decide otherwise on
-        `token`; None where no filter is in play.
+      margin: how far logits must move apart for both tokens to be drawn; see the module.
+      noise: largest change of one logit when this context is scored again.
+      bound: what rounding explains; a margin up to that is a tie.
+      filter_distance: how far logits must move apart for the filters to decide otherwise on
+        `token`; None where no filter is set.
       log_probs: log-probability of `token` under the distribution of a sampled request; None for a
         greedy one.
       log_evidence: log of the evidence against the distribution in the output from here on; see
@@ -73,6 +76,70 @@ class Divergence:
     log_evidence: float | None
     finding: Finding
 
+    def to_json(self) -> dict[str, Any]:
+        """Fields as JSON values; infinite numbers as text."""
+        fields = {name: json_number(x) for name, x in dataclasses.asdict(self).items()}
+        return fields | {"finding": self.finding.value}
+
+
+def json_number(value: Any) -> Any:
+    """The value, or its text where it is infinite or NaN: JSON has neither."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divergences:
+    """Outputs beside their references: which of them differ, and why.
+
+    Attributes:
+      num_outputs: outputs compared.
+      differing: indices of the outputs whose tokens differ.
+      judged: the first divergence of each of these, by index; up to the first that is no tie if
+        `judge_all` was told to stop there.
+    """
+
+    num_outputs: int
+    differing: tuple[int, ...]
+    judged: Mapping[int, Divergence]
+
+    @property
+    def num_equal(self) -> int:
+        """Outputs that are equal in every token."""
+        return self.num_outputs - len(self.differing)
+
+    def count(self, finding: Finding) -> int:
+        """Outputs whose first divergence was found to be this."""
+        return sum(divergence.finding == finding for divergence in self.judged.values())
+
+    @property
+    def first_wrong(self) -> int | None:
+        """Index of the first output whose divergence is not a tie."""
+        return next((i for i, d in self.judged.items() if d.finding != Finding.TIE), None)
+
+    @property
+    def are_ties(self) -> bool:
+        """Whether every difference is a tie; True if there is none."""
+        return self.first_wrong is None
+
+    def describe(self) -> str:
+        """What was found, in words."""
+        if not self.differing:
+            return f"all {self.num_outputs} outputs equal the reference"
+        differ = f"{len(self.differing)} of {self.num_outputs} outputs differ"
+        if self.first_wrong is None:
+            return f"{differ}, all at ties"
+        d = self.judged[self.first_wrong]
+        if d.token < 0:
+            what = f"ends at token {d.index}, where the reference goes on"
+        elif d.expected < 0:
+            what = f"goes on at token {d.index}, where the reference has ended"
+        else:
+            what = (
+                f"token {d.index} is {d.token}, not {d.expected} "
+                f"(margin {d.margin:.2g}, a tie up to {d.bound:.1g})"
+            )
+        return f"{differ}; request {self.first_wrong} {what}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnOutput:
@@ -80,7 +147,7 @@ class OwnOutput:
 
     Attributes:
       num_tokens: tokens judged.
-      divergences: every token that the target would not have emitted there by its fp32 scores;
+      divergences: every token that the target would not have emitted there by its fp32 logits;
         without a seed, of a sampled output only those that its distribution excludes.
       log_evidence: against the distribution, over the whole of a sampled output; None for a greedy
         one.
@@ -120,7 +187,7 @@ def judge(
     reference_ids: Sequence[int],
     params: SamplingParams,
 ) -> Divergence | None:
-    """Where an output parts from a reference, and why; None if it does not.
+    """Where an output differs from a reference, and why; None if it does not.
 
     Args:
       scorer: of the target, in the dtype of the output.
@@ -136,7 +203,7 @@ def judge(
     expected = reference_ids[index] if index < len(reference_ids) else -1
     size = scorer.target.vocab_size
     if not (0 <= token < size and 0 <= expected < size):
-        return _without_scores(index, token, expected)
+        return _no_such_token(index, token, expected)
     found, log_evidence = None, 0.0
     is_sampled = params.temperature > 0
     scored = [*output_ids[: index + 1]]
@@ -149,6 +216,51 @@ def judge(
             log_evidence += _log_evidence(segment, max(index - segment.first, 0))
     assert found is not None
     return _with_finding(found, log_evidence if is_sampled else None)
+
+
+def judge_all(
+    scorer: Scorer | Model,
+    completions: Sequence[Completion],
+    references: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    among: Sequence[int] | None = None,
+    stops_at_fault: bool = False,
+) -> Divergences:
+    """Compares outputs with references, and judges every one that differs.
+
+    Args:
+      scorer: of the target, in the dtype of the outputs; or the target, and a scorer is made if
+        anything differs.
+      completions: the outputs.
+      references: token ids of each one's reference, cut after the stop token.
+      params: how they were drawn, with the seed of a sampled request; one for all, or one each.
+      among: indices of the outputs to compare; default all.
+      stops_at_fault: ends at the first divergence that is not a tie, if only that matters.
+    """
+    each = [params] * len(completions) if isinstance(params, SamplingParams) else params
+    pairs = list(zip(completions, references, each, strict=True))
+    among = range(len(pairs)) if among is None else among
+    differing = [i for i in among if tuple(pairs[i][0].token_ids) != tuple(pairs[i][1])]
+    if differing and not isinstance(scorer, Scorer):
+        longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
+        scorer = Scorer(scorer, max_length=longest)
+    judged: dict[int, Divergence] = {}
+    for index in differing:
+        completion, reference, own = pairs[index]
+        assert isinstance(scorer, Scorer)
+        divergence = judge(
+            scorer,
+            prompt_ids=completion.prompt_token_ids,
+            output_ids=completion.token_ids,
+            reference_ids=reference,
+            params=own,
+        )
+        assert divergence is not None
+        judged[index] = divergence
+        if stops_at_fault and divergence.finding != Finding.TIE:
+            break
+    return Divergences(num_outputs=len(among), differing=tuple(differing), judged=judged)
 
 
 def judge_alone(
@@ -177,7 +289,7 @@ def judge_alone(
     log_evidence = 0.0
 
     def unexpected(segment: Segment) -> np.ndarray:
-        """`[n]` bool, tokens that the target would not have emitted by its fp32 scores."""
+        """`[n]` bool, tokens that the target would not have emitted by its fp32 logits."""
         return segment.chosen != segment.tokens if is_keyed else np.isneginf(segment.log_probs)
 
     # Noise is measured only where something has to be explained: it is most of the work.
@@ -213,7 +325,7 @@ def judge_alone(
             found.append(divergence)
         log_evidence += float(np.sum(bets))
     if len(inside) < len(output_ids):
-        found.append(_without_scores(len(inside), output_ids[len(inside)], -1))
+        found.append(_no_such_token(len(inside), output_ids[len(inside)], -1))
     return OwnOutput(
         num_tokens=len(output_ids),
         divergences=tuple(found),
@@ -227,7 +339,7 @@ def _inside(ids: Sequence[int], vocab_size: int) -> list[int]:
     return list(ids[:end])
 
 
-def _without_scores(index: int, token: int, expected: int) -> Divergence:
+def _no_such_token(index: int, token: int, expected: int) -> Divergence:
     """An output that ends where the reference does not, or an id that no vocabulary has."""
     return Divergence(
         index=index,
@@ -256,7 +368,7 @@ def _examine(
     """A divergence with its margin and bound; `finding` is a tie or not (then FAULT)."""
     row = index - segment.first
     token, noise = int(segment.tokens[row]), float(segment.noise[row])
-    logits, gumbel = segment.scores_at(index)
+    logits, gumbel = segment.logits_at(index)
     perturbed = logits + params.temperature * gumbel
     filters = Filters(logits, params)
     if is_keyed:
@@ -324,11 +436,11 @@ class Filters:
 
     @property
     def any(self) -> bool:
-        """Whether a filter is in play."""
+        """Whether a filter is set."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def kept(self, change: float) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens may be kept, and which certainly are, `[V]` bool, if every score moves by at
+        """Which tokens may be kept, and which certainly are, `[V]` bool, if every logit moves by at
         most `change`."""
         may = np.ones(self.logits.shape, bool)
         must = np.ones(self.logits.shape, bool)
@@ -340,7 +452,7 @@ class Filters:
         possible = np.searchsorted(self._ascending, self.logits - 2 * change, side="right")
         if self.top_k:
             may &= num - certain < self.top_k
-            # With change 0 equal scores stay together; else they, and it itself, lie above.
+            # With change 0 equal logits stay together; else they, and it itself, lie above.
             itself = 1 if change > 0 else 0
             must &= num - possible - itself < self.top_k
         if self.top_p < 1:
@@ -358,11 +470,11 @@ class Filters:
         return may, must
 
     def keeps(self, token: int) -> bool:
-        """Whether the filters keep a token by these scores."""
+        """Whether the filters keep a token by these logits."""
         return bool(self.kept(0.0)[0][token])
 
     def distance(self, token: int) -> float:
-        """How far scores must move apart for the filters to decide otherwise on a token."""
+        """How far logits must move apart for the filters to decide otherwise on a token."""
         if not self.any:
             return math.inf
 
@@ -379,11 +491,11 @@ class Filters:
 
 
 def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:
-    """How far scores must move apart for `token` to be drawn.
+    """How far logits must move apart for `token` to be drawn.
 
     Args:
       token: its id.
-      perturbed: `[V]` float64, scores with the noise of the draw, in units of logits.
+      perturbed: `[V]` float64, logits with the noise of the draw.
       filters: of the same position.
     """
     after = perturbed - perturbed[token]

@@ -146,11 +146,11 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
             f"The outputs file {name} holds a header and no output; add a line for each output."
         )
     _check_alike(lines[1:])
-    is_text = "text" in lines[1][1] and "token_ids" not in lines[1][1]
-    if is_text and target.tokenizer is None:
+    given = lines[1][1]
+    if target.tokenizer is None and not {"prompt_token_ids", "token_ids"} <= given.keys():
         raise PromptError(
             f"The outputs file {name} gives text, but the model {target.name} has no tokenizer; "
-            "give token_ids."
+            "give prompt_token_ids and token_ids."
         )
     dtype = header.get("dtype")
     defaults = _object(header, "sampling_params", "The header")
@@ -158,7 +158,7 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
         engine=header["engine"],
         version=str(header.get("version", "")),
         dtype=None if dtype is None else canonical_dtype(dtype, where="The header"),
-        is_text=is_text,
+        is_text="token_ids" not in given,
         outputs=tuple(_output(number, line, defaults, target) for number, line in lines[1:]),
     )
 
@@ -204,20 +204,20 @@ def _output(
 ) -> Output:
     where = f"Line {number} of the outputs file"
     params = _sampling_params(where, line, defaults)
-    tokenizer = target.tokenizer
+    tokenizer: Any = target.tokenizer  # there is one if a line gives text
     if "prompt_token_ids" in line:
         prompt = _ids(line, "prompt_token_ids", where, target)
     else:
-        prompt = tuple(_known(tokenizer, where).encode(_text(line, "prompt", where)))
+        prompt = tuple(tokenizer.encode(_text(line, "prompt", where)))
     if "token_ids" in line:
         ids = _ids(line, "token_ids", where, target)
         if "text" in line and tokenizer is not None:
             _check_text(tokenizer, ids, _text(line, "text", where), where, target)
     else:
         text = _text(line, "text", where)
-        hf = _known(tokenizer, where).hf
-        ids = tuple(hf.encode(text, add_special_tokens=False))
-        if hf.decode(list(ids), clean_up_tokenization_spaces=False).strip() != text.strip():
+        ids = tuple(tokenizer.hf.encode(text, add_special_tokens=False))
+        again = tokenizer.hf.decode(list(ids), clean_up_tokenization_spaces=False)
+        if again.strip() != text.strip():
             raise PromptError(
                 f"{where} has a text that the tokenizer of {target.name} does not give back; the "
                 "file is of another tokenizer, so name the model that made it, or give token_ids."
@@ -236,15 +236,6 @@ def _output(
         num_after_stop=len(ids) - end,
         params=params,
     )
-
-
-def _known(tokenizer: TextTokenizer | None, where: str) -> TextTokenizer:
-    if tokenizer is None:
-        raise PromptError(
-            f"{where} gives text, but the model has no tokenizer; give prompt_token_ids and "
-            "token_ids."
-        )
-    return tokenizer
 
 
 def _check_text(

@@ -1,8 +1,8 @@
-"""The start-up probe: do bits depend on a row's seat, its neighbours, or its place in the window?
+"""The start-up probe: do bits depend on the row, its neighbours, or the place in the window?
 
 Equality to the bit rests on one fact about the machine: a matrix product gives a row the same bits
 wherever it stands and whatever the other rows hold. That is so on XLA:CPU, and usually on GPUs, but
-nothing guarantees it, so it is tried out with the engine's own compiled programs.
+nothing guarantees it, so it is tried with the engine's own compiled programs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
+from jaxspec.models.prefill import chain_window
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.types import DecodeState, PyTree, Window
+from jaxspec.types import PyTree
 
 NUM_TOKENS = 6  # decoded per probed request
 
@@ -31,14 +32,14 @@ class ProbeReport:
     """What the probe saw. Each field is True (equal bits), False, or None (not applicable).
 
     Attributes:
-      batch_size: requests in other rows gave the same tokens and KV; None with one row.
+      rows: requests in other rows gave the same tokens and KV; None with one row.
       neighbours: a request beside others gave the same; None with one row.
-      window_positions: a token scored at every other place of the window got the same scores; None
+      window_positions: a token scored at every other place of the window got the same logits; None
         with a window of one.
       num_compared: arrays compared.
     """
 
-    batch_size: bool | None
+    rows: bool | None
     neighbours: bool | None
     window_positions: bool | None
     num_compared: int
@@ -46,26 +47,26 @@ class ProbeReport:
     @property
     def holds(self) -> bool:
         """Whether no comparison failed."""
-        return False not in (self.batch_size, self.neighbours, self.window_positions)
+        return False not in (self.rows, self.neighbours, self.window_positions)
 
     @property
     def sentence(self) -> str:
         """The finding, in words."""
         tried = {
-            "batch_size": self.batch_size,
+            "rows": self.rows,
             "neighbours": self.neighbours,
             "window positions": self.window_positions,
         }
         broken = [name for name, holds in tried.items() if holds is False]
-        held = [name for name, holds in tried.items() if holds]
+        fine = [name for name, holds in tried.items() if holds]
         if broken:
             return (
                 f"Bits depend on {_listed(broken)} on this machine, so outputs are promised to be "
                 "equal up to ties within rounding, not to the bit."
             )
-        if not held:
+        if not fine:
             return "One row and a window of one leave nothing to compare."
-        return f"Bits do not depend on {_listed(held)} on this machine: outputs are bit-exact."
+        return f"Bits do not depend on {_listed(fine)} on this machine: outputs are bit-exact."
 
     def to_json(self) -> dict:
         """Fields as JSON values."""
@@ -76,20 +77,20 @@ def probe(engine: Engine) -> ProbeReport:
     """Permutes rows, neighbours and window positions through an engine, and compares bits.
 
     Rows and neighbours go through the engine's own compiled round, which must be idle: its
-    batch_size are overwritten. The window is tried on the target's forward pass in the engine's
+    rows are overwritten. The window is tried on the target's forward pass in the engine's
     shape, because what a round puts at each place of the window is up to the drafter.
     """
     shape = engine.shape
     length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, shape.vocab_size, (2 * shape.batch_size, length)).tolist()
-    batch_size = neighbours = None
+    rows = neighbours = None
     num_compared = 0
     if shape.batch_size > 1:
         together = _decode(engine, prompts[: shape.batch_size])
         reversed_ = _decode(engine, prompts[: shape.batch_size][::-1])[::-1]
         others = [prompts[0], *prompts[shape.batch_size + 1 :]]
-        batch_size = all(map(_equal, together, reversed_))
+        rows = all(map(_equal, together, reversed_))
         neighbours = _equal(together[0], _decode(engine, others)[0])
         neighbours &= _equal(together[0], _decode(engine, [prompts[0]])[0])
         num_compared += (shape.batch_size + 2) * len(together[0])
@@ -98,7 +99,7 @@ def probe(engine: Engine) -> ProbeReport:
         window_positions = _window_positions_agree(engine, rng)
         num_compared += shape.verify_length - 1
     return ProbeReport(
-        batch_size=batch_size,
+        rows=rows,
         neighbours=neighbours,
         window_positions=window_positions,
         num_compared=num_compared,
@@ -114,28 +115,8 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[np.nd
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
     done = list(engine.run(requests))
-    kept = [live_kv(engine.state, row) for row in range(len(prompts))]
+    kept = [engine.executor.committed_kv(row) for row in range(len(prompts))]
     return [[np.asarray(one.token_ids), *bits] for one, bits in zip(done, kept, strict=True)]
-
-
-@jax.jit
-def _row_kv(cache: kv.KVCache, row: jax.Array) -> list[jax.Array]:
-    slots = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-    table = cache.table[row[None]]
-    return [
-        values[0]
-        for layer in cache.layers
-        for values in kv.read_slots(layer, table, slots, cache.dtype)
-    ]
-
-
-def live_kv(state: DecodeState, row: int) -> list[np.ndarray]:
-    """k and v of each layer for the committed slots of a row, as unsigned integers."""
-    num_live = int(state.num_committed[row]) - 1
-    return [
-        np.ascontiguousarray(np.asarray(values)[:num_live]).view(f"u{values.dtype.itemsize}")
-        for values in _row_kv(state.cache, np.int32(row))
-    ]
 
 
 def _equal(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
@@ -143,7 +124,7 @@ def _equal(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
 
 
 def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
-    """Whether tokens get the same scores wherever in the window they stand.
+    """Whether tokens get the same logits wherever in the window they stand.
 
     The same sequence is read in one window after the other; windows that begin earlier or later
     put each of its tokens at every place.
@@ -160,7 +141,7 @@ def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
     # Compiled here, for once: a function kept for later would keep the parameters alive.
     score = Program(
         jax.jit(functools.partial(_score_window, engine.target, window)),
-        f"the probe of {engine.target.name}, {batch_size} batch_size, window {window}",
+        f"the probe of {engine.target.name}, batch {batch_size}, window {window}",
     )
     for start in range(firsts):
         logits, cache = score(params, cache, tokens[:, start : start + window], np.int32(start))
@@ -174,9 +155,6 @@ def _score_window(
     target: Model, window: int, params: PyTree, cache: kv.KVCache, tokens: jax.Array, start
 ) -> tuple[jax.Array, kv.KVCache]:
     """Logits `[B, T, V]` of tokens `[B, T]` that stand at `start` in every row."""
-    places = start + jnp.arange(window, dtype=jnp.int32)
-    places = jnp.broadcast_to(places, tokens.shape)
-    starts = jnp.broadcast_to(start, tokens.shape[:1])
-    at = Window(start=starts, positions=places, slots=places)
+    at = chain_window(jnp.broadcast_to(start, tokens.shape[:1]), tokens.shape[1])
     hidden, cache = target.forward(params, tokens, at, cache)
     return target.logits(params, hidden), cache

@@ -1,49 +1,27 @@
-"""Reports of an audit: tables for the terminal, and one self-contained HTML page with plots."""
+"""What an audit shows: tables for the terminal, and one page with plots."""
 
 from __future__ import annotations
 
-import base64
+import collections
 import dataclasses
-import io
 import math
 import os
-import pathlib
 from collections.abc import Callable
-from typing import Any
 
-import jinja2
 import numpy as np
-from rich.table import Table
 
 from jaxspec.audit.external import OutputsAudit
 from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.self_audit import CLAIMS, EngineAudit, Level
-from jaxspec.errors import SettingError
-from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
 
 COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "#c98a1b"}
-NONE = "-"
 MAX_LISTED = 200  # divergences listed in a report; the JSON document holds all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
-    """A table of text.
-
-    Attributes:
-      title: above it.
-      header: names of the columns.
-      rows: cells.
-    """
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Where outputs part from what was expected.
+    """Where outputs first differ from what was expected.
 
     Attributes:
       label: what they are compared with.
@@ -58,38 +36,43 @@ class Curve:
     def shares(self) -> np.ndarray:
         """Share of outputs without a difference in their first i tokens, i = 0, 1, ..."""
         end = max(self.lengths, default=0)
-        parted = np.array([end + 1 if first is None else first for first in self.first])
-        return np.array([np.mean(parted >= i) for i in range(end + 1)])
+        first = np.array([end + 1 if index is None else index for index in self.first])
+        return np.array([np.mean(first >= i) for i in range(end + 1)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """What both kinds of audit have in common, for display.
+class AuditReport:
+    """What both kinds of audit show.
 
     Attributes:
       title: a line.
       promise: in words.
       sentence: what was found.
       holds: whether the promise held.
-      tables: for terminal and page.
+      tables: of figures, for terminal and page.
       divergences: of all levels, with where each stands.
-      curves: prefix match.
+      curves: shares of outputs that are equal so far.
     """
 
     title: str
     promise: str
     sentence: str
     holds: bool
-    tables: list[Grid]
+    tables: list[TextTable]
     divergences: list[tuple[str, Divergence]]
     curves: list[Curve]
 
     @property
-    def divergence_table(self) -> Grid:
+    def all_tables(self) -> list[TextTable]:
+        """The tables, and the divergences if there are any."""
+        return [*self.tables, *([self.divergence_table] if self.divergences else [])]
+
+    @property
+    def divergence_table(self) -> TextTable:
         """The first `MAX_LISTED` divergences, those that no tie explains first."""
         ranked = sorted(self.divergences, key=lambda pair: pair[1].finding == Finding.TIE)
         more = len(ranked) - MAX_LISTED
-        return Grid(
+        return TextTable(
             title="Divergences" + f", {MAX_LISTED} of {len(ranked)}" * (more > 0),
             header=("where", "index", "token", "expected", "gap", "margin", "bound", "verdict"),
             rows=[
@@ -107,74 +90,84 @@ class Report:
             ],
         )
 
+    def plots(self) -> list[Plot]:
+        """Where outputs diverge, margins against bounds, and the share of equal outputs.
 
-def report_of_engine(audit: EngineAudit) -> Report:
+        Raises:
+          SettingError: matplotlib is not installed.
+        """
+        found = {
+            finding: [d for _, d in self.divergences if d.finding == finding] for finding in Finding
+        }
+        shown = {finding: divergences for finding, divergences in found.items() if divergences}
+        plots = [_plot_indices(shown), _plot_margins(shown)] if shown else []
+        return [*plots, _plot_curves(self.curves)] if self.curves else plots
+
+    def write_html(self, path: str | os.PathLike) -> None:
+        """Writes the report as one HTML file; it appears whole or not at all.
+
+        Raises:
+          SettingError: matplotlib is not installed, or the file cannot be written.
+        """
+        write_page(
+            path,
+            title=self.title,
+            verdict=self.sentence,
+            holds=self.holds,
+            paragraphs=[f"Promise: {self.promise}."],
+            tables=self.all_tables,
+            plots=self.plots(),
+        )
+
+
+def report_of_engine(audit: EngineAudit) -> AuditReport:
     """The report of jaxspec's own run."""
     engine = audit.engine
-    tables = [_level_table(audit)]
-    tables.append(
-        Grid(
-            title="What each level claims",
-            header=("level", "claim"),
-            rows=[
-                (name, CLAIMS[name] + (f" (n/a: {level.reason})" if level.reason else ""))
-                for name, level in (*audit.levels.items(), ("distribution", audit.distribution))
-            ],
-        )
-    )
+    claims = {
+        name: CLAIMS[name] + (f" (n/a: {level.reason})" if level.reason else "")
+        for name, level in (*audit.levels.items(), ("distribution", audit.distribution))
+    }
+    run = {
+        "target": f"{engine['target']}, {audit.dtype}",
+        "drafter": f"{engine['drafter']}, {engine['draft_length']} tokens per round",
+        "verifier": str(engine["verifier"]),
+        "shape": f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
+        f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
+        "requests": f"{audit.num_requests}, {audit.num_sampled} of them sampled",
+        "emitted per round": f"{audit.acceptance.emitted_per_round:.2f}",
+        "start-up probe": audit.probe.sentence,
+    }
+    tables = [
+        _level_table(audit),
+        TextTable.of_values("What each level claims", claims),
+        TextTable.of_values("Run", run),
+    ]
     if audit.study is not None:
-        tables.append(
-            Grid(
-                title="The published study's raw string metrics (text compared, not tokens)",
-                header=("against", "exact match", "partial match"),
-                rows=[
-                    (
-                        "the window-1 loop",
-                        _percent(audit.study.exact),
-                        _percent(audit.study.partial),
-                    )
-                ],
-            )
-        )
-    tables.append(
-        Grid(
-            title="Run",
-            header=("what", "value"),
-            rows=[
-                ("target", f"{engine['target']}, {audit.dtype}"),
-                ("drafter", f"{engine['drafter']}, {engine['draft_length']} tokens per round"),
-                ("verifier", str(engine["verifier"])),
-                (
-                    "shape",
-                    f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
-                    f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
-                ),
-                ("requests", f"{audit.num_requests}, {audit.num_sampled} of them sampled"),
-                ("emitted per round", f"{audit.acceptance.emitted_per_round:.2f}"),
-                ("start-up probe", audit.probe.sentence),
-            ],
-        )
-    )
-    return Report(
+        found = {
+            "exact match": percent(audit.study.exact),
+            "partial match": percent(audit.study.partial),
+        }
+        title = "The published study's raw string metrics, against the reference loop"
+        tables.insert(2, TextTable.of_values(title, found))
+    return AuditReport(
         title=f"Audit of {engine['target']} with {engine['drafter']}",
         promise=audit.promise,
         sentence=audit.sentence,
         holds=audit.holds,
         tables=tables,
         divergences=[
-            (f"{name}, request {c.request_id}", c.divergence)
+            (f"{name}, request {request_id}", divergence)
             for name, level in audit.levels.items()
-            for c in level
-            if c.divergence is not None
+            for request_id, divergence in level.divergences
         ],
         curves=[
             Curve(
                 label=f"{name}: {_COMPARED_WITH[name]}",
-                lengths=tuple(c.num_tokens for c in level),
-                first=tuple(c.divergence and c.divergence.index for c in level),
+                lengths=tuple(c.num_tokens for c in level.outputs),
+                first=tuple(c.divergence and c.divergence.index for c in level.outputs),
             )
             for name, level in audit.levels.items()
-            if level.comparisons
+            if level.outputs
         ],
     )
 
@@ -183,11 +176,11 @@ _COMPARED_WITH = {
     "E1": "the same program, nothing drafted",
     "E2": "another order, alone",
     "E3": "plain sampling, same seeds",
-    "E4": "the window-1 loop",
+    "E4": "the reference loop",
 }
 
 
-def _level_table(audit: EngineAudit) -> Grid:
+def _level_table(audit: EngineAudit) -> TextTable:
     """A column for each level."""
     levels, distribution = audit.levels.values(), audit.distribution
 
@@ -195,18 +188,18 @@ def _level_table(audit: EngineAudit) -> Grid:
         cells = [value(level) if level.reason is None else NONE for level in levels]
         return (name, *cells, NONE if distribution.reason else of_distribution)
 
-    return Grid(
+    return TextTable(
         title="Levels, on token ids cut after the stop token",
         header=("", *audit.levels, "distribution"),
         rows=[
             row("holds", lambda level: _word(level.holds), _word(distribution.holds)),
             row(
                 "outputs",
-                lambda level: str(level.num_compared),
+                lambda level: str(len(level.outputs)),
                 str(len(distribution.log_evidence)),
             ),
-            row("exact", lambda level: _percent(level.exact), NONE),
-            row("prefix match", lambda level: _percent(level.prefix_match), NONE),
+            row("exact", lambda level: percent(level.exact), NONE),
+            row("prefix match", lambda level: percent(level.prefix_match), NONE),
             row("equal tokens, other bits", lambda level: str(level.num_other_bits), NONE),
             row("ties", lambda level: str(level.count(Finding.TIE)), NONE),
             row(
@@ -224,74 +217,51 @@ def _level_table(audit: EngineAudit) -> Grid:
     )
 
 
-def report_of_outputs(audit: OutputsAudit) -> Report:
+def report_of_outputs(audit: OutputsAudit) -> AuditReport:
     """The report of another system's outputs."""
-    rows = [
-        ("target", audit.target),
-        ("outputs of", f"{audit.engine}, computed in {audit.dtype}"),
-        ("outputs", f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled"),
-    ]
+    file = {
+        "target": audit.target,
+        "outputs of": f"{audit.engine}, computed in {audit.dtype}",
+        "outputs": f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled",
+    }
     num_after = sum(output.num_after_stop > 0 for output in audit.outputs)
     if num_after:
-        rows.append(("tokens after a stop token", f"in {num_after} outputs; they were cut off"))
+        file["tokens after a stop token"] = f"in {num_after} outputs; they were cut off"
     if audit.is_text:
-        rows.append(("token ids", "made from text; the engine may have emitted other ids"))
-    tables = [Grid(title="File", header=("what", "value"), rows=rows)]
+        file["token ids"] = "made from text; the engine may have emitted other ids"
+    tables = [TextTable.of_values("File", file)]
     if audit.greedy:
-        divergences = [d for _, own in audit.greedy for d in own.divergences]
-        tables.append(
-            Grid(
-                title="Greedy outputs under the target, every token after the output's own",
-                header=(
-                    "outputs",
-                    "exact",
-                    "exact up to ties",
-                    "prefix match",
-                    "tokens",
-                    "ties",
-                    "faults",
-                ),
-                rows=[
-                    (
-                        str(len(audit.greedy)),
-                        _percent(audit.exact),
-                        _percent(audit.exact_up_to_ties),
-                        _percent(audit.prefix_match),
-                        str(sum(own.num_tokens for _, own in audit.greedy)),
-                        str(sum(d.finding == Finding.TIE for d in divergences)),
-                        str(sum(d.finding == Finding.FAULT for d in divergences)),
-                    )
-                ],
-            )
-        )
+        count = collections.Counter(d.finding for _, own in audit.greedy for d in own.divergences)
+        greedy = {
+            "outputs": str(len(audit.greedy)),
+            "exact": percent(audit.exact),
+            "exact up to ties": percent(audit.exact_up_to_ties),
+            "prefix match": percent(audit.prefix_match),
+            "tokens": str(sum(own.num_tokens for _, own in audit.greedy)),
+            "ties": str(count[Finding.TIE]),
+            "faults": str(count[Finding.FAULT]),
+        }
+        title = "Greedy outputs under the target, every token after the output's own"
+        tables.append(TextTable.of_values(title, greedy))
     if audit.sampled:
-        tests = list(audit.distribution_tests.values())
-        tables.append(
-            Grid(
-                title="Sampled outputs under the target's distribution",
-                header=(
-                    "outputs",
-                    "break the distribution",
-                    "prompts tested",
-                    "chi-square",
-                    "p",
-                    "alpha",
-                ),
-                rows=[
-                    (
-                        str(len(audit.sampled)),
-                        str(audit.num_excluded),
-                        str(len(tests)),
-                        f"{sum(t.statistic for t in tests):.1f} of "
-                        f"{sum(t.degrees_of_freedom for t in tests)}",
-                        NONE if not tests else f"{audit.distribution_p_value:.3g}",
-                        f"{audit.alpha:g}",
-                    )
-                ],
-            )
-        )
-    both = [("first difference", False), ("first that no tie explains", True)]
-    return Report(
+        tests = audit.distribution_tests.values()
+        statistic = sum(test.statistic for test in tests)
+        sampled = {
+            "outputs": str(len(audit.sampled)),
+            "break the distribution": str(audit.num_excluded),
+            "prompts tested": str(len(tests)),
+            "chi-square": f"{statistic:.1f} of {sum(t.degrees_of_freedom for t in tests)}",
+            "p": f"{audit.distribution_p_value:.3g}" if tests else NONE,
+            "alpha": f"{audit.alpha:g}",
+        }
+        title = "Sampled outputs under the target's distribution"
+        tables.append(TextTable.of_values(title, sampled))
+    outputs = [own for _, own in audit.greedy]
+    first = [own.divergences[0].index if own.divergences else None for own in outputs]
+    first_wrong = [own.first.index if own.first else None for own in outputs]
+    curves = {"first difference": first, "first that no tie explains": first_wrong}
+    lengths = tuple(own.num_tokens for own in outputs)
+    return AuditReport(
         title=f"Audit of outputs of {audit.engine} under {audit.target}",
         promise=audit.promise,
         sentence=audit.sentence,
@@ -303,183 +273,77 @@ def report_of_outputs(audit: OutputsAudit) -> Report:
             for divergence in own.divergences
         ],
         curves=[
-            Curve(
-                label=label,
-                lengths=tuple(own.num_tokens for _, own in audit.greedy),
-                first=tuple(
-                    min(
-                        (
-                            d.index
-                            for d in own.divergences
-                            if d.finding != Finding.TIE or not is_strict
-                        ),
-                        default=None,
-                    )
-                    for _, own in audit.greedy
-                ),
-            )
-            for label, is_strict in both
-            if audit.greedy
+            Curve(label=label, lengths=lengths, first=tuple(indices))
+            for label, indices in curves.items()
+            if outputs
         ],
     )
 
 
-def terminal_tables(report: Report) -> list[Table]:
-    """The report's tables for a terminal."""
-    grids = [*report.tables]
-    if report.divergences:
-        grids.append(report.divergence_table)
-    tables = []
-    for grid in grids:
-        table = Table(title=grid.title, title_justify="left", title_style="bold")
-        for name in grid.header:
-            table.add_column(name, overflow="fold")
-        for row in grid.rows:
-            table.add_row(*row)
-        tables.append(table)
-    return tables
+def _plot_indices(shown: dict[Finding, list[Divergence]]) -> Plot:
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_figure()
+    last = max(d.index for found in shown.values() for d in found)
+    axes.hist(
+        [[d.index for d in found] for found in shown.values()],
+        bins=np.linspace(-0.5, last + 0.5, min(last + 1, 32) + 1).tolist(),
+        stacked=True,
+        label=[finding.value for finding in shown],
+        color=[COLOURS[finding] for finding in shown],
+    )
+    axes.set(xlabel="index of the token in the output", ylabel="divergences")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    return Plot(name="indices", caption="Where outputs diverge", figure=figure)
 
 
-def write_html(report: Report, path: str | os.PathLike) -> None:
-    """Writes the report as one HTML file; it appears whole or not at all.
-
-    Raises:
-      SettingError: matplotlib is not installed, or the file cannot be written.
-    """
-    plots = [(caption, _as_data(figure)) for caption, figure in make_plots(report)]
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    tables = [*report.tables, *([report.divergence_table] if report.divergences else [])]
-    page = environment.from_string(_PAGE).render(report=report, tables=tables, plots=plots)
-    write_atomically(pathlib.Path(path), page.encode())
-
-
-def make_plots(report: Report) -> list[tuple[str, Any]]:
-    """Captions and matplotlib figures: positions, margins against bounds, prefix match.
-
-    Raises:
-      SettingError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise SettingError(
-            "A report with plots was asked for, and matplotlib is not installed; install it, or "
-            "use --json."
-        ) from error
-
-    def new_figure():
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        axes = figure.subplots()
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure, axes
-
-    plots = []
-    by_finding = {
-        finding: [d for _, d in report.divergences if d.finding == finding] for finding in Finding
-    }
-    shown = {finding: found for finding, found in by_finding.items() if found}
-    if shown:
-        figure, axes = new_figure()
-        last = max(d.index for found in shown.values() for d in found)
-        bins = np.linspace(-0.5, last + 0.5, min(last + 1, 32) + 1).tolist()
-        axes.hist(
-            [[d.index for d in found] for found in shown.values()],
-            bins=bins,
-            stacked=True,
-            label=[finding.value for finding in shown],
-            color=[COLOURS[finding] for finding in shown],
+def _plot_margins(shown: dict[Finding, list[Divergence]]) -> Plot:
+    figure, axes = new_figure()
+    finite = [d.margin for found in shown.values() for d in found if math.isfinite(d.margin)]
+    bounds = [d.bound for found in shown.values() for d in found if d.bound > 0]
+    numbers = [x for x in (*finite, *bounds) if x > 0] or [1.0]
+    low, high = min(numbers) / 2, max(numbers) * 2
+    # What no rounding explains at all (a missing token) is drawn at the edge.
+    for finding, found in shown.items():
+        axes.scatter(
+            [min(max(d.bound, low), high) for d in found],
+            [min(max(d.margin, low), high) for d in found],
+            s=22,
+            alpha=0.8,
+            color=COLOURS[finding],
+            label=finding.value,
+            linewidths=0,
         )
-        axes.set(xlabel="index of the token in the output", ylabel="divergences")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(frameon=False)
-        plots.append(("Where outputs part", figure))
-
-        figure, axes = new_figure()
-        finite = [d.margin for found in shown.values() for d in found if math.isfinite(d.margin)]
-        bounds = [d.bound for found in shown.values() for d in found if d.bound > 0]
-        numbers = [x for x in (*finite, *bounds) if x > 0] or [1.0]
-        low, high = min(numbers) / 2, max(numbers) * 2
-        # What no rounding explains at all (a missing token) is drawn at the edge.
-        for finding, found in shown.items():
-            axes.scatter(
-                [min(max(d.bound, low), high) for d in found],
-                [min(max(d.margin, low), high) for d in found],
-                s=22,
-                alpha=0.8,
-                color=COLOURS[finding],
-                label=finding.value,
-                linewidths=0,
-            )
-        axes.plot([low, high], [low, high], color="#888", linewidth=1, label="margin = bound")
-        axes.set(
-            xscale="log",
-            yscale="log",
-            xlim=(min(bounds, default=low) / 5, max(bounds, default=high) * 5),
-            ylim=(low / 1.3, high * 1.3),
-            xlabel="bound: what rounding explains (logits)",
-            ylabel="margin (logits)",
-        )
-        axes.legend(frameon=False, fontsize=8)
-        plots.append(("Margins against the bound: ties lie below the line", figure))
-    if report.curves:
-        figure, axes = new_figure()
-        for index, curve in enumerate(report.curves):
-            shares = 100 * curve.shares()
-            style = ("-", "--", "-.", ":")[index % 4]  # equal curves stay visible
-            axes.step(range(len(shares)), shares, style, where="post", label=curve.label)
-        lowest = min(float(curve.shares().min()) for curve in report.curves)
-        axes.set(
-            xlabel="tokens",
-            ylabel="outputs without a difference so far, %",
-            ylim=(max(0, 100 * lowest - 5), 102),
-        )
-        axes.legend(frameon=False, fontsize=8)
-        plots.append(("DraftContext match", figure))
-    return plots
+    axes.plot([low, high], [low, high], color="#888", linewidth=1, label="margin = bound")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(min(bounds, default=low) / 5, max(bounds, default=high) * 5),
+        ylim=(low / 1.3, high * 1.3),
+        xlabel="bound: what rounding explains (logits)",
+        ylabel="margin (logits)",
+    )
+    axes.legend(frameon=False, fontsize=8)
+    caption = "Margins against the bound: ties lie below the line"
+    return Plot(name="margins", caption=caption, figure=figure)
 
 
-def _as_data(figure: Any) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+def _plot_curves(curves: list[Curve]) -> Plot:
+    figure, axes = new_figure()
+    for index, curve in enumerate(curves):
+        shares = 100 * curve.shares()
+        style = ("-", "--", "-.", ":")[index % 4]  # equal curves stay visible
+        axes.step(range(len(shares)), shares, style, where="post", label=curve.label)
+    lowest = min(float(curve.shares().min()) for curve in curves)
+    axes.set(
+        xlabel="tokens",
+        ylabel="outputs without a difference so far, %",
+        ylim=(max(0, 100 * lowest - 5), 102),
+    )
+    axes.legend(frameon=False, fontsize=8)
+    return Plot(name="prefix", caption="Prefix match", figure=figure)
 
 
 def _word(holds: bool | None) -> str:
     return {True: "yes", False: "NO", None: "n/a"}[holds]
-
-
-def _percent(share: float) -> str:
-    # Never rounded up to 100: 999 of 1000 must not look like all of them.
-    return NONE if math.isnan(share) else f"{math.floor(share * 1000 + 1e-9) / 10:.1f} %"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ report.title }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1c1c1c; background: #fff; }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-size: 14px; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .7rem .25rem 0; text-align: left;
-  vertical-align: top; }
-.found { border-left: .4rem solid {{ "#2a7f62" if report.holds else "#c0392b" }};
-  padding-left: .8rem; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; }
-figure img { width: 33rem; max-width: 100%; }
-</style></head><body>
-<h1>{{ report.title }}</h1>
-<p class="found"><b>{{ report.sentence }}</b><br>Promise: {{ report.promise }}.</p>
-{% for caption, data in plots %}
-<figure><figcaption><b>{{ caption }}</b></figcaption><img alt="{{ caption }}" src="{{ data }}">
-</figure>
-{% endfor %}
-{% for table in tables %}
-<h2>{{ table.title }}</h2>
-<table><tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in table.rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-{% endfor %}
-</body></html>
-"""

@@ -1,4 +1,4 @@
-"""Scores of a given output under a model: teacher forcing, and how far rounding moves the scores.
+"""The logits of a given output under a model: teacher forcing, and how far rounding moves them.
 
 A sequence is read by one compiled program per width, whatever its length: the prompt in chunks, the
 output in segments of `SEGMENT` tokens. Each segment is scored with fp32 parameters, which is the
@@ -25,16 +25,16 @@ from jaxspec.cache import pages as kv
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
-from jaxspec.types import BatchView, PyTree, Window
+from jaxspec.types import BatchView, PyTree
 
 SEGMENT = 64  # output tokens scored by one call
 PROMPT_CHUNK = 128  # of the re-scorings; the fp32 scoring reads prompts in chunks of SEGMENT
 WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
 
-# How an output bets against the target's distribution; see `Segment.log_bets`.
+# Weights of the two alternatives to the target's distribution; see `Segment.log_bets`.
 FLATTER_SHARE = 0.05
 UNIFORM_SHARE = 0.05
 
@@ -46,10 +46,10 @@ class Segment:
     Attributes:
       first: index in the output of the segment's first token.
       tokens: `[n]` int32, the output's tokens.
-      chosen: `[n]` int32, what the target emits there by its fp32 scores: the arg max, or the keyed
+      chosen: `[n]` int32, what the target emits there by its fp32 logits: the arg max, or the keyed
         draw of a sampled request (only meaningful if its seed is known).
-      noise: `[n]` fp32, the largest change of a token's score when it is computed in the output's
-        dtype, over `WIDTHS`, in units of logits.
+      noise: `[n]` fp32, the largest change of a logit when it is computed in the output's dtype,
+        over `WIDTHS`.
       log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
         from, -inf if a filter removed it.
       log_bets: `[n]` fp32, log of `q / p`, where q mixes the distribution p with a flatter one (its
@@ -74,7 +74,7 @@ class Segment:
         """Index in the output after the segment's last token."""
         return self.first + len(self.tokens)
 
-    def scores_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def logits_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Adjusted logits and keyed noise, `[V]` float64 each, by which output token `index` is
         drawn."""
         row = index - self.first
@@ -159,7 +159,7 @@ class Scorer:
         wanted = params.stop_tokens(self.target)[:MAX_STOP_TOKENS]
         stops[0, : len(wanted)] = wanted
         for start in range(num_prompt - 1, end - 1, SEGMENT):
-            stop = min(start + SEGMENT, end - 1)  # scores after the last token decide nothing
+            stop = min(start + SEGMENT, end - 1)  # logits after the last token decide nothing
             n = stop - start
             at = (np.int32(start), np.int32(stop))
             scored, wide = self._score(self._wide.params, wide, tokens, *at, stops, row)
@@ -169,7 +169,7 @@ class Scorer:
                     self._own.params, cache, tokens, *at, scored["logits"]
                 )
                 noise = np.maximum(noise, np.asarray(change))
-            # Penalties scale the scores of some tokens, and their noise.
+            # Penalties scale the logits of some tokens, and their noise.
             noise = noise * max(params.repetition_penalty, 1 / params.repetition_penalty)
             host = jax.device_get({k: scored[k] for k in ("chosen", "log_probs", "log_bets")})
             yield Segment(
@@ -278,14 +278,8 @@ def window_logits(
 
     Tokens from `stop` on are padding: they repeat the last one and are stored nowhere.
     """
-    index = start + jnp.arange(width, dtype=jnp.int32)
-    positions = jnp.clip(index, 0, stop - 1)
-    window = Window(
-        start=start[None],
-        positions=positions[None],
-        slots=jnp.where(index < stop, index, -1)[None],
-    )
-    hidden, cache = model.forward(params, tokens[positions][None], window, cache)
+    window = chain_window(start[None], width, stop=stop[None])
+    hidden, cache = model.forward(params, tokens[window.positions], window, cache)
     return model.logits(params, hidden)[0], cache
 
 

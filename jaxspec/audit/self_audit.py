@@ -1,13 +1,13 @@
-"""Audit of jaxspec's own runs: the four levels of equality, on token ids cut after the stop token.
+"""Audit of jaxspec's own runs: the levels of equality, on token ids cut after the stop token.
 
-E1  speculative output equals the same compiled program with every draft marked invalid: tokens, the
+E1  Speculative output equals the same compiled program with every draft marked invalid: tokens, the
     log-probability of each (if the engine keeps them) and committed KV, bit for bit.
-E2  a request's output does not depend on what else is decoded: another order, and requests alone.
-E3  a sampled speculative output is the sampled plain output of the same seed.
-E4  against the window-1 plain loop, another program: equal except at ties, each proven.
-distribution sampled outputs follow the target's distribution: for verifiers that draw other tokens
-than plain
-    decoding, the only promise there is.
+E2  A request's output does not depend on what else is decoded: another order, and requests alone.
+E3  A sampled speculative output is the sampled plain output of the same seed.
+E4  Against the reference loop (plain decoding, one token per step: another program), outputs are
+    equal except at ties, each proven.
+distribution  Sampled outputs follow the target's distribution. Verifiers that draw other tokens
+    than plain decoding promise only this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,11 @@ from jaxspec.audit.judge import (
     Divergence,
     Finding,
     first_difference,
-    judge,
+    json_number,
+    judge_all,
     judge_alone,
 )
-from jaxspec.audit.probe import ProbeReport, live_kv, probe
+from jaxspec.audit.probe import ProbeReport, probe
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -46,14 +46,14 @@ CLAIMS = {
     "E1": "the same program with drafts marked invalid gives the same tokens and bits",
     "E2": "alone and in another order, a request gives the same tokens and bits",
     "E3": "sampled plain decoding with the same seeds gives the same tokens",
-    "E4": "the window-1 plain loop gives the same tokens, except at proven ties",
+    "E4": "the window-1 reference loop gives the same tokens, except at proven ties",
     "distribution": "sampled tokens follow the target's distribution",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One output beside what it is compared with.
+class ComparedOutput:
+    """One output beside its reference.
 
     Attributes:
       request_id: of the output.
@@ -72,46 +72,43 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """What one level's comparisons found.
+    """What the comparisons of one level found.
 
     Attributes:
       name: a key of `CLAIMS`.
-      comparisons: of this level; empty where it does not apply.
+      outputs: compared at this level; empty where it does not apply.
       reason: why it does not apply, or None.
       allows_ties: whether a proven tie is within the promise.
     """
 
     name: str
-    comparisons: tuple[Comparison, ...] = ()
+    outputs: tuple[ComparedOutput, ...] = ()
     reason: str | None = None
     allows_ties: bool = False
 
     @property
-    def num_compared(self) -> int:
-        """Outputs compared."""
-        return len(self.comparisons)
-
-    @property
     def exact(self) -> float:
         """Share of outputs whose tokens are all equal."""
-        return _mean([c.divergence is None for c in self.comparisons])
+        return _mean([c.divergence is None for c in self.outputs])
 
     @property
     def prefix_match(self) -> float:
         """Mean over outputs of the share of tokens before the first difference."""
-        return _mean([c.num_equal / c.num_tokens for c in self.comparisons])
+        return _mean([c.num_equal / c.num_tokens for c in self.outputs])
 
     def count(self, finding: Finding) -> int:
         """Outputs whose first divergence was found to be this."""
-        return sum(c.divergence is not None and c.divergence.finding == finding for c in self)
+        return sum(d.finding == finding for _, d in self.divergences)
 
-    def __iter__(self):
-        return iter(self.comparisons)
+    @property
+    def divergences(self) -> list[tuple[str, Divergence]]:
+        """Every first divergence, with the request's id."""
+        return [(c.request_id, c.divergence) for c in self.outputs if c.divergence is not None]
 
     @property
     def num_other_bits(self) -> int:
         """Outputs with equal tokens, but other log-probabilities or KV."""
-        return sum(c.divergence is None and c.are_bits_equal is False for c in self)
+        return sum(c.divergence is None and c.are_bits_equal is False for c in self.outputs)
 
     @property
     def holds(self) -> bool | None:
@@ -119,7 +116,7 @@ class Level:
         if self.reason is not None:
             return None
         if self.allows_ties:
-            return self.count(Finding.TIE) == sum(c.divergence is not None for c in self)
+            return self.count(Finding.TIE) == len(self.divergences)
         return self.exact == 1 and self.num_other_bits == 0
 
     def to_json(self) -> dict[str, Any]:
@@ -128,17 +125,16 @@ class Level:
             "claim": CLAIMS[self.name],
             "holds": self.holds,
             "reason": self.reason,
-            "num_compared": self.num_compared,
-            "exact": self.exact if self.comparisons else None,
-            "prefix_match": self.prefix_match if self.comparisons else None,
+            "num_compared": len(self.outputs),
+            "exact": self.exact if self.outputs else None,
+            "prefix_match": self.prefix_match if self.outputs else None,
             "num_other_bits": self.num_other_bits,
             "num_ties": self.count(Finding.TIE),
             "num_faults": self.count(Finding.FAULT),
             "num_sampling": self.count(Finding.SAMPLING),
             "divergences": [
-                {"request_id": c.request_id, **divergence_json(c.divergence)}
-                for c in self
-                if c.divergence is not None
+                {"request_id": request_id, **divergence.to_json()}
+                for request_id, divergence in self.divergences
             ],
         }
 
@@ -174,7 +170,7 @@ class DistributionLevel:
             "num_compared": len(self.log_evidence),
             "alpha": ALPHA,
             "num_excluded": self.num_excluded,
-            "largest_log_evidence": _finite(max(self.log_evidence, default=None)),
+            "largest_log_evidence": json_number(max(self.log_evidence, default=None)),
         }
 
 
@@ -224,7 +220,7 @@ class EngineAudit:
       num_sampled: of these, with a temperature.
       levels: E1 to E4 by name.
       distribution: of the sampled outputs.
-      study: the published study's metrics against the window-1 loop; None without a tokenizer.
+      study: the published study's metrics against the reference loop; None without a tokenizer.
       probe: the start-up probe.
       acceptance: of the speculative run.
     """
@@ -253,11 +249,12 @@ class EngineAudit:
         broken += ["distribution"] if self.distribution.holds is False else []
         if broken:
             return f"The promise is broken: {', '.join(broken)} does not hold."
-        held = [name for name, level in self.levels.items() if level.holds]
-        held += ["distribution"] if self.distribution.holds else []
+        fine = [name for name, level in self.levels.items() if level.holds]
+        fine += ["distribution"] if self.distribution.holds else []
         num_ties = self.levels["E4"].count(Finding.TIE)
-        ties = f"; {num_ties} outputs part from the window-1 loop, at proven ties" * bool(num_ties)
-        names = ", ".join(held) or "nothing"
+        ties = f"; {num_ties} outputs differ from the reference loop, at proven ties"
+        ties *= num_ties > 0
+        names = ", ".join(fine) or "nothing"
         return f"The promise holds: {names} of {self.num_requests} requests{ties}."
 
     def to_json(self) -> dict[str, Any]:
@@ -287,11 +284,16 @@ class EngineAudit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Completions of a run, in the order of the requests, and a digest of each one's KV (or
-    none)."""
+    """Completions of a run, in the order of the requests, and a digest of each one's KV; None where
+    bits are not compared."""
 
     completions: list[Completion]
-    kv: list[str]
+    kv: list[str] | None
+
+    def chosen(self, indices: Sequence[int]) -> _Run:
+        """Those of some requests."""
+        kv = None if self.kv is None else [self.kv[i] for i in indices]
+        return _Run(completions=[self.completions[i] for i in indices], kv=kv)
 
 
 def audit_engine(
@@ -305,7 +307,7 @@ def audit_engine(
     """Audits an engine on a workload.
 
     The workload is decoded speculatively, plainly in the same program, in another order, in part
-    alone, and by the window-1 loop. Give the engine `max_logprobs=0`, and E1 and E2 compare the
+    alone, and by the reference loop. Give the engine `max_logprobs=0`, and E1 and E2 compare the
     bits of the tokens' log-probabilities too.
 
     Args:
@@ -313,18 +315,18 @@ def audit_engine(
       prompts: as for `Engine.generate`.
       params: one for all, or one each.
       seed: of the other order.
-      on_stage: told in words what is being done.
+      on_stage: called with the name of each stage as it begins.
 
     Raises:
       PromptError, SettingError: as `Engine.generate`; or the engine has the aligned layout or a
-        mesh, which the levels do not speak of.
+        mesh, for which the levels are not defined.
     """
     if engine.layout != "ragged" or engine.mesh is not None:
         raise SettingError(
             f"An engine with the {engine.layout} layout"
             f"{' on a mesh' if engine.mesh is not None else ''} was given to the audit, whose "
-            "levels are those of the ragged layout on one device; audit that one, or hand it this "
-            "engine's outputs as another system's (audit_outputs)."
+            "levels are those of the ragged layout on one device; audit such an engine, or give "
+            "this engine's outputs to audit_outputs."
         )
     tell = on_stage or (lambda _: None)
     if engine.max_logprobs is not None:
@@ -352,10 +354,10 @@ def audit_engine(
     order = np.random.default_rng(seed).permutation(len(requests)).tolist()
     shuffled = _run(engine, [requests[i] for i in order])
     few = list(range(0, len(requests), max(1, len(requests) // NUM_ALONE)))[:NUM_ALONE]
-    alone = [_run(engine, [requests[i]]) for i in few]
-    tell("E4: the window-1 plain loop")
+    alone = _run(engine, [requests[i] for i in few], batch_size=1)
+    tell("E4: the reference loop")
     shape = engine.shape
-    witness_engine = Engine(
+    reference_loop = Engine(
         engine.target,
         batch_size=shape.batch_size,
         max_length=shape.max_length,
@@ -365,48 +367,39 @@ def audit_engine(
         dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=None))
         for r in requests
     ]
-    witness = _Run(completions=list(witness_engine.run(unmarked)), kv=[])
+    reference = _Run(completions=list(reference_loop.run(unmarked)), kv=None)
 
     tell("judging divergences")
-    longest = max(
-        len(c.prompt_token_ids + c.token_ids) for c in (*drafted.completions, *witness.completions)
-    )
+    every = (*drafted.completions, *reference.completions)
+    longest = max(len(c.prompt_token_ids + c.token_ids) for c in every)
     scorer = Scorer(engine.target, max_length=longest)
 
-    def compare(i: int, run: _Run, place: int, reference: _Run, other: int) -> Comparison:
-        """Request i, at `place` of a run, beside a reference."""
-        return _compare(
-            scorer,
-            requests[i],
-            run.completions[place],
-            reference.completions[other],
-            _bits_equal(run, place, reference, other) if reference.kv else None,
-        )
-
-    def level(name: str, chosen: Sequence[bool], reference: _Run) -> Level:
-        """The speculative output of every chosen request beside the reference."""
-        found = [compare(i, drafted, i, reference, i) for i, ok in enumerate(chosen) if ok]
-        if found:
+    def level(name: str, is_compared: Sequence[bool], expected: _Run) -> Level:
+        """The speculative output of some requests beside what is expected."""
+        chosen = [i for i, ok in enumerate(is_compared) if ok]
+        if chosen:
+            found = _compare(scorer, requests, chosen, drafted.chosen(chosen), expected)
             # A machine on which bits depend on places can keep no more than the promise of E4.
-            is_loose = name == "E4" or not seen.holds
-            return Level(name=name, comparisons=tuple(found), allows_ties=is_loose)
+            return Level(name=name, outputs=found, allows_ties=name == "E4" or not seen.holds)
         if name == "E3" and not any(is_sampled):
             return Level(name=name, reason="no request is sampled")
         return Level(name=name, reason=f"{verifier.name} draws other tokens than plain decoding")
 
-    independence = [compare(i, shuffled, place, drafted, i) for place, i in enumerate(order)]
-    independence += [compare(i, run, 0, drafted, i) for i, run in zip(few, alone, strict=True)]
+    independent = _compare(scorer, requests, order, shuffled, drafted)
+    independent += _compare(scorer, requests, few, alone, drafted)
     both = [own and sampled for own, sampled in zip(is_own, is_sampled, strict=True)]
     levels = {
         "E1": level("E1", is_own, plain),
-        "E2": Level(name="E2", comparisons=tuple(independence), allows_ties=not seen.holds),
-        "E3": level("E3", both, dataclasses.replace(plain, kv=[])),
-        "E4": level("E4", is_own, witness),
+        "E2": Level(name="E2", outputs=independent, allows_ties=not seen.holds),
+        "E3": level("E3", both, dataclasses.replace(plain, kv=None)),
+        "E4": level("E4", is_own, reference),
     }
     tell("the distribution of sampled outputs")
     if verifier.is_lossless:
-        pairs = zip(requests, drafted.completions, strict=True)
-        distribution = _distribution(scorer, list(compress(pairs, is_sampled)))
+        sampled = [i for i, is_one in enumerate(is_sampled) if is_one]
+        distribution = _distribution(
+            scorer, [requests[i] for i in sampled], drafted.chosen(sampled).completions
+        )
     else:
         distribution = DistributionLevel(
             reason=f"{verifier.name} does not promise the distribution"
@@ -422,7 +415,7 @@ def audit_engine(
         study=StudyMetrics.of(
             engine.target,
             [c.token_ids for c in drafted.completions],
-            [c.token_ids for c in witness.completions],
+            [c.token_ids for c in reference.completions],
         ),
         probe=seen,
         acceptance=Acceptance.total([c.acceptance for c in drafted.completions]),
@@ -454,61 +447,63 @@ def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
     return f"lossy: {verifier.promise.removeprefix('lossy: ')}; greedy output is plain decoding's"
 
 
-def divergence_json(divergence: Divergence) -> dict[str, Any]:
-    """A divergence as JSON values; infinite numbers as text."""
-    return {name: _finite(x) for name, x in dataclasses.asdict(divergence).items()} | {
-        "finding": divergence.finding.value
-    }
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _run(engine: Engine, requests: Sequence[Request], *, speculate: bool = True) -> _Run:
-    completions, bits = [], []
-    for first in range(0, len(requests), engine.shape.batch_size):
-        batch = requests[first : first + engine.shape.batch_size]
+def _run(
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    speculate: bool = True,
+    batch_size: int | None = None,
+) -> _Run:
+    """Decodes requests `batch_size` at a time (default: as many as there are rows)."""
+    size = batch_size or engine.shape.batch_size
+    completions, digests = [], []
+    for first in range(0, len(requests), size):
+        batch = requests[first : first + size]
         completions.extend(engine.run(batch, speculate=speculate))
         # The rows keep their KV until the next batch takes them.
         for row in range(len(batch)):
             digest = hashlib.sha256()
-            for values in live_kv(engine.state, row):
+            for values in engine.executor.committed_kv(row):
                 digest.update(values.tobytes())
-            bits.append(digest.hexdigest())
-    return _Run(completions=completions, kv=bits)
-
-
-def _bits_equal(a: _Run, i: int, b: _Run, j: int) -> bool:
-    """Whether two outputs have the same log-probabilities and KV, to the bit."""
-    return a.completions[i].logprobs == b.completions[j].logprobs and a.kv[i] == b.kv[j]
+            digests.append(digest.hexdigest())
+    return _Run(completions=completions, kv=digests)
 
 
 def _compare(
-    scorer: Scorer, request: Request, ours: Completion, theirs: Completion, bits: bool | None
-) -> Comparison:
-    divergence = judge(
+    scorer: Scorer, requests: Sequence[Request], chosen: Sequence[int], run: _Run, expected: _Run
+) -> tuple[ComparedOutput, ...]:
+    """The outputs of a run, which are those of the requests `chosen`, beside what is expected of
+    each request."""
+    theirs = expected.chosen(chosen)
+    found = judge_all(
         scorer,
-        prompt_ids=request.prompt_token_ids,
-        output_ids=ours.token_ids,
-        reference_ids=theirs.token_ids,
-        params=request.params,
+        run.completions,
+        [completion.token_ids for completion in theirs.completions],
+        [requests[i].params for i in chosen],
     )
-    num_tokens = len(theirs.token_ids)
-    return Comparison(
-        request_id=request.request_id,
-        num_tokens=num_tokens,
-        num_equal=num_tokens if divergence is None else min(divergence.index, num_tokens),
-        are_bits_equal=bits,
-        divergence=divergence,
-    )
+    compared = []
+    for place, (ours, other) in enumerate(zip(run.completions, theirs.completions, strict=True)):
+        divergence = found.judged.get(place)
+        num_tokens = len(other.token_ids)
+        are_bits_equal = None
+        if run.kv is not None and theirs.kv is not None:
+            are_bits_equal = ours.logprobs == other.logprobs and run.kv[place] == theirs.kv[place]
+        compared.append(
+            ComparedOutput(
+                request_id=requests[chosen[place]].request_id,
+                num_tokens=num_tokens,
+                num_equal=num_tokens if divergence is None else min(divergence.index, num_tokens),
+                are_bits_equal=are_bits_equal,
+                divergence=divergence,
+            )
+        )
+    return tuple(compared)
 
 
 def _distribution(
-    scorer: Scorer, sampled: Sequence[tuple[Request, Completion]]
+    scorer: Scorer, requests: Sequence[Request], completions: Sequence[Completion]
 ) -> DistributionLevel:
-    if not sampled:
+    if not requests:
         return DistributionLevel(reason="no request is sampled")
     judged = [
         judge_alone(
@@ -517,7 +512,7 @@ def _distribution(
             output_ids=completion.token_ids,
             params=dataclasses.replace(request.params, seed=None),
         )
-        for request, completion in sampled
+        for request, completion in zip(requests, completions, strict=True)
     ]
     return DistributionLevel(
         log_evidence=tuple(own.log_evidence or 0.0 for own in judged),

@@ -1,1 +1,1 @@
-"""What a converted checkpoint's directory holds, and what a model's name means."""
+"""Converted directories (`format`), and the names that load a model (`resolve`)."""

@@ -9,18 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.commands.documents import make_document
-from jaxspec.kernels import cpu as native
-from jaxspec.kernels.registry import default_kernels
+from jaxspec.commands.options import JsonOption
+from jaxspec.kernels.registry import default_kernels, native_problem
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices_sentence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvCommand:
+class EnvCommand(JsonOption):
     """Print versions and devices, for bug reports and beside figures."""
-
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Prints and returns the JSON document."""
@@ -34,7 +31,7 @@ class EnvCommand:
         table.add_row("host", devices["host"])
         table.add_row("devices", f"{devices['num_devices']} x {', '.join(devices['kinds'])}")
         is_lacking = devices["platform"] == "cpu" and devices["kernels"] != "native"
-        why = f" (not native: {native.problem()})" if is_lacking else ""
+        why = f" (not native: {native_problem()})" if is_lacking else ""
         table.add_row("kernels", devices["kernels"] + escape(why))
         console.print(table)
         console.print(f"jaxspec is {devices_sentence(devices)}.")

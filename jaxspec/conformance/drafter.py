@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from scipy import stats
 
 from jaxspec import sampling
@@ -28,34 +27,26 @@ from jaxspec.conformance.checks import (
     demand_nothing_closed_over,
     demand_same_output,
     demand_same_tree,
-    distance_of,
     mixed_requests,
-    rounding_of,
 )
 from jaxspec.conformance.report import (
     Clause,
+    ConformanceReport,
     NotApplicable,
-    Report,
+    Untested,
     chosen_checks,
     enters,
     run_checks,
 )
-from jaxspec.decode import round as decode_round
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest, DrawsUnderTest
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter, DrafterBase, function_params
-from jaxspec.engine.engine import Engine
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.requests.requests import Request
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.compilation import Program
-from jaxspec.schedulers import Static
-from jaxspec.types import BatchView, DecodeState, Draft, DraftContext, EngineShape, PyTree, Verdict
-from jaxspec.verifiers import Coupled
+from jaxspec.types import DecodeState, Draft, EngineShape
 
-NUM_ROUNDS = 8  # of scripted verdicts
 ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution
+SHARES = " (if its drafts may depend on other requests, it has to say shares_state = True)"
 NUM_DRAWS = 200  # drafts per row that a distribution is tested with
 
 DRAFTER_CHECKS: dict[str, Clause] = {}
@@ -70,19 +61,24 @@ def check_drafter(
     skip: Sequence[str] = (),
     max_length: int = 256,
     seed: int = 0,
-) -> Report:
+) -> ConformanceReport:
     """Whether a drafter keeps the contracts of decoding, and draws from the distribution that it
     states.
 
-    A drafter cannot make the output wrong while the loop is right; it can make a request depend on
-    its neighbours, forget to forget, or state a distribution that it did not draw from, and then
-    sampled output is biased.
+    A drafter cannot make the output wrong while the loop is right. It can make a request depend on
+    its neighbours, keep what it should forget, or state a distribution that it did not draw from,
+    and then sampled output is biased.
+
+    Where nothing was drafted, a check is `untested`, not passed, and the report is not ok: give
+    prompts on which it drafts. A drafter that has `shares_state = True` says that its drafts may
+    depend on other requests, earlier ones or neighbours. Its own contract: what requests share has
+    no row axis, a fresh state makes it draft the same again, and no output depends on it.
 
     Args:
       drafter: anything that follows the `Drafter` protocol.
       target: the model that it drafts for.
-      prompts: six or more token lists of different lengths, of which it should be able to draft
-        something; default `battery_prompts`.
+      prompts: six or more token lists of different lengths, on which it should draft something;
+        default `battery_prompts`.
       only: names of checks to run; default all of `DRAFTER_CHECKS`.
       skip: names of checks to leave out.
       max_length: slots per row, a multiple of 128.
@@ -100,317 +96,19 @@ def check_drafter(
             f"{len(prompts)} prompts were given to check a drafter with; give at least {2 * ROWS} "
             f"of 1 to {longest} tokens each."
         )
-    bench = _DrafterBench(drafter, target, prompts=prompts, max_length=max_length, seed=seed)
-    return run_checks("drafter", drafter, chosen, bench)
+    prepared = DrafterUnderTest(drafter, target, prompts=prompts, max_length=max_length, seed=seed)
+    return run_checks("drafter", drafter, chosen, prepared)
 
 
 def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
-    """Six prompts of random tokens that repeat themselves, so that a lookup finds something."""
+    """Six prompts of random tokens, each a phrase that is repeated, so that a drafter that looks
+    phrases up finds the last tokens of every prompt but the shortest earlier in it."""
     rng = np.random.default_rng(seed)
     prompts = []
-    for length in (9, 37, 21, 60, 2, 33):
-        motif = rng.integers(0, vocab_size, 7)
-        prompts.append(np.resize(motif, length).tolist())
+    for length in (13, 37, 21, 60, 2, 33):
+        phrase = rng.integers(0, vocab_size, 4)
+        prompts.append(np.resize(phrase, length).tolist())
     return prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scripted:
-    """Coupled verification, but for rows that have the stop token `marker`: of their drafts none,
-    some or all are kept by lot, whatever the target says, so that drafters meet every outcome.
-
-    The lots are keyed by the request and its length, so a row's script does not depend on others.
-    """
-
-    marker: int
-    name: str = "scripted"
-    promise: str = "none"
-    is_lossless: bool = False
-    is_coupled: bool = True
-    is_noise_shared: bool = True
-    needs_draft_probs: bool = False
-    takes_trees: bool = True
-
-    def verify(
-        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
-    ) -> Verdict:
-        """The script's verdict, or that of `Coupled`."""
-        is_scripted = jnp.any(rows.stop_tokens == self.marker, axis=1)
-
-        def choose(scripted, honest):
-            shape = (-1,) + (1,) * (honest.ndim - 1)
-            return jnp.where(is_scripted.reshape(shape), scripted, honest)
-
-        honest = Coupled().verify(logits, draft, rows, prefix)
-        return jax.tree.map(choose, self.script(draft, rows), honest)
-
-    def script(self, draft: Draft, rows: BatchView) -> Verdict:
-        """Follows first children down the tree for as many steps as the lot says; the next token is
-        one that the row holds already."""
-        num_rows, num_nodes = draft.tokens.shape
-        lots = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (num_rows, 2))
-        lots = sampling.uniform(sampling.round_keys(rows, lots, sampling.Stream.ACCEPT))
-        is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
-        wanted = jnp.floor((1.5 * lots[:, 0] - 0.25) * (draft.depth + 1)).astype(jnp.int32)
-        node = jnp.full((num_rows,), -1, jnp.int32)
-        path = []
-        for depth in range(draft.depth):
-            children = is_node & (draft.parents == node[:, None])
-            should_continue = jnp.any(children, axis=1) & (depth < wanted)
-            node = jnp.where(
-                should_continue, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes
-            )
-            path.append(jnp.where(should_continue, node, -1))
-        path = jnp.stack(path, axis=1)
-        length = rows.num_committed[:, None]
-        place = jnp.floor(lots[:, 1:] * length.astype(jnp.float32)).astype(jnp.int32)
-        return Verdict(
-            num_accepted=jnp.sum(path >= 0, axis=1, dtype=jnp.int32),
-            path=path,
-            next_token=jnp.take_along_axis(rows.tokens, place, axis=1)[:, 0],
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Round:
-    """A round as the host saw it, before anything was decided.
-
-    Attributes:
-      tokens: `[B, S]`.
-      num_committed: `[B]`.
-      draft: what was drafted then.
-    """
-
-    tokens: np.ndarray
-    num_committed: np.ndarray
-    draft: Draft
-
-
-class _DrafterBench:
-    """A drafter in the production engine, with rounds whose outcome follows a script."""
-
-    def __init__(self, drafter: Drafter, target: Model, *, prompts, max_length: int, seed: int):
-        self.drafter, self.target = drafter, target
-        self.prompts, self.max_length, self.seed = prompts, max_length, seed
-        self.marker = target.vocab_size
-        self.num_nodes = WINDOW - 1
-
-    @functools.cached_property
-    def engine(self) -> Engine:
-        return Engine(
-            self.target,
-            self.drafter,
-            verifier=_Scripted(marker=self.marker),
-            scheduler=Static(),  # a row per seat
-            draft_length=self.num_nodes,
-            batch_size=ROWS,
-            max_length=self.max_length,
-            prefill_chunk=CHUNK,
-        )
-
-    @property
-    def loop(self) -> DecodeLoop:
-        """The functions that the engine compiles."""
-        return self.engine.executor.loop
-
-    @property
-    def shape(self) -> EngineShape:
-        """The engine's."""
-        return self.engine.shape
-
-    @property
-    def opened(self) -> DrafterBase:
-        """The drafter, with the defaults for what it leaves out."""
-        return self.loop.drafter
-
-    @property
-    def params(self) -> PyTree:
-        """What the drafter's functions are given."""
-        return function_params(self.opened, self.engine.executor.params)
-
-    def rows(self, state: DecodeState) -> BatchView:
-        """What the drafter sees of a state."""
-        return batch_view(state, is_chain=self.drafter.is_chain)
-
-    def propose_from(self, params: PyTree, state: PyTree, rows: BatchView, cache: PyTree):
-        """`propose`, from the engine's parameters, the drafter's state and the target's cache."""
-        reads = {"target_cache": cache} if self.opened.uses_target_cache else {}
-        own = function_params(self.opened, params)
-        return self.drafter.propose(self.shape, own, state, rows, **reads)
-
-    @functools.cached_property
-    def propose(self):
-        """The compiled draft of a decode state, which stays as it is."""
-
-        def propose(params, state: DecodeState) -> Draft:
-            return self.propose_from(params, state.drafter, self.rows(state), state.cache)[0]
-
-        return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
-
-    def draft(self, state: DecodeState) -> Draft:
-        """What the drafter proposes now, fetched to the host."""
-        return jax.device_get(self.propose(self.engine.executor.params, state))
-
-    def request(self, index: int, prompt: Sequence[int]) -> Request:
-        """The scripted request number `index`, with this prompt."""
-        temperature, top_p = ((0.0, 1.0), (0.8, 1.0), (1.3, 0.9))[index % 3]
-        params = SamplingParams(
-            max_tokens=self.max_length,
-            temperature=temperature,
-            top_p=top_p,
-            seed=100 * self.seed + index,
-            stop_token_ids=(self.marker,),
-            ignore_eos=True,
-        )
-        return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
-
-    def admit(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
-        """Puts requests into the rows of the batch of the engine and reads their prompts."""
-        length = self.num_nodes if draft_length is None else draft_length
-        for row, request in enumerate(requests):
-            self.engine.executor.admit_and_prefill(row, request, draft_length=length, arrival=row)
-
-    def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
-        """The engine's state after these requests entered an engine that has just been made."""
-        self.engine.executor.reset()
-        self.admit(requests, draft_length=draft_length)
-        return self.engine.state
-
-    def rounds(self, indices: Sequence[int]) -> Iterator[_Round]:
-        """Rounds of the requests with these numbers, seat by seat. Each is decided only when the
-        next is asked for."""
-        self.fresh([self.request(index, self.prompts[index]) for index in indices])
-        for _ in range(NUM_ROUNDS):
-            state = self.engine.state
-            draft = self.draft(state)
-            tokens, num_committed = jax.device_get((state.tokens, state.num_committed))
-            yield _Round(tokens=tokens, num_committed=num_committed, draft=draft)
-            self.step()
-
-    def step(self) -> None:
-        """Decides a round."""
-        self.engine.executor.run(1)
-
-    @functools.cached_property
-    def history(self) -> list[_Round]:
-        """Rounds of the first requests."""
-        return list(self.rounds(range(ROWS)))
-
-    def continued(self, tokens: np.ndarray, num_committed: np.ndarray) -> list[Request]:
-        """Requests whose prompts are all that the rows had committed."""
-        return [
-            self.request(row, tokens[row, : num_committed[row]].tolist()) for row in range(ROWS)
-        ]
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether it computes in less than fp32, so that ties turn by chance."""
-        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
-        widths = [leaf.dtype.itemsize for leaf in jax.tree.leaves((self.drafter.params, state))]
-        return any(
-            width < 4 and not jnp.issubdtype(leaf.dtype, jnp.bool_)
-            for width, leaf in zip(
-                widths, jax.tree.leaves((self.drafter.params, state)), strict=True
-            )
-        )
-
-
-class _DistributionBench:
-    """A drafter under an engine shape of its own, where only its draws are looked at."""
-
-    def __init__(self, b: _DrafterBench, *, is_noise_shared: bool):
-        if b.opened.taps or b.opened.uses_target_cache:
-            raise NotApplicable("it drafts from the target's pass, which this check does not run")
-        self.drafter, self.params = b.drafter, b.params
-        self.shape = EngineShape(
-            batch_size=ROWS,
-            max_length=b.max_length,
-            verify_length=WINDOW,
-            prefill_chunk=CHUNK,
-            vocab_size=b.target.vocab_size,
-            is_noise_shared=is_noise_shared,
-            needs_draft_probs=True,
-        )
-        self.rng = np.random.default_rng(b.seed)
-        self._prepare = Program(
-            jax.jit(self._prepared), f"the reading of prompts by {self.drafter.name}"
-        )
-        self._propose = Program(
-            jax.jit(
-                lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
-            ),
-            f"the draft of {self.drafter.name}",
-        )
-
-    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> BatchView:
-        """Rows that hold these prompts."""
-        tokens = np.zeros((ROWS, self.shape.max_length), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-
-        def fill(value: Any, dtype: Any = np.float32) -> jax.Array:
-            return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (ROWS,)))
-
-        return BatchView(
-            tokens=jnp.asarray(tokens),
-            num_committed=jnp.asarray(lengths),
-            draft_limit=fill(self.shape.num_nodes, np.int32),
-            stop_tokens=jnp.full((ROWS, 1), -1, jnp.int32),
-            sampling=sampling.RowSampling(
-                temperature=fill(temperature),
-                top_k=fill(top_k, np.int32),
-                top_p=fill(top_p),
-                min_p=fill(0),
-                repetition_penalty=fill(1),
-                presence_penalty=fill(0),
-                frequency_penalty=fill(0),
-                key=jnp.zeros((ROWS, 2), jnp.uint32),
-                prompt_length=jnp.asarray(lengths),
-                min_length=fill(0, np.int32),
-            ),
-        )
-
-    def _prepared(self, params: PyTree, rows: BatchView) -> PyTree:
-        """The drafter's state after it has read the rows."""
-        chunks = -(-self.shape.max_length // CHUNK)
-
-        def read(index, state):
-            row = index // chunks
-            return self.drafter.catch_up(self.shape, params, state, rows, row)
-
-        def admit(row, state):
-            return self.drafter.admit(self.shape, params, state, rows, row)
-
-        state = lax.fori_loop(0, ROWS, admit, self.drafter.init(self.shape))
-        return lax.fori_loop(0, ROWS * chunks, read, state)
-
-    def drafts(self, rows: BatchView, *, num_draws: int, keys_of=None) -> list[Draft]:
-        """Drafts of these rows under many keys.
-
-        Args:
-          keys_of: from `[ROWS, 2]` random keys to those that the rows get.
-        """
-        params = self.params
-        state = self._prepare(params, rows)
-        found = []
-        for _ in range(num_draws):
-            keys = self.rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
-            keys = keys if keys_of is None else keys_of(keys)
-            keyed = rows.replace(sampling=rows.sampling.replace(key=jnp.asarray(keys)))
-            found.append(jax.device_get(self._propose(params, state, keyed)))
-            self.last_rows = keyed
-        return found
-
-
-def _depth(draft: Draft) -> np.ndarray:
-    """`[B, N]`, of each valid node; its parents are valid too."""
-    depth, parents = np.zeros(draft.tokens.shape, int), np.asarray(draft.parents)
-    for row, num_valid in enumerate(np.asarray(draft.num_valid)):
-        for node in range(num_valid):
-            parent = parents[row, node]
-            depth[row, node] = 1 + (depth[row, parent] if parent >= 0 else 0)
-    return depth
 
 
 def _is_valid(draft: Draft) -> np.ndarray:
@@ -431,33 +129,46 @@ def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
     return None
 
 
+def _demand_same(
+    found: Draft,
+    expected: Draft,
+    where: str,
+    places: Mapping[int, int] | None = None,
+    hint: str = "",
+) -> None:
+    """Rows were drafted what was expected; `places` gives the row of each in `expected`."""
+    for row, place in (places or {row: row for row in range(ROWS)}).items():
+        difference = _differs(found, expected, row, place)
+        demand(not difference, f"{where}, row {row} was drafted {difference}{hint}")
+
+
 @enters(DRAFTER_CHECKS, "C6", "attributes and methods of the Drafter protocol")
-def _protocol(b: _DrafterBench) -> str:
+def _protocol(b: DrafterUnderTest) -> str:
     drafter = b.drafter
     demand_name(drafter)
     methods = ("check", "init", "admit", "lag", "catch_up", "propose", "commit")
     demand_methods(drafter, methods)
     demand(hasattr(drafter, "params"), "it has no params (an empty tuple will do)")
     demand_arrays(drafter.params)
-    for flag in ("is_chain", "is_synthetic"):
-        value = getattr(drafter, flag, None)
+    for flag, default in (("is_chain", None), ("is_synthetic", None), ("shares_state", False)):
+        value = getattr(drafter, flag, default)
         demand(isinstance(value, bool), f"{flag} is {value!r}, not True or False")
     drafter.check(b.target)
     return f"{len(jax.tree.leaves(drafter.params))} parameter arrays"
 
 
 @enters(DRAFTER_CHECKS, "C2", "its state keeps structure, shapes and dtypes in every function")
-def _static_shapes(b: _DrafterBench) -> str:
-    drafter, shape, params = b.drafter, b.shape, b.params
+def _static_shapes(b: DrafterUnderTest) -> str:
+    drafter, shape, params = b.drafter, b.shape, b.drafter.params
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
+    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         after = jax.eval_shape(function, params, state, rows, row)
         demand_same_tree(state, after, f"after {name} the state")
-    everything = b.engine.executor.params
-    _, after = jax.eval_shape(b.propose_from, everything, state, rows, b.engine.state.cache)
+    propose = functools.partial(drafter.propose, shape)
+    _, after = jax.eval_shape(propose, params, state, rows)
     demand_same_tree(state, after, "after propose the state")
     after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
     demand_same_tree(state, after, "after commit the state")
@@ -470,15 +181,15 @@ def _static_shapes(b: _DrafterBench) -> str:
 
 
 def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
-    """Rows are an array's first axis: schedulers seat rows by it, and know it by its
-    length."""
+    """Rows are an array's first axis: schedulers move rows along it, and know it by its length.
+    An array without that axis is shared by all rows."""
 
     def is_cache(node: Any) -> bool:
         return isinstance(node, kv.KVCache)
 
     def shapes(num_rows: int) -> list[tuple[int, ...]]:
-        held = dataclasses.replace(shape, batch_size=num_rows)
-        state = jax.eval_shape(functools.partial(drafter.init, held))
+        resident = dataclasses.replace(shape, batch_size=num_rows)
+        state = jax.eval_shape(functools.partial(drafter.init, resident))
         leaves = jax.tree.leaves(state, is_leaf=is_cache)
         return [leaf.table.shape if is_cache(leaf) else leaf.shape for leaf in leaves]
 
@@ -492,14 +203,13 @@ def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
 
 
 @enters(DRAFTER_CHECKS, "C6", "parameters are handed in, not closed over")
-def _params(b: _DrafterBench) -> str:
+def _params(b: DrafterUnderTest) -> str:
     drafter, shape = b.drafter, b.shape
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
+    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
-    params, cache = b.params, b.engine.state.cache
-    everything = b.engine.executor.params
-    demand_nothing_closed_over(b.propose_from, everything, state, rows, cache)
+    params = drafter.params
+    demand_nothing_closed_over(functools.partial(drafter.propose, shape), params, state, rows)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         demand_nothing_closed_over(function, params, state, rows, row)
@@ -507,7 +217,7 @@ def _params(b: _DrafterBench) -> str:
 
 
 @enters(DRAFTER_CHECKS, "C5", "a draft is tokens, parents [B, N], num_valid [B], parents first")
-def _draft_shape(b: _DrafterBench) -> str:
+def _draft_shape(b: DrafterUnderTest) -> str:
     num_drafted = 0
     for round_ in b.rounds(range(ROWS)):
         draft, size = round_.draft, (ROWS, b.num_nodes)
@@ -526,71 +236,67 @@ def _draft_shape(b: _DrafterBench) -> str:
         if b.drafter.is_chain:
             is_next = draft.parents == node - 1
             demand((is_next | ~is_valid).all(), "is_chain is True, and a draft is no chain")
-        else:
-            deepest = int(_depth(draft)[is_valid].max(initial=0))
-            most = b.loop.draft_depth
-            demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
         num_drafted += int(is_valid.sum())
-    demand(num_drafted, "nothing was drafted, so nothing is tested; give prompts that it can use")
+    _need_drafts(num_drafted)
     return f"{num_drafted} nodes in {NUM_ROUNDS} rounds of {ROWS} rows"
 
 
 @enters(DRAFTER_CHECKS, "C5", "drafted tokens are of the target's vocabulary")
-def _vocabulary(b: _DrafterBench) -> str:
-    size = b.target.vocab_size
+def _vocabulary(b: DrafterUnderTest) -> str:
+    size, num_drafted = b.target.vocab_size, 0
     for round_ in b.rounds(range(ROWS)):
         drafted = round_.draft.tokens[_is_valid(round_.draft)]
         outside = drafted[(drafted < 0) | (drafted >= size)]
         demand(not outside.size, f"token {outside[:1]} was drafted, of a vocabulary of {size}")
-    return f"V = {size}"
+        num_drafted += len(drafted)
+    _need_drafts(num_drafted)
+    return f"{num_drafted} tokens, V = {size}"
 
 
 @enters(DRAFTER_CHECKS, "C5", "num_valid is at most draft_limit; a limit of 0 gets no draft")
-def _draft_limit(b: _DrafterBench) -> str:
+def _draft_limit(b: DrafterUnderTest) -> str:
     state = b.fresh([b.request(row, b.prompts[row]) for row in range(ROWS)])
     limits = [(0, 0, 0), (0, 1, b.num_nodes), (b.num_nodes, 0, 1), (1, b.num_nodes, 0), (2, 2, 2)]
+    num_drafted = 0
     for limit in limits:
         num_valid = b.draft(_limited(state, limit)).num_valid
+        num_drafted += int(num_valid.sum())
         for row, (most, number) in enumerate(zip(limit, num_valid.tolist(), strict=True)):
             demand(
                 0 <= number <= most, f"row {row} has {number} nodes under a draft limit of {most}"
             )
+    _need_drafts(num_drafted)
     return f"limits from 0 to {b.num_nodes}, differing by row"
 
 
 @enters(DRAFTER_CHECKS, "C6", "the same requests get the same drafts again")
-def _determinism(b: _DrafterBench) -> str:
+def _determinism(b: DrafterUnderTest) -> str:
     expected = b.history
     for index, (before, after) in enumerate(zip(expected, b.rounds(range(ROWS)), strict=True)):
-        for row in range(ROWS):
-            difference = _differs(after.draft, before.draft, row, row)
-            demand(not difference, f"in round {index}, row {row} was drafted {difference}")
+        _demand_same(after.draft, before.draft, f"in round {index}")
+    _need_drafts(b.num_drafted)
     return f"{len(expected)} rounds, twice"
 
 
 @enters(DRAFTER_CHECKS, "C4", "E2: a row's drafts do not depend on its neighbours or its row")
-def _row_independence(b: _DrafterBench) -> str:
+def _row_independence(b: DrafterUnderTest) -> str:
+    _need_own_state(b)
     expected = b.history
     # The requests of rows 0 to 2 in other rows, among others.
-    for batch_size in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
-        for index, round_ in enumerate(b.rounds(batch_size)):
-            for row, number in enumerate(batch_size):
-                if number < ROWS:
-                    difference = _differs(round_.draft, expected[index].draft, row, number)
-                    demand(
-                        not difference,
-                        f"in round {index}, request {number} in seat {row} among others was "
-                        f"drafted {difference}",
-                    )
-    return f"{ROWS} requests in other batch_size, among other neighbours"
+    for numbers in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
+        for index, round_ in enumerate(b.rounds(numbers)):
+            places = {row: number for row, number in enumerate(numbers) if number < ROWS}
+            where = f"in round {index}, among other requests"
+            _demand_same(round_.draft, expected[index].draft, where, places, SHARES)
+    _need_drafts(b.num_drafted)
+    return f"{ROWS} requests in other rows, among other neighbours"
 
 
 @enters(DRAFTER_CHECKS, "C1", "no drift: after any verdict it drafts as if it had just caught up")
-def _no_drift(b: _DrafterBench) -> str:
+def _no_drift(b: DrafterUnderTest) -> str:
     if b.drafter.is_synthetic:
         raise NotApplicable("it is synthetic: it knows a request by its prompt")
-    if b.opened.score is not None:
-        raise NotApplicable("its drafts come out of the round before, which a fresh row lacks")
+    _need_own_state(b)
     wrong, compared, after = [], 0, set()
     for index, round_ in enumerate(b.history):
         fresh = b.draft(b.fresh(b.continued(round_.tokens, round_.num_committed)))
@@ -614,6 +320,7 @@ def _no_drift(b: _DrafterBench) -> str:
     # tie may turn.
     allowed = compared // 10 if b.is_rounded else 0
     demand(len(wrong) <= allowed, f"{len(wrong)} of {compared} drafts drifted: {wrong[:1]}")
+    _need_drafts(b.num_drafted)
     full = any(kept == drafted > 0 for kept, drafted in after)
     none = any(kept == 0 < drafted for kept, drafted in after)
     return (
@@ -623,22 +330,22 @@ def _no_drift(b: _DrafterBench) -> str:
 
 
 @enters(DRAFTER_CHECKS, "C1", "a new request in a used row finds nothing of its predecessor")
-def _seat_reuse(b: _DrafterBench) -> str:
+def _row_reuse(b: DrafterUnderTest) -> str:
+    _need_own_state(b)
     newcomers = [b.request(ROWS + row, b.prompts[ROWS + row]) for row in range(ROWS)]
     expected = b.draft(b.fresh(newcomers))
     for _ in b.rounds(range(ROWS)):
         pass
     b.admit(newcomers)
     found = b.draft(b.engine.state)
-    for row in range(ROWS):
-        difference = _differs(found, expected, row, row)
-        demand(not difference, f"in a used row, request {row} was drafted {difference}")
-    return f"{ROWS} batch_size, after {NUM_ROUNDS} rounds of others"
+    _demand_same(found, expected, "in a used row", hint=SHARES)
+    _need_drafts(int(expected.num_valid.sum()))
+    return f"{ROWS} rows, after {NUM_ROUNDS} rounds of others"
 
 
 @enters(DRAFTER_CHECKS, "C1", "catch_up closes any lag, a chunk of one row at a time")
-def _catch_up(b: _DrafterBench) -> str:
-    if b.drafter.lag(b.engine.state.drafter, b.rows(b.engine.state)) is None:
+def _catch_up(b: DrafterUnderTest) -> str:
+    if b.drafter.lag(b.engine.state.drafter, batch_view(b.engine.state)) is None:
         raise NotApplicable("it keeps nothing that could lag")
 
     @jax.jit
@@ -656,7 +363,7 @@ def _catch_up(b: _DrafterBench) -> str:
     lag = np.asarray(lag_of(b.fresh(requests, draft_length=0)))
     demand((lag == 0).all(), f"after the prompts were read, the lag is {lag.tolist()}, not 0")
     for _ in range(CHUNK + 5):  # rounds that draft nothing, until a row lags by more than a chunk
-        b.step()
+        b.engine.executor.run(1)
     state = _limited(b.engine.state, [b.num_nodes] * ROWS)
     lag = before = np.asarray(lag_of(state))
     for row in range(ROWS):
@@ -678,6 +385,7 @@ def _catch_up(b: _DrafterBench) -> str:
     wrong = [difference for difference in differences if difference]
     allowed = 1 if b.is_rounded else 0
     demand(len(wrong) <= allowed, f"after it caught up, it drafted {wrong[:1]} as one afresh")
+    _need_drafts(int(found.num_valid.sum()))
     return f"a lag of {lag.tolist()} tokens, {CHUNK} at a time"
 
 
@@ -687,83 +395,42 @@ def _limited(state: DecodeState, limits: Sequence[int]) -> DecodeState:
     return state.replace(draft_limit=limit)
 
 
-@enters(DRAFTER_CHECKS, "C4", "score leaves the target's own hidden states and KV as they are")
-def _score(b: _DrafterBench) -> str:
-    if b.opened.score is None:
-        raise NotApplicable("the target's own forward pass is used")
-    executor = b.engine.executor
-
-    @jax.jit
-    def both(params, state: DecodeState):
-        rows, target = b.rows(state), b.loop.target
-        draft, drafter_state = decode_round.propose(b.loop, params, state, rows)
-        window = decode_round.make_window(state, draft, is_chain=b.drafter.is_chain)
-        tokens = decode_round.window_tokens(state, draft)
-        own, own_kv = target.forward(params["target"], tokens, window, state.cache)
-        scores, cache, _ = decode_round.score(
-            b.loop, params, drafter_state, rows, draft, tokens, window, state.cache
-        )
-        return (own, own_kv), (scores.hidden, cache), window.slots
-
-    allowed = 64 * rounding_of(executor.params)
-    farthest = 0.0
-    for _ in b.rounds(range(ROWS)):
-        (own, own_kv), (hidden, cache), slots = both(executor.params, executor.state)
-        farthest = max(farthest, distance_of(hidden, own))
-        table = own_kv.table
-        for mine, theirs in zip(own_kv.layers, cache.layers, strict=True):
-            for a, c in zip(
-                kv.read_slots(mine, table, slots, own_kv.dtype),
-                kv.read_slots(theirs, table, slots, own_kv.dtype),
-                strict=True,
-            ):
-                a, c = (np.asarray(x, np.float32).reshape(-1, x.shape[-1]) for x in (a, c))
-                farthest = max(farthest, distance_of(c, a))
-        demand(
-            farthest <= allowed,
-            f"hidden states or KV of the target's own rows are {farthest:.1e} away from those of "
-            f"its forward pass, where rounding allows {allowed:.1e}",
-        )
-    return f"at most {farthest:.1e} away, by rounding"
-
-
 @enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")
-def _output(b: _DrafterBench) -> str:
+def _output(b: DrafterUnderTest) -> str:
     params = mixed_requests(len(b.prompts))
     b.engine.executor.reset()
     plain = b.engine.generate(b.prompts, params, speculate=False)
-    num_accepted = 0
-    for draft_length in (b.num_nodes, 1):
+    num_accepted = num_drafted = 0
+    # The last run finds what the others have left in a state that requests share.
+    for draft_length in (b.num_nodes, 1, *[b.num_nodes] * b.shares_state):
         drafted = b.engine.generate(b.prompts, params, draft_length=draft_length)
         num_accepted += demand_same_output(plain, drafted)
+        num_drafted += sum(completion.acceptance.num_draft_tokens for completion in drafted)
+    _need_drafts(num_drafted)
     return f"{len(plain)} requests; {num_accepted} drafts accepted"
 
 
 @enters(DRAFTER_CHECKS, "C2", "nothing is compiled after the first requests")
-def _trace_count(b: _DrafterBench) -> str:
-    for batch_size in (range(ROWS), range(ROWS, 2 * ROWS)):
-        for _ in b.rounds(batch_size):
+def _trace_count(b: DrafterUnderTest) -> str:
+    for numbers in (range(ROWS), range(ROWS, 2 * ROWS)):
+        for _ in b.rounds(numbers):
             pass
     return demand_compiled_once(b.engine)
 
 
 @enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
-def _draft_probs(b: _DrafterBench) -> str:
-    _demand_chain(b)
-    bench = _DistributionBench(b, is_noise_shared=False)
-    rows = bench.rows(
+def _draft_probs(b: DrafterUnderTest) -> str:
+    _need_chain(b)
+    draws = DrawsUnderTest(b, is_noise_shared=False)
+    rows = draws.rows(
         b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
     )
-    drafts = bench.drafts(rows, num_draws=NUM_DRAWS)
+    drafts = draws.drafts(rows, num_draws=NUM_DRAWS)
     if drafts[0].q is None:
         for draft in drafts[1:]:
-            for row in range(ROWS):
-                difference = _differs(draft, drafts[0], row, row)
-                demand(
-                    not difference,
-                    "q is None, so drafts must be deterministic, and under another key of the "
-                    f"request it drafted {difference}",
-                )
+            where = "q is None, so drafts must be deterministic; under another key of the request"
+            _demand_same(draft, drafts[0], where)
+        _need_drafts(int(drafts[0].num_valid.sum()))
         return f"deterministic under {NUM_DRAWS} keys, and q is None"
     ranks = []
     for draft in drafts:
@@ -781,8 +448,8 @@ def _draft_probs(b: _DrafterBench) -> str:
         is_likelier = q > q_token
         is_likelier |= (q == q_token) & (np.arange(q.shape[1]) < tokens[:, None])
         begins = np.sum(np.where(is_likelier, q, 0), axis=1)
-        ranks.extend((begins + bench.rng.random(len(begins)) * q_token[:, 0]) / total)
-    demand(len(ranks) >= 100, f"only {len(ranks)} tokens were drafted; give prompts it can use")
+        ranks.extend((begins + draws.rng.random(len(begins)) * q_token[:, 0]) / total)
+    _need_drafts(len(ranks), least=100)
     counts, _ = np.histogram(ranks, bins=20, range=(0, 1))
     p_value = stats.chisquare(counts).pvalue
     demand(
@@ -793,16 +460,16 @@ def _draft_probs(b: _DrafterBench) -> str:
 
 
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
-def _fresh_noise(b: _DrafterBench) -> str:
-    _demand_chain(b)
-    bench = _DistributionBench(b, is_noise_shared=False)
+def _fresh_noise(b: DrafterUnderTest) -> str:
+    _need_chain(b)
+    draws = DrawsUnderTest(b, is_noise_shared=False)
     prompt = list(b.prompts[1])
     # So hot that any distribution is nearly flat: equal noise shows as equal tokens. Row 1 is a
     # token longer than row 0 and has its key, as one request in two rounds; row 2 is another
     # request.
     prompts = [prompt, [*prompt, prompt[0]], prompt]
-    rows = bench.rows(prompts, temperature=50.0, top_p=1.0, top_k=0)
-    drafts = bench.drafts(
+    rows = draws.rows(prompts, temperature=50.0, top_p=1.0, top_k=0)
+    drafts = draws.drafts(
         rows, num_draws=NUM_DRAWS, keys_of=lambda keys: np.stack([keys[0], keys[0], keys[2]])
     )
     if drafts[0].q is None:
@@ -813,6 +480,7 @@ def _fresh_noise(b: _DrafterBench) -> str:
         "two rounds at one node": [((0, n), (1, n)) for n in range(b.num_nodes)],
         "two requests": [((0, n), (2, n)) for n in range(b.num_nodes)],
     }
+    total = 0
     for what, places in pairs.items():
         num_equal, num_pairs, expected = 0, 0, 0.0
         for draft in drafts:
@@ -822,6 +490,7 @@ def _fresh_noise(b: _DrafterBench) -> str:
                     num_pairs += 1
                     num_equal += int(draft.tokens[mine] == draft.tokens[theirs])
                     expected += float(np.sum(q[mine] * q[theirs]))
+        total += num_pairs
         if num_pairs:
             p_value = stats.binom.sf(num_equal - 1, num_pairs, expected / num_pairs)
             demand(
@@ -829,30 +498,31 @@ def _fresh_noise(b: _DrafterBench) -> str:
                 f"{what} gave the same token {num_equal} of {num_pairs} times, where independent "
                 f"draws would {expected:.0f} times: they share noise",
             )
+    _need_drafts(total)
     return f"{NUM_DRAWS} drafts per row at temperature 50"
 
 
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
-def _shared_noise(b: _DrafterBench) -> str:
-    _demand_chain(b)
-    bench = _DistributionBench(b, is_noise_shared=True)
-    rows = bench.rows(
+def _shared_noise(b: DrafterUnderTest) -> str:
+    _need_chain(b)
+    draws = DrawsUnderTest(b, is_noise_shared=True)
+    rows = draws.rows(
         b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
     )
     num_tokens = 0
     for _ in range(8):
-        [draft] = bench.drafts(rows, num_draws=1)
+        [draft] = draws.drafts(rows, num_draws=1)
         if draft.q is None:
             raise NotApplicable("it draws nothing")
-        keyed = bench.last_rows
+        keyed = draws.last_rows
         position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):
-            scores = np.log(draft.q) + noise
+            perturbed = np.log(draft.q) + noise
         tokens = np.asarray(draft.tokens)
-        of_token = np.take_along_axis(scores, tokens[..., None], axis=2)[..., 0]
-        missed = (of_token < scores.max(axis=2) - 1e-3) & _is_valid(draft)
+        of_token = np.take_along_axis(perturbed, tokens[..., None], axis=2)[..., 0]
+        missed = (of_token < perturbed.max(axis=2) - 1e-3) & _is_valid(draft)
         num_tokens += int(_is_valid(draft).sum())
         demand(
             not missed.any(),
@@ -860,9 +530,21 @@ def _shared_noise(b: _DrafterBench) -> str:
             "target's noise do not give: it draws with noise of its own, and few drafts will be "
             "accepted",
         )
+    _need_drafts(num_tokens)
     return f"{num_tokens} drafted tokens are those of its distribution under the target's noise"
 
 
-def _demand_chain(b: _DrafterBench) -> None:
+def _need_chain(b: DrafterUnderTest) -> None:
     if not b.drafter.is_chain:
         raise NotApplicable("verifiers that use q take chains only")
+
+
+def _need_own_state(b: DrafterUnderTest) -> None:
+    if b.shares_state:
+        raise NotApplicable("shares_state is True: its drafts may depend on other requests")
+
+
+def _need_drafts(number: int, *, least: int = 1) -> None:
+    if number < least:
+        found = f"only {number} tokens were" if number else "nothing was"
+        raise Untested(f"{found} drafted; give prompts on which it drafts")

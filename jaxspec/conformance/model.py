@@ -12,7 +12,6 @@ import numpy as np
 from jaxspec.cache import pages as kv
 from jaxspec.conformance.checks import (
     CHUNK,
-    MAX_TOKENS,
     ROWS,
     WINDOW,
     demand,
@@ -25,16 +24,12 @@ from jaxspec.conformance.checks import (
     demand_same_tree,
     distance_of,
     equal_values,
-    mixed_requests,
     rounding_of,
 )
-from jaxspec.conformance.report import Clause, Report, chosen_checks, enters, run_checks
-from jaxspec.drafters.oracle import Oracle
-from jaxspec.engine.engine import Engine
+from jaxspec.conformance.report import Clause, ConformanceReport, chosen_checks, enters, run_checks
+from jaxspec.conformance.under_test import ModelUnderTest
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import prefill_chunk
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.compilation import Program
+from jaxspec.models.prefill import chain_window
 from jaxspec.types import Window
 
 MODEL_CHECKS: dict[str, Clause] = {}
@@ -47,7 +42,7 @@ def check_model(
     skip: Sequence[str] = (),
     max_length: int = 256,
     seed: int = 0,
-) -> Report:
+) -> ConformanceReport:
     """Whether a model keeps the contracts that decoding relies on.
 
     Args:
@@ -62,190 +57,12 @@ def check_model(
       SettingError: no such check.
     """
     chosen = chosen_checks(MODEL_CHECKS, only, skip)
-    bench = _ModelBench(model, max_length=kv.round_up_to_block(max_length), seed=seed)
-    return run_checks("model", model, chosen, bench)
-
-
-class _ModelBench:
-    """A model, a batch of `ROWS` rows in a small cache, and one compiled window of `WINDOW`."""
-
-    def __init__(self, model: Model, *, max_length: int, seed: int):
-        self.model, self.max_length = model, max_length
-        self.rng = np.random.default_rng(seed)
-        self.num_traces = 0
-        # Short rows, and one that reaches into the second half (another block, if there are two).
-        self.lengths = np.array([5, 12, max_length // 2 + 6], np.int32)
-
-    @functools.cached_property
-    def tokens(self) -> np.ndarray:
-        """`[ROWS, S]` int32; any two neighbours differ."""
-        steps = self.rng.integers(1, self.model.vocab_size, (ROWS, self.max_length))
-        return (np.cumsum(steps, axis=1) % self.model.vocab_size).astype(np.int32)
-
-    def other(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens that differ from `tokens` everywhere."""
-        return ((tokens + 1) % self.model.vocab_size).astype(np.int32)
-
-    def empty(self) -> kv.KVCache:
-        """A cache with nothing in it."""
-        cache = self.model.init_cache(ROWS, self.max_length)
-        demand(
-            isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
-        )
-        return cache
-
-    @functools.cached_property
-    def forward(self):
-        """The compiled window, `(params, cache, tokens, window) -> hidden, logits, cache`."""
-
-        def forward(params, cache, tokens, window):
-            self.num_traces += 1
-            hidden, cache = self.model.forward(params, tokens, window, cache)
-            return hidden, self.model.logits(params, hidden), cache
-
-        name = f"the forward pass of {self.model.name}"
-        return Program(jax.jit(forward), name, shapes_vary=True)
-
-    @functools.cached_property
-    def prefill(self):
-        """The compiled prefill of one row: `(params, cache, tokens, row, start, stop) -> cache`."""
-
-        def prefill(params, cache, tokens, row, start, stop):
-            return prefill_chunk(
-                self.model, params, cache, tokens, row=row, start=start, stop=stop, chunk=CHUNK
-            )[0]
-
-        return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
-
-    def prefill_row(self, row: int, bounds: Sequence[int]) -> kv.KVCache:
-        """A cache in which one row was read in pieces with these ends."""
-        cache, start = self.empty(), 0
-        for stop in bounds:
-            place = (np.int32(row), np.int32(start), np.int32(stop))
-            cache = self.prefill(self.model.params, cache, self.tokens, *place)
-            start = stop
-        return cache
-
-    def score(self, cache, tokens, start, *, is_running=None, slots=None, paths=None, params=None):
-        """Hidden states, logits and cache of a window of all rows, as the loop calls the model.
-
-        Args:
-          tokens: `[ROWS, WINDOW]`.
-          start: `[ROWS]`.
-          is_running: `[ROWS]` bool; the others write nothing, and stand where the foremost does.
-          slots: `[ROWS, WINDOW]` instead of those that follow from `start`.
-          paths: `[ROWS, WINDOW, WINDOW]` for a tree.
-          params: instead of the model's.
-        """
-        running = np.ones(ROWS, bool) if is_running is None else np.asarray(is_running)
-        start = np.asarray(start, np.int32)
-        start = np.where(running, start, np.max(start[running], initial=0)).astype(np.int32)
-        entry = np.arange(WINDOW, dtype=np.int32)
-        depth = np.broadcast_to(entry, (ROWS, WINDOW))
-        if paths is not None:
-            is_self = paths == entry[:, None]
-            depth = np.argmax(is_self, axis=2)
-        if slots is None:
-            slots = np.where(running[:, None], start[:, None] + entry, -1)
-        window = Window(
-            start=jnp.asarray(start),
-            positions=jnp.asarray((start[:, None] + depth).astype(np.int32)),
-            slots=jnp.asarray(slots.astype(np.int32)),
-            paths=None if paths is None else jnp.asarray(paths.astype(np.int32)),
-        )
-        params = self.model.params if params is None else params
-        # A copy made now: JAX may read an array of numpy's later, when its owner has changed it.
-        return self.forward(params, cache, np.array(tokens, np.int32), window)
-
-    def context(self, lengths, tokens=None, *, params=None) -> kv.KVCache:
-        """A cache in which `lengths` tokens of each row were read, window by window, all rows at
-        the same place."""
-        tokens = self.tokens if tokens is None else tokens
-        cache = self.empty()
-        for first in range(0, int(np.max(lengths)), WINDOW):
-            window = tokens[:, first : first + WINDOW]
-            start = np.full(ROWS, first)
-            running = first < np.asarray(lengths)
-            cache = self.score(cache, window, start, is_running=running, params=params)[2]
-        return cache
-
-    @functools.cached_property
-    def read(self) -> kv.KVCache:
-        """A cache in which each row's first `lengths` tokens were read."""
-        return self.context(self.lengths)
-
-    @functools.cached_property
-    def window(self) -> np.ndarray:
-        """`[ROWS, WINDOW]` tokens that follow them."""
-        return self.following(self.tokens, self.lengths)
-
-    def following(self, tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
-        """`[ROWS, WINDOW]`, the tokens of each row from `start` on."""
-        return np.take_along_axis(tokens, start[:, None] + np.arange(WINDOW), axis=1)
-
-    def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
-        """k and v of every layer, `[ROWS, S, K, H]` each."""
-        slot = jnp.arange(self.max_length, dtype=jnp.int32)
-        slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
-        return [
-            np.asarray(part.astype(jnp.float32))
-            for layer in cache.layers
-            for part in kv.read_slots(layer, cache.table, slots, cache.dtype)
-        ]
-
-    def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
-        """The cache with `value` in each row's slots from `first` on."""
-        slot = np.arange(self.max_length, dtype=np.int32)
-        slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
-
-        def fill(layer):
-            k, v = kv.read_slots(layer, cache.table, slots, cache.dtype)
-            k, v = jnp.full_like(k, value), jnp.full_like(v, value)
-            return kv.write(layer, cache.table, k, v, slots)
-
-        return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
-
-    def allowed(self, hidden: jax.Array) -> float:
-        """Relative difference that rounding may make between two programs."""
-        cache = self.empty()
-        epsilon = max(rounding_of(self.model.params, hidden), float(jnp.finfo(cache.dtype).eps))
-        return min(0.1, 256 * epsilon)
-
-    @functools.cached_property
-    def engine(self) -> Engine:
-        """The production engine with a drafter that is right about as often as wrong."""
-        engine = Engine(
-            self.model,
-            Oracle([[0] * self.longest] * len(self.prompts)),
-            draft_length=WINDOW - 1,
-            batch_size=ROWS,
-            max_length=self.max_length,
-            prefill_chunk=CHUNK,
-        )
-        self.plain = engine.generate(self.prompts, self.requests, speculate=False)
-        told = [[*c.prompt_token_ids, *c.token_ids] for c in self.plain]
-        told = [[*one, *[0] * (self.longest - len(one))] for one in told]
-        # What the drafter knows is a parameter: the compiled programs stay.
-        engine.update_params(draft=Oracle(told, acceptance=0.6).params)
-        self.drafted = engine.generate(self.prompts, self.requests)
-        return engine
-
-    @functools.cached_property
-    def prompts(self) -> list[list[int]]:
-        lengths = (9, 1, 33, 20, 2)
-        return [self.tokens[i % ROWS, i : i + n].tolist() for i, n in enumerate(lengths)]
-
-    @functools.cached_property
-    def requests(self) -> list[SamplingParams]:
-        return mixed_requests(len(self.prompts))
-
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.prompts)) + MAX_TOKENS
+    prepared = ModelUnderTest(model, max_length=kv.round_up_to_block(max_length), seed=seed)
+    return run_checks("model", model, chosen, prepared)
 
 
 @enters(MODEL_CHECKS, "C6", "attributes and methods of the Model protocol")
-def _protocol(b: _ModelBench) -> str:
+def _protocol(b: ModelUnderTest) -> str:
     model = b.model
     demand_name(model)
     demand_methods(model, ("init_cache", "forward", "logits"))
@@ -266,7 +83,7 @@ def _protocol(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "init_cache gives pages of their own to each of the rows asked for")
-def _cache(b: _ModelBench) -> str:
+def _cache(b: ModelUnderTest) -> str:
     cache = b.empty()
     demand(cache.layers, "the cache has no layers")
     num_rows, num_blocks = cache.table.shape
@@ -283,7 +100,7 @@ def _cache(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C6", "hidden states [B, T, E], logits [..., V] in fp32")
-def _shapes(b: _ModelBench) -> str:
+def _shapes(b: ModelUnderTest) -> str:
     cache = jax.eval_shape(b.empty)
     hidden, _, _ = jax.eval_shape(
         b.forward, b.model.params, cache, b.window, _window_shape(ROWS, WINDOW)
@@ -307,15 +124,12 @@ def _shapes(b: _ModelBench) -> str:
 
 
 def _window_shape(num_rows: int, length: int) -> Window:
-    def window():
-        each = jnp.zeros((num_rows, length), jnp.int32)
-        return Window(start=each[:, 0], positions=each, slots=each)
-
-    return jax.eval_shape(window)
+    start = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    return jax.eval_shape(functools.partial(chain_window, num_tokens=length), start)
 
 
 @enters(MODEL_CHECKS, "C2", "the cache comes back as it was; other values trace nothing again")
-def _static_shapes(b: _ModelBench) -> str:
+def _static_shapes(b: ModelUnderTest) -> str:
     before = jax.eval_shape(b.empty)
     shapes = (before, b.window, _window_shape(ROWS, WINDOW))
     _, _, after = jax.eval_shape(b.forward, b.model.params, *shapes)
@@ -329,7 +143,7 @@ def _static_shapes(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C6", "parameters are handed in, not closed over")
-def _params(b: _ModelBench) -> str:
+def _params(b: ModelUnderTest) -> str:
     params = b.model.params
 
     def run(params, cache, tokens, window):
@@ -358,7 +172,7 @@ def _params(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "KV is written at the window's slots, row by row, and nowhere else")
-def _writes(b: _ModelBench) -> str:
+def _writes(b: ModelUnderTest) -> str:
     before = b.filled(b.read, b.lengths, float("nan"))
     is_running = np.array([True, True, False])
     after = b.score(before, b.window, b.lengths, is_running=is_running)[2]
@@ -381,7 +195,7 @@ def _writes(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "slots outside [0, S) are stored nowhere")
-def _outside_slots(b: _ModelBench) -> str:
+def _outside_slots(b: ModelUnderTest) -> str:
     size = b.max_length
     slots = np.array([[-1, -2, size, size + 1], [size + 7, -1, -9, 2 * size], [-1] * WINDOW])
     after = b.score(b.read, b.window, b.lengths, slots=slots)[2]
@@ -396,7 +210,7 @@ def _outside_slots(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "window.rows names the rows of the cache that are read and written")
-def _rows(b: _ModelBench) -> str:
+def _rows(b: ModelUnderTest) -> str:
     row, length = ROWS - 1, CHUNK - 3
     before = b.filled(b.empty(), np.zeros(ROWS), 0.5)
     place = (np.int32(row), np.int32(0), np.int32(length))
@@ -416,7 +230,7 @@ def _rows(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "the window's KV is written before it is read")
-def _write_before_read(b: _ModelBench) -> str:
+def _write_before_read(b: ModelUnderTest) -> str:
     cache = b.filled(b.empty(), np.zeros(ROWS), float("nan"))
     hidden, logits, _ = b.score(cache, b.window, np.zeros(ROWS, np.int32))
     for name, values in (("hidden states", hidden), ("logits", logits)):
@@ -430,7 +244,7 @@ def _write_before_read(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C4", "a token sees the tokens before it, in window and context, none after")
-def _window_visibility(b: _ModelBench) -> str:
+def _window_visibility(b: ModelUnderTest) -> str:
     hidden = np.asarray(b.score(b.read, b.window, b.lengths)[0].astype(jnp.float32))
     for index in range(WINDOW):
         changed = b.window.copy()
@@ -456,7 +270,7 @@ def _window_visibility(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "each row stands at its own offset: ragged rows as rows of one length")
-def _ragged_rows(b: _ModelBench) -> str:
+def _ragged_rows(b: ModelUnderTest) -> str:
     hidden, logits, _ = b.score(b.read, b.window, b.lengths)
     for row in range(ROWS):
         tokens = np.tile(b.tokens[row], (ROWS, 1))
@@ -472,7 +286,7 @@ def _ragged_rows(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "positions are heeded: the order of the context matters")
-def _positions(b: _ModelBench) -> str:
+def _positions(b: ModelUnderTest) -> str:
     # Two rows, each of one token only, so that a KV depends on its token and position alone. Then
     # the halves are exchanged: row 0 is a a a b b b, row 1 is b b b a a a. A model that knows no
     # positions gives the next token the same state in both.
@@ -501,11 +315,11 @@ def _positions(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C4", "E2: a row's bits do not depend on its neighbours or its row")
-def _row_independence(b: _ModelBench) -> str:
-    def bits(cache, tokens, start, seat, **options):
+def _row_independence(b: ModelUnderTest) -> str:
+    def bits(cache, tokens, start, row, **options):
         hidden, logits, after = b.score(cache, tokens, start, **options)
-        stored = [part[seat, : int(b.lengths[0]) + WINDOW] for part in b.contents(after)]
-        return [np.asarray(hidden[seat].astype(jnp.float32)), np.asarray(logits[seat]), *stored]
+        stored = [part[row, : int(b.lengths[0]) + WINDOW] for part in b.contents(after)]
+        return [np.asarray(hidden[row].astype(jnp.float32)), np.asarray(logits[row]), *stored]
 
     expected = bits(b.read, b.window, b.lengths, 0)
 
@@ -528,7 +342,7 @@ def _row_independence(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "rejected drafts leave no trace: rolling back lowers an integer")
-def _rollback(b: _ModelBench) -> str:
+def _rollback(b: ModelUnderTest) -> str:
     wrong = b.other(b.window)
     wrong[:, 0] = b.window[:, 0]  # the root is committed
     plain = b.score(b.read, b.window, b.lengths)
@@ -539,7 +353,7 @@ def _rollback(b: _ModelBench) -> str:
         expected = b.score(plain[2], tokens, start)
         found = b.score(drafted, tokens, start)
         is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
-        demand(is_same, "scores after a rejected draft differ from those without it")
+        demand(is_same, "logits after a rejected draft differ from those without it")
         live = np.arange(b.max_length) < (start + WINDOW)[:, None]
         for kept, after in zip(b.contents(expected[2]), b.contents(found[2]), strict=True):
             is_same = equal_values(kept[live], after[live])
@@ -548,17 +362,17 @@ def _rollback(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C1", "garbage beyond the committed slots changes nothing, NaN included")
-def _garbage(b: _ModelBench) -> str:
+def _garbage(b: ModelUnderTest) -> str:
     expected = b.score(b.filled(b.read, b.lengths, 0.0), b.window, b.lengths)
     for value in (1e4, float("nan")):
         found = b.score(b.filled(b.read, b.lengths, value), b.window, b.lengths)
         is_same = equal_values(expected[0], found[0]) and equal_values(expected[1], found[1])
-        demand(is_same, f"slots beyond the window that held {value:g} changed a row's scores")
+        demand(is_same, f"slots beyond the window that held {value:g} changed a row's logits")
     return "zeros, 1e4 and NaN beyond the committed slots"
 
 
 @enters(MODEL_CHECKS, "C4", "E4: a prompt read in chunks, at once or token by token: one KV")
-def _chunked_prefill(b: _ModelBench) -> str:
+def _chunked_prefill(b: ModelUnderTest) -> str:
     row, length = 1, CHUNK - 2
     pieces = {
         "in one chunk": b.prefill_row(row, [length]),
@@ -588,7 +402,7 @@ def _chunked_prefill(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C5", "a node of a tree is scored as if the path to it were committed")
-def _tree_paths(b: _ModelBench) -> str:
+def _tree_paths(b: ModelUnderTest) -> str:
     # Entries: 0 the root; 1 below 0; 2 below 0; 3 below 2.    As a chain: 0, then 2, then 3.
     tree = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 2, 3, 0]])
     chain = np.tril(np.ones((WINDOW, WINDOW), int)) * np.arange(WINDOW)
@@ -608,7 +422,7 @@ def _tree_paths(b: _ModelBench) -> str:
     changed[:, 1] = b.other(changed[:, 1])
     other = b.score(b.read, changed, b.lengths, paths=of_all(tree))
     is_same = equal_values(in_tree[1][:, 2:], other[1][:, 2:])
-    demand(is_same, "a node's scores depend on a sibling")
+    demand(is_same, "a node's logits depend on a sibling")
     distance = distance_of(in_chain[1], b.score(b.read, as_chain, b.lengths)[1])
     allowed = b.allowed(in_chain[0])
     demand(
@@ -620,12 +434,12 @@ def _tree_paths(b: _ModelBench) -> str:
 
 
 @enters(MODEL_CHECKS, "C4", "E1: speculative output equals plain output of the same program")
-def _same_program(b: _ModelBench) -> str:
+def _same_program(b: ModelUnderTest) -> str:
     num_accepted = demand_same_output(b.engine and b.plain, b.drafted)
     demand(num_accepted > 0, "no draft was accepted, not even the target's own tokens")
     return f"{len(b.plain)} requests, greedy and sampled; {num_accepted} drafts accepted"
 
 
 @enters(MODEL_CHECKS, "C2", "nothing is compiled after the first requests")
-def _trace_count(b: _ModelBench) -> str:
+def _trace_count(b: ModelUnderTest) -> str:
     return demand_compiled_once(b.engine)

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.errors import ConformanceError, SettingError
+from jaxspec.runtime.report import TextTable
+
+
+class Outcome(enum.StrEnum):
+    """What became of a check.
+
+    UNTESTED: the clause applies, but nothing happened that could have broken it (a drafter drafted
+    nothing), or the protocol is not followed. NOT_APPLICABLE: the clause says nothing here.
+    """
+
+    PASSED = "passed"
+    FAILED = "FAILED"
+    UNTESTED = "untested"
+    NOT_APPLICABLE = "not applicable"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,19 +32,24 @@ class Check:
       name: of the check.
       clause: of the contract that it tests, `C1` to `C6`.
       statement: what the clause says here.
-      passed: None if the check does not apply, or could not be run.
+      outcome: what became of it.
       detail: what was seen.
     """
 
     name: str
     clause: str
     statement: str
-    passed: bool | None
+    outcome: Outcome
     detail: str
+
+    @property
+    def passed(self) -> bool | None:
+        """None if it is untested or does not apply."""
+        return {Outcome.PASSED: True, Outcome.FAILED: False}.get(self.outcome)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class ConformanceReport:
     """What became of a battery. `rich.print` shows it as a table.
 
     Attributes:
@@ -42,27 +62,35 @@ class Report:
     subject: str
     checks: tuple[Check, ...]
 
+    def of(self, outcome: Outcome) -> tuple[Check, ...]:
+        """The checks with this outcome."""
+        return tuple(check for check in self.checks if check.outcome == outcome)
+
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failures
+        """Whether everything that applies was tested, and nothing failed."""
+        return not self.failures and not self.of(Outcome.UNTESTED)
 
     @property
     def failures(self) -> tuple[Check, ...]:
         """The checks that failed."""
-        return tuple(check for check in self.checks if check.passed is False)
+        return self.of(Outcome.FAILED)
 
     def __getitem__(self, name: str) -> Check:
         """The check of that name."""
         return next(check for check in self.checks if check.name == name)
 
     def assert_ok(self) -> None:
-        """Raises `ConformanceError` naming the clauses that are broken, if any is."""
+        """Raises `ConformanceError` unless `ok`, naming the clauses that are broken, or else those
+        that were not tested."""
         if self.ok:
             return
-        broken = "; ".join(f"{c.clause} ({c.name}: {c.detail})" for c in self.failures)
+        verb, checks = "breaks", self.failures
+        if not checks:
+            verb, checks = "leaves untested", self.of(Outcome.UNTESTED)
+        listed = "; ".join(f"{c.clause} ({c.name}: {c.detail})" for c in checks)
         raise ConformanceError(
-            f"The {self.kind} {self.subject} breaks {broken}; see jaxspec.testing for the clauses."
+            f"The {self.kind} {self.subject} {verb} {listed}; see jaxspec.testing for the clauses."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -71,34 +99,35 @@ class Report:
 
     def __rich__(self):
         """A row per check."""
-        from rich.table import Table
-        from rich.text import Text
-
-        num_passed = sum(check.passed is True for check in self.checks)
-        table = Table(
-            title=f"{self.kind} {self.subject}: {num_passed} checks passed, "
-            f"{len(self.failures)} failed",
-            title_justify="left",
+        counts = (f"{len(self.of(outcome))} {outcome.lower()}" for outcome in Outcome)
+        table = TextTable(
+            title=f"{self.kind} {self.subject}: {', '.join(counts)}",
+            header=("clause", "check", "", "detail"),
+            rows=[
+                (c.clause, f"{c.name}\n{c.statement}", c.outcome.value, c.detail)
+                for c in self.checks
+            ],
         )
-        for column in ("clause", "check", "", "detail"):
-            table.add_column(column, overflow="fold")
-        marks = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-", "dim")}
-        for check in self.checks:
-            table.add_row(
-                check.clause,
-                Text(f"{check.name}\n{check.statement}"),
-                Text(*marks[check.passed]),
-                Text(check.detail),
-            )
-        return table
+        return table.__rich__()
 
 
 class Broken(Exception):
     """A check that failed; the message says what was seen."""
 
 
+class Untested(Exception):
+    """A check that applies, but saw nothing that could have failed; the message says why."""
+
+
 class NotApplicable(Exception):
     """A check that says nothing about this object; the message says why."""
+
+
+OUTCOMES = {
+    Broken: Outcome.FAILED,
+    Untested: Outcome.UNTESTED,
+    NotApplicable: Outcome.NOT_APPLICABLE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +138,7 @@ class Clause:
       name: of the check.
       clause: `C1` to `C6`.
       statement: what it demands.
-      run: raises `Broken` or `NotApplicable`; returns a detail.
+      run: raises `Broken`, `Untested` or `NotApplicable`; returns a detail.
     """
 
     name: str
@@ -132,8 +161,11 @@ def enters(battery: dict[str, Clause], clause: str, statement: str):
 def chosen_checks(
     battery: dict[str, Clause], only: Sequence[str], skip: Sequence[str]
 ) -> list[Clause]:
-    """The checks of a battery that are asked for; raises `SettingError` for one that is not
-    there."""
+    """The checks of a battery that are asked for.
+
+    Raises:
+      SettingError: there is no check of a name.
+    """
     unknown = [name for name in (*only, *skip) if name not in battery]
     if unknown:
         raise SettingError(f"There is no check {unknown[0]!r}; choose among {', '.join(battery)}.")
@@ -144,34 +176,32 @@ def chosen_checks(
     ]
 
 
-def run_checks(kind: str, subject: Any, clauses: Sequence[Clause], bench: Any) -> Report:
-    """Runs checks in order on a bench. Where the protocol is not followed the others are not run:
-    all would fail for that one reason."""
+def run_checks(
+    kind: str, subject: Any, clauses: Sequence[Clause], prepared: Any
+) -> ConformanceReport:
+    """Runs checks in order on what was prepared for them. Where the protocol is not followed the
+    others are not run: all would fail for that one reason."""
     checks, is_usable = [], True
     for clause in clauses:
-        passed: bool | None = True
-        if not is_usable:
-            passed, detail = None, "not run: the protocol is not followed"
-        else:
+        outcome, detail = Outcome.UNTESTED, "not run: the protocol is not followed"
+        if is_usable:
             try:
-                detail = clause.run(bench)
-            except Broken as broken:
-                passed, detail = False, str(broken)
-            except NotApplicable as reason:
-                passed, detail = None, str(reason)
+                outcome, detail = Outcome.PASSED, clause.run(prepared)
+            except tuple(OUTCOMES) as reason:
+                outcome, detail = OUTCOMES[type(reason)], str(reason)
             except Exception as error:  # somebody else's code raises what it likes
                 message = str(error).strip().split("\n")[0]
-                passed, detail = False, f"raised {type(error).__name__}: {message}"
-        if clause.name == "protocol" and passed is False:
+                outcome, detail = Outcome.FAILED, f"raised {type(error).__name__}: {message}"
+        if clause.name == "protocol" and outcome == Outcome.FAILED:
             is_usable = False
         checks.append(
             Check(
                 name=clause.name,
                 clause=clause.clause,
                 statement=clause.statement,
-                passed=passed,
+                outcome=outcome,
                 detail=detail,
             )
         )
     name = getattr(subject, "name", type(subject).__name__)
-    return Report(kind=kind, subject=str(name), checks=tuple(checks))
+    return ConformanceReport(kind=kind, subject=str(name), checks=tuple(checks))

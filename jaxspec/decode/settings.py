@@ -46,13 +46,7 @@ def make_loop(
       ModelError: the drafter cannot draft for the target, or its state has no row axis.
     """
     check_layout(layout)
-    for name, value in (
-        ("batch_size", batch_size),
-        ("max_length", max_length),
-        ("prefill_chunk", prefill_chunk),
-    ):
-        if value < 1:
-            raise SettingError(f"{name} {value} was given; it must be at least 1.")
+    check_at_least_one(batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
     if drafter is None:
         if not verifier.is_coupled:
             raise SettingError(
@@ -105,6 +99,13 @@ def make_loop(
     state = jax.eval_shape(lambda: loop.drafter.init(loop.resident_shape))
     check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
     return loop
+
+
+def check_at_least_one(**settings: int) -> None:
+    """Raises `SettingError` for the first setting below 1."""
+    for name, value in settings.items():
+        if value < 1:
+            raise SettingError(f"{name} {value} was given; it must be at least 1.")
 
 
 def check_exactness(exactness: str) -> None:

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import SettingError
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
 
+@refuse_other_names
 @dataclasses.dataclass(frozen=True)
 class NGram(DrafterBase):
     """Proposes what followed the latest earlier occurrence of the row's last tokens.

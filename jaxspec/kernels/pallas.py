@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxspec.cache import pages as kv
+from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.types import Window
 
@@ -34,7 +35,7 @@ SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leav
 MAX_QUERIES = 128  # query rows of a program, padded: what its registers hold
 _MIN_SIZE = 16  # the smallest side of a product on tensor cores
 _TILE_BYTES = 16384  # of K, and of V, that a program reads at a time
-_LOWEST = -1e30  # finite, for the reason given in `attention`
+_LOWEST = -1e30  # finite, for the reason given in `jaxspec.kernels.xla`
 
 
 def pallas_attention(
@@ -298,3 +299,6 @@ def _product(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
 
 def _from_storage(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return values if values.dtype == dtype else lax.bitcast_convert_type(values, dtype)
+
+
+PALLAS = Kernels(attention=pallas_attention)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.registry import KERNELS, KernelsName, check_kernels
+from jaxspec.kernels.registry import KERNELS, KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
@@ -198,6 +198,13 @@ class LanguageModel:
             params = {**self.params, "head": self.params["embedding"].T}
             object.__setattr__(self, "params", params)
 
+    def __repr__(self) -> str:
+        size = decoder.num_params(self.config) / 1e6
+        return (
+            f"<LanguageModel {self.name}: {self.config.family}, {size:.1f} M parameters, "
+            f"{self.dtype.name}, {self.kernels} kernels>"
+        )
+
     @property
     def vocab_size(self) -> int:
         """V."""
@@ -236,7 +243,7 @@ class LanguageModel:
 
     def forward(self, params, tokens, window, cache):
         """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
-        kernels = KERNELS[self.kernels]
+        kernels = get_kernels(self.kernels)
         return decoder.forward(self.config, params, tokens, window, cache, kernels=kernels)
 
     @property
@@ -246,11 +253,11 @@ class LanguageModel:
 
     def forward_features(self, params, tokens, window, cache, taps):
         """`forward`, with the residual stream `[B, T, n, E]` after each of `taps` layers."""
-        kernels = KERNELS[self.kernels]
+        kernels = get_kernels(self.kernels)
         return decoder.forward_features(
             self.config, params, tokens, window, cache, taps, kernels=kernels
         )
 
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""
-        return decoder.head(self.config, params, hidden, kernels=KERNELS[self.kernels])
+        return decoder.head(self.config, params, hidden, kernels=get_kernels(self.kernels))

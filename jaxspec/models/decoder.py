@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.registry import XLA, Kernels
+from jaxspec.kernels.base import XLA, Kernels, attention_inputs
 from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
@@ -186,15 +186,14 @@ def run_layers(
 
         def attend(qkv, index=index):
             heads, written[index] = kernels.attend(
-                config,
-                params["layers"][index],
                 qkv,
-                angles,
                 written[index],
                 table,
                 window,
+                angles,
                 dtype=cache.dtype,
                 sliding_window=config.sliding_window(index),
+                **layers.attention_settings(config, params["layers"][index]),
             )
             return heads
 
@@ -268,7 +267,7 @@ def training_logits(
     for layer_index, layer in enumerate(params["layers"]):
 
         def attend(qkv, layer=layer, layer_index=layer_index):
-            inputs = layers.attention_inputs(config, layer, qkv, angles)
+            inputs = attention_inputs(qkv, angles, **layers.attention_settings(config, layer))
             sliding_window = config.sliding_window(layer_index)
             return causal_attention(*inputs, segments, sliding_window=sliding_window)
 

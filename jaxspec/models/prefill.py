@@ -14,6 +14,30 @@ from jaxspec.models.base import Model, forward_features
 from jaxspec.types import PyTree, Window
 
 
+def chain_window(
+    start: jax.Array,
+    num_tokens: int,
+    *,
+    stop: jax.Array | None = None,
+    rows: jax.Array | None = None,
+) -> Window:
+    """The window of consecutive tokens: each is stored in the slot of its position.
+
+    Args:
+      start: `[B]` int32, position of each row's first token.
+      num_tokens: T, tokens of each row.
+      stop: `[B]` int32, where each row's tokens end. The rest of the window is padding: it is
+        stored nowhere, and repeats the last position, so that it sees no slot that a real token
+        does not see. None if there is no padding.
+      rows: as in `Window`.
+    """
+    positions = slots = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    if stop is not None:
+        slots = jnp.where(positions < stop[:, None], positions, -1)
+        positions = jnp.clip(positions, 0, jnp.maximum(stop - 1, 0)[:, None])
+    return Window(start=start, positions=positions, slots=slots, rows=rows)
+
+
 def prefill_chunk(
     model: Model,
     params: PyTree,
@@ -37,16 +61,8 @@ def prefill_chunk(
       chunk: static shape of the call.
       taps: see `models.base.forward_features`.
     """
-    index = start + jnp.arange(chunk, dtype=jnp.int32)
-    # Padding repeats the last position, so that it looks at no slot a real token does not.
-    positions = jnp.clip(index, 0, jnp.maximum(stop - 1, 0))
-    window = Window(
-        start=start[None],
-        positions=positions[None],
-        slots=jnp.where(index < stop, index, -1)[None],
-        rows=row[None],
-    )
+    window = chain_window(start[None], chunk, stop=stop[None], rows=row[None])
     _, features, cache = forward_features(
-        model, params, tokens[row][positions][None], window, cache, taps
+        model, params, tokens[row][window.positions], window, cache, taps
     )
     return cache, None if features is None else features[0]

@@ -1,18 +1,17 @@
-"""Compiled programs that say so where compiling takes long, and that may be compiled ahead of time.
+"""Compiled programs that report long compilations and can be compiled ahead of time.
 
 A decode loop of a large model compiles for a minute or more, and a program that is silent for so
-long looks hung. So everything of ours that may take seconds to compile is a `Program`: a jitted
-function with a name, which says after two seconds what it is that compiles, and at the end how long
-that took and whether the persistent cache held it:
+long looks hung. So whatever may take seconds to compile is a `Program`: a jitted function with a
+name. After two seconds of compiling it logs what it is compiling, and at the end how long that took
+and whether the persistent cache had it:
 
-    compiling the decode round of my-model, 8 batch_size, window 5 (4 of 5) ...
-    compiled the decode round of my-model, 8 batch_size, window 5 (4 of 5) in 41.3 s (not in the
-    cache)
+    compiling 4 of 5: the decode round of my-model, batch size 8, verify length 5
+    compiled 4 of 5: the decode round of my-model, batch size 8, verify length 5 in 41.3 s
+      (not in the cache)
 
-These are records of the logger `jaxspec.runtime.compilation`, which prints them on standard error
-unless it has been given handlers of its own. It takes what any logger takes:
-`.setLevel(logging.WARNING)` keeps them back, `.propagate = True` hands them on to whatever logging
-has been set up, `.handlers.clear()` ends the printing.
+These are INFO records of the logger `jaxspec.runtime.compilation`. The library adds no handler to
+it: commands show them as a progress line, and a program that uses the library sees them after
+`logging.basicConfig(level=logging.INFO)`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -28,34 +26,32 @@ from typing import Any, TypeAlias
 
 import jax
 
-
-class _OnStandardError(logging.Handler):
-    """Prints on what is standard error at the time: where `rich` draws, that is its console, which
-    puts the line above the drawing."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Prints the record."""
-        try:
-            if sys.stderr is not None:
-                sys.stderr.write(self.format(record) + "\n")
-                sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
-
+from jaxspec.runtime.directories import COMPILED_DIRECTORY, cache_directory
 
 _log = logging.getLogger(__name__)
-if not _log.handlers:
-    # Not left to the root logger: absl, which Orbax logs with, gives that a handler for whatever
-    # standard error was at its first record, with lines of another form.
-    _log.addHandler(_OnStandardError())
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
 
-PATIENCE_S = 2.0  # a wait that needs no word
+PATIENCE_S = 2.0  # compilations that take less are not reported
+CACHE_MAX_BYTES = 2 * 2**30  # of the persistent cache
+CACHE_FROM_S = 0.3  # compilations that take less are not worth keeping
 
-# Events of JAX. Where a version has others, all works but the word on the cache.
+# Events of JAX. If a version renames them, only the note on the cache is lost.
 CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, so that later processes load them.
+
+    This sets JAX's own configuration for the whole process. Commands call it; a program or notebook
+    that uses the library may. Nothing changes where JAX already has a cache directory
+    (`JAX_COMPILATION_CACHE_DIR`, `jax_compilation_cache_dir`) or was told to keep none
+    (`JAX_ENABLE_COMPILATION_CACHE=false`).
+    """
+    if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_directory() / COMPILED_DIRECTORY))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHE_FROM_S)
+    jax.config.update("jax_compilation_cache_max_size", CACHE_MAX_BYTES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,8 @@ class Compiled:
     Attributes:
       name: of the program.
       seconds: for tracing, lowering, and compiling or loading it.
-      is_cached: whether the persistent cache held it; None where no cache was asked: there is none,
-        or this process had compiled the same program before.
+      is_cached: whether the persistent cache had it; None where no cache was asked, because there
+        is none or this process had compiled the same program before.
     """
 
     name: str
@@ -75,17 +71,17 @@ class Compiled:
 
 
 class Program:
-    """A jitted function that is compiled audibly, at its first call or before.
+    """A jitted function that reports its compilation, which happens at its first call or before.
 
-    Later calls cost one look at an attribute more than those of the jitted function.
+    A later call costs one attribute lookup more than one of the jitted function.
 
     Args:
       function: as `jax.jit` returns it.
       name: what it does, and for whom, to go after "compiling": `the decode round of demo-target,
-        8 batch_size, window 5`.
-      shapes_vary: False for a function that is always called with arguments of the same shapes,
-        dtypes and places (what others compile is compiled in silence); True looks at the shapes of
-        every call, and is for functions that are called rarely.
+        batch size 8, verify length 5`.
+      shapes_vary: False for a function whose arguments always have the same shapes, dtypes and
+        devices (compilations for other ones are not reported); True looks at the shapes of every
+        call, and is for functions that are called rarely.
 
     Attributes:
       number: among the programs that belong together, from 1; see `numbered`.
@@ -103,10 +99,10 @@ class Program:
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        """The name, and the number among several: `... (2 of 4)`."""
+        """The name after the number among several: `2 of 4: ...`."""
         if self.num_programs == 1:
             return self.name
-        return f"{self.name} ({self.number} of {self.num_programs})"
+        return f"{self.number} of {self.num_programs}: {self.name}"
 
     def __call__(self, *args, **kwargs):
         """Calls the function; the first time, compiles it before."""
@@ -135,25 +131,30 @@ class Program:
 
         def announce() -> None:
             is_announced.set()
-            _log.info("compiling %s ...", self)
+            _log.info("compiling %s", self, extra={"compiling": True})
 
         timer = threading.Timer(PATIENCE_S, announce)
         timer.daemon = True
         timer.start()
         started_s = time.perf_counter()
+        outcome = "could not compile"
+        _heard.is_cached = None
         try:
             lowered = self._function.lower(*args, **kwargs)
             _heard.is_cached = None
             lowered.compile()
+            outcome = "compiled"
         finally:
             timer.cancel()
-            timer.join()  # it may be speaking, and has the first word
-        seconds = time.perf_counter() - started_s
-        compiled = Compiled(name=self.name, seconds=seconds, is_cached=_heard.is_cached)
-        if is_announced.is_set():
-            cache = {None: "", True: " (from the cache)", False: " (not in the cache)"}
-            _log.info("compiled %s in %.1f s%s", self, seconds, cache[compiled.is_cached])
-        return compiled
+            timer.join()  # it may be logging, and its record comes first
+            seconds, is_cached = time.perf_counter() - started_s, _heard.is_cached
+            if is_announced.is_set():
+                cache = {None: "", True: " (from the cache)", False: " (not in the cache)"}
+                end = cache[is_cached]
+                _log.info(
+                    "%s %s in %.1f s%s", outcome, self, seconds, end, extra={"compiling": False}
+                )
+        return Compiled(name=self.name, seconds=seconds, is_cached=is_cached)
 
     def lower(self, *args, **kwargs) -> Any:
         """The jitted function's `lower`."""
@@ -168,7 +169,7 @@ OnProgram: TypeAlias = Callable[[Program], None]
 
 
 def numbered(*programs: Program) -> tuple[Program, ...]:
-    """Programs that belong together, in the order of their first use, told so: `n of m`."""
+    """The same programs, numbered in the order of their first use: `n of m`."""
     for index, program in enumerate(programs):
         program.number, program.num_programs = index + 1, len(programs)
     return programs
@@ -192,10 +193,10 @@ def warm_up(
 
 
 def shapes_at(tree: Any, shardings: Any) -> Any:
-    """Shapes, as `jax.eval_shape` returns them, of arrays that stand somewhere.
+    """Shapes, as `jax.eval_shape` returns them, with the sharding that the arrays will have.
 
     Args:
-      shardings: one for all, a pytree of them, or None for wherever JAX puts things.
+      shardings: one for all, a pytree of them, or None for JAX's choice.
     """
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
@@ -209,13 +210,13 @@ def shapes_at(tree: Any, shardings: Any) -> Any:
 
 
 def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
-    """What tells calls apart that are compiled apart: shapes and dtypes, and what is static."""
+    """Equal for calls that share a compilation: shapes and dtypes, and what is static."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     kinds = tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in leaves)
     return structure, kinds
 
 
-# What this thread has heard of the persistent cache since it began to compile.
+# Per thread: whether the persistent cache had what is being compiled.
 _heard = threading.local()
 
 

@@ -1,8 +1,7 @@
-"""Where a figure was measured: versions, devices, the package's own commit."""
+"""Where a result was measured: versions, devices, and the package's own commit."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import pathlib
@@ -11,10 +10,6 @@ import subprocess
 from typing import Any
 
 import jax
-
-from jaxspec.kernels import cpu as native
-from jaxspec.kernels.registry import default_kernels
-from jaxspec.runtime.directories import COMPILED_DIRECTORY, cache_directory
 
 PACKAGES = (
     "jaxspec-decoding",
@@ -28,22 +23,13 @@ PACKAGES = (
     "numpy",
 )
 
-
-COMPILED_MAX_BYTES = 2 * 2**30
-WORTH_KEEPING_S = 0.3
+_kernels: str | None = None
 
 
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, so that a later process loads them.
-
-    Nothing is changed where JAX has been told of a directory already (`JAX_COMPILATION_CACHE_DIR`,
-    `jax_compilation_cache_dir`), or was told to keep none (`JAX_ENABLE_COMPILATION_CACHE=false`).
-    """
-    if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache_directory() / COMPILED_DIRECTORY))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING_S)
-    jax.config.update("jax_compilation_cache_max_size", COMPILED_MAX_BYTES)
+def note_kernels(name: str) -> None:
+    """Records which kernels this process loads its models with, for `devices`."""
+    global _kernels
+    _kernels = name
 
 
 def versions() -> dict[str, str]:
@@ -59,8 +45,7 @@ def versions() -> dict[str, str]:
 
 def devices(num_used: int = 1) -> dict[str, Any]:
     """Platform, kinds and number of devices, how many of them an engine uses, and the kernels that
-    models are loaded with (None on a CPU where none was loaded: to find out may take compiling)."""
-    is_known = jax.default_backend() != "cpu" or native.is_tried()
+    models are loaded with by default (None before the first model)."""
     local = jax.local_devices()
     return {
         "platform": jax.default_backend(),
@@ -69,7 +54,7 @@ def devices(num_used: int = 1) -> dict[str, Any]:
         "num_used": num_used,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        "kernels": default_kernels() if is_known else None,
+        "kernels": _kernels,
     }
 
 
@@ -87,34 +72,20 @@ def devices_sentence(found: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, with `+` if it was changed; None elsewhere."""
-    root = pathlib.Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
+    """Commit of the checkout that this package runs from, with `+` if it was changed; elsewhere the
+    one that the installed distribution was built from; None where neither is known."""
+    package = pathlib.Path(__file__).resolve().parent.parent
+    if not (package.parent / ".git").exists():
+        built_from = package / "_commit.txt"  # written by setup.py
+        return built_from.read_text().strip() or None if built_from.exists() else None
+    command = ["git", "-C", str(package), "describe", "--always", "--abbrev=40", "--exclude=*"]
     try:
-        head = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        done = subprocess.run([*command, "--dirty=+"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed else "")
+    return done.stdout.strip()
 
 
 def provenance() -> dict[str, Any]:
     """Versions, devices and commit, as every command's JSON document carries them."""
     return {"versions": versions(), "devices": devices(), "commit": commit()}
-
-
-def sha256_of(path: str | os.PathLike) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,14 +1,12 @@
-"""Modules of optional extras, imported where they are needed."""
+"""Libraries that are imported when they are needed: those of optional extras, and slow ones."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import os
+from typing import Any
 
 from jaxspec.errors import SettingError
-
-if TYPE_CHECKING:
-    pass
 
 
 def import_extra(module: str, purpose: str) -> Any:
@@ -25,3 +23,15 @@ def import_extra(module: str, purpose: str) -> Any:
             f"{package} is needed for {purpose}, and is not installed; install it with pip install "
             "'jaxspec-decoding[analysis]'."
         ) from error
+
+
+def import_transformers() -> Any:
+    """`transformers`, without its advice to install torch: we use its tokenizers and configs."""
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    if variable in os.environ:
+        return importlib.import_module("transformers")
+    os.environ[variable] = "1"
+    try:
+        return importlib.import_module("transformers")
+    finally:
+        del os.environ[variable]

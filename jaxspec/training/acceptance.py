@@ -18,7 +18,7 @@ from jaxspec.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class TextAcceptance:
     """How well a draft stands in for its target, per predicted token of real text.
 
     Attributes:
@@ -38,7 +38,7 @@ def measure_acceptance(
     draft: tuple[ModelConfig, PyTree],
     windows: np.ndarray,
     end_of_text: int,
-) -> Acceptance:
+) -> TextAcceptance:
     """Acceptance over `windows` `[num_rows, T + 1]` of held-out tokens, in batches of some 4096.
 
     The context of each position is the text itself, not what the target would have written, so the
@@ -60,7 +60,9 @@ def measure_acceptance(
         sums += np.array(_SUMS(target[0], draft[0], target[1], draft[1], batch), np.float64)
     sampled, greedy, num_tokens = sums.tolist()
     count = max(num_tokens, 1.0)
-    return Acceptance(sampled=sampled / count, greedy=greedy / count, num_tokens=int(num_tokens))
+    return TextAcceptance(
+        sampled=sampled / count, greedy=greedy / count, num_tokens=int(num_tokens)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

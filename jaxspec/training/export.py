@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -15,6 +12,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.directories import atomic_directory
 from jaxspec.training import data
 from jaxspec.types import PyTree
 
@@ -39,14 +37,9 @@ def write_hugging_face(
 ) -> None:
     """Writes config, generation config, safetensors with an index, and tokenizer files.
 
-    The directory is written beside its final place and then put there, replacing what was there. A
-    shard exceeds `max_shard_bytes` only if one tensor does.
+    An existing directory is replaced. A shard exceeds `max_shard_bytes` only if one tensor does.
     """
-    directory = pathlib.Path(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        partial.chmod(0o755)
+    with atomic_directory(directory, overwrite=True) as partial:
         _write_json(partial / "config.json", _config_fields(config, tokenizer, dtype))
         end_of_text = data.end_of_text_id(tokenizer)
         _write_json(
@@ -58,13 +51,6 @@ def write_hugging_face(
         _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
         for path in partial.iterdir():
             path.chmod(0o644)
-        old = partial.with_name(partial.name + "-old")
-        if directory.exists():
-            os.replace(directory, old)
-        os.replace(partial, directory)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Every fault is caught, its healthy twin passes, and a fault that does nothing is not caught."""
+"""Every fault is caught, its control run passes, and a fault that does nothing is not caught."""
 
 import dataclasses
 import io
@@ -12,7 +12,9 @@ from rich.console import Console
 
 import jaxspec
 from jaxspec.audit.controls import runner as controls
-from jaxspec.audit.controls.faults import FAULTS, Fault, installed
+from jaxspec.audit.controls.distributions import TableModel, scene_of
+from jaxspec.audit.controls.faults import FAULTS
+from jaxspec.audit.controls.instrument import Fault, installed
 from jaxspec.errors import ModelError, SettingError
 
 KINDS = ("tokens", "sampling", "order", "efficiency", "numerics")
@@ -69,27 +71,27 @@ def pair():
 @pytest.fixture(scope="module")
 def bench(pair):
     edited = [fault for fault in FAULTS.values() if not fault.patches]
-    return controls.Bench(*pair, faults=[*edited, *HARMLESS])
+    return controls.ControlRuns(*pair, faults=[*edited, *HARMLESS])
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
-def test_fault_is_caught_and_its_healthy_twin_passes(bench, name):
+def test_fault_is_caught_and_its_control_run_passes(bench, name):
     result = bench.run(FAULTS[name])
-    assert result.healthy_passes, result.detail
+    assert result.control_passes, result.detail
     assert result.caught, result.detail
 
 
 @pytest.mark.parametrize("name", OF_LAW)
-def test_fault_of_the_distribution_is_caught_and_its_healthy_twin_passes(name):
+def test_fault_of_the_distribution_is_caught_and_its_control_run_passes(name):
     result = controls.run_distribution_control(FAULTS[name])
-    assert result.healthy_passes, result.detail
+    assert result.control_passes, result.detail
     assert result.caught, result.detail
 
 
 @pytest.mark.parametrize("fault", HARMLESS, ids=lambda fault: fault.name)
 def test_a_fault_that_does_nothing_is_not_caught(bench, fault):
     result = bench.run(fault)
-    assert result.healthy_passes
+    assert result.control_passes
     assert not result.caught, result.detail
 
 
@@ -97,7 +99,7 @@ def test_a_distribution_fault_that_does_nothing_is_not_caught():
     patches = ((jaxspec.sampling, "round_keys", lambda real, pad_token: real),)
     fault = dataclasses.replace(FAULTS["one_stream"], patches=patches)
     result = controls.run_distribution_control(fault)
-    assert result.healthy_passes
+    assert result.control_passes
     assert not result.caught, result.detail
 
 
@@ -156,10 +158,10 @@ def test_a_fault_applied_alone_does_what_it_does_in_the_shared_program(bench, pa
 
 def test_reports_hold_every_control(bench):
     results = [bench.run(FAULTS[name]) for name in ("bonus_from_draft", "batch_expansion")]
-    missed = dataclasses.replace(results[0], caught=False, healthy_passes=False)
-    document = controls.controls_json([*results, missed])
+    missed = dataclasses.replace(results[0], caught=False, control_passes=False)
+    document = [result.to_json() for result in [*results, missed]]
     for entry in document:
-        assert {"name", "invariant", "caught", "healthy_passes", "source"} <= set(entry)
+        assert {"name", "invariant", "caught", "control_passes", "source"} <= set(entry)
     assert [entry["caught"] for entry in document] == [True, True, False]
     console = Console(width=240, file=io.StringIO(), record=True)
     console.print(controls.controls_table([*results, missed], has_details=True))
@@ -169,12 +171,12 @@ def test_reports_hold_every_control(bench):
 
 
 def test_the_distribution_of_a_scene_is_that_of_the_sampler():
-    scene = controls._distribution_scene(FAULTS["one_stream"])
+    scene = scene_of(FAULTS["one_stream"])
     size = scene.p.shape[0]
     distribution = scene.distribution()
     assert distribution.shape == (size,) * scene.num_tokens
     assert distribution.sum() == pytest.approx(1)
-    values = scene._sampling(jnp.ones((size,), jnp.int32))
+    values = dataclasses.replace(scene, num_rows=size)._sampling()
     logits = jaxspec.sampling.filtered_logits(jnp.asarray(scene.p, jnp.float32)[:, None], values)
     step = np.asarray(jax.nn.softmax(logits, axis=-1))[:, 0]
     np.testing.assert_allclose(
@@ -187,7 +189,7 @@ def test_bad_input_is_refused(pair):
     target, drafter = pair
     with pytest.raises(SettingError, match="no fault 'gremlins'"):
         controls.run_controls(target, drafter, names=["gremlins"])
-    table = controls.TableModel(params=jnp.zeros((2, 2)), vocab_size=2)
+    table = TableModel(params=jnp.zeros((2, 2)), vocab_size=2)
     with pytest.raises(ModelError, match="own decoder"):
         controls.run_controls(table, drafter)
     with pytest.raises(SettingError, match="at least 7"):
@@ -202,5 +204,5 @@ def test_all_controls_on_the_embedded_pair():
     seen = []
     results = controls.run_controls(target, jaxspec.DraftModel(draft), on_progress=seen.append)
     assert seen == list(FAULTS)
-    bad = [r.name for r in results if not (r.caught and r.healthy_passes)]
+    bad = [r.fault.name for r in results if not r.is_good]
     assert not bad

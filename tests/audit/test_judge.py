@@ -116,7 +116,7 @@ def test_a_changed_token_is_a_synchronisation_fault(request, dtype, name):
     for completion in setting.outputs(EACH[name]):
         output = list(completion.token_ids)
         segment = next(setting.scorer.segments(completion.prompt_token_ids, output, EACH[name]))
-        output[7] = int(np.argmin(segment.scores_at(7)[0]))  # a token that the filters exclude
+        output[7] = int(np.argmin(segment.logits_at(7)[0]))  # a token that the filters exclude
         found = setting.judge(completion, output, EACH[name])
         assert (found.index, found.token, found.expected) == (
             7,

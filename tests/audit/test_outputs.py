@@ -1,6 +1,5 @@
 """Other systems' outputs: the file, the verdicts under the target, the test of the distribution."""
 
-import collections
 import dataclasses
 import json
 
@@ -182,10 +181,10 @@ def test_few_samples_are_not_tested(target, engine):
 
 def test_rare_tokens_are_pooled():
     distribution = np.array([0.5, 0.4, 0.06, 0.03, 0.01])
-    observed, expected = pooled(collections.Counter({0: 50, 1: 40, 2: 6, 4: 4}), distribution, 100)
+    observed, expected = pooled(np.array([50, 40, 6, 0, 4]), distribution * 100)
     assert expected.tolist() == pytest.approx([50, 40, 10])  # 6 alone, joined by the rare 4
     assert observed.tolist() == [50, 40, 10]
-    observed, expected = pooled(collections.Counter({0: 20, 4: 5}), distribution, 25)
+    observed, expected = pooled(np.array([20, 0, 0, 0, 5]), distribution * 25)
     assert expected.tolist() == pytest.approx([12.5, 12.5])  # the rare ones are too few for a cell
     assert observed.tolist() == [20, 5]
 
@@ -272,7 +271,7 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path, target):
 
 
 def test_text_needs_a_tokenizer(write):
-    with pytest.raises(PromptError, match="has no tokenizer; give token_ids"):
+    with pytest.raises(PromptError, match="has no tokenizer; give prompt_token_ids and"):
         read_outputs(write(HEADER, {"prompt": "a", "text": "b"}), tiny.model())
 
 

@@ -43,7 +43,7 @@ def test_it_holds_here(dtype):
         target, jaxspec.DraftModel(target), draft_length=3, batch_size=3, max_length=128
     )
     report = probe(engine)
-    assert (report.batch_size, report.neighbours, report.window_positions) == (True, True, True)
+    assert (report.rows, report.neighbours, report.window_positions) == (True, True, True)
     assert report.holds
     assert "bit-exact" in report.sentence
     assert report.to_json()["holds"] is True
@@ -53,7 +53,7 @@ def test_it_holds_here(dtype):
 
 def test_one_seat_and_no_window_leave_nothing_to_compare():
     report = probe(Engine(toy.model(num_layers=1), batch_size=1, max_length=128))
-    assert (report.batch_size, report.neighbours, report.window_positions) == (None, None, None)
+    assert (report.rows, report.neighbours, report.window_positions) == (None, None, None)
     assert "nothing to compare" in report.sentence
 
 
@@ -67,7 +67,7 @@ def test_a_leak_is_seen_and_named(leak):
         assert report.window_positions is False
         assert "window positions" in report.sentence
     elif leak == "rows":
-        assert report.batch_size is False
+        assert report.rows is False
     else:
         assert report.neighbours is False
         assert "neighbours" in report.sentence

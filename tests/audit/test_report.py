@@ -10,8 +10,9 @@ from rich.console import Console
 
 from jaxspec.audit import report as reports
 from jaxspec.audit.judge import Divergence, Finding
-from jaxspec.audit.report import Curve, Grid, Report, make_plots, terminal_tables, write_html
+from jaxspec.audit.report import AuditReport, Curve
 from jaxspec.errors import SettingError
+from jaxspec.runtime.report import NONE, TextTable, percent, write_page
 
 
 def divergence(index, margin, finding):
@@ -30,12 +31,12 @@ def divergence(index, margin, finding):
     )
 
 
-REPORT = Report(
+REPORT = AuditReport(
     title="Audit <of> something",
     promise="bit-exact",
     sentence="The promise is broken.",
     holds=False,
-    tables=[Grid(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
+    tables=[TextTable(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
     divergences=[
         ("line 2", divergence(3, 0.02, Finding.TIE)),
         ("line 4", divergence(9, float("inf"), Finding.FAULT)),
@@ -68,7 +69,7 @@ def test_long_lists_are_cut_and_say_so(monkeypatch):
 
 def test_the_page_is_self_contained(tmp_path):
     path = tmp_path / "below" / "report.html"
-    write_html(REPORT, path)
+    REPORT.write_html(path)
     page = path.read_text()
     assert "Audit &lt;of&gt; something" in page
     assert "a &amp; b" in page
@@ -80,7 +81,7 @@ def test_the_page_is_self_contained(tmp_path):
 
 
 def test_a_report_without_divergences_has_a_curve_only(tmp_path):
-    clean = Report(
+    clean = AuditReport(
         title="t",
         promise="p",
         sentence="s",
@@ -89,8 +90,8 @@ def test_a_report_without_divergences_has_a_curve_only(tmp_path):
         divergences=[],
         curves=[Curve(label="all", lengths=(5,), first=(None,))],
     )
-    assert [caption for caption, _ in make_plots(clean)] == ["DraftContext match"]
-    write_html(clean, tmp_path / "r.html")
+    assert [plot.caption for plot in clean.plots()] == ["Prefix match"]
+    clean.write_html(tmp_path / "r.html")
     assert "Divergences" not in (tmp_path / "r.html").read_text()
 
 
@@ -103,7 +104,7 @@ def test_an_interrupted_write_leaves_the_old_report(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(KeyboardInterrupt):
-        write_html(REPORT, path)
+        REPORT.write_html(path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.html"]
 
@@ -111,12 +112,12 @@ def test_an_interrupted_write_leaves_the_old_report(tmp_path, monkeypatch):
 def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="cannot be written"):
-        write_html(REPORT, tmp_path / "file" / "report.html")
+        REPORT.write_html(tmp_path / "file" / "report.html")
 
 
 def test_tables_fit_a_terminal(capsys):
     console = Console(width=80, force_terminal=False)
-    for table in terminal_tables(REPORT):
+    for table in REPORT.all_tables:
         console.print(table)
     shown = capsys.readouterr().out
     assert "synchronisation" in shown
@@ -124,6 +125,19 @@ def test_tables_fit_a_terminal(capsys):
 
 
 def test_shares_are_never_rounded_up():
-    assert reports._percent(0.9999) == "99.9 %"
-    assert reports._percent(1.0) == "100.0 %"
-    assert reports._percent(float("nan")) == reports.NONE
+    assert percent(0.9999) == "99.9 %"
+    assert percent(1.0) == "100.0 %"
+    assert percent(float("nan")) == NONE
+
+
+def test_a_page_shows_values_and_marks_quoted_figures(tmp_path, capsys):
+    mine = TextTable.of_values("Mine", {"rounds": "3", "markup": "[red]4"})
+    theirs = TextTable(title="Theirs", header=("rounds",), rows=[("5",)], is_quoted=True)
+    write_page(tmp_path / "p.html", title="t", findings=["<found>"], tables=[mine, theirs])
+    page = (tmp_path / "p.html").read_text()
+    assert page.count('class="quoted"') == 1
+    assert page.index("Mine") < page.index('class="quoted"') < page.index("Theirs")
+    assert page.count("<th>") == 1
+    assert "<li>&lt;found&gt;</li>" in page
+    Console(width=40, force_terminal=False).print(mine)
+    assert "[red]4" in capsys.readouterr().out

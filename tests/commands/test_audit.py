@@ -7,7 +7,8 @@ import pytest
 
 from jaxspec import cli as command_line
 from jaxspec.audit.snippets import snippet
-from jaxspec.commands.audit import CHOICES, AuditCommand
+from jaxspec.commands.audit import AuditCommand
+from jaxspec.verifiers import VERIFIERS, make_verifier
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +103,16 @@ def test_controls(cli):
     controls = result.document["controls"]
     assert len(controls) > 10
     for control in controls:
-        assert {"name", "invariant", "caught", "healthy_passes"} <= control.keys()
+        assert {"name", "invariant", "caught", "control_passes"} <= control.keys()
         assert control["caught"], control
-        assert control["healthy_passes"], control
+        assert control["control_passes"], control
 
 
 def test_every_verifier_can_be_chosen():
     offered = typing.get_type_hints(AuditCommand)["verifier"]
-    assert set(typing.get_args(offered)) == set(CHOICES)
+    assert set(typing.get_args(offered)) == set(VERIFIERS)
+    for name in VERIFIERS:
+        assert make_verifier(name).name.partition(" ")[0] == name
 
 
 @pytest.mark.parametrize(

@@ -12,24 +12,48 @@ import jax
 import pytest
 import tiny
 
+import jaxspec
 from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.cli import COMMANDS
 from jaxspec.commands import train
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import SettingError
+from jaxspec.models.registry import PRESETS
+from jaxspec.runtime.documents import make_document
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def test_help_names_every_command(cli):
+def test_help_names_every_command_and_preset(cli):
     result = cli("--help")
     assert result.status == 0
-    for name in ("demo", "generate", "convert", "cache", "train", "env"):
-        assert f"• {name}" in result.out
+    assert result.out == cli().out
+    assert all(len(line) <= 80 for line in result.out.split("\n"))
+    for preset in PRESETS:
+        assert preset in result.out
+    for name in COMMANDS:
+        assert f"\n  {name} " in result.out
         shown = cli(name, "--help")
         assert shown.status == 0
         assert "--json" in shown.out
         assert "{None}" not in shown.out
+
+
+def test_help_and_version_load_neither_jax_nor_a_command():
+    code = (
+        "import sys; from jaxspec.cli import main; main(['--help']); main(['--version']); "
+        "assert not {'jax', 'tyro', 'numpy', 'rich'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"jaxspec {jaxspec.__version__}\n" in done.stdout
+
+
+def test_a_command_that_does_not_exist(cli):
+    result = cli("gnerate")
+    assert result.status == 2
+    assert "no command 'gnerate'; did you mean generate?" in result.err
+    assert "choose one of demo, generate" in cli("xyz").err
 
 
 def test_env(cli):

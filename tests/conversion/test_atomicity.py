@@ -14,17 +14,17 @@ import jax
 import numpy as np
 import pytest
 
-from convert import convert
-from jaxspec.checkpoint import resolve as checkpoint
-from jaxspec.checkpoint.resolve import load_converted
+from jaxspec.checkpoint.format import load_converted
+from jaxspec.convert import convert
 from jaxspec.errors import CheckpointError
+from jaxspec.runtime import directories
 
 # Small batches and a pause after each make the time of writing most of the run.
 _CHILD = """
 import sys, time
 import orbax.checkpoint.experimental.v1 as ocp
-from convert import convert
-from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.convert import convert
+from jaxspec.checkpoint import format as checkpoint
 checkpoint._SAVE_BATCH_BYTES = 20_000
 save = ocp.partial.save
 def slow_save(*args):
@@ -64,7 +64,7 @@ def kill_trials(tmp_path: Path, num_trials: int) -> dict[str, int]:
     assert child.wait() == 0
     duration = time.perf_counter() - began
     expected = params_of(destination)
-    checkpoint.shutil.rmtree(destination)
+    directories.shutil.rmtree(destination)
 
     outcomes = {"absent": 0, "partial directory left": 0, "complete": 0}
     rng = random.Random(5)
@@ -78,7 +78,7 @@ def kill_trials(tmp_path: Path, num_trials: int) -> dict[str, int]:
             outcomes["complete"] += 1
             for ours, theirs in zip(params_of(destination), expected, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
-            checkpoint.shutil.rmtree(destination)
+            directories.shutil.rmtree(destination)
         else:
             outcomes["absent"] += 1
             left = destination.parent.is_dir() and any(destination.parent.iterdir())
@@ -123,20 +123,20 @@ def test_killed_while_overwriting(tmp_path):
 
 def test_a_living_writer_is_left_alone(tmp_path):
     """Only directories of processes that have ended are removed."""
-    mine = checkpoint._sibling(tmp_path / "out")
+    mine = directories._sibling(tmp_path / "out")
     mine.mkdir()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    stale = mine.with_name(mine.name.replace(f"-{checkpoint.os.getpid()}-", f"-{ended.pid}-"))
+    stale = mine.with_name(mine.name.replace(f"-{directories.os.getpid()}-", f"-{ended.pid}-"))
     stale.mkdir()
-    with checkpoint.atomic_directory(tmp_path / "out"):
+    with directories.atomic_directory(tmp_path / "out"):
         assert mine.exists()
         assert not stale.exists()
 
 
 def test_the_slower_of_two_writers_is_told(tmp_path):
     def write(text, meanwhile=lambda: None):
-        with checkpoint.atomic_directory(tmp_path / "out") as directory:
+        with directories.atomic_directory(tmp_path / "out") as directory:
             (directory / "from").write_text(text)
             meanwhile()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import convert.command
-from convert import convert as run_conversion
-from convert import writer
-from jaxspec.checkpoint.resolve import leaf_shapes, load_converted, read_manifest
+from jaxspec.checkpoint.format import leaf_shapes, load_converted, read_manifest
+from jaxspec.convert import command, conversion, writer
+from jaxspec.convert import convert as run_conversion
 from jaxspec.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
 
 
 def leaves(directory: Path, dtype="float32"):
@@ -196,21 +198,31 @@ def test_verification(tmp_path, monkeypatch):
 
     wrong = {"rms_norm_eps": 0.5}
     hf_checkpoints.edit_json(hf / "config.json", **wrong)
-    config = convert.conversion.read_model_config
+    config = conversion.read_model_config
 
     def with_another_epsilon(fields, family):
         fields.fields["rms_norm_eps"] = 1e-5
         return config(fields, family)
 
-    monkeypatch.setattr(convert.conversion, "read_model_config", with_another_epsilon)
+    monkeypatch.setattr(conversion, "read_model_config", with_another_epsilon)
     with pytest.raises(CheckpointError, match="differ from torch's"):
         run_conversion(hf, tmp_path / "refused", verify=True)
     assert [path.name for path in tmp_path.iterdir() if "refused" in path.name] == []
 
 
+def test_python_m_convert_in_a_checkout(whole, tmp_path):
+    """The package at the top of the repository, which is also installed as `jaxspec.convert`."""
+    arguments = ["-m", "convert", str(whole / "hf"), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_manifest(tmp_path / "out")["config"]["family"] == "llama"
+
+
 def test_command_line(whole, tmp_path, capsys):
     options = ["--dtype", "bfloat16", "--json"]
-    assert convert.command.main([str(whole / "hf"), str(tmp_path / "out"), *options]) == 0
+    assert command.main([str(whole / "hf"), str(tmp_path / "out"), *options]) == 0
     printed = capsys.readouterr().out
     assert "in bfloat16" in printed
     document = json.loads(printed.splitlines()[-1])
@@ -219,7 +231,7 @@ def test_command_line(whole, tmp_path, capsys):
     assert str(tmp_path / "out") in printed
     assert read_manifest(tmp_path / "out")["dtype"] == "bfloat16"
 
-    assert convert.command.main([str(whole / "hf"), str(tmp_path / "out")]) == 1
+    assert command.main([str(whole / "hf"), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert "exists already" in error
     assert error.count("\n") == 1

@@ -24,7 +24,7 @@ def watch():
         peak = max(peak, int(anonymous.split()[1]))
         time.sleep(0.005)
 threading.Thread(target=watch, daemon=True).start()
-from convert import convert
+from jaxspec.convert import convert
 summary = convert(sys.argv[1], sys.argv[2])
 print(json.dumps({"peak_bytes": peak * 1024, "duration_s": summary.duration_s}))
 """

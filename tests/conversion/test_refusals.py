@@ -10,8 +10,8 @@ import hf_checkpoints
 import numpy as np
 import pytest
 
-from convert import convert
-from jaxspec.checkpoint import resolve as checkpoint
+from jaxspec.checkpoint import format as checkpoint
+from jaxspec.convert import convert
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError
 
 
@@ -245,7 +245,7 @@ def test_other_failures_leave_nothing_behind(hf, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("convert.conversion.convert_tokenizer", interrupt)
+    monkeypatch.setattr("jaxspec.convert.conversion.convert_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(hf, hf.parent / "out")
     assert [path.name for path in hf.parent.iterdir()] == ["hf"]
@@ -253,7 +253,7 @@ def test_other_failures_leave_nothing_behind(hf, monkeypatch):
 
 def test_a_table_that_misses_a_parameter_is_caught(hf, monkeypatch):
     """The tables are held against the decoder's own list of parameters."""
-    from convert import conversion, mapping
+    from jaxspec.convert import conversion, mapping
 
     family = conversion.FAMILIES[0]
     short = mapping.Family(

@@ -9,8 +9,8 @@ from pathlib import Path
 import hf_checkpoints
 import pytest
 
-from convert import convert
-from jaxspec.checkpoint.resolve import load_converted
+from jaxspec.checkpoint.format import load_converted
+from jaxspec.convert import convert
 from jaxspec.errors import CheckpointError
 
 SENTENCES = [

@@ -1,4 +1,4 @@
-"""The door between target and drafter: taps, observe, uses_target, score, trees counted by depth."""
+"""The door between target and drafter: taps, observe, uses_target, score, trees by depth."""
 
 import dataclasses
 

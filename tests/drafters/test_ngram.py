@@ -8,22 +8,11 @@ from hypothesis import strategies as st
 
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
-from jaxspec.sampling import request_key
-from jaxspec.types import BatchView, EngineShape, RowSampling
+from jaxspec.sampling import neutral_sampling
+from jaxspec.types import BatchView, EngineShape
 
 SHAPE = EngineShape(batch_size=1, max_length=32, verify_length=5, prefill_chunk=8, vocab_size=9)
-GREEDY = RowSampling(
-    temperature=jnp.zeros(1),
-    top_k=jnp.zeros(1, jnp.int32),
-    top_p=jnp.ones(1),
-    min_p=jnp.zeros(1),
-    repetition_penalty=jnp.ones(1),
-    presence_penalty=jnp.zeros(1),
-    frequency_penalty=jnp.zeros(1),
-    key=request_key(0)[None],
-    prompt_length=jnp.zeros(1, jnp.int32),
-    min_length=jnp.zeros(1, jnp.int32),
-)
+GREEDY = neutral_sampling(1)
 
 
 def propose(tokens, limit, low, high):

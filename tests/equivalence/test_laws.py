@@ -16,8 +16,8 @@ import toy
 import jaxspec
 from jaxspec import sampling
 from jaxspec.engine.engine import Engine
+from jaxspec.models.prefill import chain_window
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.types import Window
 
 ALPHA = 1e-3  # of a whole run over one verifier, shared among its tests (Bonferroni)
 SIZE = 11
@@ -64,8 +64,7 @@ def drafter():
 def plain(target):
     """Logits `[V]` after the prompt, and `[V, V]` after the prompt and each first token."""
     tokens = jnp.asarray([[*PROMPT, first] for first in range(SIZE)], jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), tokens.shape)
-    window = Window(start=jnp.zeros((SIZE,), jnp.int32), positions=positions, slots=positions)
+    window = chain_window(jnp.zeros((SIZE,), jnp.int32), 3)
     hidden, _ = target.forward(target.params, tokens, window, target.init_cache(SIZE, 128))
     logits = np.asarray(target.logits(target.params, hidden), np.float64)
     return logits[0, 1], logits[:, 2]

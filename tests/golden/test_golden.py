@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert import convert
-from convert.conversion import FAMILIES
-from jaxspec.checkpoint.resolve import load_converted
-from jaxspec.types import Window
+from jaxspec.checkpoint.format import load_converted
+from jaxspec.convert import convert
+from jaxspec.convert.conversion import FAMILIES
+from jaxspec.models.prefill import chain_window
 
 TOLERANCE = 2e-4
 GOLDEN_FILES = sorted(Path(__file__).parent.glob("*.npz"))
@@ -27,11 +27,10 @@ def golden_differences(model, family: str) -> list[float]:
     padded = np.zeros((len(tokens), longest), np.int32)
     for row, prompt in enumerate(tokens):
         padded[row, : len(prompt)] = prompt
-    positions = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), padded.shape)
 
     @jax.jit
     def forward(params, cache):
-        window = Window(start=positions[:, 0], positions=positions, slots=positions)
+        window = chain_window(jnp.zeros((len(padded),), jnp.int32), longest)
         hidden, _ = model.forward(params, jnp.asarray(padded), window, cache)
         return model.logits(params, hidden)
 

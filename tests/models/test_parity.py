@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert import convert
-from jaxspec.checkpoint.resolve import load_converted
-from jaxspec.types import Window
+from jaxspec.checkpoint.format import load_converted
+from jaxspec.convert import convert
+from jaxspec.models.prefill import chain_window
 
 torch = pytest.importorskip("torch")
 
@@ -51,8 +51,7 @@ def random_prompts(vocab_size: int) -> list[np.ndarray]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(model, params, tokens, starts, cache):
-    positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    window = Window(start=starts, positions=positions, slots=positions)
+    window = chain_window(starts, tokens.shape[1])
     hidden, cache = model.forward(params, tokens, window, cache)
     return model.logits(params, hidden), cache
 

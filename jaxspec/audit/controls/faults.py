@@ -1,411 +1,26 @@
-"""Failure modes of published systems, as faults that can be switched on.
+"""Failure modes of published systems, as faults that the auditor has to catch: `FAULTS`.
 
-The auditor has to catch each of them (`jaxspec.audit.controls.runner`). The
-production loop carries no switches: a fault replaces functions of `jaxspec.decode` while an engine
-is built and run.
-
-    with FAULTS["bonus_from_draft"].apply():
-        broken = Engine(target, drafter).generate(prompts, params)
-
-Published systems keep a rectangular batch by padding. Here a row has no padding: slot i holds
-position i. So their faults are expressed by what they do to a row, with the padding that the row
-would have had: positions that run ahead by it, slots that are seen although nothing was stored
-there, an offset that belongs to another row. Three invariants are named (they hold for any layout):
-
-    I1  every row stands at an offset of its own: its length is that of its tokens, no more
-    I2  a token's position is the number of the row's tokens before it
-    I3  the KV that a query sees is that of exactly the tokens before it, the newest one written
-
-Most faults are *edits*: at a named place of the round, the healthy value is turned into the faulty
-one. Because both values exist at that place, one compiled program can hold many faults and choose
-one at run time (`installed` with `is_armed`), so the healthy twin of a control is the same program.
+`jaxspec.audit.controls.instrument` says how they are switched on, and names the invariants.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jax import lax
 
 from jaxspec import sampling
-from jaxspec.cache import pages as kv
-from jaxspec.decode import loop as decode_loop
+from jaxspec.audit.controls.instrument import Fault, KvSource, OpenState, OpenWindow, Place
 from jaxspec.decode import round as decode_round
-from jaxspec.decode.state import Admission
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
-from jaxspec.kernels.registry import Kernels
-from jaxspec.kernels.xla import block_attention
-from jaxspec.models import decoder, layers
-from jaxspec.types import (
-    BatchView,
-    DecodeState,
-    Draft,
-    Emission,
-    Finish,
-    Origin,
-    RoundInfo,
-    Verdict,
-    Window,
-)
-from jaxspec.verifiers import coupled
-
-Kind = Literal["tokens", "sampling", "order", "distribution", "efficiency", "numerics"]
-Edit = Callable[[Any, "Place"], Any]
-Patch = tuple[Any, str, Callable[..., Any]]
+from jaxspec.models import decoder
+from jaxspec.types import BatchView, Draft, Emission, Finish, Origin, Verdict, Window
 
 _emit = decode_round.emit  # as it is in production, whatever is patched later
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One way to be wrong (or, for an efficiency control, to be right and slow).
-
-    Attributes:
-      name: for reports.
-      source: the published systems that had it.
-      invariant: what it breaks: I1 to I3 of this module, or C1 to E4 of the package's design.
-      detection: how the auditor sees it.
-      kind: what has to be compared. `tokens`: greedy tokens; `sampling`: tokens of sampled rows;
-        `order`: which output belongs to which prompt; `distribution`: the distribution;
-        `efficiency` and `numerics`: nothing, the output is right.
-      edits: by place of the round; see `PLACES`.
-      patches: `(owner, attribute, wrap)`: functions replaced by `wrap(function, pad_token)`.
-    """
-
-    name: str
-    source: str
-    invariant: str
-    detection: str
-    kind: Kind = "tokens"
-    edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
-    patches: Sequence[Patch] = ()
-
-    @contextlib.contextmanager
-    def apply(self, *, pad_token: int = 0) -> Iterator[None]:
-        """While it lasts, engines that are built (and first run) have the fault.
-
-        Args:
-          pad_token: the token that the published system pads with.
-        """
-        with contextlib.ExitStack() as stack:
-            for owner, name, wrap in self.patches:
-                with_pad = functools.partial(wrap, pad_token=pad_token)
-                stack.enter_context(_replaced(owner, name, with_pad))
-            if self.edits or not self.patches:
-                stack.enter_context(installed([self], pad_token=pad_token))
-            yield
-
-
-class OpenWindow(Window, kw_only=True):
-    """A window whose rotary positions and visibility can be set apart from its positions.
-
-    Attributes:
-      rotary: `[B, T]` int32, the positions that enter the rotation.
-      limit: `[B, T]` int32, the last slot that each query sees.
-      is_hidden: `[B, S]` bool, slots that no query of the row sees.
-    """
-
-    rotary: jax.Array
-    limit: jax.Array
-    is_hidden: jax.Array
-
-
-class OpenState(DecodeState, kw_only=True):
-    """A decode state with what faults need.
-
-    Attributes:
-      armed: int32 scalar, which of the installed faults is on; 0 is none.
-      is_reused: `[B]` bool, whether the seat has held a request before its present one.
-      padding: `[B]` int32, padding that the row has gathered.
-    """
-
-    armed: jax.Array
-    is_reused: jax.Array
-    padding: jax.Array
-
-
-class KvSource(struct.PyTreeNode, kw_only=True):
-    """Where each slot's KV comes from after a round; healthy is each slot from itself.
-
-    Attributes:
-      slot: `[B, S]` int32.
-      is_kept: `[B, S]` bool; the others become zeros.
-    """
-
-    slot: jax.Array
-    is_kept: jax.Array
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """What an edit may look at.
-
-    Attributes:
-      state: before the step.
-      pad_token: the token that the published system pads with.
-      draft: of the round.
-      verdict: of the round.
-      info: of the round, once it is verified.
-      chosen: `[B, N + 1]` the target's tokens at each node.
-      after: the state after the commit.
-      row: the seat that is filled or prefilled.
-      admission: the request that enters.
-      start: first token of the prefill chunk.
-    """
-
-    state: OpenState
-    pad_token: int
-    draft: Any = None
-    verdict: Any = None
-    info: Any = None
-    chosen: Any = None
-    after: Any = None
-    row: Any = None
-    admission: Any = None
-    start: Any = None
-
-
-# Where edits act, and the value they turn into another.
-PLACES = {
-    "admit_row": "OpenState with a new request",
-    "prefill": "OpenState after a chunk of a prompt",
-    "rows": "BatchView that drafter and verifier see",
-    "window": "OpenWindow of the round",
-    "verdict": "Verdict of the coupled verifier",
-    "emitted": "[B, N + 1] tokens that the round may emit",
-    "emission": "Emission of the round",
-    "commit": "OpenState after the commit",
-    "kv": "KvSource after the round",
-}
-
-
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable], Callable]):
-    return mock.patch.object(owner, name, wrap(getattr(owner, name)))
-
-
-@contextlib.contextmanager
-def installed(
-    faults: Sequence[Fault], *, pad_token: int = 0, is_armed: bool = False
-) -> Iterator[None]:
-    """While it lasts, engines that are built (and first run) make these faults' edits.
-
-    Args:
-      faults: with edits, or without any (then only the machinery is in place, which is harmless).
-      pad_token: the token that the published systems pad with.
-      is_armed: False has them all on; True has on the one whose number, counted from 1, stands in
-        `OpenState.armed`.
-    """
-    scope: list[OpenState] = []  # the state of the round that is being traced
-
-    def edited(place: str, value: Any, at: Place) -> Any:
-        for number, fault in enumerate(faults, start=1):
-            if place not in fault.edits:
-                continue
-            new = fault.edits[place](value, at)
-            if is_armed:
-                is_on = at.state.armed == number
-                new = jax.tree.map(functools.partial(jnp.where, is_on), new, value)
-            value = new
-        return value
-
-    def has(place: str) -> bool:
-        return any(place in fault.edits for fault in faults)
-
-    def empty_state(real):
-        def wrapped(shape, **fields):
-            state = real(shape, **fields)
-            own = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-            nothing = jnp.zeros_like(state.num_committed)
-            return OpenState(
-                **own, armed=jnp.int32(0), is_reused=nothing.astype(bool), padding=nothing
-            )
-
-        return wrapped
-
-    def admit_row(real):
-        def wrapped(state: OpenState, row, admission: Admission) -> OpenState:
-            was_used = state.is_reused[row] | (state.finish[row] != Finish.EMPTY_ROW)
-            after = real(state, row, admission)
-            after = after.replace(
-                is_reused=state.is_reused.at[row].set(was_used),
-                padding=state.padding.at[row].set(0),
-            )
-            at = Place(state=state, pad_token=pad_token, row=row, admission=admission)
-            return edited("admit_row", after, at)
-
-        return wrapped
-
-    def prefill(real):
-        def wrapped(self, params, state: OpenState, row, start):
-            after = real(self, params, state, row, start)
-            at = Place(state=state, pad_token=pad_token, row=row, start=start)
-            return edited("prefill", after, at)
-
-        return wrapped
-
-    def batch_view(real):
-        def wrapped(state: OpenState, *, is_chain: bool = True) -> BatchView:
-            rows = real(state, is_chain=is_chain)
-            return edited("rows", rows, Place(state=state, pad_token=pad_token))
-
-        return wrapped
-
-    def make_window(real):
-        def wrapped(state: OpenState, draft: Draft, *, is_chain: bool) -> Window:
-            window = real(state, draft, is_chain=is_chain)
-            opened = OpenWindow(
-                start=window.start,
-                positions=window.positions,
-                slots=window.slots,
-                rotary=window.positions,
-                limit=window.positions,
-                is_hidden=jnp.zeros(state.tokens.shape, bool),
-            )
-            return edited("window", opened, Place(state=state, pad_token=pad_token, draft=draft))
-
-        return wrapped
-
-    def follow(real):
-        def wrapped(chosen, draft: Draft) -> Verdict:
-            at = Place(state=scope[-1], pad_token=pad_token, draft=draft, chosen=chosen)
-            return edited("verdict", real(chosen, draft), at)
-
-        return wrapped
-
-    def emitted_tokens(real):
-        def wrapped(draft: Draft, verdict: Verdict) -> jax.Array:
-            at = Place(state=scope[-1], pad_token=pad_token, draft=draft, verdict=verdict)
-            return edited("emitted", real(draft, verdict), at)
-
-        return wrapped
-
-    def emit(real):
-        def wrapped(state: OpenState, draft: Draft, verdict: Verdict) -> Emission:
-            at = Place(state=state, pad_token=pad_token, draft=draft, verdict=verdict)
-            return edited("emission", real(state, draft, verdict), at)
-
-        return wrapped
-
-    def commit(real):
-        def wrapped(state: OpenState, info: RoundInfo, cache) -> OpenState:
-            at = Place(
-                state=state,
-                pad_token=pad_token,
-                draft=info.draft,
-                verdict=info.verdict,
-                info=info,
-            )
-            return edited("commit", real(state, info, cache), at)
-
-        return wrapped
-
-    def speculative_round(real):
-        def wrapped(parts, params, state: OpenState) -> OpenState:
-            scope.append(state)
-            try:
-                after = real(parts, params, state)
-                if has("kv"):
-                    slot = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
-                    slot = jnp.broadcast_to(slot, state.tokens.shape)
-                    healthy = KvSource(slot=slot, is_kept=jnp.ones(slot.shape, bool))
-                    at = Place(state=state, pad_token=pad_token, after=after)
-                    source = edited("kv", healthy, at)
-                    after = after.replace(cache=_moved(after.cache, source))
-                return after
-            finally:
-                scope.pop()
-
-        return wrapped
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, wrap in (
-            (decode_loop, "empty_state", empty_state),
-            (decode_loop, "admit_row", admit_row),
-            (decode_loop, "speculative_round", speculative_round),
-            (decode_loop.DecodeLoop, "prefill", prefill),
-            (decode_round, "batch_view", batch_view),
-            (decode_round, "make_window", make_window),
-            (decode_round, "emitted_tokens", emitted_tokens),
-            (decode_round, "emit", emit),
-            (decode_round, "commit", commit),
-            (coupled, "follow", follow),
-            (decoder, "run_layers", _open_layers),
-        ):
-            stack.enter_context(_replaced(owner, name, wrap))
-        yield
-
-
-def _open_layers(real):
-    """The decoder's layers, heeding an `OpenWindow`."""
-
-    def run_layers(config, params, hidden, window, cache, **options):
-        if not isinstance(window, OpenWindow):
-            return real(config, params, hidden, window, cache, **options)
-        with _replaced(
-            layers, "rotary_angles", lambda angles: lambda rope, _: angles(rope, window.rotary)
-        ):
-            product = options.get("kernels", Kernels()).product
-            options["kernels"] = Kernels(attention=open_attention, product=product)
-            return real(config, params, hidden, window, cache, **options)
-
-    return run_layers
-
-
-def open_attention(queries, layer, table, window, *, dtype, sliding_window=None):
-    """Attention over every slot of a row, with the visibility of an `OpenWindow`.
-
-    Dense, so its sums run in another order than `block_attention`'s; see there for the arguments.
-    """
-    if not isinstance(window, OpenWindow):
-        return block_attention(
-            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
-        )
-    num_rows, num_queries, _, head_size = queries.shape
-    grouped = queries.reshape(num_rows, num_queries, layer.num_heads, -1, head_size)
-    slot = jnp.arange(window.is_hidden.shape[1], dtype=jnp.int32)
-    k, v = kv.read_slots(layer, table, jnp.broadcast_to(slot, window.is_hidden.shape), dtype)
-    is_seen = (slot <= window.limit[..., None]) & ~window.is_hidden[:, None]
-    if sliding_window is not None:
-        is_seen &= slot > window.limit[..., None] - sliding_window
-    v = jnp.where(jnp.any(is_seen, axis=1)[..., None, None], v, jnp.zeros((), dtype))
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts",
-        grouped,
-        k,
-        preferred_element_type=jnp.float32,
-        precision=precision,
-    )
-    # A query that sees nothing weighs all slots alike instead of giving no number.
-    scores = jnp.where(is_seen[:, None, None], scores / math.sqrt(head_size), -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
-    output = jnp.einsum(
-        "bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32, precision=precision
-    )
-    return output.reshape(queries.shape).astype(queries.dtype)
-
-
-def _moved(cache: kv.KVCache, source: KvSource) -> kv.KVCache:
-    """The cache with each slot's KV taken from its source."""
-    slot = jnp.broadcast_to(jnp.arange(source.slot.shape[1], dtype=jnp.int32), source.slot.shape)
-    is_kept = source.is_kept[..., None, None]
-
-    def move(layer):
-        k, v = kv.read_slots(layer, cache.table, source.slot, cache.dtype)
-        k, v = (jnp.where(is_kept, part, jnp.zeros((), part.dtype)) for part in (k, v))
-        return kv.write(layer, cache.table, k, v, slot)
-
-    return cache.replace(layers=tuple(move(layer) for layer in cache.layers))
 
 
 # What the edits are made of.
@@ -582,7 +197,7 @@ def _bonus_from_draft(verdict: Verdict, at: Place) -> Verdict:
     return verdict.replace(next_token=jnp.where(is_rejected, drafted, verdict.next_token))
 
 
-def _bonus_behind_mismatch(verdict: Verdict, at: Place) -> Verdict:
+def _bonus_after_mismatch(verdict: Verdict, at: Place) -> Verdict:
     after = jnp.minimum(verdict.num_accepted + 1, at.chosen.shape[1] - 1)[:, None]
     return verdict.replace(next_token=jnp.take_along_axis(at.chosen, after, axis=1)[:, 0])
 
@@ -631,7 +246,7 @@ def _stop_unseen_in_run(emission: Emission, at: Place) -> Emission:
     )
 
 
-def _tokens_behind_stop(emission: Emission, at: Place) -> Emission:
+def _tokens_after_stop(emission: Emission, at: Place) -> Emission:
     return _without_stops(at).replace(finish=emission.finish, stop_token=emission.stop_token)
 
 
@@ -766,7 +381,7 @@ def _pad_prompts(real, pad_token):
     return run
 
 
-_BY_TOKENS = "greedy tokens leave the window-1 witness's where its scores are no tie"
+_BY_TOKENS = "greedy tokens differ from the reference loop's beyond a tie"
 
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
@@ -811,11 +426,11 @@ FAULTS: Mapping[str, Fault] = {
             edits={"verdict": _bonus_from_draft},
         ),
         Fault(
-            name="bonus_behind_mismatch",
+            name="bonus_after_mismatch",
             source="the bonus read one entry too far (J + 1)",
             invariant="E1: a round's last token is the target's after the accepted ones",
             detection=_BY_TOKENS + ", at the first rejection",
-            edits={"verdict": _bonus_behind_mismatch},
+            edits={"verdict": _bonus_after_mismatch},
         ),
         Fault(
             name="kv_cut_to_batch_minimum",
@@ -889,7 +504,7 @@ FAULTS: Mapping[str, Fault] = {
         ),
         Fault(
             name="stale_length_after_reuse",
-            source="a row's counters that no one resets",
+            source="a row's counters that are never reset",
             invariant="I1, C1: a row's predecessor leaves nothing that is seen",
             detection=_BY_TOKENS + ", in requests shorter than their row's predecessor",
             edits={"admit_row": _stale_length},
@@ -898,35 +513,35 @@ FAULTS: Mapping[str, Fault] = {
             name="stop_unseen_in_accepted_run",
             source="EOS looked for in the bonus only",
             invariant="E1: an output ends at its first stop token",
-            detection="the output runs on after the witness's end",
+            detection="the output runs on after the reference has ended",
             edits={"emission": _stop_unseen_in_run},
         ),
         Fault(
-            name="tokens_kept_behind_stop",
+            name="tokens_kept_after_stop",
             source="EQSPEC, EXSPEC: accepted EOS, and the round's tokens after it",
             invariant="E1: an output ends at its first stop token",
-            detection="the output holds tokens after the witness's end",
-            edits={"emission": _tokens_behind_stop},
+            detection="the output holds tokens after the reference has ended",
+            edits={"emission": _tokens_after_stop},
         ),
         Fault(
             name="stop_in_prompt_ends_row",
             source="EQSPEC, EXSPEC: EOS looked for in the whole row",
             invariant="E2: only emitted tokens end an output",
-            detection="the output ends before the witness's",
+            detection="the output ends before the reference",
             edits={"admit_row": _stop_in_prompt},
         ),
         Fault(
             name="pad_is_stop",
             source="EQSPEC, EXSPEC where pad == eos: left padding ends a row",
             invariant="E2: an output does not depend on the neighbours' lengths",
-            detection="outputs of rows shorter than the longest end before the witness's",
+            detection="outputs of rows shorter than the longest end before the reference",
             edits={"commit": _pad_is_stop},
         ),
         Fault(
             name="sorted_outputs",
             source="EXSPEC with --sort_by_length: never sorted back",
             invariant="outputs stand in the order of their prompts",
-            detection="the outputs are the witness's as a set, but not in order",
+            detection="the outputs are the reference's as a set, but not in order",
             kind="order",
             patches=((Engine, "run", _sort_outputs),),
         ),
@@ -934,7 +549,7 @@ FAULTS: Mapping[str, Fault] = {
             name="noise_ignores_seed",
             source="one generator for the batch instead of one per request",
             invariant="E3: a sampled token is drawn with its request's key and position",
-            detection="sampled rows leave the witness of the same seed; greedy rows do not",
+            detection="sampled rows differ from the reference of the same seed; greedy rows do not",
             kind="sampling",
             edits={"admit_row": _seedless},
         ),
@@ -942,7 +557,7 @@ FAULTS: Mapping[str, Fault] = {
             name="filters_of_neighbour",
             source="top-k, top-p and min-p broadcast along the wrong rows",
             invariant="E2: a row's distribution does not depend on what a neighbour asked for",
-            detection="sampled rows leave the witness of the same seed; greedy rows do not",
+            detection="sampled rows differ from the reference of the same seed; greedy rows do not",
             kind="sampling",
             edits={"rows": _filters_of_neighbour},
         ),
@@ -977,7 +592,7 @@ FAULTS: Mapping[str, Fault] = {
             name="batch_expansion",
             source="vLLM v0: a row per drafted token (vllm issue 17984)",
             invariant="none: the output is right",
-            detection="more rows pass through the target than in the healthy run",
+            detection="more rows pass through the target than in the control run",
             kind="efficiency",
             patches=((decoder, "forward", _expand_batch),),
         ),
@@ -985,7 +600,7 @@ FAULTS: Mapping[str, Fault] = {
             name="rollback_to_batch_minimum",
             source="all rows truncated to the batch's least acceptance",
             invariant="none: the output is right",
-            detection="more rounds than the healthy run",
+            detection="more rounds than the control run",
             kind="efficiency",
             edits={"verdict": _roll_back_to_minimum},
         ),
@@ -993,7 +608,7 @@ FAULTS: Mapping[str, Fault] = {
             name="bonus_lost_on_full_acceptance",
             source="EQSPEC, EXSPEC: at most k tokens of k drafts, never k + 1",
             invariant="none: the output is right",
-            detection="more rounds than the healthy run",
+            detection="more rounds than the control run",
             kind="efficiency",
             edits={"verdict": _lose_bonus},
         ),

@@ -1,18 +1,17 @@
-"""Attention and products of a few rows in C++, for CPUs.
+"""Products and attention of a few rows in C++, for CPUs.
 
-A round multiplies every weight with a few rows: between one token of one request and some fifty of
-a batch. XLA:CPU runs such products far below what the cores and the memory can do, copies the KV
-that attention reads, and starts some thirty small programs in every layer. `kernels.cc` does a
-layer in five: three products with the norms, gates and sums around them, the output's, and
-attention with all that leads to it. `product` and `attend` call it through JAX's foreign function
-interface.
+A decoding round multiplies every weight by a few rows: one for a single request, some fifty for a
+batch. XLA:CPU runs such products far below the speed of cores and memory, copies the KV that
+attention reads, and starts some thirty small programs per layer. `kernels.cc` runs a layer as five:
+four products with the norms, gates and sums around them, and attention from the projections on.
+`product` and `attend` call it through JAX's foreign function interface.
 
-The kernels are compiled by the machine's C++ compiler when a model is first loaded on a CPU, for
-this very processor, and kept in the cache directory. Where there is no compiler, `problem` says so
-and models use XLA's.
+The machine's C++ compiler builds the kernels for its own processor when a model is first loaded on
+a CPU; the library is kept in the cache directory. Without a compiler, `problem` says so, and models
+use XLA's.
 
-An output's bits depend on its own row only, not on how many rows there are: XLA's products, which
-sum in another order for every number of rows, do not keep this.
+The bits of an output depend on its own row only, not on how many rows there are. XLA's products sum
+in a different order for each number of rows.
 """
 
 from __future__ import annotations
@@ -33,9 +32,12 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
+from jaxspec.kernels.base import Angles, Kernels
+from jaxspec.kernels.base import product as xla_product
 from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
 from jaxspec.types import Window
 
@@ -49,7 +51,7 @@ MAX_ROWS = 128  # of a product: with more, those of a long prompt, XLA's are as 
 MAX_QUERIES = 1024  # of a row and KV head, likewise
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-_log = logging.getLogger("jaxspec.runtime.compilation")  # says whatever takes time to compile
+_log = logging.getLogger("jaxspec.runtime.compilation")
 
 
 class _BuildError(Exception):
@@ -59,11 +61,6 @@ class _BuildError(Exception):
 def problem() -> str | None:
     """Why the kernels cannot be used here, or None; compiles them if that has not been done yet."""
     return _load()[1]
-
-
-def is_tried() -> bool:
-    """Whether somebody has asked for `problem`: it takes seconds where they must be compiled."""
-    return _load.cache_info().currsize > 0
 
 
 @functools.cache
@@ -110,7 +107,15 @@ def _build() -> pathlib.Path:
     path = cache_directory() / KERNELS_DIRECTORY / f"kernels-{digest}.so"
     if path.exists():
         return path
-    _log.info("compiling the CPU kernels, once on this machine ...")
+    _log.info("compiling the CPU kernels, once on this machine", extra={"compiling": True})
+    try:
+        _compile(compiler, path)
+    finally:
+        _log.info("compiled the CPU kernels", extra={"compiling": False})
+    return path
+
+
+def _compile(compiler: str, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         made = pathlib.Path(directory, path.name)
@@ -130,7 +135,6 @@ def _build() -> pathlib.Path:
         except subprocess.TimeoutExpired as error:
             raise _BuildError(f"{compiler} took longer than {TIMEOUT_S} s") from error
         os.replace(made, path)
-    return path
 
 
 def _cpu() -> str:
@@ -158,7 +162,7 @@ def product(
     residual: jax.Array | None = None,
     dtype=None,
 ) -> jax.Array:
-    """`f(x) @ weight + residual` `[..., out...]`, as `models.layers.product`; see there."""
+    """`f(x) @ weight + residual` `[..., out...]`, as `jaxspec.kernels.base.product`; see there."""
     num_inputs = weight.shape[0]
     leading = x.shape[: -2 if is_gated else -1]
     num_rows = math.prod(leading)
@@ -201,7 +205,7 @@ def is_attention_supported(
 def attend(
     qkv: jax.Array,
     layer: kv.LayerCache,
-    table: jax.Array,
+    table: kv.Table,
     window: Window,
     *,
     cos: jax.Array,
@@ -213,7 +217,7 @@ def attend(
     epsilon: float,
     sliding_window: int | None,
 ) -> tuple[jax.Array, kv.LayerCache]:
-    """Heads `[B, T, Q, H]` and the layer's KV, as `models.kernels.Kernels.attend`.
+    """Heads `[B, T, Q, H]` and the layer's KV, as `Kernels.attend`.
 
     Args:
       qkv: `[B, T, K, G + 2, H]` projections, fp32 or bf16, which is also the KV's dtype.
@@ -255,3 +259,63 @@ def attend(
         sliding_window=np.int64(sliding_window or 0),
     )
     return made, layer.replace(k=k, v=v)
+
+
+class NativeKernels(Kernels):
+    """The C++ kernels, and XLA's where these do not apply."""
+
+    def attend(
+        self,
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        angles: Angles,
+        *,
+        dtype: jnp.dtype,
+        is_interleaved: bool,
+        **settings,
+    ) -> tuple[jax.Array, kv.LayerCache]:
+        """As `Kernels.attend`."""
+        if _is_split() or not is_attention_supported(qkv, layer, table, window):
+            return super().attend(
+                qkv,
+                layer,
+                table,
+                window,
+                angles,
+                dtype=dtype,
+                is_interleaved=is_interleaved,
+                **settings,
+            )
+        cos, signed_sin = angles
+        pair = (Ellipsis, 1) if is_interleaved else (Ellipsis, 1, slice(None))
+        return attend(
+            qkv,
+            layer,
+            table,
+            window,
+            cos=cos[:, :, 0][pair],
+            sin=signed_sin[:, :, 0][pair],
+            is_interleaved=is_interleaved,
+            **settings,
+        )
+
+
+def _product_or_xla(
+    x: jax.Array, weight: jax.Array, *, is_gated: bool = False, **settings
+) -> jax.Array:
+    is_supported = is_product_supported(x, weight, is_gated=is_gated)
+    multiply = product if is_supported and not _is_split() else xla_product
+    return multiply(x, weight, is_gated=is_gated, **settings)
+
+
+def _is_split() -> bool:
+    """Whether XLA splits what is being traced over a mesh axis by itself: it would gather all parts
+    on every device for a call that it does not know."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
+
+
+NATIVE = NativeKernels(product=_product_or_xla)

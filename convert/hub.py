@@ -1,0 +1,85 @@
+"""The Hugging Face hub: the files of a model by its id."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from jaxspec.errors import ModelError
+from jaxspec.runtime.directories import check_free_space
+
+# What `load_model` takes, for messages.
+NAMES_OF_MODELS = (
+    "name a converted directory, a Hugging Face directory, a hub id such as Qwen/Qwen3-0.6B, "
+    "random:PRESET, demo-target or demo-draft"
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+
+
+def download(name: str, revision: str | None) -> tuple[str, Path]:
+    """Fetches a model from the hub, or finds it in the hub's own cache.
+
+    Only config, tokenizer and one form of the weights are fetched, after a check of the free space.
+
+    Args:
+      name: a hub id.
+      revision: branch, tag or commit; None is the main branch.
+
+    Returns:
+      the commit, and the directory of the files.
+
+    Raises:
+      ModelError: the name is no hub id, there is no such model, or the hub cannot be reached and
+        its cache does not have it.
+      CheckpointError: the disk lacks the space.
+    """
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(f"There is no model at {name!r}; {NAMES_OF_MODELS}.")
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    shown = name if revision is None else f"{name} at revision {revision}"
+    try:
+        info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise ModelError(
+            f"{shown} is neither a local directory nor a model that the hub shows to you; check "
+            "the name, and log in (hf auth login) if the model is gated."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise ModelError(
+            f"The hub refused {shown} ({error}); log in (hf auth login) if the model is gated."
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelError(f"{shown} is neither a local directory nor a hub id ({error}).") from error
+    except Exception as error:  # whatever the HTTP library of this hub version raises offline
+        with contextlib.suppress(errors.LocalEntryNotFoundError, OSError):
+            snapshot = hub.snapshot_download(name, revision=revision, local_files_only=True)
+            return Path(snapshot).name, Path(snapshot)
+        raise ModelError(
+            f"{shown} is no local directory, and the hub cannot be reached to look for it there; "
+            "check the name or the network, or name demo-target, demo-draft or random:PRESET, "
+            "which need neither."
+        ) from error
+
+    files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    weights = "model*.safetensors*"
+    if not any(file.startswith("model") and ".safetensors" in file for file in files):
+        weights = "pytorch_model*.bin*"
+    patterns = [*_HUB_PATTERNS, weights]
+    wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)
+    num_bytes = sum(files[file] for file in wanted)
+    check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
+    snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
+    return str(info.sha), Path(snapshot)

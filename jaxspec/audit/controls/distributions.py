@@ -1,0 +1,214 @@
+"""Faults of the distribution, shown by a chi-square test of many rows of a table model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from scipy import stats
+
+from jaxspec import sampling
+from jaxspec.audit.chi_square import pooled
+from jaxspec.audit.controls.faults import FAULTS
+from jaxspec.audit.controls.instrument import Fault
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import empty_state
+from jaxspec.drafters.base import DrafterBase
+from jaxspec.runtime.compilation import Program
+from jaxspec.schedulers import Static
+from jaxspec.types import BatchView, Draft, EngineShape, Finish, RowSampling, chain_parents
+from jaxspec.verifiers import Block, Rejection, Verifier
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TableModel:
+    """A model whose next token depends on the last one only: its distribution is known exactly.
+
+    Attributes:
+      params: `[V, V]` fp32 logits of the next token, by the last one.
+      vocab_size: V.
+    """
+
+    params: jax.Array
+    vocab_size: int
+    name: str = "table"
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+
+    def init_cache(self, num_rows: int, capacity: int) -> Any:
+        """Nothing to remember."""
+        return ()
+
+    def forward(self, params, tokens, window, cache):
+        """The tokens themselves, `[B, T, 1]`."""
+        return tokens[..., None], cache
+
+    def logits(self, params, hidden):
+        """Logits `[..., V]` fp32."""
+        return params[hidden[..., 0]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableDrafter(DrafterBase):
+    """Samples chains from a table."""
+
+    params: jax.Array
+    name: str = "table"
+
+    def propose(self, shape: EngineShape, params, state, rows: BatchView):
+        """A chain, drawn as the row draws its own tokens."""
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
+
+        def step(node, carry):
+            last, tokens, distributions = carry
+            token, q, _ = sampling.draw_draft(
+                params[last],
+                rows,
+                tokens,
+                node,
+                vocab_size=shape.vocab_size,
+                is_noise_shared=shape.is_noise_shared,
+                needs_probs=True,
+            )
+            assert q is not None
+            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], node, axis=1)
+            distributions = lax.dynamic_update_slice_in_dim(distributions, q[:, None], node, axis=1)
+            return token, tokens, distributions
+
+        tokens = jnp.zeros((shape.batch_size, shape.num_nodes), jnp.int32)
+        distributions = jnp.zeros((*tokens.shape, shape.vocab_size), jnp.float32)
+        carry = (newest, tokens, distributions)
+        _, tokens, distributions = lax.fori_loop(jnp.int32(0), shape.num_nodes, step, carry)
+        draft = Draft(
+            tokens=tokens,
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
+            num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
+            q=distributions,
+        )
+        return draft, state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributionScene:
+    """Many rows that decode a table model, and the distribution that their outputs must follow.
+
+    Attributes:
+      verifier: a lossless one.
+      p: `[V, V]` logits of the target.
+      q: `[V, V]` logits of the drafter.
+      temperature: of every row.
+      top_p: of every row.
+      num_nodes: drafts of a round.
+      num_tokens: of each output.
+      num_rows: outputs.
+    """
+
+    verifier: Verifier
+    p: np.ndarray
+    q: np.ndarray
+    temperature: float = 1.0
+    top_p: float = 1.0
+    num_nodes: int = 3
+    num_tokens: int = 5
+    num_rows: int = 40_000
+
+    def outputs(self) -> np.ndarray:
+        """`[num_rows, num_tokens]`, by the production round."""
+        size = self.p.shape[0]
+        table = TableModel(params=jnp.asarray(self.p, jnp.float32), vocab_size=size)
+        shape = EngineShape(
+            batch_size=self.num_rows,
+            max_length=1 + self.num_tokens + self.num_nodes,
+            verify_length=1 + self.num_nodes,
+            prefill_chunk=1,
+            vocab_size=size,
+            is_noise_shared=self.verifier.is_noise_shared,
+            needs_draft_probs=self.verifier.needs_draft_probs,
+        )
+        loop = DecodeLoop(
+            target=table,
+            drafter=TableDrafter(jnp.asarray(self.q, jnp.float32)),
+            verifier=self.verifier,
+            scheduler=Static(),
+            shape=shape,
+            num_stop_tokens=1,
+        )
+        state = empty_state(shape, num_stop_tokens=1, cache=(), drafter=())
+        every = jnp.ones((self.num_rows,), jnp.int32)
+        state = state.replace(
+            finish=0 * every + Finish.RUNNING,
+            num_committed=every,
+            limit=every * (1 + self.num_tokens),
+            limit_finish=0 * every + Finish.MAX_TOKENS,
+            draft_limit=every * self.num_nodes,
+            sampling=self._sampling(),
+        )
+        run = Program(jax.jit(loop.run), f"the decode round of {self.num_rows} tiny rows")
+        state = run(loop.params, state, jnp.int32(self.num_tokens), jnp.int32(1))
+        return np.asarray(state.tokens[:, 1 : 1 + self.num_tokens])
+
+    def _sampling(self) -> RowSampling:
+        """A key per row, and the same filters for all."""
+        numbers = jnp.arange(self.num_rows, dtype=jnp.uint32)
+        neutral = sampling.neutral_sampling(self.num_rows)
+        return neutral.replace(
+            temperature=neutral.temperature + self.temperature,
+            top_p=neutral.top_p * self.top_p,
+            key=jnp.stack([jnp.zeros_like(numbers), numbers], axis=1),
+            prompt_length=neutral.prompt_length + 1,
+            min_length=neutral.min_length + 1,
+        )
+
+    def distribution(self) -> np.ndarray:
+        """`[V] * num_tokens` probabilities of the outputs that start after token 0, by hand."""
+        step = np.exp(self.p / self.temperature)
+        step /= step.sum(axis=1, keepdims=True)
+        for row in step:
+            order = np.argsort(-row)
+            before = np.cumsum(row[order]) - row[order]
+            row[order[before >= self.top_p]] = 0
+        step /= step.sum(axis=1, keepdims=True)
+        distribution = step[0]
+        for _ in range(self.num_tokens - 1):
+            distribution = distribution[..., None] * step
+        return distribution
+
+    def p_value(self) -> float:
+        """Probability of outputs at least this far from the distribution, if they were drawn from
+        it."""
+        distribution, size = self.distribution().reshape(-1), self.p.shape[0]
+        outputs = self.outputs()
+        code = np.ravel_multi_index(tuple(outputs.T), (size,) * self.num_tokens)
+        observed = np.bincount(code, minlength=distribution.size)
+        if np.any(observed[distribution == 0]):
+            return 0.0
+        return float(stats.chisquare(*pooled(observed, distribution * self.num_rows)).pvalue)
+
+
+def scene_of(fault: Fault) -> DistributionScene:
+    """The scene that shows a distribution fault."""
+    if fault.name == "position_only_keys":
+        # Memoryless distributions; the bias under such keys was measured for these.
+        p, q = np.log([[0.7, 0.3]] * 2), np.log([[0.35, 0.65]] * 2)
+        return DistributionScene(verifier=Block(), p=p, q=q)
+    rng = np.random.default_rng(5)
+    p, q = rng.normal(size=(2, 4, 4))
+    return DistributionScene(
+        verifier=Rejection(), p=p, q=q, temperature=1.5, top_p=0.85, num_nodes=2, num_tokens=4
+    )
+
+
+def healthy_p_value(fault: Fault) -> float:
+    """The p-value of the fault's scene without the fault."""
+    # All but the block verifier's fault share a scene, and so its run.
+    return _healthy_p_value(fault.name if fault.name == "position_only_keys" else "one_stream")
+
+
+@functools.cache
+def _healthy_p_value(name: str) -> float:
+    return scene_of(FAULTS[name]).p_value()

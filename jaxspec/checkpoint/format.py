@@ -1,0 +1,335 @@
+"""What a converted directory holds, and how it is written and read.
+
+    jaxspec.json   format_version, config, dtype, eos_token_ids, prefix_token_ids,
+                   generation_config, source, revision, transformers_version, num_params
+    params/        Orbax: "embedding", "layers" / "0" / "qkv", ..., "final_norm", "head"
+    tokenizer/     tokenizer.json and tokenizer_config.json, absent for a model without a tokenizer
+
+It is written beside its destination and renamed when complete, so that a destination is either
+absent or complete whenever the writer is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.runtime.directories import atomic_directory, check_free_space
+from jaxspec.runtime.extras import import_transformers
+from jaxspec.types import PyTree
+
+FORMAT_VERSION = 1
+MANIFEST = "jaxspec.json"
+
+_DTYPES = {
+    "float32": jnp.float32,
+    "fp32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "bf16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "fp16": jnp.float16,
+}
+# Parameters handed to Orbax at once; it copies them while it writes.
+_SAVE_BATCH_BYTES = 256 * 2**20
+_READ_AHEAD_BYTES = 512 * 2**20
+
+LeafPath = tuple[str | int, ...]
+
+
+# Names, dtypes, leaves
+
+
+def parse_dtype(dtype: Any) -> jnp.dtype:
+    """The numpy dtype of `float32`, `bfloat16`, `float16` (or `fp32`, `bf16`, `fp16`, or a dtype).
+
+    Raises:
+      ModelError: any other dtype.
+    """
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    with contextlib.suppress(TypeError):
+        if chosen is not None and jnp.dtype(chosen) in _DTYPES.values():
+            return jnp.dtype(chosen)
+    raise ModelError(f"The dtype {dtype!r} is not supported; choose float32, bfloat16 or float16.")
+
+
+def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
+    """Shape of every parameter by its path, e.g. `("layers", 0, "qkv")`, in the order of the
+    layers."""
+    shapes = decoder.param_shapes(config)
+    leaves: dict[LeafPath, tuple[int, ...]] = {("embedding",): shapes["embedding"]}
+    for index, layer in enumerate(shapes["layers"]):
+        leaves |= {("layers", index, name): shape for name, shape in layer.items()}
+    return leaves | {(name,): shapes[name] for name in ("final_norm", "head") if name in shapes}
+
+
+def _nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
+    """Nested dicts with string keys, which is how Orbax stores the tuple of layers."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(str(key), {})
+        node[str(path[-1])] = leaf
+    return tree
+
+
+def _as_params(stored: Mapping[str, Any]) -> PyTree:
+    """The decoder's pytree of what `_nest` made: layers become a tuple again."""
+    layers = stored["layers"]
+    return {**stored, "layers": tuple(layers[str(index)] for index in range(len(layers)))}
+
+
+# Writing
+
+
+def is_converted(path: str | os.PathLike) -> bool:
+    """Whether `path` is a converted directory."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def converted_directory(
+    destination: str | os.PathLike, *, overwrite: bool = False
+) -> contextlib.AbstractContextManager[Path]:
+    """`atomic_directory` for a converted one, which replaces nothing but another such directory."""
+    return atomic_directory(destination, overwrite=overwrite, may_replace=is_converted)
+
+
+def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> None:
+    """Writes parameters to `directory / "params"`, holding one batch of them at a time.
+
+    Args:
+      directory: of the checkpoint.
+      leaves: path and array (numpy, mapped or not, or `jax.Array`); an iterator makes each array
+        when its turn comes.
+    """
+    path = str(directory / "params")
+    batch: dict[LeafPath, Any] = {}
+
+    def save(ocp: Any) -> None:
+        num_bytes = sum(map(_nbytes, batch.values()))
+        check_free_space(directory.parent, num_bytes, what="The next part of the checkpoint")
+        ocp.partial.save(path, _nest(batch))
+        batch.clear()
+
+    with _quiet_orbax() as ocp:
+        context = ocp.Context()
+        context.array.saving.use_compression = False  # weights hardly compress
+        # Each save waits for the one before it, so no array changes while Orbax reads it.
+        context.memory.deepcopy_host_arrays = False
+        with context:
+            for leaf_path, leaf in leaves:
+                if batch and sum(map(_nbytes, batch.values())) + leaf.nbytes > _SAVE_BATCH_BYTES:
+                    save(ocp)
+                batch[leaf_path] = leaf
+                del leaf
+            save(ocp)
+            ocp.partial.finalize(path)
+
+
+def _nbytes(leaf: Any) -> int:
+    return leaf.nbytes
+
+
+def write_manifest(
+    directory: Path,
+    *,
+    config: ModelConfig,
+    dtype: Any,
+    eos_token_ids: tuple[int, ...],
+    prefix_token_ids: tuple[int, ...],
+    generation_config: Mapping[str, Any],
+    source: str,
+    revision: str | None = None,
+) -> None:
+    """Writes `jaxspec.json`, last of all files: its presence makes a directory a converted one."""
+    fields = {
+        "format_version": FORMAT_VERSION,
+        "config": config.to_json(),
+        "dtype": jnp.dtype(dtype).name,
+        "eos_token_ids": list(eos_token_ids),
+        "prefix_token_ids": list(prefix_token_ids),
+        "generation_config": dict(generation_config),
+        "source": source,
+        "revision": revision,
+        "transformers_version": importlib.metadata.version("transformers"),
+        "num_params": decoder.num_params(config),
+    }
+    (directory / MANIFEST).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def save_model(
+    model: LanguageModel, destination: str | os.PathLike, *, overwrite: bool = False
+) -> None:
+    """Writes a model as a converted directory, which `load_model` reads back bit for bit.
+
+    Raises:
+      CheckpointError: the destination exists and `overwrite` is false, or the disk is full.
+    """
+    leaves = {path: _at(model.params, path) for path in leaf_shapes(model.config)}
+    num_bytes = sum(map(_nbytes, leaves.values()))
+    check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
+    with converted_directory(destination, overwrite=overwrite) as directory:
+        write_params(directory, leaves.items())
+        prefix: tuple[int, ...] = ()
+        if model.tokenizer is not None:
+            prefix = model.tokenizer.prefix_token_ids
+            model.tokenizer.hf.save_pretrained(directory / "tokenizer")
+        write_manifest(
+            directory,
+            config=model.config,
+            dtype=model.dtype,
+            eos_token_ids=model.eos_token_ids,
+            prefix_token_ids=prefix,
+            generation_config=model.generation_config,
+            source=model.name,
+        )
+
+
+# Reading
+
+
+def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
+    """The fields of `jaxspec.json`.
+
+    Raises:
+      CheckpointError: it cannot be read, or a newer jaxspec wrote it.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        version = fields["format_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not readable as a jaxspec manifest; convert the model again."
+        ) from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory} has checkpoint format {version}, this jaxspec reads format "
+            f"{FORMAT_VERSION}; convert the model again or install the matching jaxspec."
+        )
+    return fields
+
+
+def load_converted(
+    directory: str | os.PathLike,
+    *,
+    name: str | None = None,
+    dtype: Any = None,
+    sharding: Any = None,
+    kernels: KernelsName | None = None,
+) -> LanguageModel:
+    """The model in a converted directory; arguments as in `load_model`."""
+    directory = Path(directory)
+    fields = read_manifest(directory)
+    try:
+        config = ModelConfig.from_json(fields["config"])
+        stored_dtype = parse_dtype(fields["dtype"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory / MANIFEST} lacks fields that a model needs; convert the model again."
+        ) from error
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else stored_dtype
+    return LanguageModel(
+        name=name or str(directory),
+        config=config,
+        params=_read_params(directory, config, dtype=parse_dtype(dtype), sharding=sharding),
+        eos_token_ids=tuple(fields["eos_token_ids"]),
+        tokenizer=_load_tokenizer(directory, tuple(fields["prefix_token_ids"])),
+        generation_config=fields["generation_config"],
+        kernels=kernels or default_kernels(),
+    )
+
+
+def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: Any) -> PyTree:
+    """Parameters in `dtype`; Orbax reads, casts and places leaf by leaf, a few at a time."""
+    shapes = leaf_shapes(config)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if isinstance(sharding, jax.sharding.Sharding):
+        shardings = dict.fromkeys(shapes, sharding)
+    else:
+        shardings = {path: _at(sharding, path) for path in shapes}
+    wanted = {
+        path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path])
+        for path, shape in shapes.items()
+    }
+    largest = max(4 * math.prod(shape) for shape in shapes.values())
+    try:
+        with _quiet_orbax() as ocp:
+            context = ocp.Context()
+            context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
+            with context:
+                found = ocp.metadata(str(directory / "params")).metadata
+                _check_shapes(found, shapes)
+                stored = ocp.load(str(directory / "params"), _nest(wanted))
+    except Exception as error:
+        raise CheckpointError(
+            f"The parameters in {directory / 'params'} cannot be read as those of a "
+            f"{config.family} model ({first_line(error)}); convert the model again."
+        ) from error
+    return _as_params(stored)
+
+
+def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:
+    """Raises `ValueError` unless Orbax's metadata lists every parameter in its shape."""
+    for path, shape in shapes.items():
+        stored = _at(found, tuple(map(str, path)))
+        if tuple(stored.shape) != shape:
+            name = "/".join(map(str, path))
+            raise ValueError(f"{name} is stored as {list(stored.shape)}, not {list(shape)}")
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[Any]:
+    """Orbax's module, kept from logging a traceback per thread of an error that it raises anyway;
+    and absl, which it logs with, from leaving a handler on the root logger."""
+    logger = logging.getLogger("absl")
+    level, handlers = logger.level, list(logging.root.handlers)
+    logger.setLevel(logging.CRITICAL)
+    try:
+        import orbax.checkpoint.experimental.v1 as ocp
+
+        yield ocp
+    finally:
+        logger.setLevel(level)
+        for handler in logging.root.handlers[:]:
+            if handler not in handlers:
+                logging.root.removeHandler(handler)
+
+
+def _at(tree: Any, path: LeafPath) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut to 200 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextTokenizer | None:
+    files = directory / "tokenizer"
+    if not files.is_dir():
+        return None
+    # Not AutoTokenizer: the class it picks may rebuild the pipeline that tokenizer.json states.
+    tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
+    return TextTokenizer(tokenizer, prefix_token_ids)

@@ -1,0 +1,496 @@
+"""What the batteries look at: a model, or a drafter in the engine, ready for their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec import sampling
+from jaxspec.cache import pages as kv
+from jaxspec.conformance.checks import (
+    CHUNK,
+    MAX_TOKENS,
+    ROWS,
+    WINDOW,
+    demand,
+    mixed_requests,
+    rounding_of,
+)
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import batch_view
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.engine import Engine
+from jaxspec.models.base import Model
+from jaxspec.models.prefill import prefill_chunk
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
+from jaxspec.schedulers import Static
+from jaxspec.types import (
+    BatchView,
+    DecodeState,
+    Draft,
+    DraftContext,
+    EngineShape,
+    PyTree,
+    Verdict,
+    Window,
+)
+from jaxspec.verifiers import Coupled
+
+NUM_ROUNDS = 8  # of scripted verdicts
+
+
+class ModelUnderTest:
+    """A model, a batch of `ROWS` rows in a small cache, and one compiled window of `WINDOW`."""
+
+    def __init__(self, model: Model, *, max_length: int, seed: int):
+        self.model, self.max_length = model, max_length
+        self.rng = np.random.default_rng(seed)
+        self.num_traces = 0
+        # Short rows, and one that reaches into the second half (another block, if there are two).
+        self.lengths = np.array([5, 12, max_length // 2 + 6], np.int32)
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """`[ROWS, S]` int32; any two neighbours differ."""
+        steps = self.rng.integers(1, self.model.vocab_size, (ROWS, self.max_length))
+        return (np.cumsum(steps, axis=1) % self.model.vocab_size).astype(np.int32)
+
+    def other(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens that differ from `tokens` everywhere."""
+        return ((tokens + 1) % self.model.vocab_size).astype(np.int32)
+
+    def empty(self) -> kv.KVCache:
+        """A cache with nothing in it."""
+        cache = self.model.init_cache(ROWS, self.max_length)
+        demand(
+            isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
+        )
+        return cache
+
+    @functools.cached_property
+    def forward(self):
+        """The compiled window, `(params, cache, tokens, window) -> hidden, logits, cache`."""
+
+        def forward(params, cache, tokens, window):
+            self.num_traces += 1
+            hidden, cache = self.model.forward(params, tokens, window, cache)
+            return hidden, self.model.logits(params, hidden), cache
+
+        name = f"the forward pass of {self.model.name}"
+        return Program(jax.jit(forward), name, shapes_vary=True)
+
+    @functools.cached_property
+    def prefill(self):
+        """The compiled prefill of one row: `(params, cache, tokens, row, start, stop) -> cache`."""
+
+        def prefill(params, cache, tokens, row, start, stop):
+            return prefill_chunk(
+                self.model, params, cache, tokens, row=row, start=start, stop=stop, chunk=CHUNK
+            )[0]
+
+        return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
+
+    def prefill_row(self, row: int, bounds: Sequence[int]) -> kv.KVCache:
+        """A cache in which one row was read in pieces with these ends."""
+        cache, start = self.empty(), 0
+        for stop in bounds:
+            place = (np.int32(row), np.int32(start), np.int32(stop))
+            cache = self.prefill(self.model.params, cache, self.tokens, *place)
+            start = stop
+        return cache
+
+    def score(self, cache, tokens, start, *, is_running=None, slots=None, paths=None, params=None):
+        """Hidden states, logits and cache of a window of all rows, as the loop calls the model.
+
+        Args:
+          tokens: `[ROWS, WINDOW]`.
+          start: `[ROWS]`.
+          is_running: `[ROWS]` bool; the others write nothing, and stand where the foremost does.
+          slots: `[ROWS, WINDOW]` instead of those that follow from `start`.
+          paths: `[ROWS, WINDOW, WINDOW]` for a tree.
+          params: instead of the model's.
+        """
+        running = np.ones(ROWS, bool) if is_running is None else np.asarray(is_running)
+        start = np.asarray(start, np.int32)
+        start = np.where(running, start, np.max(start[running], initial=0)).astype(np.int32)
+        entry = np.arange(WINDOW, dtype=np.int32)
+        depth = np.broadcast_to(entry, (ROWS, WINDOW))
+        if paths is not None:
+            is_self = paths == entry[:, None]
+            depth = np.argmax(is_self, axis=2)
+        if slots is None:
+            slots = np.where(running[:, None], start[:, None] + entry, -1)
+        window = Window(
+            start=jnp.asarray(start),
+            positions=jnp.asarray((start[:, None] + depth).astype(np.int32)),
+            slots=jnp.asarray(slots.astype(np.int32)),
+            paths=None if paths is None else jnp.asarray(paths.astype(np.int32)),
+        )
+        params = self.model.params if params is None else params
+        # A copy made now: JAX may read an array of numpy's later, when its owner has changed it.
+        return self.forward(params, cache, np.array(tokens, np.int32), window)
+
+    def context(self, lengths, tokens=None, *, params=None) -> kv.KVCache:
+        """A cache in which `lengths` tokens of each row were read, window by window, all rows at
+        the same place."""
+        tokens = self.tokens if tokens is None else tokens
+        cache = self.empty()
+        for first in range(0, int(np.max(lengths)), WINDOW):
+            window = tokens[:, first : first + WINDOW]
+            start = np.full(ROWS, first)
+            running = first < np.asarray(lengths)
+            cache = self.score(cache, window, start, is_running=running, params=params)[2]
+        return cache
+
+    @functools.cached_property
+    def read(self) -> kv.KVCache:
+        """A cache in which each row's first `lengths` tokens were read."""
+        return self.context(self.lengths)
+
+    @functools.cached_property
+    def window(self) -> np.ndarray:
+        """`[ROWS, WINDOW]` tokens that follow them."""
+        return self.following(self.tokens, self.lengths)
+
+    def following(self, tokens: np.ndarray, start: np.ndarray) -> np.ndarray:
+        """`[ROWS, WINDOW]`, the tokens of each row from `start` on."""
+        return np.take_along_axis(tokens, start[:, None] + np.arange(WINDOW), axis=1)
+
+    def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
+        """k and v of every layer, `[ROWS, S, K, H]` each."""
+        slot = jnp.arange(self.max_length, dtype=jnp.int32)
+        slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
+        return [
+            np.asarray(part.astype(jnp.float32))
+            for layer in cache.layers
+            for part in kv.read_slots(layer, cache.table, slots, cache.dtype)
+        ]
+
+    def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
+        """The cache with `value` in each row's slots from `first` on."""
+        slot = np.arange(self.max_length, dtype=np.int32)
+        slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
+
+        def fill(layer):
+            k, v = kv.read_slots(layer, cache.table, slots, cache.dtype)
+            k, v = jnp.full_like(k, value), jnp.full_like(v, value)
+            return kv.write(layer, cache.table, k, v, slots)
+
+        return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
+
+    def allowed(self, hidden: jax.Array) -> float:
+        """Relative difference that rounding may make between two programs."""
+        cache = self.empty()
+        epsilon = max(rounding_of(self.model.params, hidden), float(jnp.finfo(cache.dtype).eps))
+        return min(0.1, 256 * epsilon)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The production engine with a drafter that is right about as often as wrong."""
+        engine = Engine(
+            self.model,
+            Oracle([[0] * self.longest] * len(self.prompts)),
+            draft_length=WINDOW - 1,
+            batch_size=ROWS,
+            max_length=self.max_length,
+            prefill_chunk=CHUNK,
+        )
+        self.plain = engine.generate(self.prompts, self.requests, speculate=False)
+        known = [[*c.prompt_token_ids, *c.token_ids] for c in self.plain]
+        known = [[*one, *[0] * (self.longest - len(one))] for one in known]
+        # What the drafter knows is a parameter: the compiled programs stay.
+        engine.update_params(draft=Oracle(known, acceptance=0.6).params)
+        self.drafted = engine.generate(self.prompts, self.requests)
+        return engine
+
+    @functools.cached_property
+    def prompts(self) -> list[list[int]]:
+        """Of different lengths, one of a single token."""
+        lengths = (9, 1, 33, 20, 2)
+        return [self.tokens[i % ROWS, i : i + n].tolist() for i, n in enumerate(lengths)]
+
+    @functools.cached_property
+    def requests(self) -> list[SamplingParams]:
+        """How each prompt is decoded."""
+        return mixed_requests(len(self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its output."""
+        return max(map(len, self.prompts)) + MAX_TOKENS
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """Coupled verification, except for rows that have the stop token `marker`: of their drafts
+    none, some or all are accepted at random, whatever the target says, so that drafters meet every
+    outcome.
+
+    The random numbers are keyed by the request and its length, so a row's script does not depend on
+    others.
+    """
+
+    marker: int
+    name: str = "scripted"
+    promise: str = "none"
+    is_lossless: bool = False
+    is_coupled: bool = True
+    is_noise_shared: bool = True
+    needs_draft_probs: bool = False
+    takes_trees: bool = True
+
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
+        """The script's verdict, or that of `Coupled`."""
+        is_scripted = jnp.any(rows.stop_tokens == self.marker, axis=1)
+
+        def choose(scripted, honest):
+            shape = (-1,) + (1,) * (honest.ndim - 1)
+            return jnp.where(is_scripted.reshape(shape), scripted, honest)
+
+        honest = Coupled().verify(logits, draft, rows, prefix)
+        return jax.tree.map(choose, self.script(draft, rows), honest)
+
+    def script(self, draft: Draft, rows: BatchView) -> Verdict:
+        """Follows first children down the tree for a random number of steps; the next token is one
+        that the row holds already."""
+        num_rows, num_nodes = draft.tokens.shape
+        draws = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (num_rows, 2))
+        draws = sampling.uniform(sampling.round_keys(rows, draws, sampling.Stream.ACCEPT))
+        is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
+        wanted = jnp.floor((1.5 * draws[:, 0] - 0.25) * (draft.depth + 1)).astype(jnp.int32)
+        node = jnp.full((num_rows,), -1, jnp.int32)
+        path = []
+        for depth in range(draft.depth):
+            children = is_node & (draft.parents == node[:, None])
+            should_continue = jnp.any(children, axis=1) & (depth < wanted)
+            node = jnp.where(
+                should_continue, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes
+            )
+            path.append(jnp.where(should_continue, node, -1))
+        path = jnp.stack(path, axis=1)
+        length = rows.num_committed[:, None]
+        place = jnp.floor(draws[:, 1:] * length.astype(jnp.float32)).astype(jnp.int32)
+        return Verdict(
+            num_accepted=jnp.sum(path >= 0, axis=1, dtype=jnp.int32),
+            path=path,
+            next_token=jnp.take_along_axis(rows.tokens, place, axis=1)[:, 0],
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeenRound:
+    """A round as the host saw it, before anything was decided.
+
+    Attributes:
+      tokens: `[B, S]`.
+      num_committed: `[B]`.
+      draft: what was drafted then.
+    """
+
+    tokens: np.ndarray
+    num_committed: np.ndarray
+    draft: Draft
+
+
+class DrafterUnderTest:
+    """A drafter in the production engine, with rounds whose outcome follows a script."""
+
+    def __init__(self, drafter: Drafter, target: Model, *, prompts, max_length: int, seed: int):
+        self.drafter, self.target = drafter, target
+        self.prompts, self.max_length, self.seed = prompts, max_length, seed
+        self.marker = target.vocab_size
+        self.num_nodes = WINDOW - 1
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The production engine, verifying by script."""
+        return Engine(
+            self.target,
+            self.drafter,
+            verifier=Scripted(marker=self.marker),
+            scheduler=Static(),
+            draft_length=self.num_nodes,
+            batch_size=ROWS,
+            max_length=self.max_length,
+            prefill_chunk=CHUNK,
+        )
+
+    @property
+    def loop(self) -> DecodeLoop:
+        """The functions that the engine compiles."""
+        return self.engine.executor.loop
+
+    @property
+    def shape(self) -> EngineShape:
+        """The engine's."""
+        return self.engine.shape
+
+    @functools.cached_property
+    def propose(self):
+        """The compiled draft of a decode state, which stays as it is."""
+
+        def propose(params, state: DecodeState) -> Draft:
+            rows = batch_view(state)
+            return self.drafter.propose(self.shape, params["drafter"], state.drafter, rows)[0]
+
+        return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
+
+    def draft(self, state: DecodeState) -> Draft:
+        """What the drafter proposes now, fetched to the host."""
+        return jax.device_get(self.propose(self.engine.executor.params, state))
+
+    def request(self, index: int, prompt: Sequence[int]) -> Request:
+        """The scripted request number `index`, with this prompt."""
+        temperature, top_p = ((0.0, 1.0), (0.8, 1.0), (1.3, 0.9))[index % 3]
+        params = SamplingParams(
+            max_tokens=self.max_length,
+            temperature=temperature,
+            top_p=top_p,
+            seed=100 * self.seed + index,
+            stop_token_ids=(self.marker,),
+            ignore_eos=True,
+        )
+        return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
+
+    def admit(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
+        """Puts requests into the rows of the batch of the engine and reads their prompts."""
+        length = self.num_nodes if draft_length is None else draft_length
+        for row, request in enumerate(requests):
+            self.engine.executor.admit_and_prefill(row, request, draft_length=length, arrival=row)
+
+    def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
+        """The engine's state after these requests entered an engine that has just been made."""
+        self.engine.executor.reset()
+        self.admit(requests, draft_length=draft_length)
+        return self.engine.state
+
+    def rounds(self, indices: Sequence[int]) -> Iterator[SeenRound]:
+        """Rounds of the requests with these numbers, row by row. Each is decided only when the
+        next is asked for."""
+        self.fresh([self.request(index, self.prompts[index]) for index in indices])
+        for _ in range(NUM_ROUNDS):
+            state = self.engine.state
+            draft = self.draft(state)
+            tokens, num_committed = jax.device_get((state.tokens, state.num_committed))
+            yield SeenRound(tokens=tokens, num_committed=num_committed, draft=draft)
+            self.engine.executor.run(1)
+
+    @functools.cached_property
+    def history(self) -> list[SeenRound]:
+        """Rounds of the first requests."""
+        return list(self.rounds(range(ROWS)))
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that were drafted in these rounds."""
+        return sum(int(seen.draft.num_valid.sum()) for seen in self.history)
+
+    def continued(self, tokens: np.ndarray, num_committed: np.ndarray) -> list[Request]:
+        """Requests whose prompts are all that the rows had committed."""
+        return [
+            self.request(row, tokens[row, : num_committed[row]].tolist()) for row in range(ROWS)
+        ]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it computes in less than fp32, so that ties turn by chance."""
+        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves((self.drafter.params, state))}
+        return any(dtype.itemsize < 4 and dtype.kind != "b" for dtype in dtypes)
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether it says that its drafts may depend on other requests."""
+        return getattr(self.drafter, "shares_state", False)
+
+
+class DrawsUnderTest:
+    """A drafter under an engine shape of its own, where only its draws are looked at."""
+
+    def __init__(self, b: DrafterUnderTest, *, is_noise_shared: bool):
+        self.drafter = b.drafter
+        self.shape = EngineShape(
+            batch_size=ROWS,
+            max_length=b.max_length,
+            verify_length=WINDOW,
+            prefill_chunk=CHUNK,
+            vocab_size=b.target.vocab_size,
+            is_noise_shared=is_noise_shared,
+            needs_draft_probs=True,
+        )
+        self.rng = np.random.default_rng(b.seed)
+        self._prepare = Program(
+            jax.jit(self._prepared), f"the reading of prompts by {self.drafter.name}"
+        )
+        self._propose = Program(
+            jax.jit(
+                lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
+            ),
+            f"the draft of {self.drafter.name}",
+        )
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> BatchView:
+        """Rows that hold these prompts."""
+        tokens = np.zeros((ROWS, self.shape.max_length), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+
+        def fill(value: Any) -> jax.Array:
+            return jnp.asarray(np.broadcast_to(np.asarray(value), (ROWS,)))
+
+        lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+        return BatchView(
+            tokens=jnp.asarray(tokens),
+            num_committed=lengths,
+            draft_limit=jnp.full((ROWS,), self.shape.num_nodes, jnp.int32),
+            stop_tokens=jnp.full((ROWS, 1), -1, jnp.int32),
+            sampling=sampling.neutral_sampling(ROWS).replace(
+                temperature=fill(temperature).astype(jnp.float32),
+                top_k=fill(top_k).astype(jnp.int32),
+                top_p=fill(top_p).astype(jnp.float32),
+                prompt_length=lengths,
+            ),
+        )
+
+    def _prepared(self, params: PyTree, rows: BatchView) -> PyTree:
+        """The drafter's state after it has read the rows."""
+        chunks = -(-self.shape.max_length // CHUNK)
+
+        def read(index, state):
+            row = index // chunks
+            return self.drafter.catch_up(self.shape, params, state, rows, row)
+
+        def admit(row, state):
+            return self.drafter.admit(self.shape, params, state, rows, row)
+
+        state = lax.fori_loop(0, ROWS, admit, self.drafter.init(self.shape))
+        return lax.fori_loop(0, ROWS * chunks, read, state)
+
+    def drafts(self, rows: BatchView, *, num_draws: int, keys_of=None) -> list[Draft]:
+        """Drafts of these rows under many keys.
+
+        Args:
+          keys_of: from `[ROWS, 2]` random keys to those that the rows get.
+        """
+        params = self.drafter.params
+        state = self._prepare(params, rows)
+        found = []
+        for _ in range(num_draws):
+            keys = self.rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
+            keys = keys if keys_of is None else keys_of(keys)
+            keyed = rows.replace(sampling=rows.sampling.replace(key=jnp.asarray(keys)))
+            found.append(jax.device_get(self._propose(params, state, keyed)))
+            self.last_rows = keyed
+        return found

@@ -1,0 +1,201 @@
+"""What a decoder computes with: products and attention, and XLA's version of both.
+
+Kernels know arrays, not model families. Norms, rotary angles and logits are fp32 whatever the
+parameters' dtype, as in Hugging Face's models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache import pages as kv
+from jaxspec.kernels.xla import Attention, block_attention
+from jaxspec.types import Window
+
+Angles: TypeAlias = tuple[jax.Array, jax.Array]  # cos and signed sin, see `layers.rotary_angles`
+
+
+def precision_of(dtype) -> lax.Precision | None:
+    """Full fp32 products for fp32 operands (an accelerator would round them otherwise)."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """`x / rms(x) * weight` over the last axis; the statistics are fp32, the product x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(epsilon))
+    return weight * (wide * scale).astype(x.dtype)
+
+
+class Product(Protocol):
+    """A backend of products with weights; see `product`."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        norm: jax.Array | None = None,
+        epsilon: float = 0.0,
+        is_gated: bool = False,
+        residual: jax.Array | None = None,
+        dtype=None,
+    ) -> jax.Array:
+        """Returns `[..., out...]`."""
+        ...
+
+
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    epsilon: float = 0.0,
+    is_gated: bool = False,
+    residual: jax.Array | None = None,
+    dtype=None,
+) -> jax.Array:
+    """`f(x) @ weight + residual` `[..., out...]`, with what stands around a product in a decoder.
+
+    The weight is not flattened: a `model` mesh axis that splits one of its inner axes would have to
+    move it for that.
+
+    Args:
+      x: `[..., in]`; `[..., 2, in]` if it is gated.
+      weight: `[in, out...]`.
+      norm: `[in]` weight of an RMS norm of x (`rms_norm`), or None.
+      epsilon: of the norm.
+      is_gated: x is `silu(x[..., 0, :]) * x[..., 1, :]` (SwiGLU).
+      residual: `[..., out...]` to be added, or None.
+      dtype: of the result; None is that of x.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm, epsilon)
+    if is_gated:
+        x = jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+    made = jnp.tensordot(
+        x, weight, axes=1, precision=precision_of(x.dtype), preferred_element_type=dtype
+    )
+    return made if residual is None else residual + made
+
+
+def rotate(x: jax.Array, angles: Angles, *, is_interleaved: bool) -> jax.Array:
+    """Rotates the components of each head of `x` `[B, T, heads, H]` that have angles.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin): each component times cos, plus its partner
+    times the signed sin.
+    """
+    cos, signed_sin = angles
+    pair_axis = -1 if is_interleaved else -2
+    rotary_size = cos.shape[-2] * cos.shape[-1]
+    turned = x[..., :rotary_size].astype(jnp.float32)
+    pairs = turned.reshape(*x.shape[:-1], *cos.shape[-2:])
+    pairs = pairs * cos + jnp.flip(pairs, axis=pair_axis) * signed_sin
+    turned = pairs.reshape(turned.shape).astype(x.dtype)
+    if rotary_size == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., rotary_size:]], axis=-1)
+
+
+def attention_inputs(
+    qkv: jax.Array,
+    angles: Angles,
+    *,
+    is_interleaved: bool,
+    bias: jax.Array | None,
+    query_norm: jax.Array | None,
+    key_norm: jax.Array | None,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries `[B, T, Q, H]`, keys and values `[B, T, K, H]` from their projections `qkv`.
+
+    One product makes all three, `[B, T, K, G + 2, H]`: for each KV head its query heads, then its
+    key, then its value, so that a `model` mesh axis can split it by KV head. Arguments as in
+    `Kernels.attend`.
+    """
+    if bias is not None:
+        qkv = qkv + bias
+    num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
+    group = group_and_kv - 2
+    queries = qkv[..., :group, :].reshape(num_rows, window_length, num_heads * group, head_size)
+    keys, values = qkv[..., group, :], qkv[..., group + 1, :]
+    if query_norm is not None:
+        queries = rms_norm(queries, query_norm, epsilon)
+    if key_norm is not None:
+        keys = rms_norm(keys, key_norm, epsilon)
+    queries = rotate(queries, angles, is_interleaved=is_interleaved)
+    return queries, rotate(keys, angles, is_interleaved=is_interleaved), values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The expensive parts of a layer. A backend brings its own `attention` or `product`, or
+    overrides `attend` to do a layer's attention from the projections on.
+
+    Attributes:
+      attention: see `block_attention`.
+      product: see `product`.
+    """
+
+    attention: Attention = block_attention
+    product: Product = product
+
+    def attend(
+        self,
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        angles: Angles,
+        *,
+        dtype: jnp.dtype,
+        is_interleaved: bool,
+        bias: jax.Array | None,
+        query_norm: jax.Array | None,
+        key_norm: jax.Array | None,
+        epsilon: float,
+        sliding_window: int | None,
+    ) -> tuple[jax.Array, kv.LayerCache]:
+        """Heads `[B, T, Q, H]` of a window, and the layer's KV with the window's own written.
+
+        Args:
+          qkv: `[B, T, K, G + 2, H]` projections.
+          layer: KV of this layer.
+          table: `[B, S / block]` page numbers of the window's rows.
+          window: where the queries stand, and where their KV goes.
+          angles: of the window's positions.
+          dtype: of the KV.
+          is_interleaved: rotated pairs are neighbours, not halves.
+          bias: `[K, G + 2, H]` added to the projections, or None.
+          query_norm: `[H]` weight of the queries' RMS norm, or None.
+          key_norm: of the keys', likewise.
+          epsilon: of these norms.
+          sliding_window: slots that a query sees, or None for all.
+        """
+        queries, keys, values = attention_inputs(
+            qkv,
+            angles,
+            is_interleaved=is_interleaved,
+            bias=bias,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            epsilon=epsilon,
+        )
+        # 0 * NaN is NaN: a non-finite value would reach earlier queries, which do not see it. As a
+        # key it reaches only those that do.
+        is_finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
+        keys = jnp.where(is_finite, keys, jnp.array(jnp.nan, keys.dtype))
+        values = jnp.where(is_finite, values, jnp.zeros((), values.dtype))
+        layer = kv.write(layer, table, keys, values, window.slots)
+        heads = self.attention(
+            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
+        )
+        return heads, layer
+
+
+XLA = Kernels()

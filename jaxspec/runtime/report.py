@@ -1,0 +1,288 @@
+"""Tables, plots and pages: how audits, batteries, comparisons and studies show what they found."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import itertools
+import math
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.extras import import_extra
+
+Columns: TypeAlias = Mapping[str, Callable[[Any], Any]]
+
+NONE = "-"  # a cell without a value
+FIGURES = ("", "-", *"0123456789")  # what a cell begins with that holds a figure
+GOOD, BAD = "#2a7f62", "#c0392b"
+
+
+def percent(share: float) -> str:
+    """A share as text, cut and not rounded: 999 of 1000 must not look like all of them."""
+    return NONE if math.isnan(share) else f"{math.floor(share * 1000 + 1e-9) / 10:.1f} %"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A table of text, for a terminal (`rich` prints it) and for a page.
+
+    Attributes:
+      title: the line above it.
+      header: names of the columns; empty for a table of names and values.
+      rows: its cells.
+      is_quoted: whether the figures are somebody else's, which a page shows on tinted ground.
+      breaks: indices of rows that a terminal draws a line before.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    is_quoted: bool = False
+    breaks: Collection[int] = ()
+
+    @classmethod
+    def of_columns(
+        cls,
+        title: str,
+        columns: Columns,
+        records: Iterable[Any],
+        *,
+        group: Callable[[Any], Any] | None = None,
+        is_quoted: bool = False,
+    ) -> TextTable:
+        """A row for each record.
+
+        Args:
+          title: the line above it.
+          columns: functions of a record, by the heading of the column; what they return is shown as
+            text.
+          records: of any kind.
+          group: a line is drawn between records of which this differs.
+          is_quoted: see `TextTable`.
+        """
+        records = list(records)
+        pairs = enumerate(itertools.pairwise(records), start=1) if group is not None else ()
+        return cls(
+            title=title,
+            header=tuple(columns),
+            rows=[[str(cell(record)) for cell in columns.values()] for record in records],
+            is_quoted=is_quoted,
+            breaks=[index for index, (a, b) in pairs if group and group(a) != group(b)],
+        )
+
+    @classmethod
+    def of_values(cls, title: str, values: Mapping[str, str]) -> TextTable:
+        """A line for each name and its value."""
+        return cls(title=title, header=(), rows=list(values.items()))
+
+    def __rich__(self):
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            title_style="bold",
+            show_header=bool(self.header),
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
+        )
+        num_columns = len(self.header) or max(map(len, self.rows), default=0)
+        for index, name in enumerate(self.header or ("",) * num_columns):
+            cells = [row[index] for row in self.rows if index < len(row)]
+            # Text is wrapped between words where the width does not suffice; figures never are.
+            is_figures = all(cell[:1] in FIGURES and len(cell) < 15 for cell in cells)
+            words = " ".join((name, *cells)).split()
+            table.add_column(
+                name,
+                overflow="fold",
+                justify="right" if is_figures and self.header else "left",
+                no_wrap=is_figures,
+                min_width=min(max(map(len, words), default=1), 20),
+            )
+        for index, row in enumerate(self.rows, start=1):
+            table.add_row(*map(Text, row), end_section=index in self.breaks)
+        return table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A matplotlib figure with what a page says about it.
+
+    Attributes:
+      name: of its file, without a suffix.
+      caption: one line.
+      figure: the figure.
+    """
+
+    name: str
+    caption: str
+    figure: Any
+
+    def svg(self) -> bytes:
+        """The figure as SVG, the same bytes on every day."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        return buffer.getvalue()
+
+    def png(self) -> bytes:
+        """The figure as PNG."""
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+        return buffer.getvalue()
+
+
+def new_figure(
+    num_rows: int = 1,
+    num_columns: int = 1,
+    *,
+    size: tuple[float, float] = (6.4, 3.6),
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A matplotlib figure and its axes, without the spines above and on the right.
+
+    Nothing is drawn on a screen. A notebook shows the figure.
+
+    Args:
+      num_rows: of axes.
+      num_columns: of axes.
+      size: width and height in inches.
+      options: of `Figure.subplots`, such as `width_ratios`.
+
+    Returns:
+      the figure, and one `Axes`, or an array of them as `Figure.subplots` gives it.
+
+    Raises:
+      SettingError: matplotlib is not installed.
+    """
+    figures = import_extra("matplotlib.figure", "plots")
+
+    class Shown(figures.Figure):
+        """Notebooks draw a figure by themselves only after pyplot has been imported."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    figure = Shown(figsize=size, layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, **options)
+    for each in figure.axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.set_axisbelow(True)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: str | os.PathLike) -> None:
+    """Writes a matplotlib figure; the suffix of `path` names the format.
+
+    Raises:
+      SettingError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise SettingError(
+            f"The plot cannot be written to {os.fspath(path)} ({error}); name a file like "
+            "rates.png in a directory that exists."
+        ) from error
+
+
+def write_page(
+    path: str | os.PathLike,
+    *,
+    title: str,
+    verdict: str = "",
+    holds: bool | None = None,
+    summary: TextTable | None = None,
+    findings: Sequence[str] = (),
+    paragraphs: Sequence[str] = (),
+    tables: Sequence[TextTable] = (),
+    plots: Sequence[Plot] = (),
+) -> None:
+    """Writes one self-contained HTML page; it appears whole or not at all.
+
+    Args:
+      path: of the file.
+      title: of the page.
+      verdict: what was found, in one sentence, with a bar in the colour of `holds`.
+      holds: whether the verdict is good; None for neither.
+      summary: a table before everything else.
+      findings: a list of sentences.
+      paragraphs: text after these.
+      tables: after the plots, each below its title.
+      plots: drawn into the page.
+
+    Raises:
+      SettingError: the file cannot be written.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(_PAGE).render(
+        title=title,
+        verdict=verdict,
+        colour={True: GOOD, False: BAD, None: "#888"}[holds],
+        summary=summary,
+        findings=findings,
+        paragraphs=paragraphs,
+        tables=tables,
+        images=[(plot.caption, base64.b64encode(plot.svg()).decode()) for plot in plots],
+    )
+    write_atomically(pathlib.Path(path), page.encode())
+
+
+_PAGE = """{% macro show(table) %}
+<div{% if table.is_quoted %} class="quoted"{% endif %}>
+<h2>{{ table.title }}</h2>
+<table>{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% endif %}
+{% for row in table.rows %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+{% endmacro %}
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
+  color: #1c1c1c; background: #fff; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-size: 14px; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .8rem .25rem 0; text-align: left;
+  vertical-align: top; font-variant-numeric: tabular-nums; }
+h2 { font-size: 1rem; margin-top: 2rem; }
+.verdict { border-left: .4rem solid {{ colour }}; padding-left: .8rem; font-weight: bold; }
+.quoted { background: #f4f1ea; padding: .1rem .8rem; }
+figure { display: inline-block; margin: 0 1rem 1rem 0; }
+figure img { max-width: 100%; }
+</style></head><body>
+<h1>{{ title }}</h1>
+{% if verdict %}
+<p class="verdict">{{ verdict }}</p>
+{% endif %}
+{% if summary %}
+{{ show(summary) }}
+{% endif %}
+{% if findings %}
+<ul>{% for sentence in findings %}<li>{{ sentence }}</li>{% endfor %}</ul>
+{% endif %}
+{% for text in paragraphs %}
+<p>{{ text }}</p>
+{% endfor %}
+{% for caption, data in images %}
+<figure><figcaption><b>{{ caption }}</b></figcaption>
+<img alt="{{ caption }}" src="data:image/svg+xml;base64,{{ data }}"></figure>
+{% endfor %}
+{% for table in tables %}
+{{ show(table) }}
+{% endfor %}
+</body></html>
+"""
