@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.registry import KERNELS, KernelsName, check_kernels, get_kernels
+from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
