@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from jaxspec.drafters.draft_model import DraftModel
     from jaxspec.drafters.ngram import NGram
     from jaxspec.drafters.oracle import Oracle
-    from jaxspec.engine.engine import Engine, Progress, StreamOutput
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.progress import Progress
+    from jaxspec.engine.queue import StreamOutput
     from jaxspec.errors import (
         CheckpointError,
         ConformanceError,
         JaxspecError,
+        JaxspecWarning,
         ModelError,
         PromptError,
         QueueFullError,
@@ -52,8 +55,10 @@ _EXPORTS = {
     "drafters.draft_model": "DraftModel",
     "drafters.ngram": "NGram",
     "drafters.oracle": "Oracle",
-    "engine.engine": "Engine Progress StreamOutput",
-    "errors": "CheckpointError ConformanceError JaxspecError ModelError "
+    "engine.engine": "Engine",
+    "engine.progress": "Progress",
+    "engine.queue": "StreamOutput",
+    "errors": "CheckpointError ConformanceError JaxspecError JaxspecWarning ModelError "
     "PromptError QueueFullError RequestError SettingError",
     "models.base": "LanguageModel Model",
     "models.config": "ModelConfig RopeConfig",
@@ -84,6 +89,7 @@ __all__ = [
     "DrafterComparison",
     "Engine",
     "JaxspecError",
+    "JaxspecWarning",
     "LanguageModel",
     "Model",
     "ModelConfig",

@@ -16,7 +16,6 @@ import jaxspec
 from jaxspec.decode.buckets import window_buckets
 from jaxspec.drafters.base import StatelessDrafter
 from jaxspec.engine import adaptive
-from jaxspec.engine import engine as engine_module
 from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -227,8 +226,8 @@ def make(target):
             rounds_per_sync=4,
             **settings,
         )
-        if made.is_adaptive:
-            made.controller = DraftLengthController(FIXED)
+        if made.adaptive is not None:
+            made.adaptive.controller = DraftLengthController(FIXED)
         return made
 
     return make
@@ -257,10 +256,10 @@ def assert_equal_or_ties(target, completions, witness, params):
 def test_bitwise_outputs_do_not_depend_on_the_choice(make):
     made = make(wrong(), draft_length="auto", verify_length=3)
     expected = of(made.generate(PROMPTS, PARAMS, speculate=False))
-    assert made.controller.draft_length is None
+    assert made.adaptive.controller.draft_length is None
     assert of(made.generate(PROMPTS, PARAMS)) == expected
-    assert made.controller.draft_length == 0
-    assert made.controller.num_rounds[2] > 0
+    assert made.adaptive.controller.draft_length == 0
+    assert made.adaptive.controller.num_rounds[2] > 0
     assert made.exactness == "bitwise"
     assert made.verify_lengths == (3,)
     assert [made.executor.compile_counts()[name] for name in ("run", "prefill")] == [1, 1]
@@ -284,23 +283,23 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
         assert_equal_or_ties(target, completions, witness, [long] * len(prompts))
 
     check(made.generate(PROMPTS, long))
-    assert made.controller.draft_length == 0
+    assert made.adaptive.controller.draft_length == 0
     # No trial is worth this.
-    made.controller.times = dataclasses.replace(FIXED, chunk_s=1e9)
+    made.adaptive.controller.times = dataclasses.replace(FIXED, chunk_s=1e9)
     num_rounds, num_prefilled = (
-        dict(made.controller.num_rounds),
+        dict(made.adaptive.controller.num_rounds),
         int(made.state.drafter.num_positions),
     )
     check(made.generate(PROMPTS, long))
     assert int(made.state.drafter.num_positions) == num_prefilled
-    assert made.controller.num_rounds[0] > num_rounds.pop(0)
-    assert {n: made.controller.num_rounds[n] for n in num_rounds} == num_rounds
+    assert made.adaptive.controller.num_rounds[0] > num_rounds.pop(0)
+    assert {n: made.adaptive.controller.num_rounds[n] for n in num_rounds} == num_rounds
 
-    made.controller.times = FIXED
+    made.adaptive.controller.times = FIXED
     made.update_params(draft=target.params)
     check(made.generate(PROMPTS * 4, long))
-    assert made.controller.draft_length == 2
-    assert made.controller.acceptance()[0] > 0.9
+    assert made.adaptive.controller.draft_length == 2
+    assert made.adaptive.controller.acceptance()[0] > 0.9
     counts = made.executor.compile_counts()
     narrow = [count for name, count in counts.items() if name.startswith("run_")]
     assert {*narrow, counts["catch_up"], counts["prefill_target"]} == {1}
@@ -309,7 +308,7 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
 def test_single_requests_adapt_too(adaptive_engine, target, plain):
     made = adaptive_engine
     made.update_params(draft=wrong().params)
-    made.controller = DraftLengthController(FIXED)
+    made.adaptive.controller = DraftLengthController(FIXED)
     names = [made.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
     done = {}
     while made.has_unfinished:
@@ -381,9 +380,9 @@ def test_engines_measure_their_rounds_before_the_first_request(target, monkeypat
         max_length=128,
     )
     seen = []
-    real = engine_module.measure_round_times
+    real = adaptive.measure_round_times
     monkeypatch.setattr(
-        engine_module, "measure_round_times", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1]
+        adaptive, "measure_round_times", lambda *a, **k: seen.append(real(*a, **k)) or seen[-1]
     )
     done = made.generate(PROMPTS[:3], PARAMS[:3])
     [measured] = seen

@@ -23,7 +23,7 @@ from jaxspec import (
     sampling,
 )
 from jaxspec.decode.settings import MAX_STOP_TOKENS
-from jaxspec.engine.engine import Progress
+from jaxspec.engine.progress import Progress
 from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.prefill import chain_window
 from jaxspec.types import Origin

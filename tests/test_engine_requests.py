@@ -25,7 +25,7 @@ from jaxspec import (
     SettingError,
     Static,
 )
-from jaxspec.engine import engine as engine_module
+from jaxspec.engine import core
 from jaxspec.models.tokenizer import TextTokenizer
 
 BATCH_SIZE = 2
@@ -132,8 +132,8 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(engine, target, alone
 
 def test_streams_of_many_tasks_share_the_steps(engine, alone, monkeypatch):
     steps = []
-    real = Engine._advance
-    monkeypatch.setattr(Engine, "_advance", lambda self: (steps.append(1), real(self)))
+    real = core.EngineCore.step
+    monkeypatch.setattr(core.EngineCore, "step", lambda self: (steps.append(1), real(self)))
 
     async def read(prompt, params):
         return [piece async for piece in engine.astream(prompt, params)]
@@ -234,7 +234,7 @@ def test_a_long_prompt_holds_up_running_rows_for_one_chunk_at_a_time(engine, tar
     first = names.index("prefill")
     assert names[first : first + 2 * num_chunks] == ["prefill", "run"] * num_chunks
     assert [int(a[2]) for n, a in calls if n == "run"][: num_chunks - 1] == [
-        engine_module.ROUNDS_PER_CHUNK
+        core.ROUNDS_PER_CHUNK
     ] * (num_chunks - 1)
     # A list that no one awaits reads its prompts at once.
     calls.clear()

@@ -34,8 +34,7 @@ from jaxspec.bench.step_cost import StepCostBench
 from jaxspec.bench.trace_cost import TraceCostBench
 from jaxspec.bench.verifiers import VerifiersBench
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.drafters import choose_drafter
-from jaxspec.commands.generate import SCHEDULERS, VERIFIERS
+from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
@@ -43,8 +42,10 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns, TextTable, save_figure
+from jaxspec.schedulers import make_scheduler
 from jaxspec.studies.rounds import SchedulersBench
 from jaxspec.studies.study import Study
+from jaxspec.verifiers import make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ class DecodeCommand(Bench):
         """Everything that `DecodeBench` finds, and compile times."""
         draft = self._draft()
         self._check(draft)
-        make_drafter = choose_drafter(self.drafter, draft, dtype=self.dtype)
+        options = DrafterOptions(draft=draft, drafter=self.drafter)
+        make_drafter = options.choose_drafter(dtype=self.dtype)
         assert make_drafter is not None
         with working("") as status:
             status.update("loading the models")
@@ -118,8 +120,8 @@ class DecodeCommand(Bench):
             bench = DecodeBench(
                 target=target,
                 drafter=make_drafter(target),
-                verifier=VERIFIERS[self.verifier](),
-                scheduler=SCHEDULERS[self.scheduler](),
+                verifier=make_verifier(self.verifier),
+                scheduler=make_scheduler(self.scheduler),
                 layout=self.layout,
                 prompts=prompts,
                 params=SamplingParams(

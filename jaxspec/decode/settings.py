@@ -48,13 +48,7 @@ def make_loop(
       ModelError: the drafter cannot draft for the target.
     """
     check_layout(layout)
-    for name, value in (
-        ("batch_size", batch_size),
-        ("max_length", max_length),
-        ("prefill_chunk", prefill_chunk),
-    ):
-        if value < 1:
-            raise SettingError(f"{name} {value} was given; it must be at least 1.")
+    check_at_least_one(batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
     if drafter is None:
         if not verifier.is_coupled:
             raise SettingError(
@@ -113,6 +107,13 @@ def make_loop(
         layout=layout,
         trace=trace,
     )
+
+
+def check_at_least_one(**settings: int) -> None:
+    """Raises `SettingError` for the first setting below 1."""
+    for name, value in settings.items():
+        if value < 1:
+            raise SettingError(f"{name} {value} was given; it must be at least 1.")
 
 
 def check_exactness(exactness: str) -> None:

@@ -2,33 +2,43 @@
 
 A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n` tokens per row,
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
-3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds, among
-them the round's share of what the drafter reads of prompts. The controller takes the n with the
-highest `E(n) / t(n)`. It measures `a_j` on the rows that are running, forgetting slowly. What a
-round takes is measured once, with the engine's own programs, at a short and at a long context;
-shapes are static, so a round costs the same however many rows are taken. Given those times,
-the same acceptance leads to the same choices.
+3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds,
+including the round's share of the drafter's prompt prefill. The controller picks the n with the
+highest `E(n) / t(n)`. It estimates `a_j` from the running rows, and forgets old rounds slowly. The
+time of a round is measured once, with the engine's own programs, at a short and at a long context;
+shapes are static, so a round costs the same however many rows are running. Given those times, the
+same acceptance leads to the same choices.
 
-Two things keep it from harm. It drafts, and changes its mind, only for a clear gain. And once plain
-decoding has won, drafts are tried again only when the trial, whatever comes of it, costs a small
-share of the time that was spent without.
+Two rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
+only for a clear gain. And once plain decoding has won, drafts are tried again only when the whole
+trial costs a small share of the time spent in plain decoding since the last one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-CLEAR_GAIN = 0.05  # by which drafts must be faster than none, and another draft length than this
-TRIAL_SHARE = 0.01  # of the time spent in plain decoding, that a trial of drafts may cost
-TRIAL_ROUNDS = 8  # of a trial, and between decisions while little is known
+import jax
+import numpy as np
+
+from jaxspec.engine.executor import Executor
+from jaxspec.engine.queue import Ticket
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.telemetry.counters import Acceptance
+
+CLEAR_GAIN = 0.05  # drafting must beat plain decoding by this, and a new length the current one
+TRIAL_SHARE = 0.01  # of the time spent in plain decoding: what a trial of drafts may cost
+TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
-PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # what is believed at first, and with what weight
+PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
 MEASURED_ROUNDS, MEASUREMENTS = 9, 3  # of every draft length
-SHORTEST_S = 1e-6  # what a clock may take for nothing
+SHORTEST_S = 1e-6  # a clock may measure nothing at all
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
 
 
@@ -41,7 +51,7 @@ class RoundTimes:
       long_context: of the second.
       short_s: seconds per round by draft length, 0 to the longest, at the first.
       long_s: at the second.
-      chunk_s: seconds for which the drafter reads a chunk of one row that it has not seen.
+      chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
     """
 
     short_context: int
@@ -59,7 +69,7 @@ class RoundTimes:
 
 
 class Rounds(Protocol):
-    """What `measure_round_times` runs: an engine that decodes requests made up for the purpose."""
+    """What `measure_round_times` runs; see `MadeUpRequests`."""
 
     def fill(self, prompt_length: int) -> None:
         """Fills the rows of the batch with requests of one token, the first one with so many, and
@@ -78,20 +88,20 @@ class Rounds(Protocol):
 def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTimes:
     """Seconds per round of every draft length, at a short context and at a long one.
 
-    Of each the least of a few measurements, taken in turns, and the difference between many rounds
-    and one, for what a call costs besides its rounds is shared by more of them in use.
+    Each is the least of a few measurements, taken in turns, of the difference between many rounds
+    and one, which leaves out what a call costs besides its rounds.
 
-    The second context is as long as there is room for, and left out where that is short: a row of
-    a few blocks costs little more than one of a single block. One row has it and the others are
-    short, which costs the same where attention runs over the blocks of the longest row, as our own
-    does; a kernel that pays for each row's own blocks does better than these times say.
+    The second context is as long as there is room for, and skipped where that is short: a row of a
+    few blocks costs little more than one of a single block. Only one row is that long. That is
+    enough where attention runs over the blocks of the longest row, as our own does; a kernel that
+    pays for each row's own blocks is faster than these times say.
 
     Args:
       rounds: runs them.
       longest: draft length.
       room: tokens of the longest prompt.
     """
-    lengths = range(longest, -1, -1)  # plain decoding last: it leaves the drafter after
+    lengths = range(longest, -1, -1)  # plain decoding last: it makes the drafter lag
     sizes = (1, MEASURED_ROUNDS)
     num_tokens = {length: sum(sizes) * (length + 1) for length in lengths}
     chunk_s: list[float] = []
@@ -121,7 +131,7 @@ def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTime
         )
 
     rounds.fill(1)
-    for length in lengths:  # compiles
+    for length in lengths:  # compiles the programs
         rounds.run(length, 1)
     rounds.catch_up()
     short_s = long_s = measure(1)
@@ -144,8 +154,8 @@ class Choice:
     """What to do next.
 
     Attributes:
-      draft_length: for how many drafted tokens per round; 0 decodes plainly.
-      num_rounds: after which to ask again.
+      draft_length: tokens to draft per round; 0 decodes plainly.
+      num_rounds: after how many rounds to choose again.
     """
 
     draft_length: int
@@ -173,12 +183,12 @@ class DraftLengthController:
 
     @property
     def draft_length(self) -> int | None:
-        """What it has settled on, trials apart; None before the first choice."""
+        """The current choice, ignoring trials; None before the first."""
         return self._current
 
     def acceptance(self) -> tuple[float, ...]:
-        """Probability that drafts up to each position are all accepted. Of a position that was
-        seldom reached it is believed that drafts fare there as at the one before."""
+        """Probability that drafts up to each position are all accepted. A position that was seldom
+        reached is assumed to be like the one before it."""
         cumulative, all_before, conditional = [], 1.0, PRIOR_ACCEPTANCE
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
             conditional = (accepted + PRIOR_ROUNDS * conditional) / (reached + PRIOR_ROUNDS)
@@ -207,10 +217,10 @@ class DraftLengthController:
         Args:
           context: committed tokens of the longest running row.
           num_rounds: most rounds to the next decision.
-          count_unprefilled: chunks that the drafter would have to read first, of all rows; asked
-            only where a trial could be afforded but for them.
-          chunks_per_token: of prompts, that a drafter in use reads for each token that a row emits,
-            summed over the rows.
+          count_unprefilled: returns the chunks that the drafter would have to read first, of all
+            rows; called only where they decide whether a trial is affordable.
+          chunks_per_token: prompt chunks that the drafter reads per token that a row emits, summed
+            over the rows.
         """
         rates = [
             self.tokens_per_s(n, context, chunks_per_token) for n in range(len(self.times.short_s))
@@ -223,7 +233,7 @@ class DraftLengthController:
             if not self._is_trial:
                 return Choice(draft_length=0, num_rounds=num_rounds)
             return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))
-        # Drafts must earn their place: what is gained for certain is plain decoding's rate.
+        # Plain decoding's rate is certain; drafting must beat it clearly.
         worth = [rates[0], *(rate / (1 + CLEAR_GAIN) for rate in rates[1:])]
         best = max(range(len(worth)), key=worth.__getitem__)
         needed = 1.0 if best == 0 else 1 + CLEAR_GAIN
@@ -232,7 +242,7 @@ class DraftLengthController:
         self._is_trial = False
         if self._current == 0:
             self._plain_s = 0.0
-            # A later trial must be able to outweigh what has made drafts lose.
+            # Let a later trial outweigh the evidence by which drafting lost.
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
         elif self._num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
@@ -247,13 +257,13 @@ class DraftLengthController:
         num_row_rounds: int,
         num_accepted_at: Sequence[int],
     ) -> None:
-        """What came of a choice.
+        """Records the result of a choice.
 
         Args:
-          draft_length: that was chosen.
+          draft_length: as chosen.
           context: committed tokens of the longest row.
-          num_rounds: that were run.
-          num_row_rounds: the same, summed over the rows that drafted so far.
+          num_rounds: rounds that were run.
+          num_row_rounds: rounds summed over the rows that drafted this many tokens.
           num_accepted_at: of these, those that accepted position j and all before it.
         """
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
@@ -268,7 +278,160 @@ class DraftLengthController:
             self._accepted[j] += num_accepted_at[j]
 
     def _forget(self, share_kept: float) -> None:
-        """Lets the evidence weigh less."""
+        """Reduces the weight of the evidence."""
         self._num_known *= share_kept
         self._reached = [share_kept * reached for reached in self._reached]
         self._accepted = [share_kept * accepted for accepted in self._accepted]
+
+
+class AdaptiveDrafting:
+    """Chooses the draft lengths of an engine's rounds, and lets the drafter rest while 0 is chosen.
+
+    Args:
+      executor: whose rounds they are.
+      draft_length: the longest.
+
+    Attributes:
+      controller: makes the choices; None until `prepare` has measured the rounds.
+    """
+
+    def __init__(self, executor: Executor, *, draft_length: int):
+        self.controller: DraftLengthController | None = None
+        self._executor = executor
+        self._draft_length = draft_length
+        self._choice: Choice | None = None  # of the rounds that `note` is called for next
+        self._first_round: Any = 0  # before these, by shard
+
+    def prepare(self) -> None:
+        """Measures rounds, unless that was done. Every row must be empty, and is afterwards."""
+        if self.controller is None:
+            requests = MadeUpRequests(self._executor, draft_length=self._draft_length)
+            times = measure_round_times(
+                requests, longest=self._draft_length, room=self._executor.longest_prompt
+            )
+            self._executor.reset()
+            self.controller = DraftLengthController(times)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is drafted, so that the drafter reads no prompts either."""
+        return self.controller is not None and self.controller.draft_length == 0
+
+    @property
+    def rounds_by_draft_length(self) -> dict[int, int]:
+        """Rounds run so far at each draft length that was chosen."""
+        return {} if self.controller is None else dict(sorted(self.controller.num_rounds.items()))
+
+    def choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+        """Sets the draft length of all rows for the next rounds.
+
+        Args:
+          tickets: by row.
+          num_rounds: at most.
+        """
+        executor, controller = self._executor, self.controller
+        assert controller is not None, "prepare comes first"
+        self._first_round = executor.fetch("schedule").num_rounds
+        lags = functools.cache(lambda: self._lags(tickets))
+        drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]
+        choice = controller.choose(
+            context=_longest_context(tickets),
+            num_rounds=num_rounds,
+            count_unprefilled=lambda: sum(map(self._num_chunks, lags().values())),
+            chunks_per_token=sum(
+                self._num_chunks(one.prompt_length) / one.request.params.max_tokens
+                for one in drafting
+            ),
+        )
+        if choice.draft_length > 0:
+            executor.catch_up(lags())
+        if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
+            limits = np.zeros((executor.num_rows,), np.int32)
+            for row, ticket in tickets.items():
+                limits[row] = min(ticket.draft_length, choice.draft_length)
+            executor.set_draft_limits(limits)
+        self._choice = choice
+        return choice
+
+    def note(
+        self,
+        tickets: Mapping[int, Ticket],
+        before: Mapping[int, Acceptance],
+        num_rounds: np.ndarray,
+    ) -> None:
+        """Tells the controller the result of the last choice, if there was one since the last call.
+
+        Args:
+          tickets: by row.
+          before: their acceptance when the choice was made.
+          num_rounds: run so far, by shard if there is a mesh.
+        """
+        choice, self._choice = self._choice, None
+        if choice is None or self.controller is None:
+            return
+        new = [
+            (before[row], ticket.acceptance)
+            for row, ticket in tickets.items()
+            if ticket.draft_length >= choice.draft_length and not ticket.is_prefilling
+        ]
+        self.controller.note(
+            draft_length=choice.draft_length,
+            context=_longest_context(tickets),
+            num_rounds=int(np.max(num_rounds - self._first_round)),
+            num_row_rounds=sum(now.num_rounds - then.num_rounds for then, now in new),
+            num_accepted_at=[
+                sum(now.num_accepted_at(j) - then.num_accepted_at(j) for then, now in new)
+                for j in range(choice.draft_length)
+            ],
+        )
+
+    def _num_chunks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._executor.shape.prefill_chunk)
+
+    def _lags(self, tickets: Mapping[int, Ticket]) -> dict[int, int]:
+        """Tokens that the drafter has not seen, by row, of running rows that would draft. A lag of
+        one is left out: the next round makes up for it."""
+        lags = self._executor.lags()
+        return {
+            row: int(lags[row])
+            for row, ticket in tickets.items()
+            if not ticket.is_prefilling and ticket.draft_length > 0 and lags[row] > 1
+        }
+
+
+def _longest_context(tickets: Mapping[int, Ticket]) -> int:
+    """Committed tokens of the longest running row."""
+    return max(one.num_committed for one in tickets.values() if not one.is_prefilling)
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeUpRequests:
+    """Requests that fill an executor's rows, to measure its rounds; see `Rounds`."""
+
+    executor: Executor
+    draft_length: int
+
+    def fill(self, prompt_length: int) -> None:
+        """Fills the batch with prompts of one token, the first one of `prompt_length`."""
+        executor = self.executor
+        executor.reset()
+        params = SamplingParams(max_tokens=executor.shape.max_length, ignore_eos=True)
+        for index, row in enumerate(executor.free_rows(())[: executor.shape.batch_size]):
+            prompt = (0,) * (prompt_length if index == 0 else 1)
+            request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+            executor.admit_and_prefill(row, request, draft_length=self.draft_length, arrival=index)
+        jax.block_until_ready(executor.state)
+
+    def run(self, draft_length: int, num_rounds: int) -> None:
+        """Runs rounds that draft so many tokens."""
+        executor = self.executor
+        executor.set_draft_limits([draft_length] * executor.num_rows)
+        executor.run(num_rounds, draft_length=draft_length)
+        jax.block_until_ready(executor.state)
+
+    def catch_up(self) -> int:
+        """Lets the drafter read what it has not seen; returns the number of chunks."""
+        lags = enumerate(self.executor.lags())
+        num_chunks = self.executor.catch_up({row: int(lag) for row, lag in lags if lag > 1})
+        jax.block_until_ready(self.executor.state)
+        return num_chunks

@@ -3,7 +3,8 @@
 It has no queue and no clock. A caller says which request goes into which row, when a chunk of a
 prompt is read and how many rounds are run:
 
-    executor.admit_and_prefill(row, request, draft_length=4)
+    executor = make_executor(target, drafter, batch_size=2)
+    executor.admit_and_prefill(0, request, draft_length=4)
     executor.run(8)
     executor.fetch("tokens", "num_committed")
 
@@ -19,8 +20,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +30,38 @@ import numpy as np
 
 from jaxspec.cache import layouts
 from jaxspec.cache import pages as kv
+from jaxspec.cache.layouts import Layout
 from jaxspec.decode.buckets import make_buckets
-from jaxspec.decode.loop import SpeculativeLoop
-from jaxspec.decode.settings import Exactness, Loop, check_exactness, home_of, longest_prompt
-from jaxspec.decode.sharded import ShardedLoop, check_mesh
-from jaxspec.drafters.base import EngineShape
+from jaxspec.decode.loop import LogprobsConfig, SpeculativeLoop
+from jaxspec.decode.settings import (
+    DEFAULT_DRAFT_LENGTH,
+    DraftLength,
+    Exactness,
+    Loop,
+    check_exactness,
+    home_of,
+    longest_prompt,
+    make_loop,
+)
+from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
+from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.memory import Memory, measure_memory
 from jaxspec.errors import SettingError
+from jaxspec.models.base import Model
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.runtime.environment import devices, devices_sentence
+from jaxspec.schedulers import Continuous, Scheduler
+from jaxspec.telemetry.trace import TraceConfig, TraceLevel
 from jaxspec.types import DecodeState, Finish, PyTree
+from jaxspec.verifiers import Coupled, Verifier
+
+_log = logging.getLogger(__name__)
+
+LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class Executor:
@@ -50,7 +71,7 @@ class Executor:
     `state` across calls.
 
     Args:
-      loop: of one data shard, from `decode.settings.make_loop`.
+      loop: of one data shard; `make_executor` makes it from settings.
       exactness: `ties` compiles rounds of several verify lengths, and `run` takes the narrowest
         that a draft length needs; see `decode.buckets`.
       is_adaptive: warm up also what lets the drafter rest and catch up.
@@ -68,6 +89,7 @@ class Executor:
       num_rows: rows of the state, in the batch or waiting for their turn in it.
       num_shards: D, data shards.
       params: of target and drafter, where the programs expect them.
+      home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: what weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
@@ -106,47 +128,50 @@ class Executor:
         # A program is compiled again where an argument is bound to a device that was not before;
         # so parameters and state are bound from the start to the device where the parameters are,
         # or to their places on the mesh.
-        self.params, self._home = loop.params, home_of(loop.params)
+        self.params, self.home = loop.params, home_of(loop.params)
         if isinstance(everywhere, ShardedLoop):
-            self.params, self._home = everywhere.place(self.params), everywhere.state_shardings
-        elif self._home is not None:
-            self.params = jax.device_put(self.params, self._home)
+            self.params, self.home = everywhere.place(self.params), everywhere.state_shardings
+        elif self.home is not None:
+            self.params = jax.device_put(self.params, self.home)
         self._state: DecodeState | None = None
         self._is_checked = check_invariants
         self._poison = jax.jit(layouts.poison_uncommitted, donate_argnums=0)
 
-        drafter = getattr(loop, "drafter", None)
-        models = loop.target.name if drafter is None else f"{loop.target.name} with {drafter.name}"
-
-        def program(what: str, function: Callable, *, length: int = widest, **options: Any) -> Any:
-            sizes = f"batch {self.shape.batch_size}, window {length}"
-            return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
-
-        home = self._home
-        updates: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}
+        on_home: dict[str, Any] = {"out_shardings": self.home}
+        updates = {"donate_argnums": 1, **on_home}
         self.programs: dict[str, Any] = {
-            "init": program("empty state", everywhere.init, out_shardings=home),
-            "admit": program("admission", everywhere.admit, **updates),
-            "prefill": program("prefill", everywhere.prefill, **updates),
+            "init": self.program("empty state", everywhere.init, **on_home),
+            "admit": self.program("admission", everywhere.admit, **updates),
+            "prefill": self.program("prefill", everywhere.prefill, **updates),
         }
         for length, bucket in buckets.items():
-            run = self._on_mesh(bucket).run
-            self.programs[self._run_name(length)] = program(
-                "decode round", run, length=length, **updates
+            self.programs[self._run_name(length)] = self.program(
+                "decode round", self._on_mesh(bucket).run, verify_length=length, **updates
             )
-        if drafter is not None:
+        if getattr(loop, "drafter", None) is not None:
             rest: Any = everywhere
             self.programs |= {
-                "prefill_target": program("target's prefill", rest.prefill_target, **updates),
-                "catch_up": program("catching up", rest.catch_up, **updates),
-                "lag": program("lag", rest.lag),
+                "prefill_target": self.program("target's prefill", rest.prefill_target, **updates),
+                "catch_up": self.program("catching up", rest.catch_up, **updates),
+                "lag": self.program("lag", rest.lag),
             }
-        self.programs["end_rows"] = program(
-            "cancellation", _end_rows, donate_argnums=0, out_shardings=home
+        self.programs["end_rows"] = self.program(
+            "cancellation", _end_rows, donate_argnums=0, **on_home
         )
         unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
+
+    def program(
+        self, what: str, function: Callable, *, verify_length: int | None = None, **options: Any
+    ) -> Program:
+        """A function compiled by `jax.jit` with these options, named for messages after what it
+        does, the models and the sizes of the batch."""
+        target, drafter = self.loop.target, getattr(self.loop, "drafter", None)
+        models = target.name if drafter is None else f"{target.name} with {drafter.name}"
+        window = self.shape.verify_length if verify_length is None else verify_length
+        sizes = f"batch {self.shape.batch_size}, window {window}"
+        return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
 
     def _on_mesh(self, loop: Loop) -> Any:
         return loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
@@ -377,12 +402,13 @@ class Executor:
         """Compiles every program ahead of its first call. Nothing runs and no state is made.
 
         Args:
-          on_program: called before each program is compiled.
+          on_program: called before each program is compiled, with a name for `str`, `number` and
+            `num_programs`.
 
         Returns:
-          how each was compiled.
+          of each program its name, the seconds it took, and whether the persistent cache held it.
         """
-        state = compilation.shapes_at(self.eval_state(), self._home)
+        state = compilation.shapes_at(self.eval_state(), self.home)
         of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
         request = Request(request_id="0", prompt_token_ids=(0,), params=SamplingParams(seed=0))
         admission = make_admission(request, self.loop, draft_length=0)
@@ -434,6 +460,75 @@ class Executor:
         """Puts NaN wherever the target's cache holds no committed KV, so that whatever reads there
         shows. Of one device's state only."""
         self.state = self._poison(self.state)
+
+
+def make_executor(
+    target: Model,
+    drafter: Drafter | None = None,
+    *,
+    verifier: Verifier | None = None,
+    scheduler: Scheduler | None = None,
+    layout: Layout = "ragged",
+    draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
+    exactness: Exactness = "bitwise",
+    verify_length: int | None = None,
+    batch_size: int = 8,
+    max_length: int = 1024,
+    prefill_chunk: int = 128,
+    max_logprobs: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
+    trace: TraceLevel | None = None,
+    check_invariants: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Executor:
+    """The executor of an engine with these settings; see `Engine` for what they mean.
+
+    Raises:
+      SettingError: a setting out of range, or two that contradict each other.
+      ModelError: the drafter cannot draft for the target.
+    """
+    is_adaptive = draft_length == "auto" and drafter is not None
+    if draft_length == "auto":
+        if verify_length is None and drafter is not None:
+            verify_length = DEFAULT_DRAFT_LENGTH + 1
+        draft_length = DEFAULT_DRAFT_LENGTH if verify_length is None else verify_length - 1
+    logprobs = None
+    if max_logprobs is not None:
+        if not 0 <= max_logprobs <= target.vocab_size:
+            raise SettingError(
+                f"max_logprobs {max_logprobs} was given; it must be from 0 to {target.vocab_size}, "
+                "the size of the vocabulary."
+            )
+        is_processed = logprobs_mode == "processed_logprobs"
+        logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
+    if mesh is not None:
+        batch_size = batch_size_per_shard(batch_size, check_mesh(mesh))
+    loop = make_loop(
+        target,
+        drafter,
+        verifier=Coupled() if verifier is None else verifier,
+        scheduler=Continuous() if scheduler is None else scheduler,
+        layout=layout,
+        draft_length=draft_length,
+        verify_length=verify_length,
+        batch_size=batch_size,
+        max_length=max_length,
+        prefill_chunk=prefill_chunk,
+        logprobs=logprobs,
+        trace=None if trace is None else TraceConfig(level=trace),
+    )
+    executor = Executor(
+        loop,
+        exactness=exactness,
+        is_adaptive=is_adaptive,
+        check_invariants=check_invariants,
+        mesh=mesh,
+    )
+    _log.info(executor.memory.sentence)
+    num_used = 1 if mesh is None else mesh.devices.size
+    if jax.local_device_count() > num_used:
+        _log.warning("this engine is %s", devices_sentence(devices(num_used)))
+    return executor
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:

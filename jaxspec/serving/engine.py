@@ -34,7 +34,7 @@ the engine is stepped only when the queue of some running row is empty.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,24 +43,26 @@ import numpy as np
 from flax import struct
 
 from jaxspec.cache.pages import KVCache, copy_row
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.loop import Admission, mark_prefilled, rows_axis
 from jaxspec.decode.settings import (
     check_draft_length,
-    home_of,
-    longest_prompt,
     make_loop,
 )
 from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
+from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
-from jaxspec.runtime.compilation import Compiled, OnProgram, Program
+from jaxspec.runtime.compilation import Compiled, OnProgram
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Finish, PyTree
-from jaxspec.verifiers import Coupled, Verifier
+from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
 ALONE = np.int32(0)  # the row of a state that holds one
 ONE = np.int32(1)
@@ -109,6 +111,7 @@ class StepResult(struct.PyTreeNode, kw_only=True):
     num_accepted: jax.Array
 
 
+@refuse_other_names
 class ServingEngine:
     """Compiled functions over a `DecodeState` that the caller holds; the engine itself holds none.
 
@@ -126,10 +129,10 @@ class ServingEngine:
       drafter: what proposes tokens; None decodes plainly, one token per step.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `verify_length - 1`.
-      window: T, tokens scored per round; default `draft_length + 1`.
+      verify_length: T, tokens scored per round; default `draft_length + 1`.
       batch_size: B, rows of the batch.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `window` slots. Each `Prefilled` holds a row of them too.
+        round of a row needs `verify_length` slots. Each `Prefilled` holds a row of them too.
       prefill_chunk: prompt tokens read per call.
 
     Raises:
@@ -155,65 +158,53 @@ class ServingEngine:
 
     def __init__(
         self,
-        target: Model,
-        drafter: Drafter | None = None,
+        target: Model | str,
+        drafter: Drafter | str | None = None,
         *,
-        verifier: Verifier | None = None,
+        verifier: Verifier | VerifierName | None = None,
         draft_length: int = 4,
-        window: int | None = None,
+        verify_length: int | None = None,
         batch_size: int = 8,
         max_length: int = 1024,
         prefill_chunk: int = 128,
     ):
-        self.target = target
-        self.drafter = drafter
-        self._loop = make_loop(
+        self.target = target = as_model(target)
+        self.drafter = drafter = make_drafter(drafter, target)
+        loop = make_loop(
             target,
             drafter,
-            verifier=Coupled() if verifier is None else verifier,
+            verifier=make_verifier(verifier or "coupled"),
             scheduler=Static(),
             draft_length=draft_length,
-            verify_length=window,
+            verify_length=verify_length,
             batch_size=batch_size,
             max_length=max_length,
             prefill_chunk=prefill_chunk,
         )
-        self.shape = self._loop.shape
+        self.shape = loop.shape
         self.draft_length = draft_length if drafter is not None else 0
         # A prompt is read by the same functions, in a state of one row.
-        self._alone = dataclasses.replace(
-            self._loop, shape=dataclasses.replace(self.shape, batch_size=1)
-        )
-        self._params = self._loop.params
-        self._home = home_of(self._params)
-        whose = target.name if drafter is None else f"{target.name} with {drafter.name}"
-        sizes = f"batch {batch_size}, window {self.shape.verify_length}"
-
-        def program(what: str, function: Callable, **options: Any) -> Any:
-            return Program(jax.jit(function, **options), f"the {what} of {whose}, {sizes}")
-
-        self._init = program("empty state", self._loop.init, out_shardings=self._home)
-        self._init_alone = program("empty row", self._alone.init, out_shardings=self._home)
-        self._admit_alone = program("admission", self._alone.admit, donate_argnums=1)
-        self._prefill = program("prefill", self._alone.prefill, donate_argnums=1)
-        self._insert = program("insertion", self._insert_row, donate_argnums=1)
-        self._generate = program("decode round", self._step, donate_argnums=1)
-        self._free = program("freeing of batch_size", _free_row, donate_argnums=0)
-        self._programs = compilation.numbered(
-            self._init,
-            self._init_alone,
-            self._admit_alone,
-            self._prefill,
-            self._insert,
-            self._generate,
-            self._free,
-        )
-        self._form = _form(jax.eval_shape(self._alone.init))
+        one_row = dataclasses.replace(self.shape, batch_size=1)
+        self._batch = Executor(loop)
+        self._row = Executor(dataclasses.replace(loop, shape=one_row))
+        self.params = self._batch.params
+        program = self._batch.program
+        self.programs: dict[str, Any] = {
+            "init": self._batch.programs["init"],
+            "init_row": self._row.programs["init"],
+            "admit_row": self._row.programs["admit"],
+            "prefill": self._row.programs["prefill"],
+            "insert": program("insertion", self._insert_row, donate_argnums=1),
+            "generate": program("decode round", self._step, donate_argnums=1),
+            "free": program("freeing of a row", _free_row, donate_argnums=0),
+        }
+        compilation.numbered(*self.programs.values())
+        self._form = _form(self._row.eval_state())
 
     @property
     def longest_prompt(self) -> int:
         """Prompt tokens that leave room for one round."""
-        return longest_prompt(self._loop)
+        return self._batch.longest_prompt
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every function of the engine, so that the first request waits for none.
@@ -230,28 +221,28 @@ class ServingEngine:
         """
         number = np.int32(0)
         admission = make_admission(
-            self._make_request([0], SamplingParams(seed=0)), self._loop, draft_length=0
+            self._make_request([0], SamplingParams(seed=0)), self._batch.loop, draft_length=0
         )
-        state, row = (
-            compilation.shapes_at(jax.eval_shape(loop.init), self._home)
-            for loop in (self._loop, self._alone)
-        )
+        home = self._batch.home
+        state = compilation.shapes_at(self._batch.eval_state(), home)
+        row = compilation.shapes_at(self._row.eval_state(), home)
         # An admission that is inserted has been put where the state is.
-        placed = admission if self._home is None else jax.device_put(admission, self._home)
+        placed = admission if home is None else jax.device_put(admission, home)
         arguments = {
-            self._init: (),
-            self._init_alone: (),
-            self._admit_alone: (self._params, row, ALONE, admission),
-            self._prefill: (self._params, row, ALONE, number),
-            self._insert: (self._params, state, number, placed, row.cache, row.drafter),
-            self._generate: (self._params, state, ONE),
-            self._free: (state, number),
+            "init": (),
+            "init_row": (),
+            "admit_row": (self.params, row, ALONE, admission),
+            "prefill": (self.params, row, ALONE, number),
+            "insert": (self.params, state, number, placed, row.cache, row.drafter),
+            "generate": (self.params, state, ONE),
+            "free": (state, number),
         }
-        return compilation.warm_up(arguments, on_program)
+        programs = {self.programs[name]: each for name, each in arguments.items()}
+        return compilation.warm_up(programs, on_program)
 
     def init_decode_state(self) -> DecodeState:
         """A state in which every row of the batch is empty."""
-        return self._init()
+        return self.programs["init"]()
 
     def prefill(
         self,
@@ -284,16 +275,17 @@ class ServingEngine:
             draft_length = self.draft_length
         elif draft_length != 0:
             check_draft_length(draft_length, self.shape.verify_length)
-        admission = make_admission(request, self._loop, draft_length=draft_length)
-        state = self._admit_alone(self._params, self._init_alone(), ALONE, admission)
+        admission = make_admission(request, self._batch.loop, draft_length=draft_length)
+        programs = self.programs
+        state = programs["admit_row"](self.params, programs["init_row"](), ALONE, admission)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
-            state = self._prefill(self._params, state, ALONE, np.int32(start))
+            state = programs["prefill"](self.params, state, ALONE, np.int32(start))
         return Prefilled(
             admission=admission,
             cache=state.cache,
             drafter=state.drafter,
             request=request,
-            shape=self._alone.shape,
+            shape=self._row.shape,
         )
 
     def insert(self, prefilled: Prefilled, state: DecodeState, row: int) -> DecodeState:
@@ -306,16 +298,16 @@ class ServingEngine:
           SettingError: there is no such row, or the prompt was read by an engine of another shape.
         """
         self._check_row(row)
-        if prefilled.shape != self._alone.shape or _form(prefilled) != self._form:
+        if prefilled.shape != self._row.shape or _form(prefilled) != self._form:
             raise SettingError(
                 "A prompt was inserted that an engine with another model, drafter, verifier, "
                 f"window, max_length or prefill chunk has read ({prefilled.shape}, here "
-                f"{self._alone.shape}); read it with an engine of these settings."
+                f"{self._row.shape}); read it with an engine of these settings."
             )
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
-        if self._home is not None:
-            parts = jax.device_put(parts, self._home)  # does nothing to what is there already
-        return self._insert(self._params, state, np.int32(row), *parts)
+        if self._batch.home is not None:
+            parts = jax.device_put(parts, self._batch.home)  # does nothing to what is there already
+        return self.programs["insert"](self.params, state, np.int32(row), *parts)
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:
         """`state` (donated) after one round, and what the round did.
@@ -323,7 +315,7 @@ class ServingEngine:
         Nothing is waited for: fetch the result with `jax.device_get`. With no row running the
         target is not even called.
         """
-        return self._generate(self._params, state, ONE)
+        return self.programs["generate"](self.params, state, ONE)
 
     def free(self, state: DecodeState, row: int) -> DecodeState:
         """`state` (donated) with `row` empty: a row that was running is cancelled.
@@ -334,7 +326,7 @@ class ServingEngine:
           SettingError: there is no such row.
         """
         self._check_row(row)
-        return self._free(state, np.int32(row))
+        return self.programs["free"](state, np.int32(row))
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """The one request that a prompt makes, with a seed if it is sampled."""
@@ -363,9 +355,9 @@ class ServingEngine:
 
         State that a drafter shares among rows stays the batch's own.
         """
-        state = self._loop.admit(params, state, row, admission)
+        state = self._batch.loop.admit(params, state, row, admission)
         state = mark_prefilled(state, row, jnp.asarray(admission.length) - 1)
-        is_per_row = rows_axis(self._loop.empty, self.shape, self.shape.batch_size)
+        is_per_row = rows_axis(self._batch.loop.empty, self.shape, self.shape.batch_size)
 
         def take_over(has_rows: bool, leaf, alone):
             if isinstance(leaf, KVCache):
@@ -383,7 +375,7 @@ class ServingEngine:
 
         That it ends after `one` round is a value: the compiler cannot unroll it into other sums.
         """
-        state = self._loop.run(params, before, one, one)
+        state = self._batch.loop.run(params, before, one, one)
         num_new = state.num_committed - before.num_committed
         index = jnp.arange(self.shape.verify_length, dtype=jnp.int32)
         slots = before.num_committed[:, None] + index

@@ -37,7 +37,6 @@ PARAMS = [
     SamplingParams(max_tokens=100),  # ends at the max_length
     SamplingParams(max_tokens=30),  # ends at a stop token, see `requests`
 ]
-PROGRAMS = ("_init", "_init_alone", "_admit_alone", "_prefill", "_insert", "_generate", "_free")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +214,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
     sizes = []
     for seed in range(2):
         served = serve(engine, requests, seed=seed)
-        sizes.append({name: getattr(engine, name)._cache_size() for name in PROGRAMS})
+        sizes.append({name: one._cache_size() for name, one in engine.programs.items()})
         assert tokens_of(served) == tokens_of(wanted)
         assert [request.finish for request in served] == [Finish.MAX_TOKENS] * 5 + [
             Finish.MAX_LENGTH,
@@ -225,7 +224,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
             assert request.num_drafted == request.acceptance.num_draft_tokens
             assert request.num_accepted == request.acceptance.num_accepted_tokens
     assert sizes[1] == sizes[0]
-    del sizes[0]["_free"]  # of no model, so engines share it
+    del sizes[0]["free"]  # of no model, so engines share it
     assert set(sizes[0].values()) == {1}
     if name not in ("none", "ngram"):
         assert sum(request.num_accepted for request in served) > 0
@@ -271,7 +270,7 @@ def test_the_drafter_comes_along(engine_of, requests, expected):
 
 def test_a_drafter_left_behind_is_noticed(engine_of, requests, expected):
     engine = engine_of("draft_model")
-    empty = engine._init_alone().drafter
+    empty = engine.programs["init_row"]().drafter
 
     def prefill(*request):
         return engine.prefill(*request).replace(drafter=empty)
@@ -389,13 +388,13 @@ def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
     engine = engine_of(name)
     prefilled = engine.prefill(*requests[0])
     state = engine.init_decode_state()
-    row = (prefilled.row, prefilled.cache, prefilled.drafter)
-    row = np.int32(1)
+    parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
+    row, params, programs = np.int32(1), engine.params, engine.programs
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.layers))
     for lowered, most in (
-        (engine._insert.lower(engine._params, state, row, *row), 8192),
-        (engine._generate.lower(engine._params, state, row), num_bytes),
-        (engine._free.lower(state, row), 8192),
+        (programs["insert"].lower(params, state, row, *parts), 8192),
+        (programs["generate"].lower(params, state, row), num_bytes),
+        (programs["free"].lower(state, row), 8192),
     ):
         memory = lowered.compile().memory_analysis()
         assert memory.alias_size_in_bytes >= num_bytes
@@ -499,7 +498,9 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
             engine.insert(prefilled, state, row)
         with pytest.raises(SettingError, match=f"Admission {row} was given"):
             engine.free(state, row)
-    with pytest.raises(SettingError, match="A draft length of 5 was given for a window of 5"):
+    with pytest.raises(
+        SettingError, match="A draft length of 5 was given for a verify_length of 5"
+    ):
         engine.prefill([1, 2], draft_length=5)
     for other in (
         engine_of("draft_model"),  # another drafter

@@ -1,0 +1,342 @@
+"""The engine's clock: one step gives out rows, reads prompts, runs rounds and collects what has
+ended; whoever waits for output steps until it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.engine.adaptive import AdaptiveDrafting
+from jaxspec.engine.executor import Executor
+from jaxspec.engine.progress import Progress
+from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
+from jaxspec.errors import QueueFullError
+from jaxspec.requests.completions import Completion, make_completion
+from jaxspec.requests.requests import Request
+from jaxspec.telemetry.counters import Acceptance, Metrics
+from jaxspec.telemetry.trace import row_trace
+from jaxspec.types import DecodeState, Finish
+
+_log = logging.getLogger(__name__)
+
+ROUNDS_PER_CHUNK = 4  # between two chunks of prompts, and between two pieces of a stream
+LIVE = (Finish.RUNNING, Finish.PREFILLING)
+
+
+class EngineCore:
+    """Moves requests from the queue through the executor's rows to their completions.
+
+    Args:
+      executor: with every row empty.
+      adaptive: chooses draft lengths; None leaves them as the requests ask.
+      rounds_per_sync: most rounds between two looks at the rows.
+      max_queue: requests that may wait.
+      logprobs_mode: noted in completions with log-probabilities.
+
+    Attributes:
+      lock: guards the device; held during a step. Take it before calling the executor.
+      queue: of requests, with a lock of its own that is held for moments only.
+      metrics: counters.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        adaptive: AdaptiveDrafting | None,
+        rounds_per_sync: int,
+        max_queue: int,
+        logprobs_mode: str,
+    ):
+        self.executor = executor
+        self.adaptive = adaptive
+        self.lock = threading.RLock()
+        self.queue = RequestQueue(executor.num_rows, max_waiting=max_queue, abort=self._abort)
+        self.metrics = Metrics()
+        self._rounds_per_sync = rounds_per_sync
+        self._logprobs_mode = logprobs_mode
+        self._arrivals = itertools.count()
+        self._shared_step: asyncio.Future[None] | None = None
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds run so far, on all shards together."""
+        with self.lock:
+            return int(np.sum(self.executor.fetch("schedule").num_rounds))
+
+    def step(self) -> None:
+        """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are read and
+        output is awaited it is one chunk and `ROUNDS_PER_CHUNK` rounds."""
+        with self.lock:
+            try:
+                self._end_cancelled()
+                self._admit_waiting()
+                self._prefill_prompts()
+                self._run_rounds()
+                self._collect()
+            except BaseException:
+                self._give_up_if_lost()
+                raise
+
+    def shut_down(self) -> None:
+        """Cancels every request, and drops the state."""
+        with self.lock:
+            self.queue.close()
+            self._end_cancelled()
+            self._collect()
+            self.executor.reset()
+
+    # What waits for the output of requests, and steps until it is there.
+
+    def enqueue(self, *tickets: Ticket, is_limited: bool = True) -> None:
+        """Lets tickets wait for rows; see `RequestQueue.add`."""
+        if self.adaptive is not None and not self.queue.is_closed:
+            with self.lock:
+                self.adaptive.prepare()
+        self.queue.add(*tickets, is_limited=is_limited)
+
+    def completions(
+        self, tickets: Sequence[Ticket], on_progress: Callable[[Progress], None] | None
+    ) -> Generator[Completion, None, None]:
+        """The completions of tickets in order, each as soon as it and those before it have ended.
+        Closing the iterator cancels the others."""
+        started_s, first_round = time.perf_counter(), self.num_rounds
+        try:
+            num_yielded = 0
+            while num_yielded < len(tickets):
+                with self.lock:
+                    if tickets[num_yielded].completion is None:
+                        self.step()
+                if on_progress is not None:
+                    num_rounds = self.num_rounds - first_round
+                    elapsed_s = time.perf_counter() - started_s
+                    on_progress(Progress.of(tickets, num_rounds=num_rounds, elapsed_s=elapsed_s))
+                while num_yielded < len(tickets):
+                    completion = tickets[num_yielded].completion
+                    if completion is None:
+                        break
+                    num_yielded += 1
+                    yield completion
+        finally:
+            self.queue.cancel_all(tickets)
+
+    def stream(self, ticket: Ticket) -> Generator[StreamOutput, None, None]:
+        """The output of a ticket as it grows. Closing the iterator cancels it."""
+        try:
+            is_done = False
+            while not is_done:
+                with self.lock:
+                    if not ticket.has_output:
+                        self.step()
+                for output in ticket.take_output():
+                    is_done = output.completion is not None
+                    yield output
+        finally:
+            self.queue.cancel_all([ticket])
+
+    async def astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
+        """`stream` for asyncio; waits for a place in the queue first."""
+        while True:
+            try:
+                self.enqueue(ticket)
+                break
+            except QueueFullError:
+                await self._step_in_thread()
+        try:
+            is_done = False
+            while not is_done:
+                if not ticket.has_output:
+                    await self._step_in_thread()
+                for output in ticket.take_output():
+                    is_done = output.completion is not None
+                    yield output
+        finally:
+            self.queue.cancel_all([ticket])
+
+    async def _step_in_thread(self) -> None:
+        """A step on another thread, shared by all tasks that wait for one."""
+        if self._shared_step is None or self._shared_step.done():
+            event_loop = asyncio.get_running_loop()
+            self._shared_step = event_loop.run_in_executor(None, self.step)
+        await asyncio.shield(self._shared_step)
+
+    # The parts of a step, in the order they run.
+
+    def _end_cancelled(self) -> None:
+        tickets = self.queue.tickets_by_row
+        cancelled = [row for row, ticket in tickets.items() if ticket.is_cancelled]
+        if cancelled:
+            self.executor.end_rows(cancelled, Finish.CANCELLED)
+
+    def _admit_waiting(self) -> None:
+        """Gives free rows to requests, first come, first served."""
+        for row in self.executor.free_rows(self.queue.tickets_by_row):
+            ticket = self.queue.place_next(row)
+            if ticket is None:
+                return
+            ticket.arrival = next(self._arrivals)
+            self.executor.admit(
+                row, ticket.request, draft_length=ticket.draft_length, arrival=ticket.arrival
+            )
+
+    def _prefill_prompts(self) -> None:
+        """Reads prompts, the oldest first: all of them, or one chunk where the output of running
+        rows is awaited."""
+        while self._prefill_chunk():
+            tickets = self.queue.tickets_by_row.values()
+            if _is_interactive(tickets) and not all(ticket.is_prefilling for ticket in tickets):
+                break
+
+    def _prefill_chunk(self) -> bool:
+        """Reads a chunk of the oldest unread prompt of each shard; False if there is none."""
+        tickets = self.queue.tickets_by_row.items()
+        unread = [(row, ticket) for row, ticket in tickets if ticket.is_prefilling]
+        oldest: dict[int, tuple[int, Ticket]] = {}
+        for row, ticket in sorted(unread, key=lambda item: item[1].arrival):
+            oldest.setdefault(self.executor.shard_of(row), (row, ticket))
+        if not oldest:
+            return False
+        self.executor.prefill(
+            {row: ticket.num_prefilled for row, ticket in oldest.values()},
+            target_only=self.adaptive is not None and self.adaptive.is_resting,
+        )
+        for _, ticket in oldest.values():
+            ticket.num_prefilled += self.executor.shape.prefill_chunk
+        return True
+
+    def _run_rounds(self) -> None:
+        """Decodes until the host has something to do."""
+        executor, tickets = self.executor, self.queue.tickets_by_row
+        running = {row: ticket for row, ticket in tickets.items() if not ticket.is_prefilling}
+        if not running:
+            return
+        num_rounds, min_running = self._rounds_per_sync, np.ones((executor.num_shards,), np.int32)
+        if _is_interactive(tickets.values()):  # stop when a row ends, to report it at once
+            for shard, number in collections.Counter(map(executor.shard_of, running)).items():
+                min_running[shard] = number
+            if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
+                num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
+        elif self.queue.num_waiting:
+            min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
+        longest = max(ticket.draft_length for ticket in running.values())
+        if self.adaptive is not None and longest > 0:
+            choice = self.adaptive.choose(tickets, num_rounds)
+            num_rounds, longest = choice.num_rounds, min(longest, choice.draft_length)
+        executor.run(num_rounds, draft_length=longest, min_running=min_running)
+
+    def _collect(self) -> None:
+        """Looks at the rows: buffers what streams hand out, and finishes those that have ended."""
+        tickets = self.queue.tickets_by_row
+        if not tickets:
+            return
+        fields = ["num_committed", "finish", "counts", "schedule"]
+        if any(ticket.reads_output for ticket in tickets.values()):
+            fields.append("tokens")
+        state = self.executor.fetch(*fields)
+        before = {row: ticket.acceptance for row, ticket in tickets.items()}
+        stopped, unreadable, ended = [], [], []
+        for row, ticket in tickets.items():
+            is_live = state.finish[row] in LIVE
+            # Otherwise the row would never be decoded, and the engine would step forever.
+            assert state.finish[row] != Finish.PREFILLING or ticket.is_prefilling
+            first, last = ticket.prompt_length, int(state.num_committed[row])
+            ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
+            output = state.tokens[row, first:last].tolist() if ticket.reads_output else []
+            tokenizer = self.executor.loop.target.tokenizer
+            try:
+                ticket.check_stop_strings(tokenizer, output)
+                if ticket.stopped is not None:
+                    stopped.append(row)
+                elif is_live and ticket.is_streamed:
+                    ticket.buffer_output(tokenizer, output)
+            except Exception:  # of a tokenizer, perhaps the user's own: the others go on
+                _log.exception("the output of request %s cannot be read", ticket.request.request_id)
+                unreadable.append(row)
+            if not is_live or ticket.stopped is not None or row in unreadable:
+                ended.append(row)
+        if self.adaptive is not None:
+            self.adaptive.note(tickets, before, state.num_rounds)
+        self.metrics.update(
+            ended=[tickets[row].acceptance for row in ended],
+            running=[ticket.acceptance for row, ticket in tickets.items() if row not in ended],
+        )
+        if stopped:  # they ran a few rounds too far; what they emitted there is cut off
+            self.executor.end_rows(stopped, Finish.STOP_STRING)
+        if unreadable:
+            self.executor.end_rows(unreadable, Finish.TOKENIZER_ERROR)
+        if ended:
+            state = self.executor.fetch()
+            for row in ended:
+                self.queue.finish(tickets[row], self._completion(state, row, tickets[row]))
+
+    def _completion(self, state: DecodeState, row: int, ticket: Ticket) -> Completion:
+        """The completion of a row that has ended, from a state on the host."""
+        request = ticket.request
+        first, last = ticket.prompt_length, int(state.num_committed[row])
+        complete = functools.partial(
+            make_completion,
+            request,
+            self.executor.loop.target,
+            token_ids=state.tokens[row, first:last].tolist(),
+            origins=np.asarray(state.origin[row, first:last]).tolist(),
+            stop_token=int(state.stop_token[row]),
+            acceptance=ticket.acceptance,
+            trace=row_trace(state.trace, row, ticket.acceptance.num_rounds),
+            logprobs=_logprobs(state, row, first, last, request.params.logprobs),
+            logprobs_mode=self._logprobs_mode,
+        )
+        try:
+            return complete(finish=Finish(int(state.finish[row])), stopped=ticket.stopped)
+        except Exception:  # of a tokenizer: the tokens are kept, and the others go on
+            _log.exception("the output of request %s cannot be read", request.request_id)
+            return complete(finish=Finish.TOKENIZER_ERROR)
+
+    def _give_up_if_lost(self) -> None:
+        """Ends every request that has a row if the state was donated to a call that failed."""
+        if not self.executor.is_lost:
+            return
+        self.executor.reset()
+        self.metrics.abandon()
+        for ticket in self.queue.tickets_by_row.values():
+            self.queue.abort(ticket, Finish.DEVICE_ERROR)
+
+    def _abort(self, request: Request, finish: Finish) -> Completion:
+        """The completion of a request that emitted nothing."""
+        return make_completion(
+            request,
+            self.executor.loop.target,
+            token_ids=(),
+            origins=(),
+            finish=finish,
+            stop_token=-1,
+            acceptance=Acceptance(),
+        )
+
+
+def _is_interactive(tickets: Collection[Ticket]) -> bool:
+    """Whether the output of one of them is awaited."""
+    return any(ticket.is_interactive for ticket in tickets)
+
+
+def _logprobs(
+    state: DecodeState, row: int, first: int, last: int, num_top: int | None
+) -> tuple[dict[int, float], ...] | None:
+    """Log-probabilities by token id of the output tokens of a row, from a state on the host."""
+    kept: Any = state.logprobs
+    if num_top is None or kept is None:
+        return None
+    each = []
+    for slot in range(first, last):
+        top = zip(kept.top_tokens[row, slot, :num_top], kept.top[row, slot, :num_top], strict=True)
+        of_token = {int(state.tokens[row, slot]): float(kept.of_token[row, slot])}
+        each.append({int(token): float(value) for token, value in top} | of_token)
+    return tuple(each)

@@ -1,0 +1,103 @@
+"""From a user's call to tickets that the engine can serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+
+from jaxspec.decode.settings import check_draft_length
+from jaxspec.engine.admission import stop_tokens
+from jaxspec.engine.executor import Executor
+from jaxspec.engine.queue import Ticket
+from jaxspec.errors import JaxspecWarning, SettingError
+from jaxspec.requests.requests import Params, Prompt, Request, make_request
+
+
+@dataclasses.dataclass(frozen=True)
+class Intake:
+    """Checks requests against the engine's settings, before anything is queued.
+
+    Attributes:
+      executor: what they will run on.
+      draft_length: of requests that ask for none of their own; 0 without a drafter.
+      max_logprobs: log-probabilities kept per token, or None.
+    """
+
+    executor: Executor
+    draft_length: int
+    max_logprobs: int | None
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
+    has_warned: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
+
+    def single(
+        self,
+        prompt: Prompt,
+        params: Params | None,
+        request_id: str | None,
+        speculate: bool,
+        draft_length: int | None,
+        chat_template: str | None,
+        *,
+        is_streamed: bool = False,
+    ) -> Ticket:
+        """The ticket of one prompt, whose output is awaited. See `Engine.submit`."""
+        request = make_request(
+            prompt,
+            params,
+            self.executor.loop.target,
+            longest=self.executor.longest_prompt,
+            request_id=f"request-{next(self.numbers)}" if request_id is None else request_id,
+            chat_template=chat_template,
+        )
+        self._check(request)
+        return Ticket(
+            request=request,
+            draft_length=self._draft_length(speculate, draft_length),
+            has_consumer=is_streamed,
+            is_interactive=True,
+            is_streamed=is_streamed,
+        )
+
+    def listed(
+        self, requests: Sequence[Request], *, speculate: bool, draft_length: int | None
+    ) -> list[Ticket]:
+        """The tickets of requests that are decoded as a list. See `Engine.run`."""
+        draft_length = self._draft_length(speculate, draft_length)
+        for request in requests:
+            self._check(request)
+        return [
+            Ticket(request=request, draft_length=draft_length, has_consumer=True)
+            for request in requests
+        ]
+
+    def _draft_length(self, speculate: bool, draft_length: int | None) -> int:
+        if self.draft_length == 0 or not speculate:
+            return 0
+        draft_length = self.draft_length if draft_length is None else draft_length
+        check_draft_length(draft_length, self.executor.shape.verify_length)
+        return draft_length
+
+    def _check(self, request: Request) -> None:
+        """Raises `SettingError` for a request that asks for what the engine does not keep, and
+        warns once of one that asks for more tokens than fit."""
+        stop_tokens(request, self.executor.loop.target)
+        wanted, kept = request.params.logprobs, self.max_logprobs
+        if wanted is not None and (kept is None or wanted > kept):
+            raise SettingError(
+                f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
+                f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
+            )
+        room = self.executor.longest_prompt + 1 - len(request.prompt_token_ids)
+        if request.params.max_tokens > room and not self.has_warned.is_set():
+            self.has_warned.set()
+            warnings.warn(
+                f"Request {request.request_id} asks for {request.params.max_tokens} tokens, and "
+                f"the engine's max_length of {self.executor.shape.max_length} leaves room for "
+                f"{room} after its prompt of {len(request.prompt_token_ids)}: its output will be "
+                "cut there; raise max_length or lower max_tokens. (This is said once.)",
+                JaxspecWarning,
+                stacklevel=2,
+            )
