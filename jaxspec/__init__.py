@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConformanceError,
         JaxspecError,
+        JaxspecWarning,
         ModelError,
         PromptError,
         QueueFullError,
@@ -57,7 +58,7 @@ _EXPORTS = {
     "engine.engine": "Engine",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
-    "errors": "CheckpointError ConformanceError JaxspecError ModelError "
+    "errors": "CheckpointError ConformanceError JaxspecError JaxspecWarning ModelError "
     "PromptError QueueFullError RequestError SettingError",
     "models.base": "LanguageModel Model",
     "models.config": "ModelConfig RopeConfig",
@@ -88,6 +89,7 @@ __all__ = [
     "DrafterComparison",
     "Engine",
     "JaxspecError",
+    "JaxspecWarning",
     "LanguageModel",
     "Model",
     "ModelConfig",

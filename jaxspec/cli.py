@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,10 +97,12 @@ def run_command(args: Sequence[str]) -> int:
 
 def prepare_process() -> None:
     """What a command may set for its process, and the library does not: JAX keeps compiled
-    programs in the cache directory, and long compilations are shown."""
+    programs in the cache directory, long compilations are shown, and a warning is a line without
+    the place in the code."""
     from jaxspec.commands.compiling import show_compiling
     from jaxspec.runtime.compilation import enable_compilation_cache
 
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     enable_compilation_cache()
     show_compiling()
 

@@ -10,6 +10,10 @@ class JaxspecError(ValueError):
     """Base of all errors that jaxspec raises for a mistake of its caller."""
 
 
+class JaxspecWarning(UserWarning):
+    """Something that works and is probably not what was meant."""
+
+
 class PromptError(JaxspecError):
     """A prompt that cannot be decoded: empty, too long, malformed, or in a form the model lacks."""
 

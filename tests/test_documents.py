@@ -1,76 +1,231 @@
-"""What README and docstrings show is run as it stands there."""
+"""What README, the docs and docstrings show runs as it stands, and what they cite exists."""
 
+import contextlib
 import doctest
+import importlib.metadata
+import json
 import pathlib
 import re
+import shlex
+
+import pytest
+import test_imports
+import tyro
+import yaml
 
 import jaxspec
-import jaxspec.engine.engine
-from jaxspec.commands.drafters import make_drafter
+from jaxspec.audit.controls.faults import FAULTS
+from jaxspec.cli import load_command
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+RESULTS = DOCS / "results"
 
 
-def test_the_library_examples_of_the_readme_run():
-    first, *others = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    *statements, last = first.strip().split("\n")
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def table_under(page, header):
+    """Cells of the rows of the table whose first line begins so."""
+    lines = text_of(page).split(header, 1)[1].split("\n\n")[0].split("\n")[2:]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line]
+
+
+def run(source, namespace, page):
+    exec(compile(source, page.name, "exec"), namespace)
+
+
+# -------------------------------------------------------------------------------------- examples
+
+
+def test_the_five_lines_of_the_readme_run():
+    (example,) = blocks(README, "python")
+    *statements, last = example.strip().split("\n")
     namespace = {}
-    exec("\n".join(statements), namespace)
-    for example in others:
-        exec(example, namespace)
-    text, token_ids, finish_reason, acceptance = eval(last, namespace)
+    run("\n".join(statements), namespace, README)
+    text, finish_reason, acceptance = eval(last, namespace)
     assert text
-    assert token_ids
     assert finish_reason in ("length", "stop")
     assert acceptance.num_accepted_tokens > 0
+    assert len([line for line in statements if line]) == 4
 
 
-def test_docstring_examples_run():
-    results = doctest.testmod(jaxspec.engine.engine)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda page: page.stem
+)
+def test_the_examples_of_a_page_run(page, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    namespace = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        run(block, namespace, page)
+
+
+def modules_with_examples():
+    for path in sorted((ROOT / "jaxspec").rglob("*.py")):
+        if re.search(r"^ +>>> ", text_of(path), flags=re.MULTILINE):
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+# Those whose own tests run their examples.
+RUN_ELSEWHERE = {
+    "jaxspec.analysis.compare": "tests/analysis/test_compare.py",
+    "jaxspec.models.tokenizer": "tests/models/test_text_stream.py",
+    "jaxspec.serving.engine": "tests/serving/test_serving.py",
+}
+
+
+@pytest.mark.parametrize("name", sorted({*modules_with_examples()} - {*RUN_ELSEWHERE}))
+def test_docstring_examples_run(name):
+    results = doctest.testmod(importlib.import_module(name))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_examples_that_other_tests_run_are_run():
+    assert {*RUN_ELSEWHERE} <= {*modules_with_examples()}
+    for path in RUN_ELSEWHERE.values():
+        assert "doctest.testmod" in text_of(ROOT / path)
+
+
+def command_lines():
+    """Lines of shell blocks, and benches that are named in the text."""
+    for page in PAGES:
+        lines = [line for block in blocks(page, "shell") for line in block.split("\n")]
+        named = re.findall(r"`(jaxspec bench [a-z-]+)`", text_of(page))
+        lines += [f"{line} --help" for line in named]
+        for line in sorted({line for line in lines if line.startswith("jaxspec ")}):
+            yield pytest.param(line, id=f"{page.stem}: {line[8:50]}")
+
+
+@pytest.mark.parametrize("line", list(command_lines()))
+def test_the_commands_of_the_documents_can_be_parsed(line):
+    _, name, *options = shlex.split(line, comments=True)
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    asks_for_help = options[-1:] == ["--help"]
+    with pytest.raises(SystemExit, match=r"^0$") if asks_for_help else contextlib.nullcontext():
+        tyro.cli(load_command(name), prog=f"jaxspec {name}", args=options, config=config)
+
+
+# ----------------------------------------------------------------------------------------- links
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)$", text_of(page), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip() for heading in headings]
+    return {re.sub(r"[\s-]+", "-", heading.lower()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(((?!http)[^)]+)\)", text_of(page)):
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+def test_the_site_has_every_page_and_the_reference_every_public_name():
+    config = yaml.safe_load(text_of(ROOT / ".mkdocs.yml"))
+
+    def leaves(node):
+        if isinstance(node, str):
+            return [node]
+        values = node.values() if isinstance(node, dict) else node
+        return [leaf for value in values for leaf in leaves(value)]
+
+    assert sorted(leaves(config["nav"])) == [page.name for page in PAGES[1:]]
+    listed = set(re.findall(r"^::: (\S+)$", text_of(DOCS / "api.md"), flags=re.MULTILINE))
+    errors = {name for name in jaxspec.__all__ if name.endswith("Error")}
+    names = set(jaxspec.__all__) - errors - {"PRESETS"}
+    assert {f"jaxspec.{name}" for name in names} <= listed
+    assert {"jaxspec.errors", "jaxspec.serving.engine", "jaxspec.testing"} <= listed
+
+
+# ----------------------------------------------------------------------------------------- facts
+
+
+def test_the_readme_is_short_and_has_the_test_command():
+    assert len(text_of(README).split("\n")) <= 150
+    assert re.search(r"^python3 -m venv .*pytest$", text_of(README), flags=re.MULTILINE)
+
+
+def test_the_speed_table_of_the_readme_is_that_of_the_results():
+    found = table_under(README, "| | batch 1 | batch 4 | batch 8 |")
+    expected = []
+    for name, draft_length in (("decode-cpu", 4), ("decode-toy-cpu", 3)):
+        document = json.loads((RESULTS / f"{name}.json").read_text())
+        runs = document["runs"] + document["adaptive"]
+        for wanted in (
+            {"drafter": "none"},
+            {"draft_length": draft_length, "exactness": "bitwise"},
+            {"draft_length": "auto", "exactness": "ties"},
+        ):
+            row = []
+            for batch_size in (1, 4, 8):
+                wanted["batch_size"] = batch_size
+                (one,) = [run for run in runs if wanted.items() <= run.items()]
+                rate, ratio = f"{one['tokens_per_s']:,.0f}", f"{one['speedup_vs_plain']:.2f}x"
+                row.append(rate if one["drafter"] == "none" else f"{rate} ({ratio})")
+            expected.append(row)
+    assert [row[1:] for row in found] == expected
+
+
+def test_the_table_of_negative_controls_has_them_all():
+    rows = table_under(DOCS / "exactness.md", "| fault | as in | breaks |")
+    assert [row[0].replace(" ", "_") for row in rows] == list(FAULTS)
+    document = json.loads((RESULTS / "controls-cpu.json").read_text())
+    for control, row in zip(document["controls"], rows, strict=True):
+        assert row[3] == ("yes" if control["caught"] else "no")
+
+
+def test_the_rooms_of_the_design_are_those_that_imports_are_held_to():
+    rows = table_under(DOCS / "design.md", "| rooms | what they hold |")
+    found = [(names.replace("`", ""), words) for names, words in rows]
+    assert found == [(names, words) for names, words in test_imports.ROOMS if words]
+
+
+def test_what_the_changelog_says_is_now_exists():
+    text = text_of(ROOT / "CHANGELOG.md")
+    cells = re.findall(r"^\|.*\|(.*)\|$", text, flags=re.MULTILINE)
+    names = [name for cell in cells for name in re.findall(r"`(jaxspec\.[\w.]+)`", cell)]
+    assert len(names) > 50
+    for name in names:
+        assert resolve(name) is not None, name
+
+
+def resolve(name):
+    """What a dotted name stands for; None if it is nothing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        owner, _, last = name.rpartition(".")
+        return getattr(resolve(owner), last, None) if owner else None
 
 
 def test_every_public_name_is_documented_and_listed():
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name).__doc__, name
-    public = {name for name in vars(jaxspec) if name[0].isupper()}
-    assert public <= set(jaxspec.__all__)
+    public = {name for name in dir(jaxspec) if name[0].isupper() and name != "TYPE_CHECKING"}
+    assert public - {"Any"} <= set(jaxspec.__all__)
 
 
-def test_the_readme_names_existing_files_and_commands():
-    for target in re.findall(r"\]\(((?!http)[^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
-    from jaxspec.cli import COMMANDS
-
-    for command in re.findall(r"^jaxspec (\w+)", README, flags=re.MULTILINE):
-        assert command in COMMANDS, command
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load(text_of(ROOT / "CITATION.cff"))
+    assert citation["version"] == jaxspec.__version__
+    assert citation["license"] == "Apache-2.0"
 
 
 def test_the_namesake_on_pypi_is_reported(monkeypatch, recwarn):
     jaxspec._warn_of_namesake()
     assert not recwarn.list
-    monkeypatch.setattr(jaxspec._metadata, "version", lambda name: "0.4.1")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.1")
     jaxspec._warn_of_namesake()
     assert "X-ray spectral fitting" in str(recwarn.pop().message)
-
-
-def test_the_drafter_names_of_the_readme_are_understood():
-    target = jaxspec.random_model(
-        jaxspec.ModelConfig(
-            family="llama",
-            vocab_size=16,
-            width=8,
-            feed_forward_width=8,
-            num_layers=1,
-            num_query_heads=1,
-            num_kv_heads=1,
-            head_size=8,
-            max_length=64,
-            norm_epsilon=1e-6,
-            rope=jaxspec.RopeConfig(theta=1e4, rotary_size=8),
-        )
-    )
-    assert make_drafter("ngram", None, target=target, dtype=None).name == "ngram:1-4"
-    assert make_drafter(None, None, target=target, dtype=None) is None

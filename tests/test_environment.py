@@ -6,6 +6,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import jax
 import pytest
@@ -41,11 +43,65 @@ def test_a_missing_package_is_said_to_be_missing(monkeypatch):
 
 
 def test_commit_of_a_checkout_and_elsewhere(monkeypatch, tmp_path):
-    (tmp_path / "jaxspec").mkdir()
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "jaxspec" / "environment.py"))
+    package = tmp_path / "jaxspec"
+    (package / "runtime").mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(package / "runtime" / "environment.py"))
     assert environment.commit() is None
+    (package / "_commit.txt").write_text("abc\n")  # as a wheel has it
+    assert environment.commit() == "abc"
     (tmp_path / ".git").mkdir()  # not a repository that git can read
     assert environment.commit() is None
+
+
+def git(directory, *arguments):
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    command = ["git", "-C", str(directory), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with the package's setup.py and next to nothing else."""
+    root = pathlib.Path(__file__).parent.parent
+    checkout = tmp_path / "checkout"
+    (checkout / "jaxspec").mkdir(parents=True)
+    (checkout / "jaxspec" / "__init__.py").write_text("")
+    (checkout / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "it"\nversion = "1"\n'
+        '[tool.setuptools]\npackages = ["jaxspec"]\n'
+        '[tool.setuptools.package-data]\njaxspec = ["_commit.txt"]\n'
+    )
+    (checkout / "setup.py").write_bytes((root / "setup.py").read_bytes())
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "all")
+    return checkout
+
+
+def test_a_wheel_knows_its_commit_also_by_way_of_a_source_distribution(checkout, tmp_path):
+    head = git(checkout, "rev-parse", "HEAD")
+
+    def build(source, what):
+        code = f"from setuptools import build_meta; print(build_meta.{what}({str(tmp_path)!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=source, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return tmp_path / done.stdout.strip().split("\n")[-1]
+
+    def commit_in(wheel):
+        return zipfile.ZipFile(wheel).read("jaxspec/_commit.txt").decode().strip()
+
+    assert commit_in(build(checkout, "build_wheel")) == head
+    (checkout / "jaxspec" / "__init__.py").write_text("changed = True\n")
+    assert commit_in(build(checkout, "build_wheel")) == head + "+"
+    git(checkout, "checkout", "-q", ".")
+    with tarfile.open(build(checkout, "build_sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    assert not (source / ".git").exists()
+    assert commit_in(build(source, "build_wheel")) == head
 
 
 def test_sha256_of(tmp_path):

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.requests.completions import Completion, find_stop, make_completion
+from jaxspec.requests.completions import Completion, Completions, find_stop, make_completion
 from jaxspec.requests.requests import make_requests, prompt_token_ids
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import AcceptanceCounts, Finish, Origin
 
@@ -33,7 +33,8 @@ NAN, INF = float("nan"), float("inf")
         ({"max_tokens": 0}, "max_tokens 0 was given; it must be from 1"),
         ({"max_tokens": 2**31}, "max_tokens 2147483648"),
         ({"max_tokens": 2.5}, "max_tokens 2.5 was given; it must be a whole number"),
-        ({"max_new_tokens": 0}, "max_tokens 0"),
+        ({"max_new_tokens": 3}, "was given max_new_tokens, another library's name; use max_tokens"),
+        ({"do_sample": True}, "use temperature"),
         ({"min_tokens": -1}, "min_tokens -1"),
         ({"min_tokens": 17}, "min_tokens 17 was given; it must be from 0 to max_tokens"),
         ({"temperature": -0.5}, "temperature -0.5 was given; it must be 0 (greedy)"),
@@ -94,10 +95,9 @@ def test_values_at_the_edges_are_taken():
 
 def test_names_and_forms():
     assert SamplingParams().temperature == 0
-    assert SamplingParams(max_new_tokens=7) == SamplingParams(max_tokens=7)
     assert SamplingParams(stop="###") == SamplingParams(stop=["###"])
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
-    params = SamplingParams(stop_token_ids=[7, 1, 7], max_new_tokens=9)
+    params = SamplingParams(stop_token_ids=[7, 1, 7], max_tokens=9)
     assert dataclasses.replace(params, temperature=0.5).max_tokens == 9
     assert params.stop_tokens(MODEL) == (1, 7)  # the model's EOS is 1
     assert dataclasses.replace(params, ignore_eos=True).stop_tokens(MODEL) == (7, 1)
@@ -130,7 +130,7 @@ def test_defaults_of_a_checkpoint(config, expected):
 
 def test_changes_win_over_a_checkpoints_defaults():
     model = recommending(do_sample=True, temperature=0.6, top_k=20, max_new_tokens=40)
-    changed = SamplingParams.from_generation_config(model, temperature=0.9, max_new_tokens=3)
+    changed = SamplingParams.from_generation_config(model, temperature=0.9, max_tokens=3)
     assert changed == SamplingParams(temperature=0.9, top_k=20, max_tokens=3)
     with pytest.raises(SettingError, match="temperature -1"):
         SamplingParams.from_generation_config(model, temperature=-1)
@@ -485,5 +485,34 @@ def test_chat_prompts():
 
 
 def test_a_completion_prints_shortly():
-    assert "origins" not in repr(complete([5] * 50))
-    assert isinstance(complete([5]), Completion)
+    made = complete(bytes_of("ab" * 25))
+    assert repr(made) == (
+        f"<Completion 0: 50 tokens in 2 rounds, 25.00 per round, length, {made.text!r}>"
+    )
+    assert len(repr(complete(bytes_of("ab" * 500)))) < 160
+    assert isinstance(made, Completion)
+
+
+def test_several_completions_print_as_their_number():
+    one = complete([5])
+    assert repr(Completions([one])) == "<1 completion, 1 token in 2 rounds, 0.50 per round>"
+    assert repr(Completions([one, one])).startswith("<2 completions, 2 tokens in 4 rounds")
+    assert repr(Completions()).startswith("<0 completions, 0 tokens")
+    shown = Completions([one, one])._repr_html_()
+    assert shown.count("pre-wrap") == 2
+    assert shown.count("accepted") == 1  # one legend
+
+
+def test_sampling_parameters_as_dicts():
+    one = SamplingParams(max_tokens=3)
+    assert as_sampling_params({"max_tokens": 3}) == as_sampling_params(one) == one
+    assert as_sampling_params(None) == SamplingParams()
+    for params in ({"max_tokens": 3}, [one, {"max_tokens": 3}]):
+        found = make_requests([[1], [2]], params, MODEL, longest=3)
+        assert [request.params for request in found] == [one, one]
+    with pytest.raises(SettingError, match="no sampling parameter 'tempo'; choose from max_tok"):
+        as_sampling_params({"tempo": 3})
+    with pytest.raises(SettingError, match="was given do_sample, another library's name; use temp"):
+        as_sampling_params({"do_sample": True})
+    with pytest.raises(SettingError, match="of type int were given"):
+        as_sampling_params(3)

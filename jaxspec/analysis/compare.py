@@ -16,16 +16,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.requests import Prompt, make_requests
+from jaxspec.requests.requests import Params, Prompt, make_requests, params_of_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import new_figure
 from jaxspec.telemetry.counters import Acceptance
@@ -81,6 +84,8 @@ class Candidate:
       must_be_equal: whether not even a tie may make them differ from the first candidate's: both
         verify windows of one length, and the start-up probe found that bits do not depend on
         places.
+      warm: of a drafter that keeps what it learns from requests, the acceptance of one more run, on
+        the same prompts and without emptying it; None of other drafters.
     """
 
     label: str
@@ -91,6 +96,7 @@ class Candidate:
     num_unequal_to_plain: int | None
     divergences: Divergences
     must_be_equal: bool
+    warm: Acceptance | None = None
 
     @property
     def acceptance(self) -> Acceptance:
@@ -183,6 +189,7 @@ class DrafterComparison:
                     "speedup": self.speedups(candidate.label).tolist(),
                     "run_s": list(candidate.run_s),
                     "compile_s": candidate.compile_s,
+                    "warm": candidate.warm and candidate.warm.to_json(),
                     "holds": candidate.holds,
                     "num_unequal_to_plain": candidate.num_unequal_to_plain,
                     "num_unequal_to_baseline": len(candidate.divergences.differing),
@@ -302,10 +309,10 @@ def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
 
 
 def compare(
-    target: Model,
-    drafters: Mapping[str, Drafter | None],
+    target: Model | str,
+    drafters: Mapping[str, Drafter | str | None] | Sequence[str],
     prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    params: Params | Sequence[Params] | None = None,
     *,
     categories: Sequence[str] | None = None,
     draft_length: int = 4,
@@ -323,9 +330,14 @@ def compare(
     equal, and with the first candidate's: equal too if both verify windows of one length (where the
     start-up probe holds), else equal except at proven ties.
 
+    Every run begins with an empty engine, so a drafter that learns from the requests it serves
+    does not meet prompts that it has seen in an earlier run. Such a drafter (`shares_state`) is run
+    once more at the end as it is then: `Candidate.warm`.
+
     Args:
-      target: the model that all of them draft for.
-      drafters: by label, at least two; None decodes plainly. The first is the baseline.
+      target: the model that all of them draft for; a name is loaded as `load_model` does.
+      drafters: by label, or their names (see `Engine`), at least two; None and `none` decode
+        plainly. The first is the baseline.
       prompts: each text, token ids or a list of chat messages.
       params: one for all, or one each; default `SamplingParams()`. Requests without a seed are
         given one, the same for every drafter.
@@ -358,22 +370,26 @@ def compare(
       True
     """
     tell = on_stage or (lambda _: None)
+    if not isinstance(drafters, Mapping):
+        drafters = {name: name for name in drafters}
     _check(drafters, prompts, categories, repeats)
+    model = as_model(target)
     engines = {
         label: Engine(
-            target,
+            model,
             drafter,
             draft_length=draft_length,
             verify_length=verify_length if drafter is not None else None,
-            batch_size=min(batch_size, max(len(prompts), 1)),
+            batch_size=min(batch_size, len(prompts)),
             max_length=max_length,
         )
-        for label, drafter in drafters.items()
+        for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
     }
+    each = params_of_prompts(params, len(prompts))
     requests = make_requests(
         prompts,
-        params if params is not None else SamplingParams(),
-        target,
+        each,
+        model,
         longest=min(engine.longest_prompt for engine in engines.values()),
     )
     compile_s = {}
@@ -393,22 +409,28 @@ def compare(
     for repeat in range(repeats):
         for label, engine in engines.items():
             tell(f"run {repeat + 1} of {repeats}: {label}")
+            engine.reset()
+            jax.block_until_ready(engine.executor.state)  # the empty one, before the clock starts
             started_s = time.perf_counter()
             outputs[label] = list(engine.run(requests))
             seconds[label].append(time.perf_counter() - started_s)
+    warm = {}
+    for label, engine in engines.items():
+        if getattr(engine.drafter, "shares_state", False):
+            tell(f"{label}: with what it has learned")
+            warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
 
     tell("judging outputs")
     first = next(iter(engines))
     expected = [completion.token_ids for completion in outputs[first]]
-    each = [request.params for request in requests]
-    divergences = {label: judge_all(target, outputs[label], expected, each) for label in engines}
+    drawn_by = [request.params for request in requests]
+    divergences = {label: judge_all(model, outputs[label], expected, drawn_by) for label in engines}
     must_be_equal = {
         label: _must_be_equal(engine, engines[first], do_differ=bool(divergences[label].differing))
         for label, engine in engines.items()
     }
     if categories is None:
         categories = ["all"] * len(prompts)
-    each = [params] * len(prompts) if not isinstance(params, Sequence) else params
     return DrafterComparison(
         candidates=tuple(
             Candidate(
@@ -422,21 +444,20 @@ def compare(
                 ),
                 divergences=divergences[label],
                 must_be_equal=must_be_equal[label],
+                warm=warm.get(label),
             )
             for label, engine in engines.items()
         ),
         # A prompt that asks for n completions is n requests.
         categories=tuple(
-            category
-            for category, own in zip(categories, each, strict=True)
-            for _ in range(own.n if own is not None else 1)
+            category for category, own in zip(categories, each, strict=True) for _ in range(own.n)
         ),
         seed=seed,
     )
 
 
 def _check(
-    drafters: Mapping[str, Drafter | None],
+    drafters: Mapping[str, Drafter | str | None],
     prompts: Sequence[Prompt],
     categories: Sequence[str] | None,
     repeats: int,

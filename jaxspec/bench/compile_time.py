@@ -1,8 +1,6 @@
 """Seconds to compile an engine's programs: with nothing kept, and from the persistent cache; and
 how they grow with the layers.
 
-    python -m jaxspec.bench.compile_time --layers 2 4 8 16 36
-
 Layers are unrolled in every program, and a compiler that took the square of their number would make
 a deep model unusable.
 """
@@ -19,19 +17,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
-import tyro
+from rich.console import Console
 
+from jaxspec.bench import measure
+from jaxspec.bench.measure import Bench, Dtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import random_model
-from jaxspec.runtime.environment import provenance
+from jaxspec.runtime.report import Columns, TextTable
 
 
 def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
 
     Args:
       options: of `jaxspec generate` that make the engine (`--target`, `--draft-length`, ...).
-      batch_size: batch_size.
+      batch_size: rows.
 
     Raises:
       SettingError: the process failed.
@@ -74,25 +74,28 @@ def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Growth:
+class CompileTimeBench(Bench):
     """Compile engines whose targets differ in the number of layers only."""
+
+    NAME: ClassVar[str] = "compile-time"
+    MEASURES: ClassVar[tuple[str, ...]] = (*measure.ROUND, "bench/compile_time.py")
 
     layers: tuple[int, ...] = (2, 4, 8, 16, 36)
     """Of the target, in rising order; the draft model has two."""
     width: int = 64
     """Of both models; the compiler works on instructions, whatever the size of their arrays."""
     batch_size: int = 8
-    """Seats."""
+    """Rows."""
     draft_length: int = 4
     """Tokens proposed per round."""
     max_length: int = 1024
     """Slots per row."""
     repeats: int = 3
     """Times that each engine is compiled, in turns."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """Of parameters, compute and cache."""
 
-    def run(self) -> dict[str, Any]:
+    def measure(self, console: Console) -> dict[str, Any]:
         """Seconds by number of layers, medians of the repeats; and the growth from each number to
         the next.
 
@@ -132,12 +135,14 @@ class Growth:
                 result["cpu_s_per_added_layer"] = float(added_s / num_added)
                 result["exponent"] = float(np.log(cpu_s[index] / cpu_s[index - 1]) / np.log(ratio))
             results.append(result)
-        return {
-            "command": "bench compile_time",
-            "config": dataclasses.asdict(self),
-            "results": results,
-            **provenance(),
+        columns: Columns = {
+            "layers": lambda found: found["num_layers"],
+            "CPU s": lambda found: f"{found['cpu_s']:.1f}",
+            "s": lambda found: f"{found['wall_s']:.1f}",
+            "exponent": lambda found: f"{found['exponent']:.2f}" if "exponent" in found else "",
         }
+        console.print(TextTable.of_columns("compiling an engine", columns, results))
+        return {"results": results}
 
     def _model(self, num_layers: int) -> LanguageModel:
         head_size = self.width // 4
@@ -172,7 +177,3 @@ class Growth:
         compiled = engine.warm_up()
         seconds = time.process_time() - cpu_started_s, time.perf_counter() - started_s
         return *seconds, {each.name.split(" of ")[0]: each.seconds for each in compiled}
-
-
-if __name__ == "__main__":
-    print(json.dumps(tyro.cli(Growth).run()))

@@ -1,32 +1,25 @@
-"""Plain decoding beside speculative decoding: speed, where a round's time goes, and its floor.
+"""Plain decoding beside speculative decoding: speed, where a round's time goes, its roofline.
 
-The baseline of every speed-up is the window-1 plain loop, the fastest plain decoding there is.
-Engines take turns, so that a slow moment of the machine falls on all of them, and a ratio is the
-median of the ratios of neighbouring runs. Every output is held against plain decoding in the same
-program (equal), and against the window-1 loop (equal, or a proven tie within rounding).
+The baseline of every speed-up is the window-1 plain loop, the fastest plain decoding there is, and
+engines take turns. Every output is compared with plain decoding in the same program (equal), and
+with the window-1 loop (equal, or a proven tie within rounding).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import functools
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from jaxspec.analysis import cost
-from jaxspec.audit.judge import Finding, judge
-from jaxspec.audit.scoring import Scorer
-from jaxspec.bench import stages
-from jaxspec.bench.roofline import Ceilings, measure_ceilings, time_in_turns
+from jaxspec.audit.judge import Finding, judge_all
+from jaxspec.bench import measure, stages
+from jaxspec.bench.measure import Say
+from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, round_roofline_s
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
-from jaxspec.decode.loop import SpeculativeLoop
 from jaxspec.decode.settings import DraftLength, Exactness
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -34,12 +27,14 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import devices
+from jaxspec.runtime.turns import take_turns, time_loops
 from jaxspec.schedulers import Scheduler, Static
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Verifier
 
-Say = Callable[[str], None]
+PLAIN = "plain"
 PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
 
 
@@ -52,15 +47,15 @@ class DecodeBench:
       drafter: what proposes tokens.
       verifier: what decides how much of a draft is kept.
       scheduler: of both sides.
-      layout: of both sides. Rounds of the aligned one are timed without realigning rows, which is
-        done between rounds: whole runs show what that costs.
+      layout: of both sides. Rounds of the aligned one are timed without realignment, which happens
+        between rounds: whole runs show what that costs.
       prompts: token ids.
       params: of every prompt; EOS is ignored, so that every run emits the same number of tokens.
-      batch_sizes: batch_size.
+      batch_sizes: rows that are decoded together.
       draft_lengths: tokens drafted per round.
       repeats: timed runs of each engine.
       slots: per row; None for what the longest prompt needs.
-      say: told what is being done.
+      say: called with what is being done.
     """
 
     target: LanguageModel
@@ -89,6 +84,19 @@ class DecodeBench:
         model = self.drafter.model if isinstance(self.drafter, DraftModel) else None
         return model if isinstance(model, LanguageModel) else None
 
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What the engines differ in, by name: the window-1 plain loop, every draft length, and
+        the draft length that is chosen as it goes, under both promises."""
+        return {
+            PLAIN: {"draft_length": 0},
+            **{f"drafted {length}": {"draft_length": length} for length in self.draft_lengths},
+            **{
+                f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
+                for promise in PROMISES
+            },
+        }
+
     def engine(self, batch_size: int, draft_length: DraftLength, **changes: Any) -> Engine:
         """A speculative engine, or the window-1 plain loop at draft length 0. One that chooses its
         draft length has the window of the longest."""
@@ -104,17 +112,12 @@ class DecodeBench:
             return Engine(self.target, **settings)
         if draft_length == "auto":
             settings["verify_length"] = max(self.draft_lengths) + 1
-        return Engine(
-            self.target,
-            self.drafter,
-            verifier=self.verifier,
-            draft_length=draft_length,
-            **settings,
-        )
+        settings |= {"verifier": self.verifier, "draft_length": draft_length}
+        return Engine(self.target, self.drafter, **settings)
 
     def run(self) -> dict[str, Any]:
-        """Everything that a document holds: `runs` of fixed draft lengths, `adaptive` ones under
-        both promises, `cost_model`, `holds`."""
+        """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under both
+        promises, `cost_model`, `holds`."""
         ceilings = self._ceilings()
         runs, adaptive = [], []
         for batch_size in self.batch_sizes:
@@ -153,7 +156,7 @@ class DecodeBench:
         for name, model in models.items():
             if model is not None:
                 self.say(f"measuring bandwidth and products at the size of the {name}")
-                work = _work(model, batch=1, window=1, context=1)
+                work = forward_pass(model, batch=1, window=1, context=1)
                 found[name] = measure_ceilings(work.weight_bytes, model.dtype)
         return found
 
@@ -161,36 +164,31 @@ class DecodeBench:
         self, batch_size: int, ceilings: dict[str, Ceilings]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Plain decoding and every draft length at one batch size; and those that choose theirs."""
-        fixed = (0, *self.draft_lengths)
-        lengths: Sequence[DraftLength] = (*fixed, *("auto" for _ in PROMISES))
-        engines = [self.engine(batch_size, length) for length in fixed]
-        engines += [self.engine(batch_size, "auto", exactness=promise) for promise in PROMISES]
-        compile_s, references = [], []
-        for engine in engines:
-            started_s = time.perf_counter()
-            engine.warm_up(lambda program: self.say(f"compiling {program}"))
-            engine.generate(self.prompts[:1], SamplingParams(max_tokens=1))
-            compile_s.append(time.perf_counter() - started_s)
+        engines = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
+        compile_s, references = {}, {}
+        for name, engine in engines.items():
+            self.say(f"batch {batch_size}, {name}: compiling")
+            compile_s[name] = measure.seconds_to_compile(engine)
             # Plain decoding in the engine's own program, which also warms up.
-            references.append(engine.generate(self.prompts, self.params, speculate=False))
-        seconds = np.zeros((self.repeats, len(engines)))
-        rounds = [0] * len(engines)
-        outputs: list[list[Completion]] = [[] for _ in engines]
-        for repeat in range(self.repeats):
-            for index, engine in enumerate(engines):
-                self.say(
-                    f"batch {batch_size}, {_label(lengths[index])}: run {repeat + 1} of "
-                    f"{self.repeats}"
-                )
-                first_round = int(engine.state.num_rounds)
-                started_s = time.perf_counter()
-                outputs[index] = engine.generate(self.prompts, self.params)
-                seconds[repeat, index] = time.perf_counter() - started_s
-                rounds[index] = int(engine.state.num_rounds) - first_round
+            references[name] = engine.generate(self.prompts, self.params, speculate=False)
+
+        def decode(engine: Engine) -> tuple[list[Completion], int]:
+            first_round = int(engine.executor.state.num_rounds)
+            outputs = engine.generate(self.prompts, self.params)
+            return list(outputs), int(engine.executor.state.num_rounds) - first_round
+
+        turns = take_turns(
+            {name: functools.partial(decode, engine) for name, engine in engines.items()},
+            self.repeats,
+            on_turn=lambda name, turn: self.say(
+                f"batch {batch_size}, {name}: run {turn} of {self.repeats}"
+            ),
+        )
         runs, adaptive = [], []
-        for index, (engine, length) in enumerate(zip(engines, lengths, strict=True)):
-            total = Acceptance.total([done.acceptance for done in outputs[index]])
-            run_s = statistics.median(seconds[:, index].tolist())
+        for name, engine in engines.items():
+            outputs, num_rounds = turns.results[name]
+            total = Acceptance.total([done.acceptance for done in outputs])
+            length = self.settings[name]["draft_length"]
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
                 "batch_size": batch_size,
@@ -198,28 +196,40 @@ class DecodeBench:
                 "verify_length": engine.shape.verify_length,
                 "exactness": engine.exactness,
                 "promise": engine.describe()["promise"],
-                "tokens_per_s": total.num_emitted_tokens / run_s,
-                "speedup_vs_plain": float(np.median(seconds[:, 0] / seconds[:, index])),
+                "tokens_per_s": total.num_emitted_tokens / turns.median_s(name),
+                "plain_tokens_per_s": total.num_emitted_tokens / turns.median_s(PLAIN),
+                "speedup_vs_plain": turns.speedup(name, over=PLAIN),
                 "num_tokens": total.num_emitted_tokens,
-                "loop_rounds": rounds[index],
+                "loop_rounds": num_rounds,
                 "emitted_per_round": total.emitted_per_round,
                 "per_position_acceptance": list(total.per_position),
-                **self._agreement(engine, outputs[index], references[index], outputs[0]),
-                "compile_s": compile_s[index],
-                "run_s": seconds[:, index].tolist(),
+                **self._agreement(engine, outputs, references[name], turns.results[PLAIN][0]),
+                "compile_s": compile_s[name],
+                "run_s": turns.seconds[name],
             }
             if length == "auto":
                 chosen = engine.rounds_by_draft_length
-                adaptive.append(
-                    run
-                    | {"verify_lengths": engine.verify_lengths, "rounds_by_draft_length": chosen}
-                )
+                lengths = list(engine.executor.verify_lengths)
+                adaptive.append(run | {"verify_lengths": lengths, "rounds_by_draft_length": chosen})
                 continue
-            self.say(f"batch {batch_size}, {_label(length)}: stages of a round")
+            self.say(f"batch {batch_size}, {name}: stages of a round")
             parts = self._stages(engine, length)
-            floor_ms = 1e3 * self._floor_s(batch_size, length, ceilings)
-            floor = {"floor_ms": floor_ms, "fraction_of_floor": floor_ms / parts["round_ms"]}
-            runs.append(run | parts | floor)
+            roofline_ms = 1e3 * round_roofline_s(
+                ceilings,
+                self.target,
+                self.draft_model,
+                batch=batch_size,
+                draft_length=length,
+                context=self.context,
+            )
+            runs.append(
+                run
+                | parts
+                | {
+                    "roofline_ms": roofline_ms,
+                    "fraction_of_roofline": roofline_ms / parts["round_ms"],
+                }
+            )
         return runs, adaptive
 
     def _agreement(
@@ -227,7 +237,7 @@ class DecodeBench:
         engine: Engine,
         outputs: Sequence[Completion],
         references: Sequence[Completion],
-        witness: Sequence[Completion],
+        window_1: Sequence[Completion],
     ) -> dict[str, Any]:
         """How outputs agree with plain decoding in the same program and in the window-1 loop.
 
@@ -243,9 +253,9 @@ class DecodeBench:
             ours.token_ids == theirs.token_ids
             for ours, theirs in zip(outputs, references, strict=True)
         ]
-        is_one_program = self.layout == "ragged" and len(engine.verify_lengths) == 1
+        is_one_program = self.layout == "ragged" and len(engine.executor.verify_lengths) == 1
         num_equal, num_not_ties = agreement(
-            self.target, outputs, [done.token_ids for done in witness]
+            self.target, outputs, [done.token_ids for done in window_1]
         )
         return {
             # Rows that are aligned, or scored in several widths, round otherwise: ties only.
@@ -262,22 +272,14 @@ class DecodeBench:
         """
         if not isinstance(engine.scheduler, Static):
             engine = self.engine(engine.shape.batch_size, draft_length, scheduler=Static())
-        state = stages.mid_decode(
-            engine,
-            self.prompts,
-            num_tokens=max(self.params.max_tokens // 2, 1),
-            draft_length=draft_length,
+        num_tokens = max(self.params.max_tokens // 2, 1)
+        measure.fill_mid_decode(
+            engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
         )
-        loop = engine.executor.loop
-        if isinstance(loop, SpeculativeLoop):
-            parts = stages.speculative_stages(loop, state)
-        else:
-            parts = stages.plain_stages(loop, state)
-        del state
-        seconds = time_in_turns(list(parts.values()), self.repeats)
-        ms = {
-            name: 1e3 * statistics.median(times) for name, times in zip(parts, seconds, strict=True)
-        }
+        parts = stages.stages_of(engine.executor.loop, engine.executor.state)
+        engine.reset()
+        turns = time_loops(parts, self.repeats)
+        ms = {name: 1e3 * turns.median_s(name) for name in parts}
         whole = ms.pop("round")
         split = {name: ms.get(name, 0.0) for name in ("draft", "target", "verify")}
         return {
@@ -289,15 +291,6 @@ class DecodeBench:
             },
             "memory": peak_memory(parts["round"]),
         }
-
-    def _floor_s(self, batch_size: int, draft_length: int, ceilings: dict[str, Ceilings]) -> float:
-        """Sum over the forward passes of a round, which follow one another, of each one's floor."""
-        work = _work(self.target, batch=batch_size, window=draft_length + 1, context=self.context)
-        floor_s = ceilings["target"].floor_s(work.num_bytes, work.num_flops)
-        if draft_length and self.draft_model is not None:
-            step = _work(self.draft_model, batch=batch_size, window=1, context=self.context)
-            floor_s += draft_length * ceilings["draft"].floor_s(step.num_bytes, step.num_flops)
-        return floor_s
 
     def _cost_model(
         self, ceilings: dict[str, Ceilings], runs: Sequence[dict[str, Any]]
@@ -386,7 +379,7 @@ class DecodeBench:
 def agreement(
     target: LanguageModel, ours: Sequence[Completion], theirs: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """How many greedy or coupled outputs equal a reference, and how many part from it elsewhere
+    """How many greedy or coupled outputs equal a reference, and how many diverge from it elsewhere
     than at a tie within rounding.
 
     Args:
@@ -394,58 +387,20 @@ def agreement(
       ours: completions.
       theirs: reference token ids.
     """
-    num_equal, num_not_ties, scorer = 0, 0, None
-    for done, reference in zip(ours, theirs, strict=True):
-        if tuple(done.token_ids) == tuple(reference):
-            num_equal += 1
-            continue
-        if scorer is None:
-            longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in ours)
-            scorer = Scorer(target, max_length=longest)
-        divergence = judge(
-            scorer,
-            prompt_ids=done.prompt_token_ids,
-            output_ids=done.token_ids,
-            reference_ids=reference,
-            params=SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True),
-        )
-        num_not_ties += divergence is not None and divergence.finding != Finding.TIE
-    return num_equal, num_not_ties
-
-
-def public_name(name: str) -> str:
-    """A model's, drafter's or file's name without the directories of this machine."""
-    kind, colon, rest = name.rpartition(":")
-    path = pathlib.Path(rest)
-    return f"{kind}{colon}{path.name}" if path.exists() else name
+    params = [SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True) for done in ours]
+    found = judge_all(target, ours, theirs, params)
+    return found.num_equal, len(found.differing) - found.count(Finding.TIE)
 
 
 def peak_memory(program: stages.Repeated) -> dict[str, Any]:
     """Peak bytes of the device so far, or what the compiled round needs; `source` says which."""
-    statistics_of_device = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in statistics_of_device:
-        return {
-            "bytes": int(statistics_of_device["peak_bytes_in_use"]),
-            "source": "peak of the device in this process",
-        }
+    peak = measure.peak_bytes()
+    if peak is not None:
+        return {"bytes": peak, "source": "peak of the device in this process"}
     return {
         "bytes": program.program_bytes(),
         "source": "arguments and temporaries of the compiled round",
     }
-
-
-def _work(model: LanguageModel, *, batch: int, window: int, context: int) -> cost.Pass:
-    return cost.Pass(
-        config=model.config,
-        batch=batch,
-        window=window,
-        context=context + window,
-        itemsize=jnp.dtype(model.dtype).itemsize,
-    )
-
-
-def _label(draft_length: DraftLength) -> str:
-    return f"draft length {draft_length}" if draft_length else "plain"
 
 
 def _round_overhead_s(runs: Sequence[dict[str, Any]]) -> float:

@@ -7,18 +7,17 @@ Needs the `parity` extra (torch).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import os
 import pathlib
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.bench.decode import PROMISES, DecodeBench, agreement
+from jaxspec.bench.decode import PLAIN, DecodeBench, agreement
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.requests.completions import Completion
+from jaxspec.runtime.turns import take_turns
 
 LOOKUP_TOKENS = 10  # of prompt lookup where nothing is matched, as transformers' guide has it
 
@@ -133,19 +132,6 @@ class HuggingFace:
         return output[:, longest:].tolist()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the systems that are compared.
-
-    Attributes:
-      name: for reports.
-      decode: every prompt's output.
-    """
-
-    name: str
-    decode: Callable[[], Sequence[Sequence[int]]]
-
-
 def compare(
     bench: DecodeBench, hf: HuggingFace, *, batch_sizes: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
@@ -166,15 +152,10 @@ def _at_batch(
     bench: DecodeBench, hf: HuggingFace, batch_size: int, repeats: int
 ) -> list[dict[str, Any]]:
     max_tokens = bench.params.max_tokens
-    lengths = [0, *bench.draft_lengths]
-    ours = {_name(length): bench.engine(batch_size, length) for length in lengths}
-    ours |= {
-        f"auto, {promise}": bench.engine(batch_size, "auto", exactness=promise)
-        for promise in PROMISES
-    }
+    ours = {name: bench.engine(batch_size, **each) for name, each in bench.settings.items()}
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
-        ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths[1:]}
+        ours |= {f"n-gram {length}": ngram.engine(1, length) for length in bench.draft_lengths}
     theirs = {
         "hf greedy": lambda: hf.greedy(bench.prompts, batch_size=batch_size, max_tokens=max_tokens)
     }
@@ -189,53 +170,41 @@ def _at_batch(
                 bench.prompts, max_tokens=max_tokens, draft_length=length
             )
 
-    completions: dict[str, list[Completion]] = {}
-    outputs: dict[str, Sequence[Sequence[int]]] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in (*theirs, *ours)}
-
-    def decode_ours(name: str, engine: Engine) -> None:
-        completions[name] = engine.generate(bench.prompts, bench.params)
-
-    def decode_theirs(name: str) -> None:
-        outputs[name] = theirs[name]()
-
-    for repeat in range(-1, repeats):  # the first turn compiles and warms up
-        for name in seconds:
-            bench.say(f"batch {batch_size}, {name}: run {repeat + 1} of {repeats}")
-            started_s = time.perf_counter()
-            if name in ours:
-                decode_ours(name, ours[name])
-            else:
-                decode_theirs(name)
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - started_s)
+    decoders = theirs | {
+        name: functools.partial(engine.generate, bench.prompts, bench.params)
+        for name, engine in ours.items()
+    }
+    turns = take_turns(
+        decoders,
+        repeats,
+        num_warm_ups=1,
+        on_turn=lambda name, turn: bench.say(
+            f"batch {batch_size}, {name}: run {turn} of {repeats}"
+        ),
+    )
     num_tokens = len(bench.prompts) * max_tokens
     found = []
-    for name in theirs:
-        for own in ours:
-            pairs = [a / b for a, b in zip(seconds[name], seconds[own], strict=True)]
-            num_equal, num_not_ties = agreement(bench.target, completions[own], outputs[name])
-            found.append(
-                {
-                    "batch_size": batch_size,
-                    "hf": name,
-                    "ours": own,
-                    "exactness": ours[own].exactness,
-                    "ratio_to_hf": statistics.median(pairs),
-                    "ratios": pairs,
-                    "hf_tokens_per_s": num_tokens / statistics.median(seconds[name]),
-                    "tokens_per_s": num_tokens / statistics.median(seconds[own]),
-                    "hf_run_s": seconds[name],
-                    "run_s": seconds[own],
-                    "num_equal": num_equal,
-                    "num_not_ties": num_not_ties,
-                }
-            )
+    for name, own in itertools.product(theirs, ours):
+        outputs, references = turns.results[own], turns.results[name]
+        num_equal, num_not_ties = agreement(bench.target, outputs, references)
+        found.append(
+            {
+                "batch_size": batch_size,
+                "hf": name,
+                "ours": own,
+                "exactness": ours[own].exactness,
+                "ratio_to_hf": turns.speedup(own, over=name),
+                "ratios": turns.ratios(own, over=name),
+                "hf_tokens_per_s": num_tokens / turns.median_s(name),
+                "tokens_per_s": num_tokens / turns.median_s(own),
+                "plain_tokens_per_s": num_tokens / turns.median_s(PLAIN),
+                "hf_run_s": turns.seconds[name],
+                "run_s": turns.seconds[own],
+                "num_equal": num_equal,
+                "num_not_ties": num_not_ties,
+            }
+        )
     return found
-
-
-def _name(draft_length: int) -> str:
-    return f"drafted {draft_length}" if draft_length else "plain"
 
 
 def is_directory(name: str) -> bool:

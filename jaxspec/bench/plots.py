@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import SettingError
+from jaxspec.runtime.report import new_figure
 
 MARKERS = "osD^vP*X"
 
@@ -19,14 +18,8 @@ def plot_decode(document: Mapping[str, Any]) -> Any:
     Raises:
       SettingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingError(
-            "A plot was asked for, but matplotlib is not installed; install the `analysis` extra."
-        ) from error
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    rates, gains, by_length, against = figure.subplots(2, 2).flat
+    figure, axes = new_figure(2, 2, size=(11, 8.5))
+    rates, gains, by_length, against = axes.flat
     runs = document["runs"]
     lengths = sorted({run["draft_length"] for run in runs})
     batches = sorted({run["batch_size"] for run in runs})
@@ -93,30 +86,6 @@ def plot_decode(document: Mapping[str, Any]) -> Any:
     against.set_xscale("log")
     against.set_yscale("log")
     return figure
-
-
-def write_plot(document: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Writes the figure of `plot_decode`; the suffix names the format.
-
-    Raises:
-      SettingError: matplotlib is not installed, or the file cannot be written.
-    """
-    save_figure(plot_decode(document), path)
-
-
-def save_figure(figure: Any, path: pathlib.Path) -> None:
-    """Writes a matplotlib figure; the suffix of `path` names the format.
-
-    Raises:
-      SettingError: the file cannot be written.
-    """
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise SettingError(
-            f"The plot cannot be written to {path} ({error}); name a file like rates.png in a "
-            "directory that exists."
-        ) from error
 
 
 def _all_passes(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

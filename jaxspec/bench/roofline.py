@@ -1,7 +1,7 @@
 """What the hardware can do at best: copy and read bandwidth, and the rate of matrix products.
 
-The floor of a round is what its forward passes must read (weights and live KV) over the bandwidth,
-or what they must compute over the rate of products, whichever is larger. Both ceilings are measured
+The roofline of a forward pass is what it must read (weights and live KV) over the bandwidth, or
+what it must compute over the rate of products, whichever takes longer. Both ceilings are measured
 here, on the device that the bench runs on, in programs that do nothing else.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.analysis.cost import Pass
 from jaxspec.kernels.base import precision_of
-
-TIMED_S = 0.05  # what one timed call should take at least
+from jaxspec.models.base import LanguageModel
+from jaxspec.runtime.turns import time_loops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +46,51 @@ class Ceilings:
         """The larger of the two bandwidths: no program here read or wrote faster."""
         return max(self.copy_bytes_per_s, self.read_bytes_per_s)
 
-    def floor_s(self, num_bytes: float, num_flops: float) -> float:
-        """Seconds below which nothing can read so much and compute so much."""
-        return max(num_bytes / self.bytes_per_s, num_flops / self.matmul_flops_per_s)
+    def roofline_s(self, work: Pass) -> float:
+        """Seconds below which nothing can read and compute what the pass must."""
+        return max(work.num_bytes / self.bytes_per_s, work.num_flops / self.matmul_flops_per_s)
+
+
+def forward_pass(
+    model: LanguageModel, *, batch: int, window: int, context: int, block: int | None = None
+) -> Pass:
+    """The work of one forward pass: a window of tokens per row after `context` committed ones.
+
+    Args:
+      block: slots of KV that attention reads at a time; None reads what is live and no more.
+    """
+    return Pass(
+        config=model.config,
+        batch=batch,
+        window=window,
+        context=context + window,
+        itemsize=jnp.dtype(model.dtype).itemsize,
+        block=block,
+    )
+
+
+def round_roofline_s(
+    ceilings: Mapping[str, Ceilings],
+    target: LanguageModel,
+    draft: LanguageModel | None,
+    *,
+    batch: int,
+    draft_length: int,
+    context: int,
+) -> float:
+    """Roofline of a round: the sum over its forward passes, which follow one another.
+
+    Args:
+      ceilings: of `target` and of `draft`.
+      draft: the draft model; None for a drafter without one, whose time is not counted.
+      draft_length: 0 is a step of plain decoding.
+    """
+    where = {"batch": batch, "context": context}
+    seconds = ceilings["target"].roofline_s(forward_pass(target, window=draft_length + 1, **where))
+    if draft_length and draft is not None:
+        step = forward_pass(draft, window=1, **where)
+        seconds += draft_length * ceilings["draft"].roofline_s(step)
+    return seconds
 
 
 def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:
@@ -84,7 +125,7 @@ def _copy_bandwidth(num_bytes: int, repeats: int) -> float:
         nonlocal array
         array = jax.block_until_ready(copies(array, num_times))
 
-    return 2 * 4 * size / seconds_per_time(run, repeats)
+    return 2 * 4 * size / _seconds(run, repeats)
 
 
 def _read_bandwidth(num_bytes: int, dtype, repeats: int) -> float:
@@ -109,7 +150,7 @@ def _read_bandwidth(num_bytes: int, dtype, repeats: int) -> float:
     def run(num_times: int) -> None:
         jax.block_until_ready(products(matrix, vector, num_times))
 
-    return width * rows * dtype.itemsize / seconds_per_time(run, repeats)
+    return width * rows * dtype.itemsize / _seconds(run, repeats)
 
 
 def _matmul_rate(size: int, dtype, repeats: int) -> float:
@@ -125,35 +166,8 @@ def _matmul_rate(size: int, dtype, repeats: int) -> float:
     def run(num_times: int) -> None:
         jax.block_until_ready(products(matrix, matrix, num_times))
 
-    return 2.0 * size**3 / seconds_per_time(run, repeats)
+    return 2.0 * size**3 / _seconds(run, repeats)
 
 
-def seconds_per_time(run: Callable[[int], None], repeats: int) -> float:
-    """Median seconds of one of the times that `run(num_times)` does something, compiled first."""
-    return statistics.median(time_in_turns([run], repeats)[0])
-
-
-def time_in_turns(runs: Sequence[Callable[[int], None]], repeats: int) -> list[list[float]]:
-    """Seconds per time of each of `runs`, `repeats` of them, taken in turns.
-
-    Taking turns spreads a slow moment of the machine over all of them. Each timed call does its
-    thing so often that it takes some `TIMED_S`.
-    """
-    num_times = [_num_times(run) for run in runs]
-    seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeats):
-        for index, run in enumerate(runs):
-            seconds[index].append(_timed(run, num_times[index]) / num_times[index])
-    return seconds
-
-
-def _num_times(run: Callable[[int], None]) -> int:
-    run(1)  # compiles
-    one_s = min(_timed(run, 1), _timed(run, 2) / 2)
-    return max(2, min(4096, round(TIMED_S / max(one_s, 1e-7))))
-
-
-def _timed(run: Callable[[int], None], num_times: int) -> float:
-    started_s = time.perf_counter()
-    run(num_times)
-    return time.perf_counter() - started_s
+def _seconds(run: Callable[[int], None], repeats: int) -> float:
+    return time_loops({"it": run}, repeats).median_s("it")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.analysis.cost import Measured, Pass
-from jaxspec.bench.roofline import time_in_turns
+from jaxspec.bench.roofline import forward_pass
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import (
     SpeculativeLoop,
@@ -30,12 +29,12 @@ from jaxspec.decode.loop import (
     newest_token,
     window_tokens,
 )
+from jaxspec.decode.settings import Loop
 from jaxspec.drafters.base import RoundInfo
-from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.types import DecodeState, Draft, Finish, PyTree, Window, chain_parents
+from jaxspec.runtime.turns import time_loops
+from jaxspec.types import DecodeState, Draft, PyTree, Window, chain_parents
 
 Stage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Run = Callable[[int], None]
@@ -74,11 +73,9 @@ class Repeated:
 
     def program_bytes(self) -> int | None:
         """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
-        compiled = self._program.lower(self._params, self._fixed, self._moving, 1).compile()
-        memory = compiled.memory_analysis()
-        if memory is None:
-            return None
-        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        lowered = self._program.lower(self._params, self._fixed, self._moving, 1)
+        memory = lowered.compile().memory_analysis()
+        return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
 def changing(tree: PyTree, index: jax.Array) -> PyTree:
@@ -93,43 +90,6 @@ def changing(tree: PyTree, index: jax.Array) -> PyTree:
         return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
 
     return jax.tree.map(change, tree)
-
-
-def mid_decode(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, num_tokens: int, draft_length: int
-) -> DecodeState:
-    """A state of `engine` whose batch_size are all taken and have emitted `num_tokens` each.
-
-    The rows are decoded to that length, and set running again with all the room there is.
-
-    Args:
-      engine: with a static scheduler, so that every row has a row.
-      prompts: token ids, repeated until they fill the rows of the batch.
-      num_tokens: emitted by every row.
-      draft_length: what the rows ask for from there on; 0 decodes plainly.
-    """
-    batch_size = engine.shape.batch_size
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    chosen = list(itertools.islice(itertools.cycle(prompts), batch_size))
-    engine.generate(chosen, params)
-    state: DecodeState = jax.tree.map(jnp.copy, engine.state)
-    engine.reset()
-    every_row = jnp.zeros((batch_size,), jnp.int32)
-    state = state.replace(
-        finish=every_row + Finish.RUNNING,
-        limit=every_row + engine.longest_prompt + 1,
-        draft_limit=every_row + draft_length,
-        stop_tokens=jnp.full_like(state.stop_tokens, -1),
-    )
-    loop = engine.executor.loop
-    if not isinstance(loop, SpeculativeLoop):
-        return state
-
-    # The last round of a row that has room for one token drafts nothing, so the drafter may lag.
-    catch_up = jax.jit(loop.catch_up)
-    for row in range(batch_size):
-        state = catch_up(loop.params, state, np.int32(row))
-    return state
 
 
 def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, Repeated]:
@@ -189,6 +149,13 @@ def speculative_stages(loop: SpeculativeLoop, state: DecodeState) -> dict[str, R
         ),
         "round": _whole(loop.round, params, state),
     }
+
+
+def stages_of(loop: Loop, state: DecodeState) -> dict[str, Repeated]:
+    """The stages of a round of either loop."""
+    if isinstance(loop, SpeculativeLoop):
+        return speculative_stages(loop, state)
+    return plain_stages(loop, state)
 
 
 def plain_stages(loop: Any, state: DecodeState) -> dict[str, Repeated]:
@@ -265,29 +232,17 @@ def forward_runs(
         jax.jit(program, donate_argnums=1),
         f"the forward pass of {model.name}, {batch} rows, window {window}",
     )
-    held = [cache]
 
     def at(context: int) -> Run:
         def run(num_times: int) -> None:
-            held[0], logits = compiled(model.params, held[0], np.int32(context), num_times)
+            nonlocal cache
+            cache, logits = compiled(model.params, cache, np.int32(context), num_times)
             jax.block_until_ready(logits)
 
         return run
 
-    return [
-        (
-            Pass(
-                config=model.config,
-                batch=batch,
-                window=window,
-                context=context + window,
-                itemsize=model.dtype.itemsize,
-                block=block_read_by(model),
-            ),
-            at(context),
-        )
-        for context in contexts
-    ]
+    shape = {"batch": batch, "window": window, "block": block_read_by(model)}
+    return [(forward_pass(model, context=context, **shape), at(context)) for context in contexts]
 
 
 def block_read_by(model: LanguageModel) -> int | None:
@@ -312,8 +267,7 @@ def measure_passes(
             model, batch=batch, window=window, contexts=contexts, max_length=max_length
         )
     ]
-    seconds = time_in_turns([run for _, run in passes], repeats)
+    turns = time_loops({index: run for index, (_, run) in enumerate(passes)}, repeats)
     return [
-        Measured(work=work, seconds=statistics.median(times))
-        for (work, _), times in zip(passes, seconds, strict=True)
+        Measured(work=work, seconds=turns.median_s(index)) for index, (work, _) in enumerate(passes)
     ]

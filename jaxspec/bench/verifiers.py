@@ -1,7 +1,5 @@
 """Acceptance of every verifier beside sum(min(p, q)), per domain, and what sampling costs a round.
 
-    python -m jaxspec.bench.verifiers --temperature 0.8
-
 The same prompts, seeds and draft length for all. sum(min(p, q)) is the mean over the positions of
 plain sampled outputs: the chance that `rejection` keeps a drafted token there (Leviathan et al.,
 2211.17192, corollary 3.6).
@@ -10,19 +8,16 @@ plain sampled outputs: the chance that `rejection` keeps a drafted token there (
 from __future__ import annotations
 
 import dataclasses
-import json
-import time
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
-from rich.table import Table
 
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.models import decoder
@@ -31,7 +26,8 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.runtime.environment import provenance
+from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
 
@@ -45,13 +41,12 @@ VERIFIERS: tuple[Verifier, ...] = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verifiers:
+class VerifiersBench(PairBench):
     """Compare verifiers on the sample prompts."""
 
-    target: str = "demo-target"
-    """Any model that `load_model` takes."""
-    draft: str = "demo-draft"
-    """Its draft model."""
+    NAME: ClassVar[str] = "verifiers"
+    MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "verifiers", "bench/verifiers.py")
+
     temperature: float = 0.8
     """Of target and draft."""
     draft_length: int = 4
@@ -61,16 +56,13 @@ class Verifiers:
     samples: int = 4
     """Outputs per prompt."""
     batch_size: int = 8
-    """BatchView."""
+    """Rows."""
     repeats: int = 7
     """Timed runs of each kind of sampling parameters."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of parameters, compute and cache."""
 
-    def run(self, console: Console) -> dict[str, Any]:
-        """Prints the tables; returns the JSON document."""
-        target = load_model(self.target, dtype=self.dtype)
-        draft = load_model(self.draft, dtype=self.dtype)
+    def measure(self, console: Console) -> dict[str, Any]:
+        """Acceptance by verifier and domain, and the cost of sampling."""
+        target, draft = self.load()
         lines = sample_prompts()
         domains = [line.fields["domain"] for line in lines]
         params = [
@@ -115,13 +107,7 @@ class Verifiers:
                 )
         cost = self._cost(target, draft, shape)
         console.print(acceptance_table(results), cost_table(cost))
-        return {
-            "command": "bench verifiers",
-            "config": dataclasses.asdict(self),
-            "results": results,
-            "round_cost": cost,
-            **provenance(),
-        }
+        return {"results": results, "round_cost": cost}
 
     def _cost(
         self, target: LanguageModel, draft: LanguageModel, shape: dict[str, Any]
@@ -137,34 +123,28 @@ class Verifiers:
             "temperature, repetition_penalty": {"temperature": 0.8, "repetition_penalty": 1.1},
         }
         prompts = [line.prompt for line in sample_prompts()[: self.batch_size]]
-        ms: dict[str, list[float]] = {kind: [] for kind in kinds}
-        num_traces = num_programs(engine)
-        for repeat in range(self.repeats + 1):  # the first run compiles
-            for kind, fields in kinds.items():
-                params = SamplingParams(
-                    max_tokens=self.max_tokens, ignore_eos=True, seed=repeat, **fields
-                )
-                started_s = time.perf_counter()
-                completions = engine.generate(prompts, params, speculate=False)
-                seconds = time.perf_counter() - started_s
-                rounds = max(completion.acceptance.num_rounds for completion in completions)
-                if repeat:
-                    ms[kind].append(seconds / rounds * 1e3)
-        assert num_programs(engine) - num_traces == 1, "sampling parameters compiled anew"
-        greedy = np.array(ms["greedy"])
+        num_compiled = engine.executor.compile_counts()["run"]
+
+        def decode(fields: dict[str, Any]) -> int:
+            params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, seed=0, **fields)
+            completions = engine.generate(prompts, params, speculate=False)
+            return max(completion.acceptance.num_rounds for completion in completions)
+
+        turns = take_turns(
+            {kind: functools.partial(decode, fields) for kind, fields in kinds.items()},
+            self.repeats,
+            num_warm_ups=1,
+        )
+        num_compiled = engine.executor.compile_counts()["run"] - num_compiled
+        assert num_compiled == 1, "sampling parameters compiled anew"
         return [
             {
                 "sampling": kind,
-                "ms_per_round": float(np.median(values)),
-                "ratio_to_greedy": float(np.median(np.array(values) / greedy)),
+                "ms_per_round": 1e3 * turns.median_s(kind) / turns.results[kind],
+                "ratio_to_greedy": float(np.median(turns.ratios("greedy", over=kind))),
             }
-            for kind, values in ms.items()
+            for kind in kinds
         ]
-
-
-def num_programs(engine: Engine) -> int:
-    """How often the engine's loop has been compiled."""
-    return engine.executor.compile_counts()["run"]
 
 
 def overlaps(
@@ -194,7 +174,7 @@ def overlaps(
         tokens = np.zeros((1, longest), np.int32)
         tokens[0, : len(ids)] = ids
         each = np.asarray(overlap(target.params, draft.params, tokens))
-        # The scores after token i are of token i + 1.
+        # The logits after token i are of token i + 1.
         found.append(float(np.mean(each[len(completion.prompt_token_ids) - 1 : len(ids) - 1])))
     return found
 
@@ -209,32 +189,31 @@ def accepted_per_tested(total: Acceptance) -> float:
     return total.num_accepted_tokens / tested if tested else 0.0
 
 
-def acceptance_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Verifiers down, domains across."""
-    domains = list(dict.fromkeys(result["domain"] for result in results))
-    caption = "emitted per round, and accepted per draft token that was reached"
-    table = Table("verifier", *domains, caption=caption)
-    for verifier in dict.fromkeys(result["verifier"] for result in results):
-        cells = [
-            f"{result['emitted_per_round']:.2f}  {result['accepted_per_tested']:.2f}"
-            for result in results
-            if result["verifier"] == verifier
-        ]
-        table.add_row(verifier, *cells)
-    first = results[: len(domains)]
-    table.add_row("sum(min(p, q))", *(f"      {result['sum_min_p_q']:.2f}" for result in first))
-    return table
+def acceptance_table(results: Sequence[dict[str, Any]]) -> TextTable:
+    """Verifiers down, domains across: emitted per round, and accepted per draft token that was
+    reached; below them the chance that `rejection` accepts."""
+    found = {(result["verifier"], result["domain"]): result for result in results}
+    verifiers = list(dict.fromkeys(verifier for verifier, _ in found))
+    overlap = "sum(min(p, q))"
+
+    def cell(verifier: str, domain: str) -> str:
+        if verifier == overlap:
+            return f"{found[verifiers[0], domain]['sum_min_p_q']:.2f}"
+        result = found[verifier, domain]
+        return f"{result['emitted_per_round']:.2f} {result['accepted_per_tested']:.2f}"
+
+    columns: Columns = {"verifier": lambda verifier: verifier}
+    for domain in dict.fromkeys(domain for _, domain in found):
+        columns |= {domain: lambda verifier, domain=domain: cell(verifier, domain)}
+    title = "emitted per round, and accepted per draft token that was reached"
+    return TextTable.of_columns(title, columns, [*verifiers, overlap])
 
 
-def cost_table(cost: Sequence[dict[str, Any]]) -> Table:
+def cost_table(cost: Sequence[dict[str, Any]]) -> TextTable:
     """Milliseconds per round, and the ratio to greedy."""
-    table = Table("sampling", "ms per round", "ratio to greedy")
-    for line in cost:
-        table.add_row(
-            line["sampling"], f"{line['ms_per_round']:.2f}", f"{line['ratio_to_greedy']:.2f}"
-        )
-    return table
-
-
-if __name__ == "__main__":
-    print(json.dumps(tyro.cli(Verifiers).run(Console(stderr=True))))
+    columns: Columns = {
+        "sampling": lambda line: line["sampling"],
+        "ms per round": lambda line: f"{line['ms_per_round']:.2f}",
+        "of greedy": lambda line: f"{line['ratio_to_greedy']:.2f}",
+    }
+    return TextTable.of_columns("cost of sampling", columns, cost)

@@ -27,12 +27,14 @@ from jaxspec.convert.hub import NAMES_OF_MODELS, download
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.directories import cache_directory, remove_directory
+from jaxspec.runtime.other_names import refuse_other_names
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
 
 
+@refuse_other_names
 def load_model(
     src: str | os.PathLike,
     *,
@@ -93,6 +95,11 @@ def load_model(
             f"one (no config.json); {NAMES_OF_MODELS}."
         )
     return load_converted(converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels)
+
+
+def as_model(model: Model | str) -> Model:
+    """The model of a name that `load_model` takes; a model as it is."""
+    return load_model(model) if isinstance(model, str) else model
 
 
 # The cache of converted models

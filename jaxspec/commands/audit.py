@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 from typing import Any, Literal
@@ -19,71 +18,41 @@ from jaxspec.audit.scoring import with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
-from jaxspec.commands.drafters import choose_drafter
-from jaxspec.commands.generate import VERIFIERS
+from jaxspec.commands.options import (
+    DrafterOptions,
+    EngineOptions,
+    JsonOption,
+    PromptOptions,
+    SamplingOptions,
+    check_at_least_one,
+)
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.requests.prompts import SAMPLE_PROMPTS, encode_prompts, read_prompts, sample_prompts
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import new_figure
-from jaxspec.verifiers import Coupled, Verifier
+from jaxspec.verifiers import VerifierName, make_verifier
 
-CHOICES: dict[str, Verifier] = {
-    **{name: make() for name, make in VERIFIERS.items()},
-    "coupled:independent": Coupled(is_noise_shared=False),
-}
+# What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
+CONTROLS_MEASURES = ("audit/controls", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditCommand:
+class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
     """Audit output token by token: jaxspec's own on a workload, another system's from a file, or
     the auditor itself."""
 
     target: str | None = None
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
-    draft: str | None = None
-    """A draft model, named like the target."""
-    drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
-    its first token less likely than that), or your own `package.module:factory`."""
-    verifier: Literal["coupled", "coupled:independent", "rejection", "block", "typical"] = "coupled"
+    verifier: VerifierName = "coupled"
     """What decides how much of a draft is kept."""
-    prompts: pathlib.Path | None = None
-    """A file of prompts, as for `generate`; default: the sample prompts of the embedded pair."""
-    limit: int | None = None
-    """Use the first so many prompts."""
     n_requests: int | None = None
     """Requests in all; prompts are repeated, with other seeds, until there are so many."""
-    max_prompt_tokens: int | None = None
-    """Cut longer prompts to their first so many tokens."""
-    max_tokens: int = 64
-    """Tokens to emit per request at most."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that reach this mass together; 1 is off."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest; 0 is off."""
-    seed: int = 0
-    """Of the first request; the next ones count on."""
-    ignore_eos: bool = False
-    """Do not stop at the model's end-of-text tokens."""
     draft_length: int = 4
     """Tokens drafted per round."""
-    verify_length: int | None = None
-    """Tokens scored per round; default: draft length + 1."""
-    batch_size: int = 8
-    """Requests decoded together."""
-    max_length: int = 1024
-    """Slots per request, for its prompt and completion."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run."""
     their_dtype: str | None = None
@@ -97,8 +66,6 @@ class AuditCommand:
     it."""
     snippet: Literal["vllm", "sglang", "hf"] | None = None
     """Print a script that writes outputs of this system for --outputs, and do nothing else."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Audits; returns the JSON document."""
@@ -128,8 +95,9 @@ class AuditCommand:
                 )
         with working("loading the models") as status:
             target = load_model(self.target or "demo-target", dtype=self.dtype)
-            draft = self.draft or ("demo-draft" if self.target is None else None)
-            make_drafter = choose_drafter(self.drafter, draft, dtype=self.dtype)
+            is_default = self.target is None and self.drafter_name == "none"
+            options = DrafterOptions(draft="demo-draft") if is_default else self
+            make_drafter = options.choose_drafter(dtype=self.dtype)
             if make_drafter is None:
                 raise SettingError(
                     "No drafter was given for the negative controls; add --draft MODEL, or leave "
@@ -150,7 +118,11 @@ class AuditCommand:
         )
         is_sound = num_good == len(results)
         return make_document(
-            "audit", self, holds=is_sound, controls=[result.to_json() for result in results]
+            "audit",
+            self,
+            measures=CONTROLS_MEASURES,
+            holds=is_sound,
+            controls=[result.to_json() for result in results],
         )
 
     def _audit_outputs(
@@ -203,21 +175,9 @@ class AuditCommand:
                 "--their-dtype was given without --outputs; name the file of outputs, or use "
                 "--dtype for a run."
             )
-        for name in ("limit", "n_requests", "max_prompt_tokens", "batch_size", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = name.replace("_", "-")
-                raise SettingError(f"--{option} {value} was given; it must be at least 1.")
-        each = SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-        )
-        make_drafter = choose_drafter(self.drafter, self.draft, dtype=self.dtype)
+        check_at_least_one(self, "n_requests", "batch_size", "max_length")
+        each = self.sampling_params()
+        make_drafter = self.choose_drafter(dtype=self.dtype)
         if make_drafter is None:
             raise SettingError(
                 "No drafter was given, so there is nothing to audit; add --draft MODEL or "
@@ -225,8 +185,7 @@ class AuditCommand:
             )
         verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
         check_draft_length(self.draft_length, verify_length)
-        lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
-        lines = lines[: self.limit]
+        lines = self.read_prompts()
         with working(f"loading {target_name}"):
             target = load_model(target_name, dtype=self.dtype)
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
@@ -238,7 +197,7 @@ class AuditCommand:
         engine = Engine(
             target,
             drafter,
-            verifier=CHOICES[self.verifier],
+            verifier=make_verifier(self.verifier),
             draft_length=self.draft_length,
             verify_length=verify_length,
             batch_size=min(self.batch_size, num_requests),
@@ -251,15 +210,11 @@ class AuditCommand:
             )
         report = report_of_engine(audit)
         self._show(console, report)
-        path = SAMPLE_PROMPTS if self.prompts is None else self.prompts
-        inputs = {}
-        with contextlib.suppress(OSError, TypeError):
-            inputs[str(path)] = sha256_of(str(path))
         return make_document(
             "audit",
             self,
             holds=report.holds,
-            inputs=inputs,
+            inputs=self.checksums(),
             audit=audit.to_json(),
             html=self.html,
         )

@@ -9,38 +9,54 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.analysis import cost
-from jaxspec.bench.compile_time import compile_times
-from jaxspec.bench.decode import DecodeBench, public_name
-from jaxspec.bench.gpu_grid import DRY_RUN, GPU, plot_suite, run_suite
+from jaxspec.bench.compile_time import CompileTimeBench, compile_times
+from jaxspec.bench.decode import DecodeBench
+from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
-from jaxspec.bench.plots import save_figure, write_plot
+from jaxspec.bench.kernels import KernelsBench
+from jaxspec.bench.measure import (
+    ROUND,
+    Bench,
+    Dtype,
+    check_at_least_one,
+    read_and_encode,
+)
+from jaxspec.bench.plots import plot_decode
+from jaxspec.bench.prefill import PrefillBench
+from jaxspec.bench.step_cost import StepCostBench
+from jaxspec.bench.trace_cost import TraceCostBench
+from jaxspec.bench.verifiers import VerifiersBench
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
-from jaxspec.commands.drafters import choose_drafter
-from jaxspec.commands.generate import SCHEDULERS, VERIFIERS
+from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
-from jaxspec.commands.study import StudyCommand
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.report import Columns, TextTable, save_figure
+from jaxspec.schedulers import make_scheduler
+from jaxspec.studies.rounds import SchedulersBench
+from jaxspec.studies.study import Study
+from jaxspec.verifiers import make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCommand:
-    """Plain against speculative decoding: rates, stages of a round, fraction of the floor."""
+class DecodeCommand(Bench):
+    """Plain against speculative decoding: rates, stages of a round, fraction of the roofline."""
+
+    NAME: ClassVar[str] = "decode"
+    MEASURES: ClassVar[tuple[str, ...]] = (
+        *ROUND, "engine/engine.py", "engine/executor.py", "drafters/draft_model.py",
+        "verifiers/coupled.py", "bench/decode.py",
+    )  # fmt: skip
 
     target: str = "demo-target"
     """Any model that `load_model` takes; with --against hf a Hugging Face directory."""
@@ -69,7 +85,7 @@ class DecodeCommand:
     """Tokens emitted per prompt; EOS is ignored."""
     temperature: float = 0.0
     """0 is greedy."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     """Of parameters, compute and cache."""
     max_length: int | None = None
     """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
@@ -80,28 +96,34 @@ class DecodeCommand:
     """Also run `transformers` on the same models and prompts, in turns (extra `parity`)."""
     plot: pathlib.Path | None = None
     """Image file to write (extra `analysis`)."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Prints the tables; returns the JSON document."""
+        """Measures, prints the tables, writes the files; returns the JSON document."""
+        document = super().run(console)
+        if self.plot is not None:
+            save_figure(plot_decode(document), self.plot)
+        return document
+
+    def measure(self, console: Console) -> dict[str, Any]:
+        """Everything that `DecodeBench` finds, and compile times."""
         draft = self._draft()
         self._check(draft)
-        make_drafter = choose_drafter(self.drafter, draft, dtype=self.dtype)
+        options = DrafterOptions(draft=draft, drafter=self.drafter)
+        make_drafter = options.choose_drafter(dtype=self.dtype)
         assert make_drafter is not None
-        lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
         with working("") as status:
             status.update("loading the models")
             target = load_model(self.target, dtype=self.dtype)
+            prompts, inputs = read_and_encode(
+                self.prompts, target, limit=self.limit, max_prompt_tokens=self.max_prompt_tokens
+            )
             bench = DecodeBench(
                 target=target,
                 drafter=make_drafter(target),
-                verifier=VERIFIERS[self.verifier](),
-                scheduler=SCHEDULERS[self.scheduler](),
+                verifier=make_verifier(self.verifier),
+                scheduler=make_scheduler(self.scheduler),
                 layout=self.layout,
-                prompts=encode_prompts(
-                    lines[: self.limit], target, max_prompt_tokens=self.max_prompt_tokens
-                ),
+                prompts=prompts,
                 params=SamplingParams(
                     max_tokens=self.max_tokens,
                     temperature=self.temperature,
@@ -124,29 +146,13 @@ class DecodeCommand:
                 self._engine_options(draft, bench), batch_size=max(self.batch_sizes)
             )
         holds = results["holds"] and all(pair["num_not_ties"] == 0 for pair in against)
-        console.print(runs_table(results["runs"]))
-        console.print(adaptive_table(results["adaptive"]))
-        console.print(stages_table(results["runs"]))
-        if against:
-            console.print(against_table(against))
+        for table in decode_tables(results | {"against": against}):
+            console.print(table)
         for sentence in remarks(results):
             console.print(sentence, style="dim", highlight=False)
         if not holds:
             console.print("Some outputs are not plain decoding's: this is a bug.", style="bold red")
-        name = "sample prompts" if self.prompts is None else self.prompts.name
-        document = make_document(
-            "bench decode",
-            dataclasses.replace(
-                self, target=public_name(self.target), draft=draft and public_name(draft)
-            ),
-            **{**results, "holds": holds},
-            against=against,
-            inputs={} if self.prompts is None else {name: sha256_of(self.prompts)},
-        )
-        document["config"] |= {"prompts": name, "plot": None}
-        if self.plot is not None:
-            write_plot(document, self.plot)
-        return document
+        return {**results, "holds": holds, "against": against, "inputs": inputs}
 
     def _draft(self) -> str | None:
         if self.draft is None and self.drafter is None and self.target == "demo-target":
@@ -159,19 +165,8 @@ class DecodeCommand:
                 "No drafter was given, so there is nothing to compare; add --draft MODEL or "
                 "--drafter ngram."
             )
-        for option, values in (
-            ("--batch-sizes", self.batch_sizes),
-            ("--draft-lengths", self.draft_lengths),
-        ):
-            if not values or not all(value >= 1 for value in values):
-                given = " ".join(map(str, values)) or "nothing"
-                raise SettingError(f"{option} {given} was given; give numbers of at least 1.")
-        for name in ("repeats", "limit", "max_prompt_tokens"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise SettingError(
-                    f"--{option} {getattr(self, name)} was given; it must be at least 1."
-                )
+        names = ("batch_sizes", "draft_lengths", "repeats", "limit", "max_prompt_tokens")
+        check_at_least_one(self, *names)
         check_draft_length(max(self.draft_lengths), max(self.draft_lengths) + 1)
         if self.against == "hf":
             if not all(is_directory(name) for name in (self.target, draft) if name is not None):
@@ -188,24 +183,16 @@ class DecodeCommand:
     def _engine_options(self, draft: str | None, bench: DecodeBench) -> list[str]:
         """Options of `jaxspec generate` that make the last of the speculative engines."""
         drafter = ["--draft", draft] if draft else ["--drafter", str(self.drafter)]
-        return [
-            "--target",
-            self.target,
-            *drafter,
-            "--verifier",
-            self.verifier,
-            "--draft-length",
-            str(max(self.draft_lengths)),
-            "--max-length",
-            str(bench.max_length),
-            "--dtype",
-            self.dtype,
-        ]
+        options = ["--target", self.target, *drafter, "--verifier", self.verifier]
+        options += ["--draft-length", str(max(self.draft_lengths))]
+        return [*options, "--max-length", str(bench.max_length), "--dtype", self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictCommand:
+class PredictCommand(Bench):
     """What a cost model expects of a pair: best draft length and speed-up by batch size."""
+
+    NAME: ClassVar[str] = "predict"
 
     target: str
     """A preset such as `qwen3-8b`, or any model that `load_model` takes."""
@@ -224,11 +211,9 @@ class PredictCommand:
     """Measured chances that at least 1, 2, ... drafted tokens are accepted, instead."""
     bytes_per_value: int = 2
     """Of a parameter and of a component of the KV cache."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
-    def run(self, console: Console) -> dict[str, Any]:
-        """Prints the table; returns the JSON document."""
+    def measure(self, console: Console) -> dict[str, Any]:
+        """A prediction per batch size and acceptance."""
         batches = parse_batches(self.batch)
         self._check()
         target, draft = (model_config(name) for name in (self.target, self.draft))
@@ -254,19 +239,11 @@ class PredictCommand:
         console.print(
             f"{target_device.name}: {target_device.source}.", style="dim", highlight=False
         )
-        document = make_document(
-            "bench predict",
-            dataclasses.replace(
-                self,
-                target=public_name(self.target),
-                draft=public_name(self.draft),
-                device=public_name(self.device),
-            ),
-            target_device=target_device.to_json(),
-            draft_device=draft_device.to_json(),
-            predictions=predictions,
-        )
-        return document
+        return {
+            "target_device": target_device.to_json(),
+            "draft_device": draft_device.to_json(),
+            "predictions": predictions,
+        }
 
     def _check(self) -> None:
         if not all(0 <= value < 1 for value in (*self.acceptance, *self.per_position)):
@@ -279,11 +256,7 @@ class PredictCommand:
                 "--per-position was given rising values; they are cumulative (the chance that at "
                 "least so many tokens are accepted), so each is at most the one before."
             )
-        if self.context < 1 or self.bytes_per_value < 1:
-            raise SettingError(
-                f"--context {self.context} and --bytes-per-value {self.bytes_per_value} were "
-                "given; both must be at least 1."
-            )
+        check_at_least_one(self, "context", "bytes_per_value")
 
     def _predict(
         self, pair: cost.Pair, peak: cost.Pair | None, batch: int, acceptance: float | None
@@ -313,13 +286,14 @@ class PredictCommand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SuiteCommand:
+class GpuCommand(Bench):
     """Published pairs with random weights at serving shapes, plain and speculative, on a GPU."""
 
-    out: pathlib.Path
+    NAME: ClassVar[str] = "gpu"
+    MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/gpu_grid.py")
+
+    out: pathlib.Path = pathlib.Path("gpu-grid.json")
     """JSON file to write, after every cell."""
-    device: Literal["gpu"] = "gpu"
-    """What to run on."""
     dry_run: bool = False
     """The same code with tiny models, wherever JAX runs: a trial, whose figures mean nothing."""
     budget_s: float = 480.0
@@ -330,53 +304,58 @@ class SuiteCommand:
     """Keep the cells that --out holds already, and go on with the others."""
     plot: pathlib.Path | None = None
     """Image file to write at the end (extra `analysis`)."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Prints the table; returns the JSON document."""
-        if self.repeats < 1:
-            raise SettingError(f"--repeats {self.repeats} was given; it must be at least 1.")
+        """Measures cells and prints the table; returns the JSON document."""
+        check_at_least_one(self, "repeats")
         if not self.dry_run and jax.default_backend() != "gpu":
             raise SettingError(
-                f"The suite was asked for on a GPU, and JAX runs on {jax.default_backend()}; "
-                "install the `cuda` extra on a machine with a GPU, or try it with --dry-run."
+                f"The grid is measured on a GPU, and JAX runs on {jax.default_backend()}; install "
+                "the `cuda` extra on a machine with a GPU, or try it with --dry-run."
             )
-        # A resumed suite is the same one, given more time.
-        config = {"device": self.device, "dry_run": self.dry_run, "repeats": self.repeats}
+        header = self.document()
+        del header["config"]["budget_s"]  # a resumed grid is the same one, given more time
+        plan = DRY_RUN if self.dry_run else GPU
         with working("") as status:
-            document = run_suite(
-                DRY_RUN if self.dry_run else GPU,
+            document = measure_grid(
+                plan,
                 self.out,
                 budget_s=self.budget_s,
                 repeats=self.repeats,
-                config=config,
+                header=header,
                 resume=self.resume,
                 say=status.update,
             )
-        console.print(suite_table(document["cells"]))
+        console.print(grid_table(document["cells"]))
         if self.dry_run:
             console.print("A dry run: these figures mean nothing.", style="dim")
-        if document.get("num_waiting"):
+        num_waiting = len(plan.cells()) - len(document["cells"])
+        if num_waiting:
             console.print(
-                f"{document['num_waiting']} cells were not reached; go on with --resume.",
-                style="dim",
+                f"{num_waiting} cells were not reached; go on with --resume.", style="dim"
             )
         if self.plot is not None:
-            save_figure(plot_suite(document), self.plot)
+            save_figure(plot_grid(document), self.plot)
         return document
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Measure speed (`decode`; on a GPU `suite`), predict it (`predict`), or repeat the published
-    study (`study`)."""
+    """Measure speed (`decode`; on a GPU `gpu`), predict it (`predict`), repeat the published study
+    (`study`), or measure one part by itself."""
 
     bench: Annotated[
         Annotated[DecodeCommand, tyro.conf.subcommand("decode")]
         | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
-        | Annotated[StudyCommand, tyro.conf.subcommand("study")]
-        | Annotated[SuiteCommand, tyro.conf.subcommand("suite")],
+        | Annotated[Study, tyro.conf.subcommand("study")]
+        | Annotated[GpuCommand, tyro.conf.subcommand("gpu")]
+        | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]
+        | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
+        | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
+        | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
+        | Annotated[StepCostBench, tyro.conf.subcommand("step-cost")]
+        | Annotated[TraceCostBench, tyro.conf.subcommand("trace-cost")]
+        | Annotated[CompileTimeBench, tyro.conf.subcommand("compile-time")],
         tyro.conf.arg(name=""),
     ]
 
@@ -439,7 +418,7 @@ def find_devices(
         return cost.DEVICES[name], cost.DEVICES[name], None
     try:
         text = pathlib.Path(name).read_text(encoding="utf-8")
-        document = json.loads(text.strip().split("\n")[-1])
+        document = read_document(text)
         model = document["cost_model"]
         block = model["block"]
         fits = {kind: fit["device"] for kind, fit in model["fits"].items()}
@@ -456,177 +435,141 @@ def find_devices(
     return of_target, of_draft, block
 
 
-def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Rates and speed-ups, one run a line."""
-    table = _table(
-        "speed, prompts included",
-        "batch",
-        "draft\nlength",
-        "tokens/s",
-        "speed-up",
-        "of rounds",
-        "predicted",
-        "emitted\n/round",
-        "equals\nplain",
-    )
-    for index, run in enumerate(runs):
-        is_plain = run["draft_length"] == 0
-        equal = {True: "yes", False: "NO", None: "-"}[run["equal_to_plain"]]
-        table.add_row(
-            str(run["batch_size"]),
-            "plain" if is_plain else str(run["draft_length"]),
-            f"{run['tokens_per_s']:.0f}",
-            f"{run['speedup_vs_plain']:.2f}x",
-            "" if is_plain else f"{run['speedup_of_rounds']:.2f}x",
-            "" if is_plain else f"{run['predicted']['speedup']:.2f}x",
-            f"{run['emitted_per_round']:.2f}",
-            "" if is_plain else equal,
-            end_section=_ends_section(runs, index),
+def read_document(text: str) -> Any:
+    """The JSON document of a file that `--out` wrote, or of output that ends with one line of it.
+
+    Raises:
+      ValueError: neither.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(text.strip().split("\n")[-1])
+
+
+def _drafted(show: Any) -> Any:
+    """A column that is empty where nothing is drafted."""
+    return lambda run: show(run) if run["draft_length"] else ""
+
+
+EQUAL = {True: "yes", False: "NO", None: "-"}
+STAGES = ("draft", "target", "verify", "other")
+BATCH: Columns = {"batch": lambda run: run["batch_size"]}
+DRAFT_LENGTH: Columns = {"draft\nlength": lambda run: run["draft_length"] or "plain"}
+RATES: Columns = {
+    "tokens/s": lambda run: f"{run['tokens_per_s']:.0f}",
+    "plain\ntokens/s": lambda run: f"{run['plain_tokens_per_s']:.0f}",
+    "speed-up": lambda run: f"{run['speedup_vs_plain']:.2f}x",
+}
+RUNS: Columns = {
+    **BATCH,
+    **DRAFT_LENGTH,
+    **RATES,
+    "of\nrounds": _drafted(lambda run: f"{run['speedup_of_rounds']:.2f}x"),
+    "predicted": _drafted(lambda run: f"{run['predicted']['speedup']:.2f}x"),
+    "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
+    "equals\nplain": _drafted(lambda run: EQUAL[run["equal_to_plain"]]),
+}
+ADAPTIVE: Columns = {
+    **BATCH,
+    "promise": lambda run: run["exactness"],
+    **RATES,
+    "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
+    "rounds by draft length": lambda run: ", ".join(
+        f"{length}: {count}" for length, count in run["rounds_by_draft_length"].items()
+    ),
+}
+STAGES_OF_RUNS: Columns = {
+    **BATCH,
+    **DRAFT_LENGTH,
+    **{name: (lambda run, name=name: f"{run['stages_ms'][name]:.3f}") for name in STAGES},
+    "round": lambda run: f"{run['round_ms']:.3f}",
+    "predicted": lambda run: f"{run['predicted']['round_ms']:.3f}",
+    "roofline": lambda run: f"{run['roofline_ms']:.3f}",
+    "of it": lambda run: f"{run['fraction_of_roofline']:.0%}",
+}
+AGAINST: Columns = {
+    **BATCH,
+    "transformers": lambda pair: pair["hf"].removeprefix("hf "),
+    "tokens/s": lambda pair: f"{pair['hf_tokens_per_s']:.0f}",
+    "jaxspec": lambda pair: pair["ours"],
+    "jaxspec\ntokens/s": lambda pair: f"{pair['tokens_per_s']:.0f}",
+    "ratio": lambda pair: f"{pair['ratio_to_hf']:.2f}x",
+    "equal": lambda pair: pair["num_equal"],
+}
+PREDICTIONS: Columns = {
+    **BATCH,
+    "acceptance": lambda found: (
+        "measured" if found["acceptance"] is None else f"{found['acceptance']:g}"
+    ),
+    "plain\nms": lambda found: f"{found['plain_ms']:.2f}",
+    "plain\ntokens/s": lambda found: f"{found['plain_tokens_per_s']:.0f}",
+    "draft\nlength": lambda found: found["draft_length"],
+    "tokens/s": lambda found: f"{found['tokens_per_s']:.0f}",
+    "speed-up": lambda found: f"{found['speedup']:.2f}x",
+    "ceiling": lambda found: (
+        "" if found["ceiling_speedup"] is None else f"{found['ceiling_speedup']:.2f}x"
+    ),
+    "closed\nform": lambda found: (
+        "" if found["acceptance"] is None else found["closed_form_draft_length"]
+    ),
+}
+
+
+def _measured(show: Any) -> Any:
+    """A column that is empty where a cell was not measured."""
+    return lambda cell: show(cell) if cell["outcome"] == "measured" else ""
+
+
+GRID: Columns = {
+    "pair": lambda cell: cell["pair"],
+    **BATCH,
+    "context": lambda cell: cell["context"],
+    "kernels": lambda cell: cell["kernels"],
+    "plain ms": lambda cell: (
+        f"{cell['plain']['round_ms']:.2f}" if cell["outcome"] == "measured" else cell["outcome"]
+    ),
+    "round ms": _measured(lambda cell: f"{cell['speculative'][-1]['round_ms']:.2f}"),
+    "of the\nrooflines": _measured(
+        lambda cell: (
+            f"{cell['plain']['fraction_of_roofline']:.0%} "
+            f"{cell['speculative'][-1]['fraction_of_roofline']:.0%}"
         )
-    return table
+    ),
+    "plain\ntokens/s": _measured(lambda cell: f"{cell['plain']['tokens_per_s']:.0f}"),
+    "tokens/s": _measured(lambda cell: f"{cell['speculative'][-1]['tokens_per_s']:.0f}"),
+    "speed-up": _measured(lambda cell: f"{cell['speculative'][-1]['speedup']:.2f}x"),
+}
 
 
-def adaptive_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Rates of draft lengths that choose themselves, under both promises."""
-    table = _table(
-        "draft length auto",
-        "batch",
-        "exactness",
-        "tokens/s",
-        "speed-up",
-        "emitted\n/round",
-        "rounds by draft length",
-    )
-    for index, run in enumerate(runs):
-        chosen = ", ".join(f"{n}: {count}" for n, count in run["rounds_by_draft_length"].items())
-        table.add_row(
-            str(run["batch_size"]),
-            run["exactness"],
-            f"{run['tokens_per_s']:.0f}",
-            f"{run['speedup_vs_plain']:.2f}x",
-            f"{run['emitted_per_round']:.2f}",
-            chosen,
-            end_section=_ends_section(runs, index),
+def _by_batch(run: Mapping[str, Any]) -> int:
+    return run["batch_size"]
+
+
+def decode_tables(document: Mapping[str, Any]) -> list[TextTable]:
+    """The tables of `bench decode`."""
+    tables = [
+        TextTable.of_columns("speed, prefill included", RUNS, document["runs"], group=_by_batch),
+        TextTable.of_columns("draft length auto", ADAPTIVE, document["adaptive"], group=_by_batch),
+        TextTable.of_columns("ms per round", STAGES_OF_RUNS, document["runs"], group=_by_batch),
+    ]
+    if document["against"]:
+        title = "against transformers, in turns"
+        tables.append(
+            TextTable.of_columns(title, AGAINST, document["against"], group=lambda p: p["hf"])
         )
-    return table
+    return tables
 
 
-def stages_table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Milliseconds of a round by stage, beside its floor."""
-    names = ("draft", "target", "verify", "other")
-    columns = ("batch", "draft\nlength", *names, "round", "predicted", "floor", "of\nfloor")
-    table = _table("ms per round", *columns)
-    for index, run in enumerate(runs):
-        table.add_row(
-            str(run["batch_size"]),
-            str(run["draft_length"] or "plain"),
-            *(f"{run['stages_ms'][name]:.3f}" for name in names),
-            f"{run['round_ms']:.3f}",
-            f"{run['predicted']['round_ms']:.3f}",
-            f"{run['floor_ms']:.3f}",
-            f"{run['fraction_of_floor']:.0%}",
-            end_section=_ends_section(runs, index),
-        )
-    return table
-
-
-def against_table(pairs: Sequence[Mapping[str, Any]]) -> Table:
-    """Rates of both libraries and their ratio, one pair a line."""
-    table = _table(
-        "against transformers, in turns",
-        "batch",
-        "transformers",
-        "tokens/s",
-        "jaxspec",
-        "tokens/s",
-        "ratio",
-        "equal",
-    )
-    for index, pair in enumerate(pairs):
-        next_ = pairs[index + 1] if index + 1 < len(pairs) else None
-        table.add_row(
-            str(pair["batch_size"]),
-            pair["hf"].removeprefix("hf "),
-            f"{pair['hf_tokens_per_s']:.0f}",
-            pair["ours"],
-            f"{pair['tokens_per_s']:.0f}",
-            f"{pair['ratio_to_hf']:.2f}x",
-            str(pair["num_equal"]),
-            end_section=next_ is not None and next_["hf"] != pair["hf"],
-        )
-    return table
-
-
-def predictions_table(predictions: Sequence[Mapping[str, Any]]) -> Table:
+def predictions_table(predictions: Sequence[Mapping[str, Any]]) -> TextTable:
     """Expected rates, one batch size and acceptance a line."""
-    table = _table(
-        "predicted",
-        "batch",
-        "acceptance",
-        "plain\nms",
-        "plain\ntokens/s",
-        "draft\nlength",
-        "tokens/s",
-        "speed-up",
-        "ceiling",
-        "closed\nform",
-    )
-    for index, found in enumerate(predictions):
-        acceptance, peak = found["acceptance"], found["ceiling_speedup"]
-        table.add_row(
-            str(found["batch_size"]),
-            "measured" if acceptance is None else f"{acceptance:g}",
-            f"{found['plain_ms']:.2f}",
-            f"{found['plain_tokens_per_s']:.0f}",
-            str(found["draft_length"]),
-            f"{found['tokens_per_s']:.0f}",
-            f"{found['speedup']:.2f}x",
-            "" if peak is None else f"{peak:.2f}x",
-            "" if acceptance is None else str(found["closed_form_draft_length"]),
-            end_section=_ends_section(predictions, index),
-        )
-    return table
+    return TextTable.of_columns("predicted", PREDICTIONS, predictions, group=_by_batch)
 
 
-def suite_table(cells: Sequence[Mapping[str, Any]]) -> Table:
+def grid_table(cells: Mapping[str, Mapping[str, Any]]) -> TextTable:
     """A line per cell: plain decoding, and speculation at the oracle's highest acceptance."""
-    table = _table(
-        "suite (random weights, oracle drafts)",
-        "pair",
-        "batch",
-        "context",
-        "kernels",
-        "plain ms",
-        "of floor",
-        "round ms",
-        "of floor",
-        "tokens/s",
-        "speed-up",
-    )
-    for cell in cells:
-        where = [str(cell[name]) for name in ("pair", "batch_size", "context", "kernels")]
-        if cell["outcome"] != "measured":
-            table.add_row(*where, cell["outcome"])
-            continue
-        plain, best = cell["plain"], cell["speculative"][-1]
-        table.add_row(
-            *where,
-            f"{plain['round_ms']:.2f}",
-            f"{plain['fraction_of_floor']:.0%}",
-            f"{best['round_ms']:.2f}",
-            f"{best['fraction_of_floor']:.0%}",
-            f"{best['tokens_per_s']:.0f}",
-            f"{best['speedup']:.2f} at {best['acceptance']:g}",
-        )
-    return table
-
-
-def _table(title: str, *names: str) -> Table:
-    """An empty table that 80 columns hold."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
+    title = "GPU grid (random weights, oracle drafts)"
+    return TextTable.of_columns(title, GRID, list(cells.values()))
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:
@@ -641,8 +584,8 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
     rounds = results["round_error"]
     sentences = [
         "Speed-ups are over window-1 plain decoding, medians over turns; those of rounds leave out "
-        "prompts and rows that wait for others.",
-        f"Floor: {bandwidth / 1e9:.0f} GB/s and {ceilings['matmul_flops_per_s'] / 1e9:.0f} "
+        "prefill and rows that wait for others.",
+        f"Roofline: {bandwidth / 1e9:.0f} GB/s and {ceilings['matmul_flops_per_s'] / 1e9:.0f} "
         "GFLOP/s, both measured here.",
         f"Cost model, relative error on held-out passes, median and worst: {errors}; on whole "
         f"rounds, none of which was fitted: {rounds['median']:.0%} and {rounds['worst']:.0%}.",
@@ -655,8 +598,3 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
             f"Memory of the last run: {memory['bytes'] / 2**20:.0f} MiB ({memory['source']})."
         )
     return sentences
-
-
-def _ends_section(rows: Sequence[Mapping[str, Any]], index: int) -> bool:
-    """Whether the next row is of another batch size."""
-    return index + 1 < len(rows) and rows[index + 1]["batch_size"] != rows[index]["batch_size"]

@@ -15,15 +15,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
-from jaxspec.commands.documents import make_document
+from jaxspec.commands.options import JsonOption
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
+from jaxspec.runtime.documents import make_document
 
 COMPILED = "compiled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheCommand:
+class CacheCommand(JsonOption):
     """List what is kept in the cache directory (converted models, compiled programs), or remove
     some of it."""
 
@@ -31,8 +32,6 @@ class CacheCommand:
     """What to do."""
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
     """What to remove, as `list` names it; `compiled` is all compiled programs."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Lists or removes; returns the JSON document."""
@@ -61,7 +60,9 @@ class CacheCommand:
         if not models and not compiled_bytes():
             console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
             return
-        table = Table("name", "MiB", "dtype", "source", caption=escape(str(cache_directory())))
+        table = Table(caption=escape(str(cache_directory())))
+        for name in ("name", "MiB", "dtype", "source"):
+            table.add_column(name, overflow="fold")
         for model in models:
             table.add_row(
                 escape(model["name"]),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
@@ -23,27 +22,31 @@ from jaxspec.analysis.compare import (
 )
 from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
-from jaxspec.commands.drafters import choose_drafter
+from jaxspec.commands.options import (
+    EngineOptions,
+    JsonOption,
+    PromptOptions,
+    SamplingOptions,
+    check_at_least_one,
+    drafter_of_command,
+)
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import (
-    SAMPLE_PROMPTS,
     PromptLine,
     encode_prompts,
-    read_prompts,
-    sample_prompts,
 )
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareCommand:
-    """Compare drafters on the same prompts, seeds and window; the first one is the baseline."""
+class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
+    """Compare drafters on the same prompts and seeds; the first one is the baseline.
+
+    Lines of the prompt file may name a `category` or `domain`, by which results are shown."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
@@ -51,43 +54,12 @@ class CompareCommand:
     """`none` (plain decoding), `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`
     (`draft_model@0.4:MODEL` ends each draft after its first token less likely than that), or your
     own `package.module:factory`; repeat the option for each."""
-    prompts: pathlib.Path | None = None
-    """A file of prompts, as for `generate`; default: the sample prompts of the embedded pair. Its
-    lines may name a `category` or `domain`."""
-    limit: int | None = None
-    """Use the first so many prompts."""
-    max_prompt_tokens: int | None = None
-    """Cut longer prompts to their first so many tokens."""
-    max_tokens: int = 64
-    """Tokens to emit per prompt at most."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that reach this mass together; 1 is off."""
-    min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest; 0 is off."""
-    seed: int = 0
-    """Of the first prompt's draws, the next ones count on; and of the bootstrap."""
-    ignore_eos: bool = False
-    """Do not stop at the model's end-of-text tokens."""
     draft_length: int = 4
     """Tokens drafted per round."""
-    verify_length: int | None = None
-    """Tokens scored per round; default: draft length + 1."""
-    batch_size: int = 8
-    """Prompts decoded together."""
-    max_length: int = 1024
-    """Slots per prompt, for the prompt and its completion."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
     repeats: int = 5
     """Timed runs of each drafter, in turns."""
     plot: pathlib.Path | None = None
     """Write the plot as a PNG file."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Compares; returns the JSON document."""
@@ -97,28 +69,14 @@ class CompareCommand:
                 f"--drafter was given {given}; name at least two different drafters, e.g. "
                 "--drafter none --drafter ngram."
             )
-        for name in ("limit", "max_prompt_tokens", "batch_size", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = name.replace("_", "-")
-                raise SettingError(f"--{option} {value} was given; it must be at least 1.")
+        check_at_least_one(self, "batch_size", "max_length", "repeats")
         verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
         check_draft_length(self.draft_length, verify_length)
         makers = {
-            name: choose_drafter(name, None, dtype=self.dtype)
-            for name in dict.fromkeys(self.drafter)
+            name: drafter_of_command(name, dtype=self.dtype) for name in dict.fromkeys(self.drafter)
         }
-        lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
-        lines = lines[: self.limit]
-        each = SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            ignore_eos=self.ignore_eos,
-        )
+        lines = self.read_prompts()
+        each = self.sampling_params()
         with working("loading the models") as status:
             target = load_model(self.target, dtype=self.dtype)
             drafters = {
@@ -150,15 +108,11 @@ class CompareCommand:
         if self.plot is not None:
             write_plot(comparison, self.plot)
             console.print(f"plot written to {self.plot}", markup=False, highlight=False)
-        path = SAMPLE_PROMPTS if self.prompts is None else self.prompts
-        inputs = {}
-        with contextlib.suppress(OSError, TypeError):
-            inputs[pathlib.Path(str(path)).name] = sha256_of(str(path))
         return make_document(
             "compare",
             self,
             holds=comparison.holds,
-            inputs=inputs,
+            inputs=self.checksums(),
             comparison=comparison.to_json(),
         )
 
@@ -187,8 +141,8 @@ def write_plot(comparison: DrafterComparison, path: pathlib.Path) -> None:
 def candidates_table(comparison: DrafterComparison) -> Table:
     """One drafter a line."""
     table = _table("drafter", "tokens/s", "speed-up\n(range)", "rounds", "emitted\n/round")
-    table.add_column("accepted at\n1, 2, ... (%)")
-    table.add_column("equal")
+    table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
     for candidate in comparison.candidates:
         total = candidate.acceptance
         ratios = comparison.speedups(candidate.label)
@@ -205,14 +159,15 @@ def candidates_table(comparison: DrafterComparison) -> Table:
 
 
 def categories_table(comparison: DrafterComparison) -> Table:
-    """Emitted tokens per round: categories by drafter, mean over prompts and interval."""
-    labels = [candidate.label for candidate in comparison.candidates]
-    table = _table("emitted per round", *labels)
-    for category in comparison.category_names:
-        found = [comparison.values("emitted per round", label, category) for label in labels]
-        table.add_row(f"{category} ({found[0].num_prompts})", *map(_interval, found))
-    found = [comparison.values("emitted per round", label) for label in labels]
-    table.add_row(f"all ({found[0].num_prompts})", *map(_interval, found))
+    """Emitted tokens per round by category and drafter: mean over prompts and interval."""
+    table = _table("category (prompts)", "emitted per round")
+    table.add_column("drafter", overflow="fold")
+    for category in (*comparison.category_names, None):
+        for index, candidate in enumerate(comparison.candidates):
+            found = comparison.values("emitted per round", candidate.label, category)
+            name = "" if index else f"{category or 'all'} ({found.num_prompts})"
+            table.add_row(name, _interval(found), candidate.label)
+        table.add_section()
     return table
 
 
@@ -232,18 +187,30 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
         found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")
     elif num_ties:
         found = (
-            f"All outputs are equal, but for {num_ties} that part from "
-            f"{comparison.baseline.label}'s at proven ties: another window width rounds otherwise.",
+            f"All outputs are equal except {num_ties}, which diverge from "
+            f"{comparison.baseline.label}'s at proven ties: programs of other shapes round "
+            "differently.",
             "bold",
         )
     else:
         found = ("All outputs are equal, token for token.", "bold")
+    warm = [
+        (
+            f"{one.label} learns from the requests it serves; every run above began without that. "
+            f"Run again on the same prompts, it emits {one.warm.emitted_per_round:.2f} tokens per "
+            f"round instead of {one.acceptance.emitted_per_round:.2f}.",
+            "",
+        )
+        for one in comparison.candidates
+        if one.warm is not None
+    ]
     return [
         found,
+        *warm,
         (
             f"Intervals hold the mean over prompts with {CONFIDENCE:.0%} confidence (bootstrap "
-            "over prompts). Speed-ups are ratios of whole runs in turns, prompts read included, "
-            f"over {comparison.baseline.label}.",
+            f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs "
+            "in turns, prefill included.",
             "dim",
         ),
     ]
@@ -251,9 +218,9 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
 
 def _table(first: str, *columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.documents import make_document
-from jaxspec.commands.generate import warm_up
-from jaxspec.commands.progress import DecodingProgress, working
+from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, check_at_least_one
+from jaxspec.commands.progress import DecodingProgress, warm_up, working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -29,14 +27,19 @@ from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import SAMPLE_PROMPTS, sample_prompts
+from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
+# What its figures are of; see `jaxspec.runtime.freshness`.
+MEASURES = (
+    "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
+    "engine/executor.py", "commands/demo.py",
+)  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
@@ -46,7 +49,7 @@ MARKS = {Origin.ACCEPTED: "[{}]", Origin.CORRECTED: "~{}", Origin.BONUS: "+{}"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DemoCommand:
+class DemoCommand(JsonOption):
     """Decode 16 prompts with the embedded target and drafters, and compare with plain decoding."""
 
     max_tokens: int = 96
@@ -55,12 +58,10 @@ class DemoCommand:
     """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (1, 8)
     """Batch sizes to measure."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: DtypeName = "float32"
     """Of parameters, compute and cache."""
     repeats: int = 9
     """Timed runs of each kind; the median counts."""
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Runs the demo; returns the JSON document."""
@@ -92,8 +93,9 @@ class DemoCommand:
         return make_document(
             "demo",
             self,
+            measures=MEASURES,
             exactness="bitwise",
-            inputs={"prompts.jsonl": _sha256_of_samples()},
+            inputs=PromptOptions().checksums(),
             num_prompts=len(prompts),
             runs=runs,
             all_equal_to_plain=all_equal,
@@ -105,8 +107,7 @@ class DemoCommand:
     def _check(self) -> None:
         SamplingParams(max_tokens=self.max_tokens)
         check_draft_length(self.draft_length, self.draft_length + 1)
-        if self.repeats < 1:
-            raise SettingError(f"--repeats {self.repeats} was given; it must be at least 1.")
+        check_at_least_one(self, "repeats")
         if not self.batch_sizes or not all(1 <= size <= NUM_PROMPTS for size in self.batch_sizes):
             given = " ".join(map(str, self.batch_sizes)) or "nothing"
             raise SettingError(
@@ -283,11 +284,6 @@ def remarks(
             "small batches, and hardly at large ones.",
             "dim",
         )
-
-
-def _sha256_of_samples() -> str:
-    with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
-        return sha256_of(path)
 
 
 def _label(engine: Engine) -> str:

@@ -9,17 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspec.commands.documents import make_document
+from jaxspec.commands.options import JsonOption
 from jaxspec.kernels.registry import default_kernels, native_problem
+from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices_sentence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvCommand:
+class EnvCommand(JsonOption):
     """Print versions and devices, for bug reports and beside figures."""
-
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Prints and returns the JSON document."""

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 
-from jaxspec.engine import engine
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.engine import Progress as EngineProgress
+from jaxspec.requests.sampling_params import SamplingParams
 
 
 @functools.cache
@@ -22,6 +24,19 @@ def standard_error() -> Console:
 def working(message: str) -> Status:
     """A spinner with `message`, for work of unknown length; drawn on a terminal only."""
     return standard_error().status(message)
+
+
+def warm_up(engine: Engine) -> float:
+    """Compiles an engine's programs and runs them once; returns the seconds that took."""
+    started_s = time.perf_counter()
+    with working("compiling") as status:
+        engine.warm_up(
+            lambda program: status.update(
+                f"compiling {program.number} of {program.num_programs}: {program.name}"
+            )
+        )
+        engine.generate([[0, 0]], SamplingParams(max_tokens=1))
+    return time.perf_counter() - started_s
 
 
 class DecodingProgress:
@@ -60,11 +75,11 @@ class DecodingProgress:
         self._bar.update(self._task, description=description, detail=detail)
         self._started_s, self._num_tokens = time.perf_counter(), 0
 
-    def batch_at(self, num_before: int) -> Callable[[engine.Progress], None]:
+    def batch_at(self, num_before: int) -> Callable[[EngineProgress], None]:
         """A callback for `Engine.run` on requests that follow `num_before` finished ones."""
         earlier = self._num_tokens
 
-        def show(seen: engine.Progress) -> None:
+        def show(seen: EngineProgress) -> None:
             self._num_tokens = earlier + seen.num_emitted_tokens
             elapsed_s = time.perf_counter() - self._started_s
             detail = f"{self._num_tokens} tokens, {self._num_tokens / elapsed_s:.0f} tokens/s"

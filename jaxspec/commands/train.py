@@ -10,19 +10,18 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.commands.documents import make_document
+from jaxspec.commands.options import JsonOption
+from jaxspec.runtime.documents import make_document
 from jaxspec.training.lm import TrainConfig, train_lm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainCommand:
+class TrainCommand(JsonOption):
     """Train a small language model on text (`lm`), from scratch or distilled from a teacher."""
 
     kind: Annotated[Literal["lm"], tyro.conf.Positional]
     """What to train."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
-    json: bool = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
@@ -37,7 +36,8 @@ class TrainCommand:
 
 def results_table(results: Mapping[str, Any]) -> Table:
     """Results, those of a domain on a line of their own."""
-    table = Table(show_header=False)
+    table = Table("name", "value", show_header=False)
+    table.columns[1].overflow = "fold"
     for name, value in _flatten(results):
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else shown)

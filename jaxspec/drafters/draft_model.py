@@ -18,10 +18,12 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache.pages import KVCache
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import EngineShape, RoundInfo
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.models.prefill import prefill_chunk
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, PyTree, Window, chain_parents
 
@@ -43,7 +45,8 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     num_positions: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@refuse_other_names
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class DraftModel:
     """Drafts with another model that shares the target's tokenizer, each row by its own sampling
     parameters: greedily where the row is greedy.
@@ -57,25 +60,28 @@ class DraftModel:
     under `rejection` and `block`: the target would draw its successor as if nothing were known.
 
     Attributes:
-      model: the draft model.
+      model: the draft model; a name is loaded as `load_model` does.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
 
     Raises:
       SettingError: `min_confidence` is no probability.
+      ModelError, CheckpointError: there is no model of that name; see `load_model`.
     """
 
     model: Model
     min_confidence: float = 0.0
-    is_chain: bool = dataclasses.field(default=True, init=False)
-    is_synthetic: bool = dataclasses.field(default=False, init=False)
+    is_chain = True
+    is_synthetic = False
 
-    def __post_init__(self):
-        if not 0 <= self.min_confidence <= 1:
+    def __init__(self, model: Model | str, min_confidence: float = 0.0):
+        if not 0 <= min_confidence <= 1:
             raise SettingError(
-                f"min_confidence {self.min_confidence} was given; it is a probability, so give a "
-                "number from 0 (drafts never end early) to 1."
+                f"min_confidence {min_confidence} was given; it is a probability, so give a number "
+                "from 0 (drafts never end early) to 1."
             )
+        object.__setattr__(self, "model", as_model(model))
+        object.__setattr__(self, "min_confidence", min_confidence)
 
     @property
     def name(self) -> str:

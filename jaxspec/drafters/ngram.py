@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import EngineShape, StatelessDrafter
 from jaxspec.errors import SettingError
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.types import BatchView, Draft, chain_parents
 
 
+@refuse_other_names
 @dataclasses.dataclass(frozen=True)
 class NGram(StatelessDrafter):
     """Proposes what followed the latest earlier occurrence of the row's last tokens.

@@ -38,8 +38,8 @@ class Oracle:
     acceptance: float = 1.0
     seed: int = 0
     cost_of: Drafter | None = None
-    is_chain: bool = dataclasses.field(default=True, init=False)
-    is_synthetic: bool = dataclasses.field(default=True, init=False)
+    is_chain = True
+    is_synthetic = True
 
     def __post_init__(self):
         if not 0.0 <= self.acceptance <= 1.0:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxspec.cache.layouts import Layout
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
     DEFAULT_DRAFT_LENGTH,
     DraftLength,
@@ -16,6 +17,7 @@ from jaxspec.decode.settings import (
     check_at_least_one,
 )
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import LogprobsMode, make_executor
@@ -25,15 +27,17 @@ from jaxspec.engine.queue import StreamOutput
 from jaxspec.errors import RequestError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion, Completions
-from jaxspec.requests.requests import Prompt, Request, make_requests
+from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.schedulers import Scheduler
+from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.telemetry.trace import TraceLevel
 from jaxspec.types import DecodeState, PyTree
-from jaxspec.verifiers import Coupled, Verifier
+from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
 
+@refuse_other_names
 class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
@@ -50,9 +54,10 @@ class Engine:
     shard; between meshes it may differ by rounding.
 
     Args:
-      target: the model to decode.
-      drafter: what proposes tokens; None decodes plainly, one token per step.
-      verifier: how much of a draft is kept; default `Coupled()`.
+      target: the model to decode; a name is loaded as `load_model` does.
+      drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, a draft model's, or
+        `package.module:factory`. None and `none` decode plainly, one token per step.
+      verifier: how much of a draft is kept, or its name; default `Coupled()`.
       scheduler: which rows take part in a round. The default `Continuous()` replaces a row that
         ends in the next round by one whose prompt has already been read; `Static()` decodes batch
         after batch, each to its end; `Pool()` is EXSPEC's.
@@ -108,11 +113,11 @@ class Engine:
 
     def __init__(
         self,
-        target: Model,
-        drafter: Drafter | None = None,
+        target: Model | str,
+        drafter: Drafter | str | None = None,
         *,
-        verifier: Verifier | None = None,
-        scheduler: Scheduler | None = None,
+        verifier: Verifier | VerifierName | None = None,
+        scheduler: Scheduler | SchedulerName | None = None,
         layout: Layout = "ragged",
         draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
         exactness: Exactness = "bitwise",
@@ -129,6 +134,10 @@ class Engine:
         mesh: jax.sharding.Mesh | None = None,
     ):
         check_at_least_one(rounds_per_sync=rounds_per_sync, max_queue=max_queue)
+        self.target = target = as_model(target)
+        self.drafter = drafter = make_drafter(drafter, target)
+        self.verifier = verifier = make_verifier(verifier or "coupled")
+        self.scheduler = scheduler = make_scheduler(scheduler or "continuous")
         self.executor = make_executor(
             target,
             drafter,
@@ -147,10 +156,6 @@ class Engine:
             check_invariants=check_invariants,
             mesh=mesh,
         )
-        self.target = target
-        self.drafter = drafter
-        self.verifier = Coupled() if verifier is None else verifier
-        self.scheduler = self.executor.loop.scheduler
         self.layout = layout
         self.max_logprobs, self.logprobs_mode = max_logprobs, logprobs_mode
         self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue
@@ -175,6 +180,9 @@ class Engine:
         )
         self.queue = self._core.queue
         self._intake = Intake(self.executor, self.draft_length, max_logprobs)
+
+    def __repr__(self) -> str:
+        return _shown(self.describe())
 
     @property
     def longest_prompt(self) -> int:
@@ -226,10 +234,11 @@ class Engine:
 
     # Lists of requests.
 
+    @refuse_other_names
     def generate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         speculate: bool = True,
         draft_length: int | None = None,
@@ -290,7 +299,7 @@ class Engine:
     def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str | None = None,
         speculate: bool = True,
@@ -346,7 +355,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str | None = None,
         speculate: bool = True,
@@ -367,7 +376,7 @@ class Engine:
     def astream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str | None = None,
         speculate: bool = True,
@@ -429,3 +438,10 @@ class Engine:
 
     def __exit__(self, *_) -> None:
         self.shutdown()
+
+
+def _shown(described: Mapping[str, Any]) -> str:
+    """An engine in a line."""
+    names = ("verifier", "scheduler", "draft_length", "verify_length", "batch_size", "max_length")
+    settings = ", ".join(f"{name} {described[name]}" for name in names)
+    return f"<Engine of {described['target']} with drafter {described['drafter']}: {settings}>"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
 
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.admission import stop_tokens
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
-from jaxspec.errors import SettingError
-from jaxspec.requests.requests import Prompt, Request, make_request
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.errors import JaxspecWarning, SettingError
+from jaxspec.requests.requests import Params, Prompt, Request, make_request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,12 @@ class Intake:
     draft_length: int
     max_logprobs: int | None
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
+    has_warned: threading.Event = dataclasses.field(default_factory=threading.Event, init=False)
 
     def single(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         speculate: bool,
         draft_length: int | None,
@@ -79,11 +81,23 @@ class Intake:
         return draft_length
 
     def _check(self, request: Request) -> None:
-        """Raises `SettingError` for a request that asks for what the engine does not keep."""
+        """Raises `SettingError` for a request that asks for what the engine does not keep, and
+        warns once of one that asks for more tokens than fit."""
         stop_tokens(request, self.executor.loop.target)
         wanted, kept = request.params.logprobs, self.max_logprobs
         if wanted is not None and (kept is None or wanted > kept):
             raise SettingError(
                 f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
                 f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
+            )
+        room = self.executor.longest_prompt + 1 - len(request.prompt_token_ids)
+        if request.params.max_tokens > room and not self.has_warned.is_set():
+            self.has_warned.set()
+            warnings.warn(
+                f"Request {request.request_id} asks for {request.params.max_tokens} tokens, and "
+                f"the engine's max_length of {self.executor.shape.max_length} leaves room for "
+                f"{room} after its prompt of {len(request.prompt_token_ids)}: its output will be "
+                "cut there; raise max_length or lower max_tokens. (This is said once.)",
+                JaxspecWarning,
+                stacklevel=2,
             )

@@ -40,6 +40,9 @@ class Memory:
     buffers_bytes: int
     free_bytes: int | None
 
+    def __repr__(self) -> str:
+        return f"<Memory: {self.sentence}>"
+
     @property
     def state_bytes(self) -> int:
         """KV and buffers."""

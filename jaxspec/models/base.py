@@ -128,6 +128,13 @@ class LanguageModel:
             params = {**self.params, "head": self.params["embedding"].T}
             object.__setattr__(self, "params", params)
 
+    def __repr__(self) -> str:
+        size = decoder.num_params(self.config) / 1e6
+        return (
+            f"<LanguageModel {self.name}: {self.config.family}, {size:.1f} M parameters, "
+            f"{self.dtype.name}, {self.kernels} kernels>"
+        )
+
     @property
     def vocab_size(self) -> int:
         """V."""

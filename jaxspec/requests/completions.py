@@ -98,27 +98,37 @@ class Completion:
             text.append(piece, style=ORIGIN_STYLES[origin][0])
         return text
 
+    def __repr__(self) -> str:
+        shown = self.token_ids if self.text is None else self.text
+        if len(shown) > 60:
+            shown = f"{shown[:60]}..."
+        reason = self.finish_reason
+        if self.stop_reason is not None:
+            reason += f" ({self.stop_reason!r})"
+        return f"<Completion {self.request_id}: {self.summary}, {reason}, {shown!r}>"
+
+    @property
+    def summary(self) -> str:
+        """E.g. `64 tokens in 23 rounds, 2.78 per round`."""
+        return _summary(self.acceptance, len(self.token_ids))
+
     def _repr_html_(self) -> str:
+        return f"{self._html_of_text()}<small>{self.summary}; {_html_legend()}</small>"
+
+    def _html_of_text(self) -> str:
         spans = "".join(
             f'<span style="{ORIGIN_STYLES[origin][1]}">{html.escape(piece)}</span>'
             for piece, origin in zip(self._shown_pieces(), self.origins, strict=True)
         )
-        legend = " ".join(
-            f'<span style="{ORIGIN_STYLES[origin][1]}">{origin.name.lower()}</span>'
-            for origin in (Origin.ACCEPTED, Origin.CORRECTED, Origin.BONUS)
-        )
-        summary = (
-            f"{len(self.token_ids)} tokens in {self.acceptance.num_rounds} rounds, "
-            f"{self.acceptance.emitted_per_round:.2f} per round; {legend}"
-        )
-        return f'<div style="white-space:pre-wrap">{spans}</div><small>{summary}</small>'
+        return f'<div style="white-space:pre-wrap">{spans}</div>'
 
     def _shown_pieces(self) -> Sequence[str]:
         return self.pieces or [f"{token} " for token in self.token_ids]
 
 
 class Completions(list[Completion]):
-    """Completions in the order of their requests: a list, and the data of an acceptance study.
+    """Completions in the order of their requests: a list, and the data of an acceptance study. In a
+    notebook it shows all of them with their tokens coloured by origin.
 
     Frames need an engine that records (`Engine(trace=...)`) and pandas (the `analysis` extra).
     """
@@ -131,6 +141,22 @@ class Completions(list[Completion]):
         """One of them, or some as `Completions`."""
         found = super().__getitem__(index)
         return Completions(found) if isinstance(index, slice) else found
+
+    def __repr__(self) -> str:
+        return f"<{self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """E.g. `1 completion, 64 tokens in 23 rounds, 2.78 per round`."""
+        total = Acceptance.total([one.acceptance for one in self])
+        num_tokens = sum(len(one.token_ids) for one in self)
+        return f"{counted(len(self), 'completion')}, {_summary(total, num_tokens)}"
+
+    def _repr_html_(self) -> str:
+        shown = "".join(
+            f"<small>{html.escape(one.request_id)}</small>{one._html_of_text()}" for one in self
+        )
+        return f"{shown}<small>{self.summary}; {_html_legend()}</small>"
 
     def rounds(self, **columns: Iterable[Any]) -> pandas.DataFrame:
         """A frame with one row per request and round.
@@ -199,6 +225,25 @@ class Completions(list[Completion]):
             TracedRequest(request_id=one.request_id, index=one.index, trace=one.trace)
             for one in self
         ]
+
+
+def counted(number: int, noun: str) -> str:
+    """E.g. `1 token`, `2 tokens`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _summary(acceptance: Acceptance, num_tokens: int) -> str:
+    return (
+        f"{counted(num_tokens, 'token')} in {counted(acceptance.num_rounds, 'round')}, "
+        f"{acceptance.emitted_per_round:.2f} per round"
+    )
+
+
+def _html_legend() -> str:
+    return " ".join(
+        f'<span style="{ORIGIN_STYLES[origin][1]}">{origin.name.lower()}</span>'
+        for origin in (Origin.ACCEPTED, Origin.CORRECTED, Origin.BONUS)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import Model
-
-if TYPE_CHECKING:
-    pass
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 
 Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+Params: TypeAlias = SamplingParams | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class Request:
 
 def make_requests(
     prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams],
+    params: Params | Sequence[Params] | None,
     model: Model,
     *,
     longest: int,
@@ -51,7 +49,8 @@ def make_requests(
     `0-0, 0-1, ...`.
 
     Args:
-      params: one for all prompts, or one each.
+      params: one for all prompts, or one each, as `SamplingParams` or dicts of its fields; default
+        `SamplingParams()`.
       longest: prompt tokens the engine can take.
       chat_template: Jinja template for messages instead of the tokenizer's own.
       names: what errors call each prompt; default `Prompt 0`, `Prompt 1`, ...
@@ -65,12 +64,7 @@ def make_requests(
         raise PromptError(
             "One text was given where a list of prompts is expected; put it in brackets, [text]."
         )
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts):
-        raise SettingError(
-            f"{len(each)} sampling parameters were given for {len(prompts)} prompts; give one, or "
-            "one for each prompt."
-        )
+    each = params_of_prompts(params, len(prompts))
     requests = []
     for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
         name = f"Prompt {index}" if names is None else names[index]
@@ -95,9 +89,27 @@ def make_requests(
     return requests
 
 
+def params_of_prompts(
+    params: Params | Sequence[Params] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """`SamplingParams` of each prompt, of one for all (or None), or one each.
+
+    Raises:
+      SettingError: they are not as many as prompts, or are none.
+    """
+    if not isinstance(params, Sequence):
+        return [as_sampling_params(params)] * num_prompts
+    if len(params) != num_prompts:
+        raise SettingError(
+            f"{len(params)} sampling parameters were given for {num_prompts} prompts; give one, or "
+            "one for each prompt."
+        )
+    return [as_sampling_params(one) for one in params]
+
+
 def make_request(
     prompt: Prompt,
-    params: SamplingParams | None,
+    params: Params | None,
     model: Model,
     *,
     longest: int,
@@ -106,7 +118,7 @@ def make_request(
 ) -> Request:
     """The request of one prompt, under an id of the caller's. Raises as `make_requests`, and
     `SettingError` where the parameters ask for more than one completion."""
-    params = SamplingParams() if params is None else params
+    params = as_sampling_params(params)
     if params.n != 1:
         raise SettingError(
             f"n {params.n} was given for a single request; submit it {params.n} times with "

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel, Model
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.sampling import request_key
 from jaxspec.types import RowSampling
-
-if TYPE_CHECKING:
-    pass
-
 
 LOWEST_TEMPERATURE = 1e-3  # below it, and above 0, scaled logits lose their differences or overflow
 HIGHEST_TEMPERATURE = 1e6
@@ -23,15 +21,17 @@ LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 2**30  # tokens; the device counts in int32
 
 
+@refuse_other_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded, in vLLM's names.
+    """How one request is decoded, in vLLM's names. Where it is asked for, a dict of its fields will
+    do: `{"max_tokens": 64}`.
 
     The order of operations is that of `jaxspec.sampling`: penalties, `min_tokens`, temperature,
     top-k, top-p, min-p.
 
     Attributes:
-      max_tokens: tokens to emit at most; `max_new_tokens` is another name for it.
+      max_tokens: tokens to emit at most.
       min_tokens: tokens before which nothing ends the output.
       temperature: 0 is greedy; otherwise logits are divided by it.
       top_k: keep the k likeliest tokens, and what ties with the last; 0 and -1 are off.
@@ -68,11 +68,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    max_new_tokens: dataclasses.InitVar[int | None] = None
 
-    def __post_init__(self, max_new_tokens: int | None):
-        if max_new_tokens is not None:
-            object.__setattr__(self, "max_tokens", max_new_tokens)
+    def __post_init__(self):
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             is_left_out = value is None and name in ("seed", "logprobs")
@@ -165,6 +162,32 @@ class SamplingParams:
         """Every token id that ends the output."""
         eos = () if self.ignore_eos else tuple(model.eos_token_ids)
         return tuple(dict.fromkeys(eos + self.stop_token_ids))
+
+
+def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Sampling parameters of a dict of their fields, or of None; others as they are.
+
+    Raises:
+      SettingError: there is no such field, or a value is out of range.
+    """
+    if isinstance(params, SamplingParams):
+        return params
+    if params is not None and not isinstance(params, Mapping):
+        raise SettingError(
+            f"Sampling parameters of type {type(params).__name__} were given; give SamplingParams "
+            "or a dict of its fields."
+        )
+    fields: dict[str, Any] = dict(params or {})
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    try:
+        return SamplingParams(**fields)
+    except TypeError as error:
+        unknown = next((name for name in fields if name not in names), None)
+        if unknown is None:
+            raise
+        raise SettingError(
+            f"There is no sampling parameter {unknown!r}; choose from {', '.join(names)}."
+        ) from error
 
 
 _KINDS = {

@@ -72,26 +72,18 @@ def devices_sentence(found: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, with `+` if it was changed; None elsewhere."""
-    root = pathlib.Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
+    """Commit of the checkout that this package runs from, with `+` if it was changed; elsewhere the
+    one that the installed distribution was built from; None where neither is known."""
+    package = pathlib.Path(__file__).resolve().parent.parent
+    if not (package.parent / ".git").exists():
+        built_from = package / "_commit.txt"  # written by setup.py
+        return built_from.read_text().strip() or None if built_from.exists() else None
+    command = ["git", "-C", str(package), "describe", "--always", "--abbrev=40", "--exclude=*"]
     try:
-        head = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        done = subprocess.run([*command, "--dirty=+"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed else "")
+    return done.stdout.strip()
 
 
 def provenance() -> dict[str, Any]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.extras import import_extra
 
+Columns: TypeAlias = Mapping[str, Callable[[Any], Any]]
+
 NONE = "-"  # a cell without a value
+FIGURES = ("", "-", *"0123456789")  # what a cell begins with that holds a figure
 GOOD, BAD = "#2a7f62", "#c0392b"
 
 
@@ -33,12 +37,44 @@ class TextTable:
       header: names of the columns; empty for a table of names and values.
       rows: its cells.
       is_quoted: whether the figures are somebody else's, which a page shows on tinted ground.
+      breaks: indices of rows that a terminal draws a line before.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     is_quoted: bool = False
+    breaks: Collection[int] = ()
+
+    @classmethod
+    def of_columns(
+        cls,
+        title: str,
+        columns: Columns,
+        records: Iterable[Any],
+        *,
+        group: Callable[[Any], Any] | None = None,
+        is_quoted: bool = False,
+    ) -> TextTable:
+        """A row for each record.
+
+        Args:
+          title: the line above it.
+          columns: functions of a record, by the heading of the column; what they return is shown as
+            text.
+          records: of any kind.
+          group: a line is drawn between records of which this differs.
+          is_quoted: see `TextTable`.
+        """
+        records = list(records)
+        pairs = enumerate(itertools.pairwise(records), start=1) if group is not None else ()
+        return cls(
+            title=title,
+            header=tuple(columns),
+            rows=[[str(cell(record)) for cell in columns.values()] for record in records],
+            is_quoted=is_quoted,
+            breaks=[index for index, (a, b) in pairs if group and group(a) != group(b)],
+        )
 
     @classmethod
     def of_values(cls, title: str, values: Mapping[str, str]) -> TextTable:
@@ -46,6 +82,7 @@ class TextTable:
         return cls(title=title, header=(), rows=list(values.items()))
 
     def __rich__(self):
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
@@ -54,11 +91,25 @@ class TextTable:
             title_justify="left",
             title_style="bold",
             show_header=bool(self.header),
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
         )
-        for name in self.header or ("",) * max(map(len, self.rows), default=0):
-            table.add_column(name, overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(Text, row))
+        num_columns = len(self.header) or max(map(len, self.rows), default=0)
+        for index, name in enumerate(self.header or ("",) * num_columns):
+            cells = [row[index] for row in self.rows if index < len(row)]
+            # Text is wrapped between words where the width does not suffice; figures never are.
+            is_figures = all(cell[:1] in FIGURES and len(cell) < 15 for cell in cells)
+            words = " ".join((name, *cells)).split()
+            table.add_column(
+                name,
+                overflow="fold",
+                justify="right" if is_figures and self.header else "left",
+                no_wrap=is_figures,
+                min_width=min(max(map(len, words), default=1), 20),
+            )
+        for index, row in enumerate(self.rows, start=1):
+            table.add_row(*map(Text, row), end_section=index in self.breaks)
         return table
 
 
@@ -151,6 +202,7 @@ def write_page(
     title: str,
     verdict: str = "",
     holds: bool | None = None,
+    summary: TextTable | None = None,
     findings: Sequence[str] = (),
     paragraphs: Sequence[str] = (),
     tables: Sequence[TextTable] = (),
@@ -163,6 +215,7 @@ def write_page(
       title: of the page.
       verdict: what was found, in one sentence, with a bar in the colour of `holds`.
       holds: whether the verdict is good; None for neither.
+      summary: a table before everything else.
       findings: a list of sentences.
       paragraphs: text after these.
       tables: after the plots, each below its title.
@@ -178,6 +231,7 @@ def write_page(
         title=title,
         verdict=verdict,
         colour={True: GOOD, False: BAD, None: "#888"}[holds],
+        summary=summary,
         findings=findings,
         paragraphs=paragraphs,
         tables=tables,
@@ -186,7 +240,17 @@ def write_page(
     write_atomically(pathlib.Path(path), page.encode())
 
 
-_PAGE = """<!doctype html>
+_PAGE = """{% macro show(table) %}
+<div{% if table.is_quoted %} class="quoted"{% endif %}>
+<h2>{{ table.title }}</h2>
+<table>{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
+{% endif %}
+{% for row in table.rows %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table></div>
+{% endmacro %}
+<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
@@ -204,6 +268,9 @@ figure img { max-width: 100%; }
 {% if verdict %}
 <p class="verdict">{{ verdict }}</p>
 {% endif %}
+{% if summary %}
+{{ show(summary) }}
+{% endif %}
 {% if findings %}
 <ul>{% for sentence in findings %}<li>{{ sentence }}</li>{% endfor %}</ul>
 {% endif %}
@@ -215,14 +282,7 @@ figure img { max-width: 100%; }
 <img alt="{{ caption }}" src="data:image/svg+xml;base64,{{ data }}"></figure>
 {% endfor %}
 {% for table in tables %}
-<div{% if table.is_quoted %} class="quoted"{% endif %}>
-<h2>{{ table.title }}</h2>
-<table>{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% endif %}
-{% for row in table.rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
+{{ show(table) }}
 {% endfor %}
 </body></html>
 """

@@ -1,8 +1,43 @@
 """Schedulers: which resident rows take part in a round."""
 
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from jaxspec.errors import SettingError
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.schedulers.continuous import Continuous
 from jaxspec.schedulers.pool import Pool
 from jaxspec.schedulers.static import Static
 
-__all__ = ["Continuous", "Pool", "Scheduler", "Static"]
+SchedulerName: TypeAlias = Literal["continuous", "static", "pool"]
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "continuous": Continuous,
+    "static": Static,
+    "pool": Pool,
+}
+
+
+def make_scheduler(scheduler: Scheduler | str) -> Scheduler:
+    """The scheduler of a name in `SCHEDULERS`; a scheduler as it is.
+
+    Raises:
+      SettingError: there is none of that name.
+    """
+    if not isinstance(scheduler, str):
+        return scheduler
+    if scheduler not in SCHEDULERS:
+        raise SettingError(
+            f"There is no scheduler {scheduler!r}; choose one of {', '.join(SCHEDULERS)}."
+        )
+    return SCHEDULERS[scheduler]()
+
+
+__all__ = [
+    "SCHEDULERS",
+    "Continuous",
+    "Pool",
+    "Scheduler",
+    "SchedulerName",
+    "Static",
+    "make_scheduler",
+]

@@ -43,12 +43,14 @@ import numpy as np
 from flax import struct
 
 from jaxspec.cache.pages import KVCache, copy_row
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.loop import Admission, mark_prefilled, rows_axis
 from jaxspec.decode.settings import (
     check_draft_length,
     make_loop,
 )
 from jaxspec.drafters.base import Drafter, EngineShape
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
@@ -57,9 +59,10 @@ from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
+from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Finish, PyTree
-from jaxspec.verifiers import Coupled, Verifier
+from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
 ALONE = np.int32(0)  # the row of a state that holds one
 ONE = np.int32(1)
@@ -108,6 +111,7 @@ class StepResult(struct.PyTreeNode, kw_only=True):
     num_accepted: jax.Array
 
 
+@refuse_other_names
 class ServingEngine:
     """Compiled functions over a `DecodeState` that the caller holds; the engine itself holds none.
 
@@ -154,22 +158,22 @@ class ServingEngine:
 
     def __init__(
         self,
-        target: Model,
-        drafter: Drafter | None = None,
+        target: Model | str,
+        drafter: Drafter | str | None = None,
         *,
-        verifier: Verifier | None = None,
+        verifier: Verifier | VerifierName | None = None,
         draft_length: int = 4,
         verify_length: int | None = None,
         batch_size: int = 8,
         max_length: int = 1024,
         prefill_chunk: int = 128,
     ):
-        self.target = target
-        self.drafter = drafter
+        self.target = target = as_model(target)
+        self.drafter = drafter = make_drafter(drafter, target)
         loop = make_loop(
             target,
             drafter,
-            verifier=Coupled() if verifier is None else verifier,
+            verifier=make_verifier(verifier or "coupled"),
             scheduler=Static(),
             draft_length=draft_length,
             verify_length=verify_length,

@@ -9,19 +9,25 @@ code does differently stands here, so that a study can switch it on and off:
 - `RereadingDraftModel`: no draft KV is kept between rounds; each reads the whole context again.
 
 None of them changes an output. What changes outputs there (an end-of-text token looked for in the
-prompt, tokens after it kept, sorted completions) is not rebuilt, nor is the reading of a whole
-batch's prompts again when one row joins.
+prompt, tokens after it kept, sorted completions) is not rebuilt, nor is the second prefill of a
+whole batch when one row joins.
+
+BSP and DSD, which the paper finds broken, stand here as negative controls: what they do to
+positions, padding and the bonus token are faults of `jaxspec.audit.controls`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.drafters.base import Drafter, EngineShape
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
@@ -30,13 +36,29 @@ from jaxspec.schedulers import Pool, Static
 from jaxspec.types import BatchView, Draft, DraftContext, PyTree, Verdict
 from jaxspec.verifiers import Coupled
 
+# What each system does wrong, by the names of the auditor's faults. DSD also pads again without
+# unpadding and compares pads with pads; the two named here ruin every output already.
+BROKEN: dict[str, tuple[str, ...]] = {
+    "BSP": ("positions_by_buffer_index",),
+    "DSD": ("bonus_from_draft", "padding_attended"),
+}
+
+
+@contextlib.contextmanager
+def as_broken(system: str) -> Iterator[None]:
+    """While it lasts, engines that are built and run make the mistakes of BSP or DSD."""
+    with contextlib.ExitStack() as stack:
+        for name in BROKEN[system]:
+            stack.enter_context(FAULTS[name].apply())
+        yield
+
 
 def eqspec(draft: Model) -> dict[str, Any]:
     """Settings of an `Engine` that runs EQSPEC as published, with this draft model.
 
     Example:
       >>> import jaxspec
-      >>> from jaxspec.bench import published
+      >>> from jaxspec.studies import published
       >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
       >>> engine = jaxspec.Engine(target, **published.eqspec(draft), batch_size=4)
     """
@@ -90,8 +112,8 @@ class BatchMinimum:
     """Lets a drafter draft, for every row of a round, `min(k, fewest tokens that a row may still
     emit)`; the engine's draft length k must fill its window.
 
-    The last token that a row may emit is drafted too, which is of use to no one: the target's own
-    token would stand there anyway. Only so are the published counts of drafted tokens met.
+    The last token that a row may emit is drafted too, although the target's own token stands there
+    in any case: the published counts of drafted tokens include it.
     """
 
     inner: Drafter
@@ -121,7 +143,7 @@ class BatchMinimum:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RereadingDraftModel(DraftModel):
-    """A draft model that forgets everything after a round, and reads the context again in the next.
+    """A draft model that forgets everything after a round, and prefills the context in the next.
 
     `DraftModelState.num_positions` counts what it reads, padding included: a batch is read at the
     length of its longest row.

@@ -67,7 +67,7 @@ EQUIVALENCE: dict[str, dict[tuple[str, int], tuple[float, float]]] = {
 }
 
 # Table 2: Vicuna, batch 4, 100 prompts of at most 128 new tokens. Shares in per cent.
-ANATOMY: dict[str, dict[str, float]] = {
+TIME_BREAKDOWN: dict[str, dict[str, float]] = {
     "EQSPEC": {
         "tokens_per_s": 95.6,
         "calls": 1469,
@@ -109,12 +109,4 @@ SERVING: dict[str, dict[int, dict[str, float]]] = {
 GROUPING: dict[str, dict[int, float]] = {
     "equal lengths": {2: 95.9, 4: 89.3, 8: 84.1, 16: 70.7, 32: 44.2},
     "random lengths": {2: 23.6, 4: 17.5, 8: 4.8, 16: 1.3, 32: 0.0},
-}
-
-# What the paper states of EQSPEC's alignment overhead, in per cent of its time, by batch size. The
-# statements do not agree with each other; they are listed as they stand.
-OVERHEAD: dict[str, dict[int, float]] = {
-    "figure 5b": {1: 13.0, 32: 40.0},
-    "section 3.2": {8: 39.4, 16: 46.7},
-    "table 2": {4: 27.7},
 }

@@ -2,13 +2,14 @@
 
 A row's output does not depend on its neighbours or on the round it is decoded in, so what it emits
 round by round is a list that belongs to it. Any schedule can then be counted without decoding
-anything again, and the compiled schedulers have an independent witness.
+anything again, and the compiled schedulers can be checked against it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 from collections.abc import Sequence
 from typing import Literal
 
@@ -64,6 +65,19 @@ def emitted_by_round(origins: Sequence[Origin]) -> tuple[int, ...]:
             emitted.append(current)
             current = 0
     return (*emitted, current) if current else tuple(emitted)
+
+
+def list_scheduling(rounds: Sequence[int], batch_size: int) -> int:
+    """Rounds until all rows have ended, if a free row is filled at once in order of arrival.
+
+    Args:
+      rounds: that each row takes, in order of arrival.
+      batch_size: rows of a round.
+    """
+    ends = [0] * batch_size
+    for own in rounds:
+        heapq.heappush(ends, heapq.heappop(ends) + own)
+    return max(ends)
 
 
 def replay_pool(

@@ -1,4 +1,4 @@
-"""Tables, plots and page of the study: our figures, and beside them the published ones.
+"""Findings, plots and page of the study: our figures, and beside them the published ones.
 
 Published figures are of other models, other hardware and other code. They are drawn in panels of
 their own, with the hardware named.
@@ -6,26 +6,34 @@ their own, with the hardware named.
 
 from __future__ import annotations
 
-import base64
-import io
-import itertools
-import json
+import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
+from rich.console import Console
 
-from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import write_atomically
-from jaxspec.runtime.report import TextTable
+from jaxspec.runtime.documents import write_document
+from jaxspec.runtime.report import Plot, TextTable, new_figure, write_page
 from jaxspec.studies import published_figures as theirs
+from jaxspec.studies.claims import check_claims
+from jaxspec.studies.tables import (
+    ROUNDS_COLUMNS,
+    broken_down,
+    claims_table,
+    decodings,
+    make_tables,
+    of_kind,
+    paper_window,
+    rounds_rows,
+    shares,
+)
+from jaxspec.studies.workload import NAMED, PLAIN
 
 Cell = dict[str, Any]
 
-NAMED = ("EQSPEC", "EXSPEC", "jaxspec")  # systems that every batch size is measured for
-PLAIN = "plain, ragged + continuous"
 COLOURS = {
     "EQSPEC": "#b5651d",
     "EXSPEC": "#8e44ad",
@@ -36,13 +44,12 @@ PART_COLOURS = {
     "draft": "#5dade2",
     "verify": "#1f618d",
     "align": "#c0392b",
-    "seat": "#e59866",
+    "regroup": "#e59866",
     "rest of the rounds": "#aab7b8",
     "prefill": "#a9dfbf",
     "host": "#f4d03f",
     "overhead (published)": "#7b241c",
 }
-NONE = "-"
 
 
 def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
@@ -61,27 +68,51 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
         name: {key: value for key, value in cell.items() if key not in ("rows", "token_ids")}
         for name, cell in cells.items()
     }
-    tables = make_tables(cells)
+    claims = [dataclasses.asdict(claim) for claim in check_claims(cells)]
     found = findings(cells)
-    write_atomically(
-        output / "study.json",
-        json.dumps(document | {"findings": found, "cells": kept}, indent=1).encode() + b"\n",
+    write_document(
+        document | {"claims": claims, "findings": found, "cells": kept}, output / "study.json"
     )
-    images = []
-    for name, caption, figure in plots:
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-        write_atomically(output / f"{name}.png", buffer.getvalue())
-        images.append((caption, base64.b64encode(buffer.getvalue()).decode()))
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(_PAGE).render(
+    for plot in plots:
+        write_atomically(output / f"{plot.name}.png", plot.png())
+    write_page(
+        output / "study.html",
+        title="Study of batched speculative decoding",
+        summary=claims_table(cells),
         findings=found,
-        images=images,
-        tables=tables,
-        setup=_setup(document),
-        published=f"{theirs.SOURCE}; {theirs.HARDWARE}",
+        paragraphs=[
+            "EQSPEC and EXSPEC run as published: the aligned layout with static batches or with "
+            "the same-length pool, no bonus token after a full acceptance, drafts of the batch's "
+            'least length, and a draft model that keeps no KV. "aligned + static" and "aligned + '
+            "pool\" are the same layout and scheduler with jaxspec's drafting and verification; "
+            "jaxspec is the ragged layout with continuous batching. Everything ran in this "
+            "package, on this machine.",
+            f"Published figures stand on a tinted ground: {theirs.SOURCE}; {theirs.HARDWARE}",
+        ],
+        tables=[TextTable.of_values("Setup", dict(_setup(document))), *make_tables(cells)],
+        plots=plots,
     )
-    write_atomically(output / "study.html", page.encode())
+
+
+def print_report(cells: dict[str, Cell], console: Console) -> None:
+    """The claims, the rounds and the findings, on a terminal."""
+    for claim in check_claims(cells):
+        console.print(f"[bold]{claim.claim}[/]: {claim.reproduced}", highlight=False)
+        for label, text in (("paper", claim.paper), ("ours", claim.ours), ("why", claim.why)):
+            if text:
+                console.print(f"  {label}: {text}", markup=False, highlight=False)
+    short = {name: ROUNDS_COLUMNS[name] for name in ("batch", "system", "rounds", "emitted/round")}
+    short |= {
+        "draft\npositions": ROUNDS_COLUMNS["draft positions"],
+        "outputs as\njaxspec's": ROUNDS_COLUMNS["outputs as jaxspec's"],
+    }
+    console.print(
+        TextTable.of_columns(
+            "rounds", short, rounds_rows(cells), group=lambda row: row["batch_size"]
+        )
+    )
+    for sentence in findings(cells):
+        console.print(f"- {sentence}", markup=False, highlight=False)
 
 
 # ---- what was found, in words
@@ -90,15 +121,15 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
 def findings(cells: dict[str, Cell]) -> list[str]:
     """Sentences, each from figures of this study."""
     found = []
-    decoded = _decodings(cells)
+    decoded = decodings(cells)
     num_faults = sum(cell["equivalence"]["num_faults"] for cell in decoded)
     num_outputs = sum(cell["equivalence"]["num_outputs"] for cell in decoded)
     num_ties = sum(cell["equivalence"]["num_ties"] for cell in decoded)
     if decoded:
         found.append(
             f"Equivalence: of {num_outputs} outputs {num_outputs - num_ties - num_faults} equal "
-            f"batch-1 plain decoding in every token, {num_ties} part from it at proven ties, and "
-            f"{num_faults} otherwise."
+            f"batch-1 plain decoding in every token, {num_ties} diverge from it at proven ties, "
+            f"and {num_faults} otherwise."
         )
     same = [_are_same_bits(cells, size) for size in _sizes(cells)]
     if True in same or False in same:
@@ -107,7 +138,7 @@ def findings(cells: dict[str, Cell]) -> list[str]:
             "Scheduling changes no token: at each batch size the ragged layout's outputs are "
             + ("the same under every scheduler." if holds else "NOT the same: this is a bug.")
         )
-    for cell in _of_kind(cells, "rounds-"):
+    for cell in of_kind(cells, "rounds-"):
         systems, ideal = cell["systems"], cell["ideal_rounds"]
         rounds = {name: system["schedule"]["num_rounds"] for name, system in systems.items()}
         listed = ", ".join(f"{name} {n}" for name, n in rounds.items())
@@ -116,25 +147,26 @@ def findings(cells: dict[str, Cell]) -> list[str]:
         bound = systems["jaxspec"]["num_drafted"] + systems["jaxspec"]["num_committed"]
         found.append(
             f"Rounds at batch {cell['batch_size']}, {cell['num_prompts']} prompts: {listed}; the "
-            f"ideal schedule of its acceptance is {ideal}, jaxspec needs {over:.1%} more. Its "
-            f"draft model read {read} token-positions, {read / bound:.0%} of drafted + committed."
+            f"ideal schedule of jaxspec's acceptance is {ideal}, jaxspec needs {over:.1%} more. "
+            f"Its draft model read {read} token-positions, {read / bound:.0%} of drafted + "
+            "committed."
         )
-    rates = {
-        cell["batch_size"]: cell["tokens_per_s"] for cell in decoded if cell["system"] == "jaxspec"
-    }
-    if len(rates) > 1:
-        sizes = sorted(rates)
-        rises = all(rates[a] < rates[b] for a, b in itertools.pairwise(sizes))
-        listed = ", ".join(f"{rates[size]:.0f}" for size in sizes)
-        found.append(
-            f"Throughput of jaxspec at batch {', '.join(map(str, sizes))}: {listed} tokens/s; it "
-            + ("rises with every batch size." if rises else "does not rise with every batch size.")
+    ours = sorted(
+        (cell for cell in decoded if cell["system"] == "jaxspec"),
+        key=lambda cell: cell["batch_size"],
+    )
+    if len(ours) > 1:
+        listed = "; ".join(
+            f"batch {cell['batch_size']}: {cell['tokens_per_s']:.0f} ({cell['ratio_to_plain']:.2f} "
+            f"times plain decoding's {cell['plain_tokens_per_s']:.0f})"
+            for cell in ours
         )
+        found.append(f"Throughput of jaxspec, tokens/s: {listed}.")
     shares = {
         layout: [
-            cell["anatomy"]["seconds"]["align"] / cell["anatomy"]["wall_s"]
+            cell["time_breakdown"]["seconds"]["align"] / cell["time_breakdown"]["wall_s"]
             for cell in decoded
-            if cell["speculates"] and cell["layout"] == layout and "anatomy" in cell
+            if cell["speculates"] and cell["layout"] == layout and "time_breakdown" in cell
         ]
         for layout in ("aligned", "ragged")
     }
@@ -166,320 +198,49 @@ def _are_same_bits(cells: dict[str, Cell], size: int) -> bool | None:
     """Whether the ragged layout's speculative outputs at a batch size are equal to the token."""
     digests = [
         cell["outputs_sha256"]
-        for cell in _decodings(cells)
+        for cell in decodings(cells)
         if cell["layout"] == "ragged" and cell["speculates"] and cell["batch_size"] == size
     ]
     return len(set(digests)) == 1 if len(digests) > 1 else None
 
 
-# ---- tables
-
-
-def make_tables(cells: dict[str, Cell]) -> list[TextTable]:
-    """All tables, ours and the published ones."""
-    makers: Sequence[Callable[[dict[str, Cell]], TextTable | None]] = (
-        rounds_table,
-        equivalence_table,
-        _published_equivalence,
-        throughput_table,
-        anatomy_table,
-        _published_anatomy,
-        grouping_table,
-        serving_table,
-        _published_serving,
-    )
-    return [table for make in makers if (table := make(cells)) is not None]
-
-
-def rounds_table(cells: dict[str, Cell]) -> TextTable | None:
-    """Rounds and token-positions: what does not depend on the machine."""
-    rows = []
-    for cell in _of_kind(cells, "rounds-"):
-        size = str(cell["batch_size"])
-        for name, system in cell["systems"].items():
-            schedule, read = system["schedule"], system["draft_positions"]
-            bound = system["num_drafted"] + system["num_committed"]
-            rows.append(
-                (
-                    size,
-                    name,
-                    str(schedule["num_rounds"]),
-                    f"{schedule['num_rows'] / schedule['num_rounds'] / cell['batch_size']:.0%}",
-                    f"{system['acceptance']['emitted_per_round']:.2f}",
-                    str(system["target_positions"]),
-                    str(read),
-                    f"{read / bound:.2f}",
-                    f"{system['num_equal_to_jaxspec']} of {cell['num_prompts']}",
-                )
-            )
-        rows.append(
-            (size, "ideal, batch_size refilled at once", str(cell["ideal_rounds"]), *[""] * 6)
-        )
-        rows.append((size, "ideal, static batches", str(cell["ideal_rounds_static"]), *[""] * 6))
-    if not rows:
-        return None
-    return TextTable(
-        title="Rounds and token-positions",
-        header=(
-            "batch",
-            "system",
-            "rounds",
-            "batch_size used",
-            "emitted/round",
-            "target positions",
-            "draft positions",
-            "draft positions / (drafted + committed)",
-            "outputs as jaxspec's",
-        ),
-        rows=rows,
-    )
-
-
-def equivalence_table(cells: dict[str, Cell]) -> TextTable | None:
-    """Outputs beside batch-1 plain decoding, in the shape of the paper's table 1."""
-    rows = [
-        (
-            cell["system"],
-            str(cell["batch_size"]),
-            str(cell["equivalence"]["num_outputs"]),
-            _pair(cell["equivalence"]["exact_text"], cell["equivalence"]["partial_text"]),
-            _percent(cell["equivalence"]["exact_tokens"]),
-            str(cell["equivalence"]["num_ties"]),
-            str(cell["equivalence"]["num_faults"]),
-        )
-        for cell in _decodings(cells)
-    ]
-    if not rows:
-        return None
-    return TextTable(
-        title="Equivalence with batch-1 plain decoding: the paper's E / P on text, then tokens",
-        header=("system", "batch", "outputs", "E / P %", "tokens equal", "ties", "faults"),
-        rows=rows,
-    )
-
-
-def throughput_table(cells: dict[str, Cell]) -> TextTable | None:
-    """Wall time and rounds of every cell."""
-    rows = [
-        (
-            cell["system"],
-            str(cell["batch_size"]),
-            str(cell["num_requests"]),
-            f"{cell['tokens_per_s']:.0f}",
-            f"{cell['ratio_to_plain']:.2f}",
-            f"{cell['acceptance']['emitted_per_round']:.2f}",
-            str(cell["schedule"]["num_rounds"]),
-            str(cell["ideal_rounds"]),
-            str(cell["schedule"]["num_realignments"]),
-        )
-        for cell in _decodings(cells)
-    ]
-    if not rows:
-        return None
-    return TextTable(
-        title="Throughput (whole runs, prompts read included) and rounds",
-        header=(
-            "system",
-            "batch",
-            "requests",
-            "tokens/s",
-            "times the plain loop of that batch, in turns",
-            "emitted/round",
-            "rounds",
-            "ideal",
-            "realignments",
-        ),
-        rows=rows,
-    )
-
-
-def anatomy_table(cells: dict[str, Cell]) -> TextTable | None:
-    """Where the time goes, in the shape of the paper's table 2."""
-    rows = []
-    for cell in _dissected(cells):
-        anatomy, schedule = cell["anatomy"], cell["schedule"]
-        shares = _shares(anatomy)
-        part_ms = {name: 1e3 * seconds for name, seconds in anatomy["part_s"].items()}
-        drafted = cell["acceptance"]["num_draft_tokens"]
-        accepted = cell["acceptance"]["num_accepted_tokens"]
-        rows.append(
-            (
-                cell["system"],
-                str(cell["batch_size"]),
-                str(schedule["num_rounds"]),
-                f"{cell['num_tokens'] / schedule['num_rounds']:.1f}",
-                f"{accepted / drafted:.3f}" if drafted else NONE,
-                f"{part_ms.get('draft', 0):.1f}",
-                f"{part_ms['target'] + part_ms.get('verify', 0):.1f}",
-                f"{part_ms['align']:.2f}",
-                *(f"{100 * shares[name]:.1f}" for name in anatomy["seconds"]),
-            )
-        )
-    if not rows:
-        return None
-    parts = list(_dissected(cells)[0]["anatomy"]["seconds"])
-    return TextTable(
-        title=(
-            "Where the time goes. Milliseconds per call: parts compiled alone, timed on a state "
-            "from the middle of the run. Shares of the wall time, %: draft, verify, align and seat "
-            "are calls times milliseconds; rounds, prefill and host are timed in the run itself"
-        ),
-        header=(
-            "system",
-            "batch",
-            "calls",
-            "tokens/call",
-            "acceptance",
-            "draft ms",
-            "verify ms",
-            "align ms",
-            *(f"{name} %" for name in parts),
-        ),
-        rows=rows,
-    )
-
-
-def grouping_table(cells: dict[str, Cell]) -> TextTable | None:
-    """Grouping rates of the pool at the paper's window, ours and theirs."""
-    grouping = cells.get("grouping")
-    if not grouping:
-        return None
-    window = _paper_window(grouping)
-    rows = []
-    for rate in grouping["rates"]:
-        if rate["window_size"] == window:
-            published = theirs.GROUPING[rate["lengths"]].get(rate["batch_size"])
-            rows.append(
-                (
-                    rate["lengths"],
-                    rate["layout"],
-                    str(rate["batch_size"]),
-                    _percent(rate["by_calls"]),
-                    _percent(rate["by_rows"]),
-                    NONE if published is None else f"{published:.1f} %",
-                )
-            )
-    return TextTable(
-        title=(
-            f"Grouping rate of a pool of {window} rows ({grouping['num_requests']} requests), and "
-            "the published one (Multi30k, window 50, other models)"
-        ),
-        header=("prompts", "layout", "batch", "by calls", "by rows", "published, by calls"),
-        rows=rows,
-    )
-
-
-def serving_table(cells: dict[str, Cell]) -> TextTable | None:
-    """Request latency under Poisson arrivals, in the shape of the paper's table 4."""
-    rows = [
-        (
-            cell["system"],
-            str(cell["batch_size"]),
-            f"{cell['arrivals_per_s']:.2f}",
-            str(cell["num_requests"]),
-            f"{cell['tokens_per_s']:.0f}",
-            *(f"{cell['latency_s'][name]:.2f}" for name in ("p50", "p90", "p99")),
-        )
-        for cell in _of_kind(cells, "serving-")
-    ]
-    if not rows:
-        return None
-    return TextTable(
-        title="Request latency under Poisson arrivals: the same arrivals for all",
-        header=("system", "batch", "requests/s", "requests", "tokens/s", "P50 s", "P90 s", "P99 s"),
-        rows=rows,
-    )
-
-
-def _published_equivalence(cells: dict[str, Cell]) -> TextTable:
-    columns = [(model, batch) for model in theirs.MODELS for batch in (1, 4)]
-    return TextTable(
-        title=f"Published: equivalence, E / P % ({theirs.HARDWARE})",
-        header=("method", *(f"{model}, batch {batch}" for model, batch in columns)),
-        rows=[
-            (
-                method,
-                *(
-                    f"{found[column][0]:.1f} / {found[column][1]:.1f}" if column in found else NONE
-                    for column in columns
-                ),
-            )
-            for method, found in theirs.EQUIVALENCE.items()
-        ],
-    )
-
-
-def _published_anatomy(cells: dict[str, Cell]) -> TextTable:
-    return TextTable(
-        title="Published: overhead anatomy (Vicuna-7B, A100, batch 4)",
-        header=("system", "tokens/s", "calls", "verify ms", "verify %", "draft %", "overhead %"),
-        rows=[
-            (
-                system,
-                f"{found['tokens_per_s']:.1f}",
-                f"{found['calls']:.0f}",
-                f"{found['verify_ms']:.1f}",
-                *(f"{found[name]:.1f}" for name in ("verify", "draft", "overhead")),
-            )
-            for system, found in theirs.ANATOMY.items()
-        ],
-    )
-
-
-def _published_serving(cells: dict[str, Cell]) -> TextTable:
-    return TextTable(
-        title="Published: simulated serving (A100)",
-        header=("system", "batch", "tokens/s", "P50 s", "P90 s", "P99 s"),
-        rows=[
-            (
-                system,
-                str(batch),
-                f"{found['tokens_per_s']:.1f}",
-                *(f"{found[name]:.2f}" for name in ("p50", "p90", "p99")),
-            )
-            for system, by_batch in theirs.SERVING.items()
-            for batch, found in by_batch.items()
-        ],
-    )
-
-
 # ---- plots
 
 
-def make_plots(cells: dict[str, Cell]) -> list[tuple[str, str, Any]]:
-    """Name, caption and matplotlib figure of each plot that the cells suffice for.
+def make_plots(cells: dict[str, Cell]) -> list[Plot]:
+    """The plots that the cells suffice for.
 
     Raises:
       SettingError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingError(
-            "The study draws plots, and matplotlib is not installed; install it."
-        ) from error
 
     def panels(*titles: str, width_ratios: Sequence[float] = (3, 2)) -> tuple[Any, Any]:
-        figure = Figure(figsize=(9.6, 3.7), layout="constrained")
-        axes = figure.subplots(1, len(titles), width_ratios=width_ratios[: len(titles)])
+        figure, axes = new_figure(
+            1, len(titles), size=(9.6, 3.7), width_ratios=width_ratios[: len(titles)]
+        )
         for each, title in zip(np.atleast_1d(axes), titles, strict=True):
             each.set_title(title, fontsize=9)
-            each.spines[["top", "right"]].set_visible(False)
             if title.startswith("published"):
                 each.set_facecolor("#f4f1ea")
         return figure, np.atleast_1d(axes)
 
     plots = []
-    for draw in (_plot_throughput, _plot_rounds, _plot_anatomy, _plot_grouping, _plot_serving):
+    for draw in (
+        _plot_throughput,
+        _plot_rounds,
+        _plot_time_breakdown,
+        _plot_grouping,
+        _plot_serving,
+    ):
         plot = draw(cells, panels)
         if plot is not None:
             plots.append(plot)
     return plots
 
 
-def _plot_throughput(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_throughput(cells: dict[str, Cell], panels) -> Plot | None:
     rates: dict[str, dict[int, float]] = {}
-    for cell in _decodings(cells):
+    for cell in decodings(cells):
         if cell["system"] in COLOURS:
             rates.setdefault(cell["system"], {})[cell["batch_size"]] = cell["tokens_per_s"]
     if not rates:
@@ -503,11 +264,11 @@ def _plot_throughput(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | N
         axes.set(xlabel="batch size", ylabel="tokens/s", ylim=(0, None))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.legend(frameon=False, fontsize=8)
-    return "throughput", "Throughput against batch size", figure
+    return Plot(name="throughput", caption="Throughput against batch size", figure=figure)
 
 
-def _plot_rounds(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
-    found = _of_kind(cells, "rounds-")
+def _plot_rounds(cells: dict[str, Cell], panels) -> Plot | None:
+    found = of_kind(cells, "rounds-")
     if not found:
         return None
     figure, axes = panels(
@@ -525,11 +286,13 @@ def _plot_rounds(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
         each.invert_yaxis()
         each.set(xlabel=f"rounds for {cell['num_prompts']} prompts", xlim=(0, 1.15 * max(rounds)))
         each.tick_params(axis="y", labelsize=8)
-    return "rounds", "Rounds: the same prompts, tokens and draft length", figure
+    return Plot(
+        name="rounds", caption="Rounds: the same prompts, tokens and draft length", figure=figure
+    )
 
 
-def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
-    found = [cell for cell in _dissected(cells) if cell["system"] in (*NAMED, PLAIN)]
+def _plot_time_breakdown(cells: dict[str, Cell], panels) -> Plot | None:
+    found = [cell for cell in broken_down(cells) if cell["system"] in NAMED]
     if not found:
         return None
     figure, (ours, published) = panels(
@@ -537,7 +300,7 @@ def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
     )
     figure.set_size_inches(9.6, 1.8 + 0.24 * len(found))
     bars = [
-        (f"{cell['system']}, batch {cell['batch_size']}", _shares(cell["anatomy"]))
+        (f"{cell['system']}, batch {cell['batch_size']}", shares(cell["time_breakdown"]))
         for cell in sorted(found, key=lambda cell: cell["batch_size"])
     ]
     _stack(ours, bars)
@@ -552,7 +315,7 @@ def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
                     "overhead (published)": shares["overhead"] / 100,
                 },
             )
-            for name, shares in theirs.ANATOMY.items()
+            for name, shares in theirs.TIME_BREAKDOWN.items()
         ],
     )
     handles = [*ours.get_legend_handles_labels()[0], *published.get_legend_handles_labels()[0][-1:]]
@@ -560,7 +323,7 @@ def _plot_anatomy(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
         handles, [handle.get_label() for handle in handles], loc="outside lower center", ncols=8,
         frameon=False, fontsize=8,
     )  # fmt: skip
-    return "anatomy", "Where the time goes", figure
+    return Plot(name="time-breakdown", caption="Where the time goes", figure=figure)
 
 
 def _stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]]) -> None:
@@ -576,11 +339,11 @@ def _stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]]) -> None:
     axes.invert_yaxis()
 
 
-def _plot_grouping(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
+def _plot_grouping(cells: dict[str, Cell], panels) -> Plot | None:
     grouping = cells.get("grouping")
     if not grouping or not grouping["rates"]:
         return None
-    window = _paper_window(grouping)
+    window = paper_window(grouping)
     sizes = sorted({rate["batch_size"] for rate in grouping["rates"]})
     middle = min(sizes, key=lambda size: abs(size - 8))
     figure, axes = panels(
@@ -626,11 +389,11 @@ def _plot_grouping(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | Non
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.set_size_inches(9.6, 4.3)
-    return "grouping", "Grouping rate of the same-length pool", figure
+    return Plot(name="grouping", caption="Grouping rate of the same-length pool", figure=figure)
 
 
-def _plot_serving(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None:
-    found = _of_kind(cells, "serving-")
+def _plot_serving(cells: dict[str, Cell], panels) -> Plot | None:
+    found = of_kind(cells, "serving-")
     if not found:
         return None
     size = max(cell["batch_size"] for cell in found)
@@ -655,49 +418,18 @@ def _plot_serving(cells: dict[str, Cell], panels) -> tuple[str, str, Any] | None
             ylim=(0, 1.35 * highest),  # room for the legend
         )
         axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    return "serving", "Request latency under Poisson arrivals", figure
+    return Plot(name="serving", caption="Request latency under Poisson arrivals", figure=figure)
 
 
 # ---- cells by kind
 
 
-def _decodings(cells: dict[str, Cell]) -> list[Cell]:
-    return [cell for name, cell in cells.items() if name.startswith("decode-")]
-
-
-def _dissected(cells: dict[str, Cell]) -> list[Cell]:
-    return [cell for cell in _decodings(cells) if "anatomy" in cell]
-
-
-def _of_kind(cells: dict[str, Cell], prefix: str) -> list[Cell]:
-    return [cell for name, cell in cells.items() if name.startswith(prefix)]
-
-
 def _sizes(cells: dict[str, Cell]) -> list[int]:
-    return sorted({cell["batch_size"] for cell in _decodings(cells)})
-
-
-def _shares(anatomy: dict[str, Any]) -> dict[str, float]:
-    return {name: seconds / anatomy["wall_s"] for name, seconds in anatomy["seconds"].items()}
-
-
-def _paper_window(grouping: Cell) -> int:
-    """The paper's window, or what comes nearest."""
-    return min({rate["window_size"] for rate in grouping["rates"]}, key=lambda w: abs(w - 50))
+    return sorted({cell["batch_size"] for cell in decodings(cells)})
 
 
 def _colour(name: str) -> str:
     return next((colour for known, colour in COLOURS.items() if known in name), "#bdc3c7")
-
-
-def _pair(exact: float | None, partial: float | None) -> str:
-    if exact is None or partial is None:
-        return NONE
-    return f"{100 * exact:.1f} / {100 * partial:.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _setup(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -723,39 +455,3 @@ def _setup(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("versions", f"jax {versions['jax']}, python {versions['python']}"),
         ("commit", document["commit"] or "not a checkout"),
     ]
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Study of batched speculative decoding</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1c1c1c; background: #fff; }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-size: 13px; }
-th, td { border-bottom: 1px solid #ddd; padding: .2rem .8rem .2rem 0; text-align: left;
-  vertical-align: top; font-variant-numeric: tabular-nums; }
-h2 { font-size: 1rem; margin-top: 2rem; }
-.published { background: #f4f1ea; padding: .1rem .8rem; }
-figure { margin: 0 0 1.5rem; } figure img { max-width: 100%; }
-</style></head><body>
-<h1>Study of batched speculative decoding</h1>
-<ul>{% for sentence in findings %}<li>{{ sentence }}</li>{% endfor %}</ul>
-<table>{% for name, value in setup %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}
-</table>
-<p>EQSPEC is the aligned layout with static batches, EXSPEC the aligned layout with the same-length
-pool, jaxspec the ragged layout with continuous batching: all run by this package, on this machine.
-Published figures stand on a tinted ground: {{ published }}.</p>
-{% for caption, data in images %}
-<figure><figcaption><b>{{ caption }}</b></figcaption>
-<img alt="{{ caption }}" src="data:image/png;base64,{{ data }}"></figure>
-{% endfor %}
-{% for table in tables %}
-<div{% if table.title.startswith("Published") %} class="published"{% endif %}>
-<h2>{{ table.title }}</h2>
-<table><tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in table.rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table></div>
-{% endfor %}
-</body></html>
-"""

@@ -14,20 +14,21 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxspec.bench.roofline import time_in_turns
-from jaxspec.bench.stages import Repeated, plain_stages, speculative_stages
+from jaxspec.bench.stages import Repeated, stages_of
 from jaxspec.cache import layouts
-from jaxspec.decode.loop import SpeculativeLoop, put_rows, rows_axis, take_rows
-from jaxspec.decode.plain import PlainLoop
+from jaxspec.decode.loop import put_rows, rows_axis, take_rows
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.executor import Executor
+from jaxspec.requests.requests import Request
+from jaxspec.runtime.turns import time_loops
 from jaxspec.types import DecodeState
 
 NUM_ROUNDS_IN = 4  # rounds decoded before the stages are timed
@@ -52,12 +53,11 @@ class Clock:
 
 
 @contextlib.contextmanager
-def clocked(engine: Engine) -> Iterator[Clock]:
-    """Times every compiled call of an engine, waiting for each; and keeps a state."""
+def clocked(executor: Executor) -> Iterator[Clock]:
+    """Times every compiled call of an executor, waiting for each; and keeps a state."""
     clock = Clock()
     kinds = {"run": "rounds", "prefill": "prefill", "admit": "prefill"}
-    programs = engine.executor.programs
-    own = {name: programs[name] for name in kinds}
+    own = {name: executor.programs[name] for name in kinds}
     most_running = 0
 
     def timed(function: Callable[..., DecodeState], kind: str) -> Callable[..., DecodeState]:
@@ -78,63 +78,98 @@ def clocked(engine: Engine) -> Iterator[Clock]:
 
         return call
 
-    for name, kind in kinds.items():
-        programs[name] = timed(own[name], kind)
+    executor.programs |= {name: timed(own[name], kind) for name, kind in kinds.items()}
     try:
         yield clock
     finally:
-        programs.update(own)
+        executor.programs |= own
 
 
-def time_parts(engine: Engine, state: DecodeState) -> dict[str, float]:
-    """Seconds of one call of each part of a round, alone, on the rows that would be seated.
+def break_down(engine: Engine, requests: Sequence[Request], *, num_rounds: int) -> dict[str, Any]:
+    """Where the time of one run goes: `wall_s`, the seconds of each part alone (`part_s`), and
+    `seconds` of the run by part.
 
     Args:
-      engine: whose parts they are.
+      engine: idle, its programs compiled.
+      requests: to run.
+      num_rounds: that they take.
+    """
+    before = int(engine.executor.state.schedule.num_realignments)
+    started_s = time.perf_counter()
+    with clocked(engine.executor) as clock:
+        list(engine.run(requests))
+    wall_s = time.perf_counter() - started_s - clock.own_s
+    num_realignments = int(engine.executor.state.schedule.num_realignments) - before
+    assert clock.middle is not None
+    parts = time_parts(engine.executor, clock.middle)
+    num_regroupings = {
+        "static": 0,
+        "pool": num_rounds,
+        "continuous": len(requests),  # at most: rows that end together are replaced together
+    }[engine.scheduler.name]
+    seconds = {
+        "draft": num_rounds * parts.get("draft", 0.0),
+        "verify": num_rounds * (parts["target"] + parts.get("verify", 0.0)),
+        "align": num_realignments * parts["align"],
+        "regroup": num_regroupings * parts["regroup"],
+    }
+    in_rounds = clock.seconds["rounds"] - sum(seconds.values())
+    return {
+        "wall_s": wall_s,
+        "part_s": parts,
+        "num_regroupings": num_regroupings,
+        "seconds": {
+            **seconds,
+            "rest of the rounds": in_rounds,
+            "prefill": clock.seconds["prefill"],
+            "host": wall_s - sum(clock.seconds.values()),
+        },
+    }
+
+
+def time_parts(executor: Executor, state: DecodeState) -> dict[str, float]:
+    """Seconds of one call of each part of a round, alone, on the rows that a round would take.
+
+    Args:
+      executor: whose parts they are.
       state: from the middle of a run; it is used up.
 
     Returns:
       `draft`, `target` (forward pass and head), `verify` and `commit` of a round (plain decoding
       has `target` only); `align`, a realignment after rows have emitted different numbers of
-      tokens (0 in the ragged layout); `seat`, choosing rows, and taking and putting back what is
-      kept per row (0 where every row has a row).
+      tokens (0 in the ragged layout); `regroup`, choosing rows, and taking and putting back what is
+      kept per row (0 where every row is in the batch).
     """
-    loop, shape = engine.executor.loop, engine.shape
-    assert isinstance(loop, SpeculativeLoop | PlainLoop), "the parts of one device's loop"
-    engine.executor.state = state
-    engine.executor.run(NUM_ROUNDS_IN)
-    state = engine.executor.state
-    engine.executor.reset()
+    loop, shape = executor.loop, executor.shape
+    run = executor.programs["run"]
+    state = run(executor.params, state, np.int32(NUM_ROUNDS_IN), np.int32(1))
     parts: dict[str, Repeated] = {}
     view = state
-    if engine.num_residents > shape.batch_size:
-        is_per_row = rows_axis(loop.empty, shape, engine.num_residents)
+    if executor.num_rows > shape.batch_size:
+        is_per_row = rows_axis(loop.empty, shape, executor.num_rows)
 
-        def seat(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            rows = engine.scheduler.choose(state, shape.batch_size)
+        def regroup(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+            rows = loop.scheduler.choose(state, shape.batch_size)
             state = put_rows(state, rows, take_rows(state, rows, is_per_row), is_per_row)
             return state, rows  # something to wait for
 
-        parts["seat"] = Repeated(seat, (), (), jax.tree.map(jnp.copy, state))
-        rows = engine.scheduler.choose(state, shape.batch_size)
+        parts["regroup"] = Repeated(regroup, (), (), jax.tree.map(jnp.copy, state))
+        rows = loop.scheduler.choose(state, shape.batch_size)
         view = take_rows(state, rows, is_per_row)
-    if engine.layout == "aligned":
-        parts["align"] = _alignment(engine, view)
-    if isinstance(loop, SpeculativeLoop):
-        stages = speculative_stages(loop, view)
-    else:
-        stages = plain_stages(loop, view)
+    if loop.layout == "aligned":
+        parts["align"] = _alignment(executor, view)
+    stages = stages_of(loop, view)
     parts |= {name: stage for name, stage in stages.items() if name != "round"}
-    times = time_in_turns(list(parts.values()), NUM_REPEATS)
-    seconds = {name: statistics.median(each) for name, each in zip(parts, times, strict=True)}
+    turns = time_loops(parts, NUM_REPEATS)
+    seconds = {name: turns.median_s(name) for name in parts}
     if "align" in seconds:
         seconds["align"] /= 2  # there and back
-    return {"seat": 0.0, "align": 0.0} | seconds
+    return {"regroup": 0.0, "align": 0.0} | seconds
 
 
-def _alignment(engine: Engine, view: DecodeState) -> Repeated:
+def _alignment(executor: Executor, view: DecodeState) -> Repeated:
     """Realigning rows that have emitted 1, 2, ... tokens in turn, and undoing it."""
-    shape = engine.shape
+    shape = executor.shape
     align = functools.partial(
         layouts.align, max_length=shape.max_length, verify_length=shape.verify_length
     )

@@ -29,6 +29,7 @@ import rich.progress
 import tokenizers
 from flax import serialization, struct
 
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -82,7 +83,8 @@ class TrainConfig:
       warmup_fraction: share of the steps.
       weight_decay: on matrices.
       clip_norm: largest global norm of a gradient.
-      teacher: directory of an earlier run to distil from; its tokenizer is used.
+      teacher: model to distil from, as `load_model` takes it, or an earlier run's directory; its
+        tokenizer is used.
       total_variation_weight: with a teacher, share of 1 - sum(min(p, q)), which is one minus the
         acceptance rate itself, in the loss; the rest is KL(p || q).
       resume: continue the run in `out`.
@@ -114,7 +116,7 @@ class TrainConfig:
     warmup_fraction: float = 0.04
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    teacher: pathlib.Path | None = None
+    teacher: str | None = None
     total_variation_weight: float = 0.5
     resume: bool = False
     seed: int = 0
@@ -168,21 +170,17 @@ class TrainState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A trained model as a run's directory holds it.
+    """A model as training needs it: of a run's directory, or any other as a teacher.
 
     Attributes:
       config: architecture.
       params: fp32.
       tokenizer: its tokenizer.
-      step: steps taken.
-      fingerprint: the settings and data it was trained with.
     """
 
     config: ModelConfig
     params: PyTree
     tokenizer: tokenizers.Tokenizer
-    step: int
-    fingerprint: dict[str, Any]
 
 
 def learning_rate_schedule(
@@ -326,7 +324,7 @@ def train_lm(
       CheckpointError: there is nothing to resume, or it is another run's.
     """
     start_s = time.perf_counter()
-    teacher = None if config.teacher is None else load_run(config.teacher)
+    teacher = None if config.teacher is None else load_teacher(config.teacher)
     is_resumed = _check_out(config)
     domains = [data.Domain.parse(text) for text in config.domains]
     domains = domains or data.discover_domains(config.corpora)
@@ -334,7 +332,10 @@ def train_lm(
     tokenizer, streams, held_out = _prepare(config, domains, tokenizer)
     end_of_text = data.end_of_text_id(tokenizer)
 
-    model = config.model_config(tokenizer.get_vocab_size())
+    # A teacher's vocabulary may be padded beyond its tokenizer's.
+    model = config.model_config(
+        tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
+    )
     plans = _plans(config, domains, [len(stream) for stream in streams])
     num_steps = sum(len(plan.start) for plan in plans)
     optimizer = make_optimizer(
@@ -444,9 +445,26 @@ def load_run(directory: pathlib.Path) -> Run:
         config=config,
         params=_from_arrays(template, record["params"]),
         tokenizer=tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER)),
-        step=record["step"],
-        fingerprint=json.loads(record["fingerprint"]),
     )
+
+
+def load_teacher(name: str) -> Run:
+    """The model of a run's directory, or any that `load_model` takes.
+
+    Raises:
+      ModelError: there is no such model, or it has no tokenizer to share.
+      CheckpointError: it cannot be read.
+    """
+    if (pathlib.Path(name) / _CHECKPOINT).is_file():
+        return load_run(pathlib.Path(name))
+    model = load_model(name, dtype="float32")
+    if model.tokenizer is None:
+        raise ModelError(
+            f"The teacher {name} has no tokenizer, and a draft is trained on its tokens; name a "
+            "model with one."
+        )
+    tokenizer = model.tokenizer.hf.backend_tokenizer
+    return Run(config=model.config, params=model.params, tokenizer=tokenizer)
 
 
 def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
@@ -589,8 +607,15 @@ def _fingerprint(
     kept = {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
     kept |= {"domains": list(config.domains), "exclude": list(config.exclude)}
     kept["token_checksums"] = [zlib.crc32(np.ascontiguousarray(s).data) for s in streams]
-    kept["teacher_step"] = None if teacher is None else teacher.step
+    kept["teacher_checksum"] = None if teacher is None else _checksum(teacher.params)
     return kept
+
+
+def _checksum(params: PyTree) -> int:
+    checksum = 0
+    for leaf in jax.tree.leaves(params):
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).data, checksum)
+    return checksum
 
 
 def _initial_state(

@@ -1,9 +1,48 @@
 """Verifiers: what decides how much of a draft is kept."""
 
+import functools
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from jaxspec.errors import SettingError
 from jaxspec.verifiers.base import Verifier
 from jaxspec.verifiers.block import Block
 from jaxspec.verifiers.coupled import Coupled
 from jaxspec.verifiers.rejection import Rejection
 from jaxspec.verifiers.typical import Typical
 
-__all__ = ["Block", "Coupled", "Rejection", "Typical", "Verifier"]
+VerifierName: TypeAlias = Literal["coupled", "coupled:independent", "rejection", "block", "typical"]
+VERIFIERS: dict[str, Callable[[], Verifier]] = {
+    "coupled": Coupled,
+    "coupled:independent": functools.partial(Coupled, is_noise_shared=False),
+    "rejection": Rejection,
+    "block": Block,
+    "typical": Typical,
+}
+
+
+def make_verifier(verifier: Verifier | str) -> Verifier:
+    """The verifier of a name in `VERIFIERS`; a verifier as it is.
+
+    Raises:
+      SettingError: there is none of that name.
+    """
+    if not isinstance(verifier, str):
+        return verifier
+    if verifier not in VERIFIERS:
+        raise SettingError(
+            f"There is no verifier {verifier!r}; choose one of {', '.join(VERIFIERS)}."
+        )
+    return VERIFIERS[verifier]()
+
+
+__all__ = [
+    "VERIFIERS",
+    "Block",
+    "Coupled",
+    "Rejection",
+    "Typical",
+    "Verifier",
+    "VerifierName",
+    "make_verifier",
+]

@@ -20,16 +20,13 @@ class Block:
     """Accepts the longest prefix whose test passes; a later node may pass where an earlier
     fails."""
 
-    name: str = dataclasses.field(default="block", init=False)
-    promise: str = dataclasses.field(
-        default="tokens of the target's distribution (greedy rows: the target's own tokens)",
-        init=False,
-    )
-    is_lossless: bool = dataclasses.field(default=True, init=False)
-    is_coupled: bool = dataclasses.field(default=False, init=False)
-    is_noise_shared: bool = dataclasses.field(default=False, init=False)
-    needs_draft_probs: bool = dataclasses.field(default=True, init=False)
-    takes_trees: bool = dataclasses.field(default=False, init=False)
+    name = "block"
+    promise = "tokens of the target's distribution (greedy rows: the target's own tokens)"
+    is_lossless = True
+    is_coupled = False
+    is_noise_shared = False
+    needs_draft_probs = True
+    takes_trees = False
 
     def verify(
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext

@@ -29,13 +29,11 @@ class Coupled:
     """
 
     is_noise_shared: bool = True
-    is_lossless: bool = dataclasses.field(default=True, init=False)
-    is_coupled: bool = dataclasses.field(default=True, init=False)
-    needs_draft_probs: bool = dataclasses.field(default=False, init=False)
-    takes_trees: bool = dataclasses.field(default=True, init=False)
-    promise: str = dataclasses.field(
-        default="the target's own tokens, bit for bit, at any temperature", init=False
-    )
+    is_lossless = True
+    is_coupled = True
+    needs_draft_probs = False
+    takes_trees = True
+    promise = "the target's own tokens, bit for bit, at any temperature"
 
     @property
     def name(self) -> str:

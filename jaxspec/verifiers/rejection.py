@@ -19,16 +19,13 @@ class Rejection:
     """Accepts a drafted token x with probability min(1, p(x) / q(x)); on rejection the next token
     comes from the residual distribution, norm(max(p - q, 0))."""
 
-    name: str = dataclasses.field(default="rejection", init=False)
-    promise: str = dataclasses.field(
-        default="tokens of the target's distribution (greedy rows: the target's own tokens)",
-        init=False,
-    )
-    is_lossless: bool = dataclasses.field(default=True, init=False)
-    is_coupled: bool = dataclasses.field(default=False, init=False)
-    is_noise_shared: bool = dataclasses.field(default=False, init=False)
-    needs_draft_probs: bool = dataclasses.field(default=True, init=False)
-    takes_trees: bool = dataclasses.field(default=False, init=False)
+    name = "rejection"
+    promise = "tokens of the target's distribution (greedy rows: the target's own tokens)"
+    is_lossless = True
+    is_coupled = False
+    is_noise_shared = False
+    needs_draft_probs = True
+    takes_trees = False
 
     def verify(
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext

@@ -24,15 +24,13 @@ class Typical:
 
     epsilon: float = 0.09
     delta: float = 0.3
-    name: str = dataclasses.field(default="typical (lossy)", init=False)
-    promise: str = dataclasses.field(
-        default="lossy: tokens that the target finds typical, not its distribution", init=False
-    )
-    is_lossless: bool = dataclasses.field(default=False, init=False)
-    is_coupled: bool = dataclasses.field(default=False, init=False)
-    is_noise_shared: bool = dataclasses.field(default=False, init=False)
-    needs_draft_probs: bool = dataclasses.field(default=False, init=False)
-    takes_trees: bool = dataclasses.field(default=False, init=False)
+    name = "typical (lossy)"
+    promise = "lossy: tokens that the target finds typical, not its distribution"
+    is_lossless = False
+    is_coupled = False
+    is_noise_shared = False
+    needs_draft_probs = False
+    takes_trees = False
 
     def __post_init__(self):
         for field, value in (("epsilon", self.epsilon), ("delta", self.delta)):

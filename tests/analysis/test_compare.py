@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -11,6 +12,7 @@ import jaxspec
 import jaxspec.analysis.compare
 from jaxspec.analysis.compare import compare, mean_interval
 from jaxspec.audit.judge import Divergences, Finding
+from jaxspec.commands.compare import remarks
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
 
@@ -49,6 +51,47 @@ def run(target, drafters, **changes):
 @pytest.fixture(scope="module")
 def comparison(target, drafters):
     return run(target, drafters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner(jaxspec.StatelessDrafter):
+    """Drafts what followed the newest token when any request had it last: one table for all."""
+
+    name = "learner"
+    shares_state = True
+
+    def init(self, shape):
+        return jnp.zeros((shape.vocab_size,), jnp.int32)
+
+    def propose(self, shape, params, state, rows):
+        draft, _ = jaxspec.NGram().propose(shape, params, (), rows)
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
+        tokens = jnp.broadcast_to(state[newest], draft.tokens.shape)
+        return draft.replace(tokens=tokens, num_valid=jnp.minimum(rows.draft_limit, 1)), state
+
+    def commit(self, shape, params, state, rows, info):
+        place = rows.num_committed[:, None] - jnp.asarray([2, 1], jnp.int32)
+        before, newest = jnp.take_along_axis(rows.tokens, jnp.maximum(place, 0), axis=1).T
+        return state.at[before].set(newest)
+
+
+def test_every_run_of_a_drafter_that_learns_begins_without_what_it_learned(target):
+    found = run(target, {"none": None, "learner": Learner()}, repeats=3)
+    once = run(target, {"none": None, "learner": Learner()}, repeats=1)
+    learner, again = (one.candidates[1] for one in (found, once))
+    assert learner.acceptance == again.acceptance
+    assert learner.warm == again.warm
+    assert learner.warm.emitted_per_round > learner.acceptance.emitted_per_round
+    assert found.candidates[0].warm is None
+    assert found.to_json()["candidates"][1]["warm"] == learner.warm.to_json()
+    [sentence] = [text for text, _ in remarks(found) if "learns" in text]
+    assert f"{learner.warm.emitted_per_round:.2f} tokens per round instead of" in sentence
+
+
+def test_drafters_may_be_named(target):
+    found = run(target, ["none", "ngram:1-2"], repeats=1)
+    assert [one.label for one in found.candidates] == ["none", "ngram:1-2"]
+    assert found.candidates[1].engine["drafter"] == "ngram:1-2"
 
 
 def test_known_differences_are_found(comparison):

@@ -9,13 +9,14 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
-from jaxspec.analysis.plots import plot_acceptance, position_acceptance
+from jaxspec.analysis.plots import clustered_mean, plot_acceptance, position_acceptance
 from jaxspec.errors import SettingError
 
 
 def frame(rounds, **columns):
-    """Of (drafted, accepted, emitted), all of one request."""
+    """Of (drafted, accepted, emitted), all of one request unless told otherwise."""
     drafted, accepted, emitted = zip(*rounds, strict=True)
     start = 10 + np.cumsum((0, *emitted[:-1]))
     return pd.DataFrame(
@@ -54,7 +55,7 @@ def test_a_cut_round_that_counts_as_tried_would_show():
 
 def test_panels_show_what_was_counted():
     rounds = frame(ROUNDS * 30, domain=["tales", "code", "code"] * 70)
-    position, context, group, distribution = plot_acceptance(rounds).axes
+    position, context, group, distribution, *by_group = plot_acceptance(rounds).axes
     lines = {line.get_label(): line for line in position.containers}
     drawn = lines["conditional"].lines[0].get_ydata(orig=False)
     np.testing.assert_allclose(drawn, position_acceptance(rounds).conditional)
@@ -66,10 +67,56 @@ def test_panels_show_what_was_counted():
     assert by_name == pytest.approx(rounds.groupby("domain").emitted.mean().to_dict())
     shares = [bar.get_height() for bar in distribution.patches]
     np.testing.assert_allclose(shares, np.array([2, 3, 1, 1]) / 7)
+    for axes, name in zip(by_group, ("cumulative", "conditional"), strict=True):
+        assert axes.get_title() == "By position and domain"
+        assert axes.get_ylabel() == f"{name} acceptance"
+        drawn = {each.get_label(): each.lines[0].get_ydata(orig=False) for each in axes.containers}
+        assert drawn.keys() == {"tales", "code"}
+        for domain, shares in drawn.items():
+            expected = position_acceptance(rounds[rounds.domain == domain])[name]
+            np.testing.assert_allclose(shares, expected)
     bins = context.containers[0].lines[0].get_xydata().astype(float)
     assert len(bins) == 4
     assert bins[:, 0].tolist() == sorted(bins[:, 0])
     assert bins[:, 1].mean() == pytest.approx(rounds.emitted.mean(), rel=0.1)
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say_where_requests_differ():
+    random, held, careless, trials = np.random.default_rng(0), 0, 0, 400
+    for _ in range(trials):
+        # 25 requests of 10 to 40 rounds, each with a chance of its own; 0.5 on average.
+        sizes = random.integers(10, 41, 25)
+        chances = np.repeat(random.beta(2, 2, 25), sizes)
+        values = random.random(sizes.sum()) < chances
+        mean, error = clustered_mean(values, np.repeat(np.arange(25), sizes))
+        held += abs(mean - 0.5) <= error
+        careless += abs(mean - 0.5) <= clustered_mean(values, np.arange(len(values)))[1]
+    assert 0.92 <= held / trials <= 0.98
+    assert careless / trials < 0.7  # rounds taken as independent
+
+
+def test_intervals_of_clusters_of_one_are_students():
+    values = np.array([1.0, 4.0, 2.0, 5.0])
+    mean, error = clustered_mean(values, list("abcd"))
+    expected = stats.t.interval(0.95, 3, values.mean(), values.std(ddof=1) / 2)
+    np.testing.assert_allclose((mean - error, mean + error), expected)
+    assert clustered_mean([True, True], ["a", "b"]) == (1.0, 0.0)
+    mean, error = clustered_mean(values, ["a"] * 4)
+    assert mean == 3
+    assert np.isnan(error)
+    assert np.isnan(clustered_mean([], [])).all()
+
+
+def test_acceptance_by_position_and_group():
+    rounds = frame(ROUNDS, category=list("aabbaab"), request_id=list("0011001"))
+    found = position_acceptance(rounds, by="category")
+    assert found.index.names == ["category", "position"]
+    for category in "ab":
+        own = position_acceptance(rounds[rounds.category == category])
+        pd.testing.assert_frame_equal(found.loc[category], own)
+    plain = frame([(0, 0, 1)] * 4, category=list("aabb"))
+    assert position_acceptance(plain, by="category").empty
+    assert len(plot_acceptance(plain).axes) == 6
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from jaxspec.bench import compile_time
-from jaxspec.bench.compile_time import Growth
+from jaxspec.bench.compile_time import CompileTimeBench
 from jaxspec.errors import SettingError
+
+QUIET = Console(quiet=True)
 
 
 @pytest.mark.slow
@@ -21,14 +24,14 @@ def test_growth_is_measured_without_the_cache(tmp_path):
     }
     options = "--layers 1 3 --repeats 1 --width 32 --batch-size 1 --max-length 128 --draft-length 1"
     done = subprocess.run(
-        [sys.executable, "-m", "jaxspec.bench.compile_time", *options.split()],
+        [sys.executable, "-m", "jaxspec", "bench", "compile-time", *options.split(), "--json"],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
-    document = json.loads(done.stdout)
+    document = json.loads(done.stdout.strip().split("\n")[-1])
     one, three = document["results"]
     assert (one["num_layers"], three["num_layers"]) == (1, 3)
     assert one["programs"].keys() == three["programs"].keys()
@@ -42,9 +45,9 @@ def test_growth_of_a_compiler_that_takes_the_square(monkeypatch):
     def compile(self, target, draft):
         return 0.5 * target.config.num_layers**2, 1.0, {"it": 1.0}
 
-    monkeypatch.setattr(Growth, "_compile", compile)
+    monkeypatch.setattr(CompileTimeBench, "_compile", compile)
     monkeypatch.setattr(compile_time.jax.config, "update", lambda *_: None)
-    results = Growth(layers=(1, 2, 4), repeats=2).run()["results"]
+    results = CompileTimeBench(layers=(1, 2, 4), repeats=2).run(QUIET)["results"]
     assert [each["exponent"] for each in results[1:]] == pytest.approx([2, 2])
     assert [each["cpu_s_per_added_layer"] for each in results[1:]] == pytest.approx([1.5, 3])
 
@@ -52,4 +55,4 @@ def test_growth_of_a_compiler_that_takes_the_square(monkeypatch):
 @pytest.mark.parametrize("layers", [(4,), (4, 2), (2, 2)])
 def test_numbers_of_layers_that_show_no_growth_are_refused(layers):
     with pytest.raises(SettingError, match="two or more, rising"):
-        Growth(layers=layers).run()
+        CompileTimeBench(layers=layers).run(QUIET)

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import pytest
 import toy
 
-from jaxspec.bench.schedulers import list_scheduling
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.studies import published
+from jaxspec.studies.replay import list_scheduling
 from jaxspec.types import Draft, chain_parents
 
 SHAPE = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
@@ -112,3 +112,20 @@ def test_list_scheduling_of_a_drawn_example():
     # On two rows 3 and 1 begin; 2 follows 1, and 4 follows whichever ends first: both, at 3.
     assert list_scheduling([3, 1, 2, 4], 2) == 7
     assert list_scheduling([3, 1, 2, 4], 1) == 10
+
+
+def test_broken_systems_are_broken_only_while_asked_for(target):
+    """BSP and DSD ruin outputs; the same settings without their faults do not."""
+    prompts, params = toy.prompts((9, 4, 12, 7)), SamplingParams(max_tokens=16, ignore_eos=True)
+    plain = Engine(target, **SHAPE).generate(prompts, params)
+    draft = toy.model(num_layers=1, seed=1)
+
+    def num_equal():
+        engine = Engine(target, DraftModel(draft), draft_length=3, **SHAPE)
+        found = engine.generate(prompts, params)
+        return sum(a.token_ids == b.token_ids for a, b in zip(found, plain, strict=True))
+
+    for system in published.BROKEN:
+        with published.as_broken(system):
+            assert num_equal() < len(prompts), system
+    assert num_equal() == len(prompts)

@@ -36,7 +36,9 @@ def cli(capsys, monkeypatch):
             status = main([str(arg) for arg in args])
         except SystemExit as end:
             status = end.code
-        return Result(status, *capsys.readouterr())
+        result = Result(status, *capsys.readouterr())
+        assert "…" not in result.out  # 80 columns cut nothing
+        return result
 
     return run
 

@@ -7,7 +7,8 @@ import pytest
 
 from jaxspec import cli as command_line
 from jaxspec.audit.snippets import snippet
-from jaxspec.commands.audit import CHOICES, AuditCommand
+from jaxspec.commands.audit import AuditCommand
+from jaxspec.verifiers import VERIFIERS, make_verifier
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,9 @@ def test_controls(cli):
 
 def test_every_verifier_can_be_chosen():
     offered = typing.get_type_hints(AuditCommand)["verifier"]
-    assert set(typing.get_args(offered)) == set(CHOICES)
+    assert set(typing.get_args(offered)) == set(VERIFIERS)
+    for name in VERIFIERS:
+        assert make_verifier(name).name.partition(" ")[0] == name
 
 
 @pytest.mark.parametrize(

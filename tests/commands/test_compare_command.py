@@ -28,7 +28,7 @@ def run(console, *args):
 
 
 def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
-    console = Console(width=100, record=True)
+    console = Console(width=80, record=True)
     plot = tmp_path / "plots" / "compare.png"
     document = run(
         console, "--target", models.target, "--drafter", "none", "--drafter", "ngram", "--drafter",
@@ -37,6 +37,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
     )  # fmt: skip
     text = console.export_text()
     assert "All outputs are equal" in text
+    assert "…" not in text
     for shown in ("tales (2)", "code (1)", "ngram - none", "accepted at"):
         assert shown in text
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -57,7 +58,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
         (("--drafter", "ngram", "--drafter", "ngram"), "at least two different"),
         (("--drafter", "none", "--drafter", "ngram:x"), "ngram:MIN-MAX"),
         (("--drafter", "none", "--drafter", "ngram", "--limit", "0"), "--limit 0"),
-        (("--drafter", "none", "--drafter", "ngram", "--verify-length", "3"), "window of 3"),
+        (("--drafter", "none", "--drafter", "ngram", "--verify-length", "3"), "verify_length of 3"),
     ],
 )
 def test_mistakes_are_refused_before_a_model_is_loaded(args, sentence):

@@ -18,7 +18,7 @@ import tiny
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.cli import main
 from jaxspec.commands import generate
-from jaxspec.commands.drafters import make_drafter
+from jaxspec.drafters.names import make_drafter
 from jaxspec.errors import JaxspecError
 from jaxspec.types import Origin
 
@@ -514,8 +514,8 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         ("jaxspec:NGram", NGram()),
         ("ngram:2-3", NGram(2, 3)),
     ):
-        assert make_drafter(name, None, target=target, dtype=None) == expected
-    assert make_drafter("none", None, target=target, dtype=None) is None
+        assert make_drafter(name, target) == expected
+    assert make_drafter("none", target) is None
     for name, message in (
         ("my_drafters:nothing", "lacks parts of the Drafter protocol"),
         ("my_drafters:two", "needs 2 arguments"),
@@ -526,12 +526,12 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         (":factory", "There is no drafter"),
         ("ngram:4", "write ngram, or ngram:MIN-MAX"),
         ("ngram:4-2", "1 <= min <= max"),
-        ("draft_model", "--drafter draft_model was given without a model"),
+        ("draft_model", "The drafter 'draft_model' was given without a model"),
         ("draft_model@0.4", "write draft_model@0.4:MODEL"),
         ("draft_model@:x", "as in draft_model@0.4:MODEL"),
         ("draft_model@half:x", "as in draft_model@0.4:MODEL"),
         ("draft_model@1.5:x", "as in draft_model@0.4:MODEL"),
-        ("ngram@2:2-4", "No module named"),
+        ("ngram@2:2-4", "There is no drafter"),
     ):
         assert message in refused(*base, "--drafter", name)
 
@@ -566,7 +566,7 @@ ONE = ("--prompt", "Once")
         ((*ONE, "--draft-length", "0", "--drafter", "ngram"), "draft length of 0"),
         (
             (*ONE, "--draft-length", "5", "--verify-length", "5", "--drafter", "ngram"),
-            "window of 5",
+            "verify_length of 5",
         ),
         ((*ONE, "--verify-length", "5"), "--verify-length 5 was given without a drafter"),
         ((*ONE, "--verify-length", "0"), "--verify-length 0 was given; it must be at least 1"),
@@ -635,7 +635,7 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
     different = refused(*base, *ONE, "--draft", models.other_tokenizer)
     assert "different tokenizers" in different
     wide = refused(*base, *ONE, "--drafter", "ngram", "--verify-length", 500, "--max-length", 128)
-    assert "window of 500 does not fit a max_length of 128" in wide
+    assert "verify_length of 500 does not fit a max_length of 128" in wide
     template = refused("generate", "--target", models.no_template, *ONE, "--chat")
     assert "has no chat template; name one with --chat-template" in template
     text = refused("generate", "--target", models.no_tokenizer, *ONE)

@@ -16,10 +16,10 @@ import jaxspec
 from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.cli import COMMANDS
 from jaxspec.commands import train
-from jaxspec.commands.documents import make_document
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
+from jaxspec.runtime.documents import make_document
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

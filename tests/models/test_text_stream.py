@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxspec.models.base
+import jaxspec.models.tokenizer
 from jaxspec.models.tokenizer import TextStream, TextTokenizer
 
 WORDS = ("▁", "a", "▁a", "b", "▁the")
@@ -127,6 +127,6 @@ def test_a_long_output_is_not_decoded_again_and_again():
 
 
 def test_docstring_example():
-    results = doctest.testmod(jaxspec.models.base)
+    results = doctest.testmod(jaxspec.models.tokenizer)
     assert results.attempted > 0
     assert results.failed == 0

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny as tiny_models
 
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.models import decoder
@@ -73,7 +74,8 @@ def trained(tmp_path_factory, corpora):
 def distilled(tmp_path_factory, corpora, trained):
     """A draft distilled from `trained`: its directory and its result."""
     out = tmp_path_factory.mktemp("run") / "draft"
-    result = lm.train_lm(tiny(out, corpora, teacher=trained[0], width=8, long_fraction=0.0, seed=1))
+    teacher = str(trained[0])
+    result = lm.train_lm(tiny(out, corpora, teacher=teacher, width=8, long_fraction=0.0, seed=1))
     return out, result
 
 
@@ -386,7 +388,7 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
             "learning_rate",
             lambda: train(out=trained[0], resume=True, learning_rate=1),
         ),
-        (CheckpointError, "no checkpoint.msgpack", lambda: train(teacher=tmp_path)),
+        (ModelError, "neither a converted directory", lambda: train(teacher=str(tmp_path))),
     ]
     for error, words, mistake in cases:
         with pytest.raises(error, match=words) as caught:
@@ -395,10 +397,32 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
         assert "\n" not in str(caught.value)
 
 
+def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
+    """The Hugging Face directory that the run wrote teaches as the run does, but for rounding."""
+    exported = lm.load_teacher(str(trained[0] / "model"))
+    own = lm.load_teacher(str(trained[0]))
+    assert exported.config == own.config
+    assert exported.tokenizer.get_vocab() == own.tokenizer.get_vocab()
+    np.testing.assert_allclose(
+        np.asarray(exported.params["embedding"]), np.asarray(own.params["embedding"]), atol=1e-2
+    )
+    padded = dataclasses.replace(own.config, vocab_size=own.config.vocab_size + 20)
+    wide = tmp_path / "wide"
+    params = decoder.init_params(padded, jax.random.key(0), np.float32)
+    export.write_hugging_face(wide, padded, params, own.tokenizer)
+    config = tiny(tmp_path / "draft", corpora, teacher=str(wide), width=8, tokens=512)
+    result = lm.train_lm(config)
+    assert result["acceptance"].keys() == distilled[1]["acceptance"].keys()
+    assert lm.load_run(config.out).config.vocab_size == padded.vocab_size
+    tiny_models.save(tmp_path, "no-tokenizer")
+    with pytest.raises(ModelError, match="has no tokenizer, and a draft is trained on its tokens"):
+        lm.load_teacher(str(tmp_path / "no-tokenizer"))
+
+
 def test_teacher_with_another_vocabulary_is_refused(tmp_path, corpora, trained):
     (tmp_path / "other").mkdir()
     data.train_tokenizer(["quite another text"], 280).save(str(tmp_path / "other/tokenizer.json"))
-    config = tiny(tmp_path / "out", corpora, teacher=trained[0], tokenizer=tmp_path / "other")
+    config = tiny(tmp_path / "out", corpora, teacher=str(trained[0]), tokenizer=tmp_path / "other")
     with pytest.raises(ModelError, match="different vocabularies"):
         lm.train_lm(config)
     run = lm.load_run(trained[0])

@@ -38,7 +38,7 @@ from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decoding
 from jaxspec.decode.loop import Admission, SpeculativeLoop
 from jaxspec.engine.engine import Engine
-from jaxspec.kernels.registry import Kernels
+from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder, layers
 from jaxspec.types import BatchView, DecodeState, Draft, Finish, Verdict, Window

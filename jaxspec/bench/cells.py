@@ -1,0 +1,104 @@
+"""A grid of cells, measured one after the other, that goes on where it was interrupted.
+
+All cells are kept in one JSON file, which is written whole after each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from jaxspec.bench.measure import Say
+from jaxspec.errors import SettingError
+from jaxspec.runtime.documents import as_json, write_document
+
+Cell: TypeAlias = dict[str, Any]
+
+
+class CellStore:
+    """The cells that are known, in a file.
+
+    Args:
+      path: of the file.
+      header: what the cells depend on and have in common; it stands in the file before them, and a
+        grid is resumed under the same header only.
+      resume: go on with the cells that the file holds.
+
+    Raises:
+      SettingError: the file exists and is not to be resumed, or was made under another header.
+
+    Attributes:
+      header: as given, and what was added to it.
+      cells: results by name.
+    """
+
+    def __init__(self, path: pathlib.Path, *, header: Mapping[str, Any], resume: bool = False):
+        self.path = path
+        self.header: dict[str, Any] = as_json(header)
+        self.cells: dict[str, Cell] = {}
+        if not path.exists():
+            return
+        if not resume:
+            raise SettingError(
+                f"The file {path} is there already; add --resume to go on with what it holds, or "
+                "name another --out."
+            )
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            self.cells = dict(kept.pop("cells"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SettingError(
+                f"{path} was to be resumed, but it is not the file of a grid of cells; leave "
+                "--resume out and name another --out."
+            ) from error
+        for name, value in self.header.items():
+            if kept.get(name) != value:
+                raise SettingError(
+                    f"{path} was to be resumed, but its {name} is another; run with the models, "
+                    "prompts and options that it was begun with, or name another --out."
+                )
+        self.header = kept
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {**self.header, "cells": self.cells}
+
+    def run(
+        self, cells: Mapping[str, Callable[[], Cell]], *, say: Say, budget_s: float = math.inf
+    ) -> None:
+        """Measures the cells that are not known yet, in order.
+
+        Args:
+          cells: what measures each, by name. It may read the results of earlier ones.
+          say: called with e.g. `cell 5 of 42, 6 minutes left: NAME`.
+          budget_s: no cell is begun that, going by the slowest so far, would end later than this.
+        """
+        started_s = time.perf_counter()
+        waiting = [name for name in cells if name not in self.cells]
+        num_kept = len(cells) - len(waiting)
+        slowest_s = 0.0
+        for index, name in enumerate(waiting):
+            begun_s = time.perf_counter()
+            spent_s = begun_s - started_s
+            if spent_s + slowest_s > budget_s:
+                break
+            left = time_left(spent_s, index, len(waiting) - index) if index else ""
+            say(f"cell {num_kept + index + 1} of {len(cells)}{left}: {name}")
+            self.cells[name] = as_json(cells[name]())
+            slowest_s = max(slowest_s, time.perf_counter() - begun_s)
+            write_document(self.document, self.path)
+        self.cells = {name: self.cells[name] for name in cells if name in self.cells}
+
+
+def time_left(spent_s: float, num_done: int, num_left: int) -> str:
+    """E.g. `, 6 minutes left`, if the rest takes as long per cell as what is done."""
+    seconds = spent_s / num_done * num_left
+    if seconds < 60:
+        return ", less than a minute left"
+    minutes = round(seconds / 60)
+    return f", {minutes} minute{'s' * (minutes > 1)} left"

@@ -1,0 +1,206 @@
+"""What every bench has in common: options, document, rows in mid-decode.
+
+A bench is a dataclass whose fields are its options on the command line; `measure` returns what its
+document holds. Programs that are timed against each other take turns (`runtime.turns`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.executor import Executor
+from jaxspec.errors import SettingError
+from jaxspec.models.base import LanguageModel
+from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.documents import make_document, public_name, write_document
+from jaxspec.types import Finish
+
+Say: TypeAlias = Callable[[str], None]
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+ROUND = ("decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "sampling.py")
+NOT_OF_THE_RESULT = ("out", "json", "plot", "resume")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The options of a bench, and its document.
+
+    Attributes:
+      NAME: of the subcommand.
+      MEASURES: modules and folders whose code the figures are of; see `runtime.freshness`.
+    """
+
+    NAME: ClassVar[str]
+    MEASURES: ClassVar[tuple[str, ...]] = ()
+
+    out: pathlib.Path | None = None
+    """JSON file to write."""
+    json: bool = False
+    """End with one line of JSON on standard output."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Measures, prints the tables and writes the file; returns the JSON document."""
+        document = self.document(**self.measure(console))
+        if self.out is not None:
+            write_document(document, self.out)
+        return document
+
+    def measure(self, console: Console) -> dict[str, Any]:
+        """Prints the tables; returns what the document holds besides options and origin."""
+        raise NotImplementedError
+
+    def document(self, **fields: Any) -> dict[str, Any]:
+        """The JSON document. It names no directory of this machine."""
+        document = make_document(f"bench {self.NAME}", self, measures=self.MEASURES, **fields)
+        config = {
+            name: public_name(value) if isinstance(value, str) else value
+            for name, value in document["config"].items()
+            if name not in NOT_OF_THE_RESULT
+        }
+        if config.get("prompts", "") is None:
+            config["prompts"] = "sample prompts"
+        return document | {"config": config}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairBench(Bench):
+    """A bench of a target and its draft model."""
+
+    target: str = "demo-target"
+    """Any model that `load_model` takes."""
+    draft: str = "demo-draft"
+    """Its draft model."""
+    dtype: Dtype | None = "float32"
+    """Of parameters, compute and cache."""
+
+    def load(self) -> tuple[LanguageModel, LanguageModel]:
+        """Both models."""
+        return load_model(self.target, dtype=self.dtype), load_model(self.draft, dtype=self.dtype)
+
+
+def read_and_encode(
+    prompts: pathlib.Path | None,
+    target: LanguageModel,
+    *,
+    limit: int | None,
+    max_prompt_tokens: int,
+) -> tuple[list[tuple[int, ...]], dict[str, str]]:
+    """Token ids of the first `limit` prompts of a file (None: the sample prompts), and the file's
+    digest by its name."""
+    lines = sample_prompts() if prompts is None else read_prompts(prompts)
+    inputs = {} if prompts is None else {prompts.name: sha256_of(prompts)}
+    return encode_prompts(lines[:limit], target, max_prompt_tokens=max_prompt_tokens), inputs
+
+
+def check_at_least_one(options: Any, *names: str) -> None:
+    """Raises `SettingError` unless these options, numbers or tuples of them, are all at least 1."""
+    for name in names:
+        value, option = getattr(options, name), "--" + name.replace("_", "-")
+        if isinstance(value, tuple):
+            if not value or min(value) < 1:
+                given = " ".join(map(str, value)) or "nothing"
+                raise SettingError(f"{option} {given} was given; give numbers of at least 1.")
+        elif value is not None and value < 1:
+            raise SettingError(f"{option} {value} was given; it must be at least 1.")
+
+
+# ---- rows in mid-decode
+
+
+def random_prompts(model: LanguageModel, num_prompts: int, num_tokens: int) -> list[list[int]]:
+    """The same random token ids at every call."""
+    random = np.random.default_rng(0)
+    return random.integers(0, model.vocab_size, (num_prompts, num_tokens)).tolist()
+
+
+def fill(
+    executor: Executor,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    draft_length: int,
+    reads: bool = True,
+) -> None:
+    """Puts a prompt into every row of an executor.
+
+    Args:
+      executor: whatever its rows held is gone.
+      prompts: token ids, repeated until they fill the rows.
+      params: of every row.
+      draft_length: tokens drafted per round; 0 decodes plainly.
+      reads: False reads no prompt: the rows run on after a context of which the cache holds
+        nothing, which costs what any other context costs.
+    """
+    chosen = list(itertools.islice(itertools.cycle(prompts), executor.num_rows))
+    target = executor.loop.target
+    requests = make_requests(chosen, params, target, longest=executor.longest_prompt)
+    admit = executor.admit_and_prefill if reads else executor.admit
+    for row, request in enumerate(requests):
+        admit(row, request, draft_length=draft_length, arrival=row)
+    if not reads:
+        state = executor.state
+        executor.state = state.replace(finish=jnp.full_like(state.finish, Finish.RUNNING))
+    jax.block_until_ready(executor.state)
+
+
+def fill_mid_decode(
+    executor: Executor, prompts: Sequence[Sequence[int]], *, num_tokens: int, draft_length: int
+) -> None:
+    """Fills every row, decodes `num_tokens` in each, and sets the rows running again with all the
+    room there is.
+
+    Args:
+      executor: of a scheduler that keeps every row in the batch.
+      prompts: token ids, repeated until they fill the rows.
+      num_tokens: emitted by every row.
+      draft_length: from there on; 0 decodes plainly.
+    """
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    fill(executor, prompts, params, draft_length=executor.shape.verify_length - 1)
+    executor.run(num_tokens)
+    state = executor.state
+    executor.state = state.replace(
+        finish=jnp.full_like(state.finish, Finish.RUNNING),
+        limit=jnp.full_like(state.limit, executor.longest_prompt + 1),
+        draft_limit=jnp.full_like(state.draft_limit, draft_length),
+        stop_tokens=jnp.full_like(state.stop_tokens, -1),
+    )
+    if "lag" in executor.programs:
+        # The last round of a row that has room for one token drafts nothing, so the drafter lags.
+        executor.catch_up(dict(enumerate(executor.lags().tolist())))
+
+
+def seconds_to_compile(engine: Engine) -> float:
+    """Compiles all programs of an engine and runs each once; seconds of both."""
+    started_s = time.perf_counter()
+    engine.warm_up()
+    engine.generate([[0, 0]], SamplingParams(max_tokens=2))
+    return time.perf_counter() - started_s
+
+
+def run_rounds(executor: Executor, num_rounds: int) -> None:
+    """Runs rounds and waits for them."""
+    executor.run(num_rounds)
+    jax.block_until_ready(executor.state)
+
+
+def peak_bytes() -> int | None:
+    """Peak bytes in use on the device in this process, where the device says."""
+    found = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if found is None else int(found)

@@ -1,0 +1,148 @@
+"""Options that several commands share, each stated once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.resources
+import os
+import pathlib
+import sys
+from typing import Any, Literal, TypeAlias
+
+from jaxspec.drafters.names import MakeDrafter, choose_drafter
+from jaxspec.errors import SettingError
+from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import sha256_of
+
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """Of every command."""
+
+    json: bool = False
+    """End with one line of JSON on standard output."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterOptions:
+    """Which drafter."""
+
+    draft: str | None = None
+    """A draft model, named like the target; short for `--drafter draft_model:MODEL`."""
+    drafter: str | None = None
+    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`.
+    `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft after its first
+    token less likely than that."""
+
+    @property
+    def drafter_name(self) -> str:
+        """What `choose_drafter` takes, of both options.
+
+        Raises:
+          SettingError: they name two drafters.
+        """
+        if self.draft is None:
+            return self.drafter or "none"
+        kind = self.drafter or "draft_model"
+        if kind.partition("@")[0] != "draft_model" or ":" in kind:
+            raise SettingError(
+                f"Both --draft {self.draft} and --drafter {self.drafter} were given; name one "
+                "drafter."
+            )
+        return f"{kind}:{self.draft}"
+
+    def choose_drafter(self, *, dtype: str | None) -> MakeDrafter | None:
+        """What makes the drafter for a target, or None; raises as `names.choose_drafter`."""
+        return drafter_of_command(self.drafter_name, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """Which prompts."""
+
+    prompts: pathlib.Path | None = None
+    """A file of prompts, one a line: Spec-Bench questions, plain text, or JSON objects with
+    `prompt`, `prompt_token_ids` or `messages`. Default: the sample prompts of the embedded pair."""
+    limit: int | None = None
+    """Use the first so many prompts."""
+    max_prompt_tokens: int | None = None
+    """Cut longer prompts to their first so many tokens."""
+
+    def read_prompts(self) -> list[PromptLine]:
+        """The prompts, as many as are asked for."""
+        check_at_least_one(self, "limit", "max_prompt_tokens")
+        lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
+        return lines[: self.limit]
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of the file they are read from, by its name."""
+        if self.prompts is not None:
+            return {str(self.prompts): sha256_of(self.prompts)}
+        with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
+            return {path.name: sha256_of(path)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_tokens: int = 64
+    """Tokens to emit per prompt at most."""
+    temperature: float | None = None
+    """Divides the logits; 0 is greedy. Default 0."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens; 0, the default, keeps all."""
+    top_p: float | None = None
+    """Keep the likeliest tokens that reach this mass together. Default 1: all."""
+    min_p: float | None = None
+    """Keep tokens at least this fraction as likely as the likeliest. Default 0: all."""
+    seed: int = 0
+    """Of the first prompt's draws; the next ones count on."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-text tokens."""
+
+    def given_sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that were given."""
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        values = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def sampling_params(self) -> SamplingParams:
+        """Of the first prompt; raises `SettingError` for what is out of range."""
+        return SamplingParams(**self.given_sampling())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The shape of an engine."""
+
+    verify_length: int | None = None
+    """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
+    batch_size: int = 8
+    """Prompts decoded together; fewer if there are fewer."""
+    max_length: int = 1024
+    """Tokens per prompt at most, the prompt's own and those of its completion."""
+    dtype: DtypeName | None = None
+    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+
+
+def drafter_of_command(name: str, *, dtype: str | None) -> MakeDrafter | None:
+    """`choose_drafter` for a name on the command line: as with `python -m`, modules of the current
+    directory are found (an installed script does not find them)."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+    return choose_drafter(name, dtype=dtype)
+
+
+def check_at_least_one(options: Any, *names: str) -> None:
+    """Raises `SettingError` for the first of these fields that is given and below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            option = name.replace("_", "-")
+            raise SettingError(f"--{option} {value} was given; it must be at least 1.")

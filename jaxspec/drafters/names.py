@@ -1,0 +1,137 @@
+"""Drafters by name: what `Engine(drafter=...)` and `--drafter` take."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.ngram import NGram
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.models.base import Model
+
+MakeDrafter: TypeAlias = Callable[[Model], Drafter]
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def choose_drafter(name: str, *, dtype: Any = None) -> MakeDrafter | None:
+    """What makes the drafter of this name for a target; None for `none`, plain decoding.
+
+    The name is checked now; models are loaded when the drafter is made.
+
+    Args:
+      name: `none`, `ngram`, `ngram:MIN-MAX`, a draft model's name as `load_model` takes it,
+        `draft_model:MODEL`, `draft_model@MIN_CONFIDENCE:MODEL` (see `DraftModel`), or
+        `package.module:factory`, a function of the target or of nothing.
+      dtype: of a draft model, see `load_model`.
+
+    Raises:
+      SettingError: the name is malformed.
+      ModelError: the factory cannot be imported; when called, also if it returns no drafter.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "none":
+        return None
+    if kind == "ngram":
+        return _ngram(name, rest)
+    if kind.partition("@")[0] == "draft_model":
+        return _draft_model(name, dtype)
+    if _is_model(name):
+        return lambda target: DraftModel(load_model(name, dtype=dtype))
+    if not _FACTORY.fullmatch(name):
+        raise SettingError(
+            f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX or "
+            "draft_model:MODEL, or name your own as package.module:factory."
+        )
+    return _of_factory(name)
+
+
+def make_drafter(
+    drafter: Drafter | str | None, target: Model, *, dtype: Any = None
+) -> Drafter | None:
+    """A drafter for `target`: what `choose_drafter` makes of a name; anything else as it is."""
+    if not isinstance(drafter, str):
+        return drafter
+    make = choose_drafter(drafter, dtype=dtype)
+    return None if make is None else make(target)
+
+
+def _ngram(name: str, lengths: str) -> MakeDrafter:
+    low, _, high = lengths.partition("-")
+    if name != "ngram" and not (low.isdecimal() and high.isdecimal()):
+        raise SettingError(
+            f"The drafter {name!r} was given; write ngram, or ngram:MIN-MAX as in ngram:2-4."
+        )
+    ngram = NGram(int(low), int(high)) if lengths else NGram()
+    return lambda target: ngram
+
+
+def _draft_model(name: str, dtype: Any) -> MakeDrafter:
+    kind, _, model = name.partition(":")
+    _, at, text = kind.partition("@")
+    min_confidence = 0.0
+    if at:
+        try:
+            min_confidence = float(text)
+        except ValueError:
+            min_confidence = -1.0
+        if not 0 <= min_confidence <= 1:
+            raise SettingError(
+                f"The drafter {name!r} was given; write draft_model@MIN_CONFIDENCE:MODEL with a "
+                "probability, as in draft_model@0.4:MODEL."
+            )
+    if not model:
+        raise SettingError(f"The drafter {name!r} was given without a model; write {kind}:MODEL.")
+    return lambda target: DraftModel(load_model(model, dtype=dtype), min_confidence)
+
+
+def _is_model(name: str) -> bool:
+    """Whether a name that is no drafter's is a model's. A hub id without a slash is not told from
+    a misspelt drafter: it is written `draft_model:ID`."""
+    is_path = "/" in name or pathlib.Path(name).expanduser().is_dir()
+    return name in DEMO_MODELS or name.startswith("random:") or is_path
+
+
+def _of_factory(name: str) -> MakeDrafter:
+    module_name, _, factory_name = name.partition(":")
+    try:
+        factory: Any = importlib.import_module(module_name)
+        for part in factory_name.split("."):
+            factory = getattr(factory, part)
+        needed = _required_arguments(factory)
+    except Exception as error:  # whatever the user's module raises
+        raise ModelError(
+            f"The drafter {name} cannot be imported ({type(error).__name__}: {error}); check the "
+            "name, and that the module is installed or in the current directory."
+        ) from error
+    if needed > 1:
+        raise ModelError(
+            f"The drafter {name} needs {needed} arguments; name a function of the target, or of "
+            "nothing."
+        )
+
+    def make(target: Model) -> Drafter:
+        drafter = factory(target) if needed else factory()
+        if not isinstance(drafter, Drafter):
+            raise ModelError(
+                f"{name} returned a {type(drafter).__name__}, which lacks parts of the Drafter "
+                "protocol; see jaxspec.drafters.base."
+            )
+        return drafter
+
+    return make
+
+
+def _required_arguments(factory: Any) -> int:
+    return sum(
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(factory).parameters.values()
+    )

@@ -1,0 +1,56 @@
+"""The JSON document of a command or a bench: what all of them have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.environment import provenance
+from jaxspec.runtime.freshness import code_digest
+
+
+def make_document(
+    command: str, options: Any, *, measures: Sequence[str] = (), **fields: Any
+) -> dict[str, Any]:
+    """A command's document: its name and options, `fields`, versions, devices and commit.
+
+    Args:
+      command: e.g. `generate`.
+      options: the command's dataclass.
+      measures: modules and folders of the package whose code the figures are of; the document then
+        carries their digest, by which `runtime.freshness` tells a result that has become old.
+      **fields: what it found.
+    """
+    found = {"command": command, "config": dataclasses.asdict(options), **fields, **provenance()}
+    if measures:
+        found |= {"measures": measures, "code_digest": code_digest(measures)}
+    return as_json(found)
+
+
+def write_document(document: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Writes a document as a JSON file that appears whole or not at all.
+
+    Raises:
+      SettingError: it cannot be written.
+    """
+    write_atomically(path, json.dumps(document, indent=1).encode() + b"\n")
+
+
+def as_json(value: Any) -> Any:
+    """Tuples as lists and paths as text, as they would be read back."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    return str(value) if isinstance(value, pathlib.PurePath) else value
+
+
+def public_name(name: str) -> str:
+    """A model's, drafter's or file's name without the directories of this machine."""
+    kind, colon, rest = name.rpartition(":")
+    path = pathlib.Path(rest)
+    return f"{kind}{colon}{path.name}" if path.exists() else name

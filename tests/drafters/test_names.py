@@ -1,0 +1,119 @@
+"""Drafters by name, and names of other libraries."""
+
+import warnings
+
+import pytest
+import tiny
+
+import jaxspec
+from jaxspec.drafters.names import choose_drafter, make_drafter
+from jaxspec.errors import SettingError
+from jaxspec.runtime.other_names import OTHER_NAMES
+from jaxspec.schedulers import SCHEDULERS, make_scheduler
+from jaxspec.verifiers import VERIFIERS, make_verifier
+
+TARGET = tiny.model(text=tiny.tokenizer())
+
+
+def test_a_drafter_is_left_as_it_is():
+    ngram = jaxspec.NGram(2, 3)
+    assert make_drafter(ngram, TARGET) is ngram
+    assert make_drafter(None, TARGET) is None
+    assert make_drafter("none", TARGET) is None
+    assert make_drafter("ngram:2-3", TARGET) == ngram
+
+
+def test_a_model_is_named_as_for_load_model(tmp_path):
+    path = tiny.save(tmp_path, "draft", text=tiny.tokenizer())
+    for name in (str(path), f"draft_model:{path}"):
+        drafter = make_drafter(name, TARGET)
+        assert isinstance(drafter, jaxspec.DraftModel)
+        assert drafter.name == f"draft_model:{path}"
+    assert jaxspec.DraftModel(str(path), 0.5).min_confidence == 0.5
+    early = make_drafter(f"draft_model@0.25:{path}", TARGET)
+    assert isinstance(early, jaxspec.DraftModel)
+    assert early.min_confidence == 0.25
+    # Only looked at: nothing is loaded until the drafter is made.
+    assert choose_drafter("demo-draft")
+    assert choose_drafter("random:qwen3-0.6b")
+    assert choose_drafter("organisation/model")
+    with pytest.raises(SettingError, match="There is no drafter 'medusa'; choose none, ngram"):
+        choose_drafter("medusa")
+
+
+def test_verifiers_and_schedulers_by_name():
+    assert make_verifier("coupled:independent") == jaxspec.Coupled(is_noise_shared=False)
+    typical = jaxspec.Typical(epsilon=0.5)
+    assert make_verifier(typical) is typical
+    with pytest.raises(SettingError, match="no verifier 'strict'; choose one of coupled, "):
+        make_verifier("strict")
+    assert make_scheduler("pool") == jaxspec.Pool()
+    with pytest.raises(SettingError, match="no scheduler 'fifo'; choose one of continuous, "):
+        make_scheduler("fifo")
+    for name in SCHEDULERS:
+        assert make_scheduler(name).name == name
+    assert {type(make_verifier(name)).__name__.lower() for name in VERIFIERS} == {
+        name.partition(":")[0] for name in VERIFIERS
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [(jaxspec.NGram, "NGram"), (jaxspec.DraftModel, "DraftModel"),
+     (jaxspec.SamplingParams, "SamplingParams"), (jaxspec.load_model, "load_model"),
+     (lambda **wrong: jaxspec.Engine(TARGET, **wrong), "Engine"),
+     (lambda **wrong: jaxspec.Engine.generate(None, [[1]], **wrong), "Engine.generate")],
+)  # fmt: skip
+def test_names_of_other_libraries_are_refused_with_ours(call, name):
+    for theirs, ours in OTHER_NAMES[name].items():
+        with pytest.raises(SettingError) as error:
+            call(**{theirs: 1})
+        assert str(error.value) == (
+            f"{name} was given {theirs}, another library's name; use {ours}."
+        )
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        call(nonsense=1)
+
+
+def test_what_is_printed_of_parts():
+    assert repr(jaxspec.Rejection()) == "Rejection()"
+    assert repr(jaxspec.Coupled()) == "Coupled(is_noise_shared=True)"
+    assert repr(jaxspec.NGram()) == "NGram(prompt_lookup_min=1, prompt_lookup_max=4)"
+    shown = repr(TARGET)
+    assert shown.startswith("<LanguageModel ")
+    assert "M parameters, float32, " in shown
+    assert len(shown) < 120
+    assert repr(jaxspec.DraftModel(TARGET)) == f"DraftModel(model={shown}, min_confidence=0.0)"
+
+
+def test_an_engine_of_names_and_what_it_prints(tmp_path):
+    path = str(tiny.save(tmp_path, "model", text=tiny.tokenizer()))
+    shape = {"batch_size": 2, "max_length": 128}
+    named = jaxspec.Engine(path, path, verifier="rejection", scheduler="static", **shape)
+    assert named.target.name == path
+    assert isinstance(named.drafter, jaxspec.DraftModel)
+    assert (named.verifier, named.scheduler) == (jaxspec.Rejection(), jaxspec.Static())
+    assert repr(named) == (
+        f"<Engine of {path} with drafter draft_model:{path}: verifier rejection, scheduler static, "
+        "draft_length 4, verify_length 5, batch_size 2, max_length 128>"
+    )
+    assert repr(named.memory) == f"<Memory: {named.memory.sentence}>"
+    plain = jaxspec.Engine(TARGET, "none", **shape)
+    assert plain.drafter is None
+
+
+def test_more_tokens_than_fit_are_warned_of_once():
+    engine = jaxspec.Engine(TARGET, "ngram", batch_size=2, max_length=128)
+    room = engine.longest_prompt + 1 - 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        [fits] = engine.generate([[5, 6]], {"max_tokens": room, "ignore_eos": True})
+        assert not caught
+        [cut, _] = engine.generate([[5, 6]] * 2, {"max_tokens": room + 9, "ignore_eos": True})
+        engine.generate([[5, 6]], {"max_tokens": room + 1})
+    assert (len(fits.token_ids), fits.stop_reason) == (room, None)
+    assert (len(cut.token_ids), cut.stop_reason) == (room, "max_length")
+    [warning] = caught
+    assert warning.category is jaxspec.JaxspecWarning
+    assert f"asks for {room + 9} tokens" in str(warning.message)
+    assert f"max_length of 128 leaves room for {room} after its prompt of 2" in str(warning.message)
