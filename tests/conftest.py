@@ -1,7 +1,17 @@
-"""Settings of the whole suite: strict promotion, caches of its own, compiled programs shared."""
+"""Settings of the whole suite: its tiers, strict promotion, caches of its own, shared programs.
+
+A test belongs to the tier of its file, which is a marker too (`pytest -m core`):
+
+    core    functions and records; no engine is built
+    engine  executors, engines and serving, on small models
+    system  commands, conversions, notebooks, meshes, benches: other processes, whole programs
+
+`pytest` alone runs the first two; `pytest -m system` and `pytest -m slow` the rest.
+"""
 
 import atexit
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -27,3 +37,61 @@ def _own_cache(tmp_path_factory):
     """Converted models of the suite go to a temporary cache, not the user's."""
     if "JAXSPEC_CACHE" not in os.environ:
         os.environ["JAXSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+# Tiers by path, the first that fits; everything else under tests/ is of the tier engine.
+TIERS = {
+    "core": (
+        "analysis/test_cost.py",
+        "audit/test_judge.py",
+        "audit/test_outputs.py",
+        "audit/test_report.py",
+        "audit/test_snippets.py",
+        "drafters/test_names.py",
+        "golden",
+        "models",
+        "test_attention.py",
+        "test_attention_pallas.py",
+        "test_cache.py",
+        "test_native.py",
+        "test_prompts.py",
+        "test_requests.py",
+        "test_sampling.py",
+        "test_turns.py",
+        "verifiers/test_coupled.py",
+        "verifiers/test_laws_exactly.py",
+    ),
+    "system": (
+        "audit/test_controls.py",
+        "bench",
+        "commands",
+        "conversion",
+        "equivalence/test_hf_sampling.py",
+        "notebooks",
+        "serving/test_host_loop.py",
+        "serving/test_two_devices.py",
+        "sharding",
+        "test_checkpoint.py",
+        "test_devices.py",
+        "test_documents.py",
+        "test_environment.py",
+        "test_imports.py",
+        "test_soak.py",
+        "training",
+    ),
+}
+
+
+def tier_of(path: pathlib.Path) -> str:
+    """The tier of a test file."""
+    name = path.relative_to(pathlib.Path(__file__).parent).as_posix()
+    for tier, starts in TIERS.items():
+        if any(name == start or name.startswith(f"{start}/") for start in starts):
+            return tier
+    return "engine"
+
+
+def pytest_collection_modifyitems(items):
+    """Marks every test with its tier."""
+    for item in items:
+        item.add_marker(tier_of(item.path))

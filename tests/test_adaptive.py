@@ -158,7 +158,7 @@ class Clockwork:
     def __init__(self):
         self.now_s, self.calls, self.compiled = 0.0, [], set()
 
-    def seat(self, prompt_length):
+    def fill(self, prompt_length):
         self.calls.append(prompt_length)
 
     def run(self, draft_length, num_rounds):

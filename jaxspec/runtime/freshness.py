@@ -57,8 +57,7 @@ def _digest_of(file: pathlib.Path) -> str:
     if file.suffix == ".py":
         text = ast.dump(_Bare().visit(ast.parse(text)))
     else:
-        text = re.sub(r"//[^\n]*|/\*.*?\*/|\s+", " ", text, flags=re.DOTALL)
-        text = re.sub(r"\s+", " ", text)
+        text = " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL).split())
     return hashlib.sha256(text.encode()).hexdigest()
 
 

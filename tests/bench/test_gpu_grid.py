@@ -16,7 +16,7 @@ from jaxspec.errors import SettingError
 TINY = dataclasses.replace(
     DRY_RUN, places=((2, 100),), acceptances=(0.0, 1.0), draft_length=2, num_rounds=4
 )
-HEADER = {"config": {"dry_run": True}}
+HEADER = {"config": {"dry_run": True}, "devices": {"kinds": ["none"]}}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,9 @@ def test_a_grid_goes_on_under_its_own_settings_only(quick, tmp_path):
     path = tmp_path / "s.json"
     measure_grid(PLAN, path, budget_s=600, repeats=1, header=HEADER)
     with pytest.raises(SettingError, match="its config is another"):
-        measure_grid(PLAN, path, budget_s=600, repeats=1, header={"config": {}}, resume=True)
+        measure_grid(
+            PLAN, path, budget_s=600, repeats=1, header={**HEADER, "config": {}}, resume=True
+        )
     path.write_text("[]")
     with pytest.raises(SettingError, match="not the file of a grid"):
         measure_grid(PLAN, path, budget_s=600, repeats=1, header=HEADER, resume=True)

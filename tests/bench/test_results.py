@@ -31,7 +31,7 @@ def test_a_cited_result_is_of_todays_code(path):
     document = json.loads(path.read_text(encoding="utf-8"))
     assert staleness(document) is None
     assert document["commit"]
-    assert "kernels" in document["devices"]
+    assert document["devices"].get("kernels")
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)

@@ -12,7 +12,6 @@ import pytest
 import toy
 from jax import lax
 
-from jaxspec import cli as command_line
 from jaxspec.analysis import cost
 from jaxspec.bench import measure, stages
 from jaxspec.bench.compile_time import compile_times
@@ -26,11 +25,6 @@ from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
-
-
-@pytest.fixture(autouse=True)
-def _offered(monkeypatch):
-    monkeypatch.setitem(command_line.COMMANDS, "bench", bench.BenchCommand)
 
 
 @pytest.fixture(scope="module")

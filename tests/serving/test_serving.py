@@ -413,7 +413,7 @@ def test_copying_a_row_costs_as_much_as_is_live():
     cache = init_cache(
         num_layers=1,
         num_rows=2,
-        max_length=4 * BLOCK,
+        capacity=4 * BLOCK,
         num_kv_heads=1,
         head_size=2,
         dtype="bfloat16",
@@ -421,7 +421,7 @@ def test_copying_a_row_costs_as_much_as_is_live():
     source = init_cache(
         num_layers=1,
         num_rows=1,
-        max_length=4 * BLOCK,
+        capacity=4 * BLOCK,
         num_kv_heads=1,
         head_size=2,
         dtype="bfloat16",
