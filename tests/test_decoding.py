@@ -168,14 +168,14 @@ def test_the_longest_prompt_fits_and_one_more_token_is_refused(target):
 def test_a_seat_is_reused_after_a_longer_predecessor_whose_kv_was_nan(target, engines):
     prompts, truth, _, oracle = engines
     oracle.generate(toy.prompts((200, 190), seed=4), SamplingParams(max_tokens=20))
-    state = oracle._state
+    state = oracle.executor.state
     poisoned = jax.tree.map(
         lambda leaf: (
             jnp.full(leaf.shape, jnp.nan, leaf.dtype) if leaf.dtype == jnp.float32 else leaf
         ),
         state.cache,
     )
-    oracle._state = state.replace(cache=poisoned)
+    oracle.executor.state = state.replace(cache=poisoned)
     again = oracle.generate(prompts, SamplingParams(max_tokens=60))
     assert [c.token_ids for c in again] == [c.token_ids for c in truth]
 
@@ -210,7 +210,7 @@ def test_a_draft_whose_values_are_no_numbers_changes_nothing_before_it():
 
 
 def test_rows_that_have_ended_do_not_keep_a_batch_from_being_greedy(engines):
-    state = engines[2]._loop.empty(engines[2].shape)
+    state = engines[2].executor.loop.empty(engines[2].shape)
     s = state.sampling
     finish = jnp.array([Finish.STOP_TOKEN, Finish.RUNNING], jnp.int32)
     for name, value in (("temperature", 1.0), ("presence_penalty", 1.0), ("min_length", 9)):

@@ -34,7 +34,7 @@ from jaxspec.testing import (
     check_drafter,
     check_model,
 )
-from jaxspec.types import Draft, chain_parents
+from jaxspec.types import Draft, Shared, chain_parents
 
 SMALL = {"num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1}
 BASE = toy.model(**SMALL)
@@ -555,7 +555,15 @@ def siblings(shape, draft, rows):
     return jnp.full_like(draft.parents, -1)
 
 
+def meddling(self, shape, params, state, rows, draft, tokens, window, cache):
+    """Scores another token in the place of the last draft."""
+    changed = tokens.at[:, -1].set((tokens[:, -1] + 1) % BASE.vocab_size)
+    hidden, cache = BASE.forward(BASE.params, changed, window, cache)
+    return hidden, None, cache, state
+
+
 BROKEN_DRAFTERS = {
+    "scores other tokens than the target's": ("score", replaced(score=meddling)),
     "is_chain unknown": ("protocol", replaced(is_chain=None)),
     "a text among the parameters": ("protocol", replaced(params={"table": "here"})),
     "refuses the target": ("protocol", replaced(check=refuse)),
@@ -676,15 +684,16 @@ class Learner(jaxspec.DrafterBase):
     shares_state: bool = True
 
     def init(self, shape):
-        return jnp.zeros((shape.vocab_size,), jnp.int32)
+        return Shared(jnp.zeros((shape.vocab_size,), jnp.int32))
 
     def propose(self, shape, params, state, rows):
         draft, _ = RepeatLast().propose(shape, params, (), rows)
-        return draft.replace(tokens=(draft.tokens + jnp.sum(state)) % shape.vocab_size), state
+        tokens = (draft.tokens + jnp.sum(state.value)) % shape.vocab_size
+        return draft.replace(tokens=tokens), state
 
     def commit(self, shape, params, state, rows, info):
         newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
-        return state.at[newest[:, 0]].add(1)
+        return Shared(state.value.at[newest[:, 0]].add(1))
 
 
 @pytest.mark.usefixtures("_compile_fast")

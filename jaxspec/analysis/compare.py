@@ -416,7 +416,7 @@ def compare(
             seconds[label].append(time.perf_counter() - started_s)
     warm = {}
     for label, engine in engines.items():
-        if getattr(engine.drafter, "shares_state", False):
+        if engine.executor.loop.drafter.shares_state:
             tell(f"{label}: with what it has learned")
             warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
 

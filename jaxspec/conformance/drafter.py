@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +25,9 @@ from jaxspec.conformance.checks import (
     demand_nothing_closed_over,
     demand_same_output,
     demand_same_tree,
+    distance_of,
     mixed_requests,
+    rounding_of,
 )
 from jaxspec.conformance.report import (
     Clause,
@@ -39,11 +39,12 @@ from jaxspec.conformance.report import (
     run_checks,
 )
 from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest, DrawsUnderTest
-from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter
+from jaxspec.decode import round as decode_round
+from jaxspec.decode.state import check_rows
+from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.types import DecodeState, Draft, EngineShape
+from jaxspec.types import DecodeState, Draft
 
 ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution
 SHARES = " (if its drafts may depend on other requests, it has to say shares_state = True)"
@@ -111,6 +112,16 @@ def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
     return prompts
 
 
+def _depth(draft: Draft) -> np.ndarray:
+    """`[B, N]`, depth of each valid node; 0 of the others."""
+    depth, parents = np.zeros(draft.tokens.shape, int), np.asarray(draft.parents)
+    for row, num_valid in enumerate(np.asarray(draft.num_valid)):
+        for node in range(num_valid):
+            parent = parents[row, node]
+            depth[row, node] = 1 + (depth[row, parent] if parent >= 0 else 0)
+    return depth
+
+
 def _is_valid(draft: Draft) -> np.ndarray:
     """`[B, N]` bool."""
     return np.arange(draft.tokens.shape[1]) < np.asarray(draft.num_valid)[:, None]
@@ -159,20 +170,20 @@ def _protocol(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C2", "its state keeps structure, shapes and dtypes in every function")
 def _static_shapes(b: DrafterUnderTest) -> str:
-    drafter, shape, params = b.drafter, b.shape, b.drafter.params
+    drafter, shape, params = b.drafter, b.shape, b.params
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
+    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         after = jax.eval_shape(function, params, state, rows, row)
         demand_same_tree(state, after, f"after {name} the state")
-    propose = functools.partial(drafter.propose, shape)
-    _, after = jax.eval_shape(propose, params, state, rows)
+    everything = b.engine.executor.params, state, rows, b.engine.state.cache
+    _, after = jax.eval_shape(b.propose_from, *everything)
     demand_same_tree(state, after, "after propose the state")
     after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
     demand_same_tree(state, after, "after commit the state")
-    _demand_rows_first(drafter, shape)
+    check_rows(drafter.name, state, ROWS)
     lag = jax.eval_shape(drafter.lag, state, rows)
     if lag is not None:
         kind = f"{lag.dtype}{list(lag.shape)}"
@@ -180,36 +191,14 @@ def _static_shapes(b: DrafterUnderTest) -> str:
     return f"{len(jax.tree.leaves(state))} arrays of state"
 
 
-def _demand_rows_first(drafter: Drafter, shape: EngineShape) -> None:
-    """Rows are an array's first axis: schedulers move rows along it, and know it by its length.
-    An array without that axis is shared by all rows."""
-
-    def is_cache(node: Any) -> bool:
-        return isinstance(node, kv.KVCache)
-
-    def shapes(num_rows: int) -> list[tuple[int, ...]]:
-        resident = dataclasses.replace(shape, batch_size=num_rows)
-        state = jax.eval_shape(functools.partial(drafter.init, resident))
-        leaves = jax.tree.leaves(state, is_leaf=is_cache)
-        return [leaf.table.shape if is_cache(leaf) else leaf.shape for leaf in leaves]
-
-    for few, many in zip(shapes(ROWS), shapes(ROWS + 1), strict=True):
-        is_right = few == many or (few[:1], many[:1], few[1:]) == ((ROWS,), (ROWS + 1,), many[1:])
-        demand(
-            is_right,
-            f"an array of its state is {list(few)} for {ROWS} rows and {list(many)} for "
-            f"{ROWS + 1}; rows must be its first axis, one entry each",
-        )
-
-
 @enters(DRAFTER_CHECKS, "C6", "parameters are handed in, not closed over")
 def _params(b: DrafterUnderTest) -> str:
     drafter, shape = b.drafter, b.shape
     state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: batch_view(b.loop.init()))
+    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
     row = jax.ShapeDtypeStruct((), jnp.int32)
-    params = drafter.params
-    demand_nothing_closed_over(functools.partial(drafter.propose, shape), params, state, rows)
+    params, everything = b.params, b.engine.executor.params
+    demand_nothing_closed_over(b.propose_from, everything, state, rows, b.engine.state.cache)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         demand_nothing_closed_over(function, params, state, rows, row)
@@ -236,6 +225,8 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         if b.drafter.is_chain:
             is_next = draft.parents == node - 1
             demand((is_next | ~is_valid).all(), "is_chain is True, and a draft is no chain")
+        deepest, most = int(_depth(draft).max(initial=0)), b.loop.draft_depth
+        demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
         num_drafted += int(is_valid.sum())
     _need_drafts(num_drafted)
     return f"{num_drafted} nodes in {NUM_ROUNDS} rounds of {ROWS} rows"
@@ -296,6 +287,8 @@ def _row_independence(b: DrafterUnderTest) -> str:
 def _no_drift(b: DrafterUnderTest) -> str:
     if b.drafter.is_synthetic:
         raise NotApplicable("it is synthetic: it knows a request by its prompt")
+    if b.complete.score is not None:
+        raise NotApplicable("its drafts come from the round before, which a fresh row has not had")
     _need_own_state(b)
     wrong, compared, after = [], 0, set()
     for index, round_ in enumerate(b.history):
@@ -345,18 +338,17 @@ def _row_reuse(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C1", "catch_up closes any lag, a chunk of one row at a time")
 def _catch_up(b: DrafterUnderTest) -> str:
-    if b.drafter.lag(b.engine.state.drafter, batch_view(b.engine.state)) is None:
+    if b.drafter.lag(b.engine.state.drafter, b.rows(b.engine.state)) is None:
         raise NotApplicable("it keeps nothing that could lag")
 
     @jax.jit
     def lag_of(state: DecodeState) -> jax.Array | None:
-        return b.drafter.lag(state.drafter, batch_view(state))
+        return b.drafter.lag(state.drafter, b.rows(state))
 
     @jax.jit
     def catch_up(params, state: DecodeState, row) -> DecodeState:
-        after = b.drafter.catch_up(
-            b.shape, params["drafter"], state.drafter, batch_view(state), row
-        )
+        own = function_params(b.complete, params)
+        after = b.drafter.catch_up(b.shape, own, state.drafter, b.rows(state), row)
         return state.replace(drafter=after)
 
     requests = [b.request(row, b.prompts[row]) for row in range(ROWS)]
@@ -393,6 +385,43 @@ def _limited(state: DecodeState, limits: Sequence[int]) -> DecodeState:
     """The state with other draft limits, where the old ones lie (or programs compile anew)."""
     limit = jax.device_put(np.asarray(limits, np.int32), state.draft_limit.sharding)
     return state.replace(draft_limit=limit)
+
+
+@enters(DRAFTER_CHECKS, "C4", "score leaves the target's own hidden states and KV as they are")
+def _score(b: DrafterUnderTest) -> str:
+    if b.complete.score is None:
+        raise NotApplicable("the target's own forward pass is used")
+    target, params = b.target, b.engine.executor.params
+
+    @jax.jit
+    def both(params, state: DecodeState):
+        rows = b.rows(state)
+        draft, drafter_state = decode_round.propose(b.loop, params, state, rows)
+        window = decode_round.make_window(state, draft, is_chain=b.drafter.is_chain)
+        tokens = decode_round.window_tokens(state, draft)
+        hidden, cache = target.forward(params["target"], tokens, window, state.cache)
+        scores, with_score, _ = decode_round.score(
+            b.loop, params, drafter_state, rows, draft, tokens, window, state.cache
+        )
+        expected = hidden, kv_at(cache, window.slots)
+        return expected, (scores.hidden, kv_at(with_score, window.slots))
+
+    def kv_at(cache: kv.KVCache, slots: jax.Array) -> list[jax.Array]:
+        """k and v of each layer at `slots`, their heads flattened."""
+        parts = [kv.read_slots(layer, cache.table, slots, cache.dtype) for layer in cache.layers]
+        return [part.reshape(*slots.shape, -1) for pair in parts for part in pair]
+
+    farthest, allowed = 0.0, 256 * rounding_of(params)
+    for _ in b.rounds(range(ROWS)):
+        expected, found = jax.device_get(both(params, b.engine.state))
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        farthest = max(farthest, *(distance_of(mine, theirs) for mine, theirs in pairs))
+        demand(
+            farthest <= allowed,
+            "hidden states or KV of the target's own rows differ from those of its forward pass "
+            f"by {farthest:.1e}, where rounding allows {allowed:.1e}",
+        )
+    return f"they differ by at most {farthest:.1e}, by rounding"
 
 
 @enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")

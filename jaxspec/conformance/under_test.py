@@ -23,9 +23,10 @@ from jaxspec.conformance.checks import (
     mixed_requests,
     rounding_of,
 )
+from jaxspec.conformance.report import NotApplicable
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, DrafterBase, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
@@ -337,13 +338,34 @@ class DrafterUnderTest:
         """The engine's."""
         return self.engine.shape
 
+    @property
+    def complete(self) -> DrafterBase:
+        """The drafter, with the defaults for what it leaves out."""
+        return self.loop.drafter
+
+    @property
+    def params(self) -> PyTree:
+        """What the drafter's functions are given."""
+        return function_params(self.complete, self.engine.executor.params)
+
+    def rows(self, state: DecodeState) -> BatchView:
+        """What the drafter sees of a state."""
+        return batch_view(state, is_chain=self.drafter.is_chain)
+
+    def propose_from(
+        self, params: PyTree, state: PyTree, rows: BatchView, cache: PyTree
+    ) -> tuple[Draft, PyTree]:
+        """`propose`, given the engine's parameters and the target's cache."""
+        reads = {"target_cache": cache} if self.complete.uses_target_cache else {}
+        own = function_params(self.complete, params)
+        return self.drafter.propose(self.shape, own, state, rows, **reads)
+
     @functools.cached_property
     def propose(self):
         """The compiled draft of a decode state, which stays as it is."""
 
         def propose(params, state: DecodeState) -> Draft:
-            rows = batch_view(state)
-            return self.drafter.propose(self.shape, params["drafter"], state.drafter, rows)[0]
+            return self.propose_from(params, state.drafter, self.rows(state), state.cache)[0]
 
         return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
 
@@ -413,14 +435,16 @@ class DrafterUnderTest:
     @property
     def shares_state(self) -> bool:
         """Whether it says that its drafts may depend on other requests."""
-        return getattr(self.drafter, "shares_state", False)
+        return self.complete.shares_state
 
 
 class DrawsUnderTest:
     """A drafter under an engine shape of its own, where only its draws are looked at."""
 
     def __init__(self, b: DrafterUnderTest, *, is_noise_shared: bool):
-        self.drafter = b.drafter
+        if b.complete.taps or b.complete.uses_target_cache:
+            raise NotApplicable("it drafts from the target's pass, which this check does not run")
+        self.drafter, self.params = b.drafter, b.params
         self.shape = EngineShape(
             batch_size=ROWS,
             max_length=b.max_length,
@@ -484,7 +508,7 @@ class DrawsUnderTest:
         Args:
           keys_of: from `[ROWS, 2]` random keys to those that the rows get.
         """
-        params = self.drafter.params
+        params = self.params
         state = self._prepare(params, rows)
         found = []
         for _ in range(num_draws):

@@ -103,6 +103,8 @@ class DrafterBase:
       params: the drafter's own parameters, a pytree of arrays.
       is_chain: whether every draft is a chain; then no KV has to be moved after acceptance.
       is_synthetic: whether it knows the answer (an oracle); reports must say so.
+      shares_state: whether its drafts may depend on other requests, as those of a cache that
+        learns.
       max_depth: of trees, the depth that no node exceeds; None for chains.
       taps: boundaries of the target whose residual stream it reads: boundary b is the stream after
         b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` is given
@@ -116,6 +118,7 @@ class DrafterBase:
     params: PyTree = ()
     is_chain: bool = True
     is_synthetic: bool = False
+    shares_state: bool = False
     max_depth: int | None = None
     taps: tuple[int, ...] = ()
     uses_target: bool = False

@@ -15,6 +15,7 @@ from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.commands.compare import remarks
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.types import Shared
 
 NUM_TOKENS, DRAFT_LENGTH = 24, 3
 PROMPTS = toy.prompts([3, 9, 4, 12, 6, 5])
@@ -61,18 +62,18 @@ class Learner(jaxspec.DrafterBase):
     shares_state = True
 
     def init(self, shape):
-        return jnp.zeros((shape.vocab_size,), jnp.int32)
+        return Shared(jnp.zeros((shape.vocab_size,), jnp.int32))
 
     def propose(self, shape, params, state, rows):
         draft, _ = jaxspec.NGram().propose(shape, params, (), rows)
         newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
-        tokens = jnp.broadcast_to(state[newest], draft.tokens.shape)
+        tokens = jnp.broadcast_to(state.value[newest], draft.tokens.shape)
         return draft.replace(tokens=tokens, num_valid=jnp.minimum(rows.draft_limit, 1)), state
 
     def commit(self, shape, params, state, rows, info):
         place = rows.num_committed[:, None] - jnp.asarray([2, 1], jnp.int32)
         before, newest = jnp.take_along_axis(rows.tokens, jnp.maximum(place, 0), axis=1).T
-        return state.at[before].set(newest)
+        return Shared(state.value.at[before].set(newest))
 
 
 def test_every_run_of_a_drafter_that_learns_begins_without_what_it_learned(target):
