@@ -3,7 +3,6 @@
 import dataclasses
 
 import door
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,10 +10,12 @@ import toy
 
 import jaxspec
 from jaxspec import SamplingParams
+from jaxspec.decode import round as decode_round
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError
 from jaxspec.models.base import LAST, forward_features
+from jaxspec.requests.requests import Request
 from jaxspec.serving import ServingEngine
 from jaxspec.testing import check_drafter
 from jaxspec.types import Draft, Window, chain_parents
@@ -113,14 +114,22 @@ class Untapped:
 def test_the_last_boundary_needs_only_forward(target, plain):
     found = Engine(Untapped(target), door.linear_head(target), **SMALL).generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in found] == plain
-    inner = dataclasses.make_dataclass("Inner", [], bases=(type(door.linear_head(target)),))
-    head = inner(door.linear_head(target).params)
-    object.__setattr__(head, "taps", (1,))
+
+    class Inner(door.LinearHead):
+        """Reads the stream after the first layer."""
+
+        taps = (1,)
+
+    class Beyond(door.LinearHead):
+        """Reads a stream that there is not."""
+
+        taps = (3,)
+
+    weights = door.linear_head(target).params
     with pytest.raises(ModelError, match="taps boundary 1 of toy0, which has no num_layers"):
-        Engine(Untapped(target), head, **SMALL)
-    object.__setattr__(head, "taps", (3,))
+        Engine(Untapped(target), Inner(weights), **SMALL)
     with pytest.raises(ModelError, match=r"taps boundary 3 of toy0, which has boundaries 0"):
-        Engine(target, head, **SMALL)
+        Engine(target, Beyond(weights), **SMALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +176,7 @@ def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
     )
     prompts = toy.prompts((40, 1))
     for row, prompt in enumerate(prompts):
-        request = jaxspec.requests.requests.Request(
+        request = Request(
             request_id=str(row),
             prompt_token_ids=tuple(prompt),
             params=SamplingParams(max_tokens=4100, ignore_eos=True),
@@ -330,15 +339,20 @@ def test_a_draft_model_rewinds():
     assert after.num_seen.tolist() == [4, 5]
 
 
-def test_a_program_without_taps_is_the_one_of_before(target):
-    """Nothing of the door is in a program that does not open it."""
-    draft = jaxspec.NGram()
-    shut = Engine(target, draft, **SMALL).executor.lower_run().as_text()
-    assert shut.count("stablehlo.dot_general") > 0
-    watching = Engine(target, Watching(), **SMALL).executor
-    opened = Engine(target, jaxspec.NGram(), **SMALL)
-    object.__setattr__(opened.executor.loop.drafter, "taps", (LAST,))
-    assert shut == Engine(target, jaxspec.NGram(), **SMALL).executor.lower_run().as_text()
-    size = f"2x{watching.shape.verify_length}x1x{target.config.width}"
-    assert f"tensor<{size}" not in shut
-    assert isinstance(jax.tree.leaves(watching.eval_state().drafter), list)
+def test_a_program_without_taps_is_that_of_forward_alone(target, monkeypatch):
+    class Tapping(toy.WrongDrafter):
+        """Has taps, and no use for them."""
+
+        taps = (LAST, 1)
+
+    def text(drafter):
+        return Engine(target, drafter, **SMALL).executor.lower_run().as_text()
+
+    def forward_alone(model, params, tokens, window, cache, taps):
+        hidden, cache = model.forward(params, tokens, window, cache)
+        return hidden, None, cache
+
+    without = text(toy.WrongDrafter())
+    assert len(text(Tapping())) > 0
+    monkeypatch.setattr(decode_round, "forward_features", forward_alone)
+    assert text(toy.WrongDrafter()) == without

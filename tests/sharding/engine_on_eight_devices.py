@@ -1,5 +1,6 @@
 """What `test_meshes` runs in a process of its own: `Engine(mesh=...)` on eight virtual devices."""
 
+import door
 import jax
 import numpy as np
 import pandas
@@ -270,3 +271,20 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     assert chosen[2] - declined[2] > chosen[0] - declined[0]
     counts = adaptive.executor.compile_counts()
     assert {counts[name] for name in ("run", "run_1", "catch_up", "prefill_target")} == {1}
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("make", [door.linear_head, door.Riding])
+def test_drafters_that_live_in_the_target_run_on_a_mesh(prompts, shape, make):
+    """The target's shards serve the drafter too: its weights are counted, and held, once."""
+    mesh = jax.make_mesh(shape, ("data", "model"))
+    plain = Engine(target(), batch_size=8, max_length=256, prefill_chunk=64, mesh=mesh)
+    drafting = Engine(
+        target(), make(target()), batch_size=8, max_length=256, prefill_chunk=64, mesh=mesh
+    )
+    truth = plain.generate(prompts, PARAMS)
+    found = drafting.generate(prompts, PARAMS)
+    ties.divergences(target(), found, truth, PARAMS)
+    assert sum(c.acceptance.num_draft_tokens for c in found) > 0
+    if make is door.Riding:
+        assert drafting.memory.weights_bytes == plain.memory.weights_bytes
