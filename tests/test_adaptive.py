@@ -77,6 +77,20 @@ def speed(world, chance, num_rounds=4000):
     return emitted / seconds / (world.num_rows / world.controller.times.of(0, 100))
 
 
+def test_nodes_of_a_tree_count_for_themselves():
+    """Always right to depth three, with six nodes: the wrong ones are worth nothing."""
+    controller = DraftLengthController(times(), is_chain=False)
+    for _ in range(20):
+        controller.note(
+            draft_length=6,
+            context=100,
+            num_rounds=50,
+            num_row_rounds=200,
+            num_accepted_at=(0, 200, 0, 200, 200, 0),
+        )
+    np.testing.assert_allclose(controller.acceptance(), (0, 1, 0, 1, 1, 0), atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("chance", "best"), [(0.95, LONGEST), (0.0, 0), (0.05, 0)], ids=["right", "wrong", "poor"]
 )

@@ -167,14 +167,17 @@ class DraftLengthController:
 
     Args:
       times: of the engine's rounds.
+      is_chain: whether a drafted token can be accepted only after the one before it. The nodes of a
+        tree are in the order of their worth, and the probability of each is that it is on the
+        accepted path, whether the node before it is or not.
     """
 
-    def __init__(self, times: RoundTimes):
-        self.times = times
+    def __init__(self, times: RoundTimes, *, is_chain: bool = True):
+        self.times, self.is_chain = times, is_chain
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
         longest = len(times.short_s) - 1
-        # Of rounds whose drafts before position j were all accepted: how many, and how many of them
-        # accepted position j too.
+        # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
+        # j): how many, and how many of them accepted position j too.
         self._reached, self._accepted = [0.0] * longest, [0.0] * longest
         self._num_known = 0.0
         self._current: int | None = None
@@ -187,14 +190,14 @@ class DraftLengthController:
         return self._current
 
     def acceptance(self) -> tuple[float, ...]:
-        """Probability that drafts up to each position are all accepted. A position that was seldom
-        reached is assumed to be like the one before it."""
-        cumulative, all_before, conditional = [], 1.0, PRIOR_ACCEPTANCE
+        """Probability that the draft at each position is accepted, of a chain with all before it. A
+        position that was seldom reached is assumed to be like the one before it."""
+        found, all_before, chance = [], 1.0, PRIOR_ACCEPTANCE
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            conditional = (accepted + PRIOR_ROUNDS * conditional) / (reached + PRIOR_ROUNDS)
-            all_before *= conditional
-            cumulative.append(all_before)
-        return tuple(cumulative)
+            chance = (accepted + PRIOR_ROUNDS * chance) / (reached + PRIOR_ROUNDS)
+            all_before *= chance
+            found.append(all_before if self.is_chain else chance)
+        return tuple(found)
 
     def tokens_per_s(self, draft_length: int, context: int, chunks_per_token: float = 0.0) -> float:
         """Expected, of one row; `chunks_per_token` as in `choose`."""
@@ -264,7 +267,7 @@ class DraftLengthController:
           context: committed tokens of the longest row.
           num_rounds: rounds that were run.
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
-          num_accepted_at: of these, those that accepted position j and all before it.
+          num_accepted_at: of these, those that accepted position j (of a chain: and all before).
         """
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
         if draft_length == 0:
@@ -272,7 +275,9 @@ class DraftLengthController:
             return
         self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
         self._num_known += num_row_rounds
-        reached = (num_row_rounds, *num_accepted_at)
+        reached = [num_row_rounds] * draft_length
+        if self.is_chain:
+            reached[1:] = num_accepted_at[:-1]
         for j in range(draft_length):
             self._reached[j] += reached[j]
             self._accepted[j] += num_accepted_at[j]
@@ -310,7 +315,8 @@ class AdaptiveDrafting:
                 requests, longest=self._draft_length, room=self._executor.longest_prompt
             )
             self._executor.reset()
-            self.controller = DraftLengthController(times)
+            is_chain = self._executor.loop.drafter.is_chain
+            self.controller = DraftLengthController(times, is_chain=is_chain)
 
     @property
     def is_resting(self) -> bool:
@@ -380,7 +386,7 @@ class AdaptiveDrafting:
             num_rounds=int(np.max(num_rounds - self._first_round)),
             num_row_rounds=sum(now.num_rounds - then.num_rounds for then, now in new),
             num_accepted_at=[
-                sum(now.num_accepted_at(j) - then.num_accepted_at(j) for then, now in new)
+                sum(now.num_accepted_node(j) - then.num_accepted_node(j) for then, now in new)
                 for j in range(choice.draft_length)
             ],
         )

@@ -52,10 +52,10 @@ class Acceptance:
         """Cumulative acceptance by draft position: accepted at i / rounds that drafted (vLLM's)."""
         return tuple(n / self.num_drafts for n in self.num_accepted_tokens_per_pos[: self.depth])
 
-    def num_accepted_at(self, position: int) -> int:
-        """Rounds that accepted this position (from 0) and all before it."""
-        counts = self.num_accepted_tokens_per_pos
-        return counts[position] if position < len(counts) else 0
+    def num_accepted_node(self, node: int) -> int:
+        """Rounds that accepted the drafted token of this number (from 0)."""
+        counts = self.num_accepted_tokens_per_node
+        return counts[node] if node < len(counts) else 0
 
     @property
     def depth(self) -> int:
