@@ -79,7 +79,9 @@ def speed(world, chance, num_rounds=4000):
 
 def test_nodes_of_a_tree_count_for_themselves():
     """Always right to depth three, with six nodes: the wrong ones are worth nothing."""
-    controller = DraftLengthController(times(), is_chain=False)
+    seconds = tuple(1.0 + 0.1 * nodes for nodes in range(7))
+    of_tree = dataclasses.replace(times(), short_s=seconds, long_s=seconds)
+    controller = DraftLengthController(of_tree, is_chain=False)
     for _ in range(20):
         controller.note(
             draft_length=6,
