@@ -81,7 +81,7 @@ class PromptOptions:
     def checksums(self) -> dict[str, str]:
         """SHA-256 of the file they are read from, by its name."""
         if self.prompts is not None:
-            return {str(self.prompts): sha256_of(self.prompts)}
+            return {self.prompts.name: sha256_of(self.prompts)}
         with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
             return {path.name: sha256_of(path)}
 

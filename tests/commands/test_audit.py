@@ -26,7 +26,8 @@ def settings(models):
 
 
 def test_the_command_is_registered():
-    assert command_line.COMMANDS["audit"] is AuditCommand
+    assert "audit" in command_line.COMMANDS
+    assert command_line.load_command("audit") is AuditCommand
 
 
 def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
@@ -48,7 +49,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     )
     assert audit["study_metrics"]["exact"] == 1
     assert audit["probe"]["holds"] is True
-    assert result.document["inputs"].keys() == {str(prompts)}
+    assert result.document["inputs"].keys() == {prompts.name}
     assert page.read_text().startswith("<!doctype html>")
 
 

@@ -18,6 +18,7 @@ import tiny
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.cli import main
 from jaxspec.commands import generate
+from jaxspec.commands.outputs import round_lengths
 from jaxspec.drafters.names import make_drafter
 from jaxspec.errors import JaxspecError
 from jaxspec.types import Origin
@@ -417,7 +418,7 @@ A, C, B, P = Origin.ACCEPTED, Origin.CORRECTED, Origin.BONUS, Origin.PLAIN
     ],
 )
 def test_round_lengths(origins, lengths):
-    assert generate.round_lengths(origins) == lengths
+    assert round_lengths(origins) == lengths
 
 
 def test_traces_are_written_beside_each_other(cli, models, prompts, whole, tmp_path):

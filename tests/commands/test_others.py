@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -33,7 +34,13 @@ def test_help_names_every_command_and_preset(cli):
         assert preset in result.out
     for name in COMMANDS:
         assert f"\n  {name} " in result.out
-        shown = cli(name, "--help")
+    benches = re.findall(r"• ([a-z-]+) ", cli("bench", "--help").out)
+    assert {"decode", "predict", "study", "compile-time"} <= {*benches}
+    for words in [
+        *((name,) for name in COMMANDS if name != "bench"),
+        *(("bench", b) for b in benches),
+    ]:
+        shown = cli(*words, "--help")
         assert shown.status == 0
         assert "--json" in shown.out
         assert "{None}" not in shown.out
@@ -157,7 +164,7 @@ def test_memory_that_does_not_suffice(refused, monkeypatch, error):
         raise error
 
     monkeypatch.setattr("jaxspec.cli.run_command", fail)
-    assert "lower the batch size or the max_length" in refused("env")
+    assert "lower --batch-size or --max-length, or choose" in refused("env")
 
 
 def test_errors_of_the_program_itself_keep_their_traceback(cli, monkeypatch):
