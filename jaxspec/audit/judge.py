@@ -95,7 +95,7 @@ class Divergences:
       num_outputs: outputs compared.
       differing: indices of the outputs whose tokens differ.
       judged: the first divergence of each of these, by index; up to the first that is no tie if
-        `judge_all` was told to stop there.
+        `judge_all` was asked to stop there.
     """
 
     num_outputs: int

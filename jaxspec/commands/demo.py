@@ -163,11 +163,11 @@ class DemoCommand(JsonOption):
                 seconds[repeat, index] = time.perf_counter() - started_s
                 outputs[index].append(decoded)
 
-        witness = outputs[0][0]
+        one_by_one = outputs[0][0]
         runs = []
         for index, engine in enumerate(engines):
             first = outputs[index][0]
-            reference = plain[index - 1] if index else witness
+            reference = plain[index - 1] if index else one_by_one
             acceptance = Acceptance.total([completion.acceptance for completion in first])
             run_s = float(np.median(seconds[:, index]))
             runs.append(
@@ -184,7 +184,7 @@ class DemoCommand(JsonOption):
                     "emitted_per_round": acceptance.emitted_per_round,
                     "per_position_acceptance": list(acceptance.per_position),
                     "equal_to_plain": all(_tokens(o) == _tokens(reference) for o in outputs[index]),
-                    "num_equal_to_window_1": _num_same(first, witness),
+                    "num_equal_to_window_1": _num_same(first, one_by_one),
                     "compile_s": compile_s[index],
                     "run_s": seconds[:, index].tolist(),
                 }

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
     """The state with one more token in every running row. The drafter rests; one that reads the
-    target is told of the token as of a round without drafts, so that it never lags."""
+    target sees the token as a round without drafts, so that it never lags."""
     drafter = parts.drafter
     num_rows, max_length = state.tokens.shape
     row = jnp.arange(num_rows, dtype=jnp.int32)

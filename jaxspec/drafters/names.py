@@ -93,8 +93,8 @@ def _draft_model(name: str, dtype: Any) -> MakeDrafter:
 
 
 def _is_model(name: str) -> bool:
-    """Whether a name that is no drafter's is a model's. A hub id without a slash is not told from
-    a misspelt drafter: it is written `draft_model:ID`."""
+    """Whether a name that is no drafter's is a model's. A hub id without a slash looks like a
+    misspelt drafter, so it is written `draft_model:ID`."""
     is_path = "/" in name or pathlib.Path(name).expanduser().is_dir()
     return name in DEMO_MODELS or name.startswith("random:") or is_path
 

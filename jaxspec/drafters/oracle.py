@@ -75,7 +75,7 @@ class Oracle(DrafterBase):
             self.cost_of.check(target)
 
     def init(self, shape: EngineShape) -> PyTree:
-        """The sequence each seat decodes, -1 if unknown; and the costing drafter's state."""
+        """The sequence each row decodes, -1 if unknown; and the costing drafter's state."""
         return {
             "sequence": jnp.full((shape.batch_size,), -1, jnp.int32),
             "cost": self.cost_of.init(shape) if self.cost_of else (),

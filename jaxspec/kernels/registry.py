@@ -62,7 +62,7 @@ def check_kernels(name: str) -> None:
 
 
 def native_problem() -> str | None:
-    """Why the CPU kernels cannot be used here, or None; compiles them if nobody has yet."""
+    """Why the CPU kernels cannot be used here, or None; compiles them at the first call."""
     from jaxspec.kernels import cpu
 
     return cpu.problem()

@@ -44,7 +44,7 @@ def enable_compilation_cache() -> None:
 
     This sets JAX's own configuration for the whole process. Commands call it; a program or notebook
     that uses the library may. Nothing changes where JAX already has a cache directory
-    (`JAX_COMPILATION_CACHE_DIR`, `jax_compilation_cache_dir`) or was told to keep none
+    (`JAX_COMPILATION_CACHE_DIR`, `jax_compilation_cache_dir`) or was asked to keep none
     (`JAX_ENABLE_COMPILATION_CACHE=false`).
     """
     if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009

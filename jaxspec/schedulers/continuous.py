@@ -39,7 +39,7 @@ class Continuous:
         return batch_size + (max(1, batch_size // 4) if self.waiting is None else self.waiting)
 
     def min_running(self, batch_size: int) -> int:
-        """A seat would stay empty."""
+        """Otherwise a row of the batch would stay empty."""
         return batch_size
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
