@@ -40,7 +40,7 @@ class Riding(DrafterBase):
 
     One more entry, a probe, is scored with each row's window. It stands after the newest token,
     sees it and all before it, and stores nothing. What the target says after it is the draft of the
-    next round, if this round emits a single token.
+    next round, if this round emits a single token; otherwise the newest token is drafted again.
     """
 
     target: Model
@@ -58,10 +58,12 @@ class Riding(DrafterBase):
         return {**state, "is_known": state["is_known"].at[row].set(False)}
 
     def propose(self, shape, params, state, rows):
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
+        token = jnp.where(state["is_known"][:, None], state["guess"][:, None], newest)
         draft = Draft(
-            tokens=jnp.pad(state["guess"][:, None], ((0, 0), (0, shape.num_nodes - 1))),
+            tokens=jnp.pad(token, ((0, 0), (0, shape.num_nodes - 1))),
             parents=chain_parents(shape.batch_size, shape.num_nodes),
-            num_valid=jnp.where(state["is_known"], jnp.minimum(rows.draft_limit, 1), 0),
+            num_valid=jnp.minimum(rows.draft_limit, 1),
         )
         return draft, state
 
