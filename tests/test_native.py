@@ -46,7 +46,7 @@ def difference(ours, theirs):
 
 # Products
 
-# BatchView, inputs, outputs: whole tiles and strips, and what is left over of each.
+# Rows, inputs, outputs: whole tiles and strips, and what is left over of each.
 SHAPES = [(1, 64, 256), (5, 40, 61), (8, 96, 48), (9, 33, 17), (48, 128, 200), (64, 20, 3)]
 AROUND = {
     "nothing": (),
@@ -275,7 +275,7 @@ def test_a_rows_attention_depends_on_neither_neighbours_nor_the_windows_width(na
         alone, _ = run(case, attention_inputs(case, rows=slice(row, row + 1)))
         np.testing.assert_array_equal(np.asarray(alone, np.float32)[0], together[row])
     for width in range(1, case.window):
-        narrow = dataclasses.replace(case, verify_length=width)
+        narrow = dataclasses.replace(case, window=width)
         heads, _ = run(narrow, attention_inputs(narrow))
         np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :width])
 

@@ -270,7 +270,7 @@ def test_total_adds_every_count(parts):
     total = Acceptance.total(parts)
     for field in dataclasses.fields(Acceptance):
         values = [getattr(part, field.name) for part in parts]
-        if field.name.endswith("_per_pos"):
+        if field.name.endswith(("_per_pos", "_per_node")):
             for position in range(max(map(len, values), default=0)):
                 expected = sum(v[position] for v in values if position < len(v))
                 assert getattr(total, field.name)[position] == expected
@@ -287,6 +287,7 @@ def test_acceptance_rates():
             num_accepted_tokens=np.array([9, 5]),
             drafted_at=np.array([[9, 9, 9], [4, 4, 2]]),
             accepted_at=np.array([[9, 9, 9], [3, 1, 1]]),
+            accepted_node=np.array([[9, 9, 9], [3, 1, 1]]),
         ),
         1,
         num_emitted=11,

@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from jaxspec.types import (
-    AcceptanceCounts,
-)
-
-if TYPE_CHECKING:
-    pass
+from jaxspec.types import AcceptanceCounts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
