@@ -494,9 +494,9 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
     state = engine.init_decode_state()
     prefilled = engine.prefill([1, 2])
     for row in (-1, 3):
-        with pytest.raises(SettingError, match=f"Admission {row} was given, and the engine has 3"):
+        with pytest.raises(SettingError, match=f"Row {row} was given, and the engine has 3"):
             engine.insert(prefilled, state, row)
-        with pytest.raises(SettingError, match=f"Admission {row} was given"):
+        with pytest.raises(SettingError, match=f"Row {row} was given"):
             engine.free(state, row)
     with pytest.raises(
         SettingError, match="A draft length of 5 was given for a verify_length of 5"
