@@ -355,14 +355,12 @@ class RoundInfo(struct.PyTreeNode, kw_only=True):
 
     @property
     def depth(self) -> jax.Array:
-        """`[B]` int32, depth that the draft reached, as far as it could be emitted."""
+        """`[B]` int32, depth that the draft reached."""
         if self.window.paths is None:
             return self.draft.num_valid
         depth = self.window.positions[:, 1:] - self.window.start[:, None]
         is_valid = jnp.arange(depth.shape[1], dtype=jnp.int32) < self.draft.num_valid[:, None]
-        reached = jnp.max(jnp.where(is_valid, depth, 0), axis=1, initial=0)
-        limit = self.rows.depth_limit
-        return reached if limit is None else jnp.minimum(reached, limit)
+        return jnp.max(jnp.where(is_valid, depth, 0), axis=1, initial=0)
 
 
 class Shared(struct.PyTreeNode):

@@ -42,7 +42,10 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     is_counted = num_emitted > 0
     num_drafted = jnp.where(is_counted, info.draft.num_valid, 0)
     num_accepted = jnp.minimum(info.verdict.num_accepted, num_emitted)
-    reached = jnp.where(is_counted, info.depth, 0)
+    # Deeper nodes of a tree could not have been emitted.
+    limit = info.rows.depth_limit
+    reached = info.depth if limit is None else jnp.minimum(info.depth, limit)
+    reached = jnp.where(is_counted, reached, 0)
     depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)
     node = jnp.arange(state.counts.accepted_node.shape[1], dtype=jnp.int32)
     is_kept = jnp.arange(info.verdict.path.shape[1]) < num_accepted[:, None]
