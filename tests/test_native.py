@@ -524,7 +524,10 @@ def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):
 
 # What becomes of the source
 
-CODE = "from jaxspec.kernels import cpu as native; print(native.problem())"
+CODE = (
+    "import logging; logging.basicConfig(level=logging.INFO); "
+    "from jaxspec.kernels import cpu as native; print(native.problem())"
+)
 
 
 @pytest.mark.parametrize("given", ["0", "a", "-1"])

@@ -29,9 +29,10 @@ _constants = itertools.count(1000 * os.getpid())
 
 
 @pytest.fixture(autouse=True)
-def _heard(caplog):
+def _heard(caplog, monkeypatch):
     logger = logging.getLogger("jaxspec.runtime.compilation")
-    logger.addHandler(caplog.handler)  # a command in this process may have ended its propagation
+    monkeypatch.setattr(logger, "propagate", False)  # as a command in this process may have done
+    logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger.name):
         yield
     logger.removeHandler(caplog.handler)

@@ -105,8 +105,8 @@ def test_a_foreign_model_decodes_speculatively_as_it_decodes_plainly(make):
     assert isinstance(target, Model)
     prompts = [[1, 2, 3], [4] * 130, [7]]
     params = SamplingParams(max_tokens=30)
-    plain = Engine(target, batch_size=3, capacity=256).generate(prompts, params)
-    engine = Engine(target, make(ForeignModel(0)), draft_length=4, batch_size=3, capacity=256)
+    plain = Engine(target, batch_size=3, max_length=256).generate(prompts, params)
+    engine = Engine(target, make(ForeignModel(0)), draft_length=4, batch_size=3, max_length=256)
     drafted = engine.generate(prompts, params)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     total = jaxspec.Acceptance.total([c.acceptance for c in drafted])
@@ -126,8 +126,8 @@ def test_a_foreign_model_that_forgets_to_write_first_is_caught():
 
     prompts = [[1, 2, 3, 4, 5, 6, 7]]
     params = SamplingParams(max_tokens=20)
-    good = Engine(ForeignModel(0), batch_size=1, capacity=128).generate(prompts, params)
-    bad = Engine(Forgetful(0), batch_size=1, capacity=128).generate(prompts, params)
+    good = Engine(ForeignModel(0), batch_size=1, max_length=128).generate(prompts, params)
+    bad = Engine(Forgetful(0), batch_size=1, max_length=128).generate(prompts, params)
     assert good[0].token_ids != bad[0].token_ids
 
 
@@ -142,7 +142,7 @@ def test_a_preset_builds_and_decodes_at_reduced_size():
             sliding_windows=(),
         )
         target = jaxspec.random_model(small, dtype=jnp.float32)
-        [completion] = Engine(target, batch_size=1, capacity=128).generate([[1, 2, 3]])
+        [completion] = Engine(target, batch_size=1, max_length=128).generate([[1, 2, 3]])
         assert len(completion.token_ids) == 16, name
     with pytest.raises(jaxspec.JaxspecError, match="no preset 'gpt-2'"):
         jaxspec.random_model("gpt-2")

@@ -391,7 +391,6 @@ def test_nothing_is_recorded_unless_asked_for(target, draft, monkeypatch):
         raise AssertionError("something was recorded")
 
     monkeypatch.setattr(telemetry, "record_round", refuse)
-    monkeypatch.setattr(telemetry, "record_step", refuse)
     for drafter in (jaxspec.DraftModel(draft), None):
         settings = {} if drafter else {"draft_length": 1}
         engine = make_engine(target, drafter, trace=None, **settings)
