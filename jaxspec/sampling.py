@@ -198,8 +198,8 @@ def _count_committed(rows: BatchView, vocab_size: int) -> tuple[jax.Array, jax.A
     def count_block(index, counts):
         slot = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         tokens = jnp.take(rows.tokens, slot, axis=1, mode="clip")
-        is_committed = slot < rows.num_committed[:, None]
-        is_output = is_committed & (slot >= rows.sampling.prompt_length[:, None])
+        is_committed = slot[None] < rows.num_committed[:, None]
+        is_output = is_committed & (slot[None] >= rows.sampling.prompt_length[:, None])
         in_all, in_output = counts
         return (
             in_all.at[row, tokens].add(is_committed.astype(jnp.float32)),

@@ -113,7 +113,7 @@ class Window(struct.PyTreeNode, kw_only=True):
     ends: jax.Array | None = None
 
     def stored_at(self, slots: jax.Array) -> jax.Array:
-        """Where the KV of virtual `slots` `[n]` or `[B, n]` is stored: `[B, T, n]`, by entry.
+        """Where the KV of virtual `slots` `[1, n]` or `[B, n]` is stored: `[B, T, n]`, by entry.
 
         Slots below `start` stand where they are; those from `start` on follow each entry's path.
         Of a tree only.
@@ -124,7 +124,7 @@ class Window(struct.PyTreeNode, kw_only=True):
         offset = jnp.clip(depth, 0, num_depths - 1)[:, None, :]
         stored = self.start[:, None, None] + jnp.take_along_axis(self.paths, offset, axis=2)
         is_on_path = (depth >= 0) & (depth < num_depths)
-        return jnp.where(is_on_path[:, None], stored, slots[..., None, :])
+        return jnp.where(is_on_path[:, None], stored, slots[:, None])
 
 
 class Draft(struct.PyTreeNode, kw_only=True):

@@ -28,8 +28,45 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import jax
 import pytest
+from jax._src import compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Tests of the tiers core and engine compile in a third of the time with these, but for files whose
+# subject is what the compiler makes of a program: its bits, its HLO, its cost.
+COMPILE_FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+AS_SHIPPED = (
+    "equivalence/test_equivalence.py",
+    "equivalence/test_sampled.py",
+    "golden",
+    "property",
+    "test_compilation.py",
+    "test_layouts.py",
+    "test_native.py",
+    "test_programs.py",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast(request):
+    """Sets `COMPILE_FAST` for one file; options of `jax.jit` itself come before it."""
+    if tier_of(request.path) == "system" or is_under(request.path, AS_SHIPPED):
+        yield
+        return
+    as_configured = compiler.get_compile_options
+
+    def with_fast(*args, env_options_overrides=None, **kwargs):
+        options = COMPILE_FAST | (env_options_overrides or {})
+        return as_configured(*args, env_options_overrides=options, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.default_backend() == "cpu":
+            patch.setattr(compiler, "get_compile_options", with_fast)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,11 +121,13 @@ TIERS = {
 
 def tier_of(path: pathlib.Path) -> str:
     """The tier of a test file."""
-    name = path.relative_to(pathlib.Path(__file__).parent).as_posix()
-    for tier, starts in TIERS.items():
-        if any(name == start or name.startswith(f"{start}/") for start in starts):
-            return tier
-    return "engine"
+    return next((tier for tier, places in TIERS.items() if is_under(path, places)), "engine")
+
+
+def is_under(path: pathlib.Path, places: tuple[str, ...]) -> bool:
+    """Whether a test file is one of these files or in one of these folders of tests/."""
+    name = path.relative_to(pathlib.Path(__file__).parent)
+    return any(name.is_relative_to(place) for place in places)
 
 
 def pytest_collection_modifyitems(items):

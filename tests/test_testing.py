@@ -54,14 +54,6 @@ MODELS = {
 }
 
 
-@pytest.fixture
-def _compile_fast():
-    """Half the compile time, where nothing hangs on how a program was optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -289,7 +281,6 @@ BROKEN_MODELS = {
 }
 
 
-@pytest.mark.usefixtures("_compile_fast")
 @pytest.mark.parametrize("name", BROKEN_MODELS)
 def test_broken_models_are_caught(name):
     expected, model = BROKEN_MODELS[name]
@@ -302,7 +293,6 @@ def test_broken_models_are_caught(name):
         report.assert_ok()
 
 
-@pytest.mark.usefixtures("_compile_fast")
 def test_the_wrapping_of_broken_models_breaks_nothing():
     checks = ["params", "writes", "window_visibility", "chunked_prefill", "positions"]
     for model in (moved(lambda w: w), looking(lambda w: w), rotating(lambda w: w)):
@@ -412,9 +402,7 @@ def test_the_table_holds_every_drafter_the_package_exports():
         for name in DRAFTERS
     ],
 )
-def test_drafters_conform(name, request):
-    if not name.startswith("DraftModel"):  # of the others' bits nothing hangs on the compiler
-        request.getfixturevalue("_compile_fast")
+def test_drafters_conform(name):
     drafter = DRAFTERS[name]()
     report = check_drafter(drafter, BASE)
     report.assert_ok()
@@ -637,7 +625,6 @@ BROKEN_DRAFTERS = {
 }
 
 
-@pytest.mark.usefixtures("_compile_fast")
 @pytest.mark.parametrize("name", BROKEN_DRAFTERS)
 def test_broken_drafters_are_caught(name):
     expected, drafter = BROKEN_DRAFTERS[name]
@@ -648,7 +635,6 @@ def test_broken_drafters_are_caught(name):
     assert failure.clause == DRAFTER_CHECKS[expected].clause
 
 
-@pytest.mark.usefixtures("_compile_fast")
 def test_a_tree_that_calls_itself_a_chain_changes_the_output():
     """No other mistake of a drafter can; a small vocabulary makes its guesses hit."""
     target = toy.model(vocab_size=5, **SMALL)
@@ -661,7 +647,6 @@ def test_a_tree_that_calls_itself_a_chain_changes_the_output():
     check_drafter(Branches(), target, only=["output"]).assert_ok()
 
 
-@pytest.mark.usefixtures("_compile_fast")
 def test_where_nothing_is_drafted_checks_are_untested_and_never_pass():
     idle = spoiling(num_valid=lambda shape, draft, rows: draft.num_valid * 0)
     report = check_drafter(idle, BASE)
@@ -701,7 +686,6 @@ class Learner(jaxspec.DrafterBase):
         return Shared(state.value.at[newest[:, 0]].add(1))
 
 
-@pytest.mark.usefixtures("_compile_fast")
 def test_state_that_requests_share_has_a_contract_of_its_own():
     report = check_drafter(Learner(), BASE)
     report.assert_ok()

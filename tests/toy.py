@@ -98,7 +98,7 @@ class TreeOracle(DrafterBase):
         width = max(map(len, self.table))
         rows_held = self.table[: shape.batch_size]
         table = jnp.asarray([list(row) + [0] * (width - len(row)) for row in rows_held], jnp.int32)
-        position = rows.num_committed[:, None] + jnp.arange(3, dtype=jnp.int32)
+        position = rows.num_committed[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
         truth = jnp.take_along_axis(table, jnp.minimum(position, width - 1), axis=1)
         truth = jnp.where(position < self.right_until, truth, (truth + 7) % shape.vocab_size)
         wrong = (truth + 1) % shape.vocab_size

@@ -150,11 +150,11 @@ def _placed(table: Table, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def positions_of(table: Table, slots: jax.Array) -> jax.Array:
-    """Positions that stand at `slots` `[n]`: the same `[n]` for all rows, or `[B, n]` of an aligned
-    table, negative in the padding."""
+    """Positions that stand at `slots` `[n]`: `[1, n]`, the same for all rows, or `[B, n]` of an
+    aligned table, negative in the padding."""
     if not isinstance(table, AlignedTable):
-        return slots
-    return slots - table.first_slot[:, None]
+        return slots[None]
+    return slots[None] - table.first_slot[:, None]
 
 
 def slots_of(table: Table, positions: jax.Array) -> jax.Array:
@@ -258,7 +258,7 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
       start: `[B]` int32, slot of the window's first token, counted from that of position 0.
       path: `[B, N]` int32 node at each depth, -1 beyond the accepted ones.
     """
-    depth = jnp.arange(path.shape[1], dtype=jnp.int32)
+    depth = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     source = start[:, None] + 1 + path
     moves = (path >= 0) & (path != depth)
     target = jnp.where(moves, start[:, None] + 1 + depth, -1)
@@ -373,7 +373,7 @@ def realign(cache: KVCache, num_committed: jax.Array, *, largest: int) -> KVCach
         num_blocks = -(-num_live // block)
         after = before.replace(first_slot=first_slot)
         is_descending = first_slot > before.first_slot
-        within = jnp.arange(block, dtype=jnp.int32)
+        within = jnp.arange(block, dtype=jnp.int32)[None]
 
         def body(index, layers):
             chunk = jnp.where(is_descending, num_blocks - 1 - index, index)

@@ -46,10 +46,10 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     limit = info.rows.depth_limit
     reached = info.depth if limit is None else jnp.minimum(info.depth, limit)
     reached = jnp.where(is_counted, reached, 0)
-    depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)
+    depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)[None]
     node = jnp.arange(state.counts.accepted_node.shape[1], dtype=jnp.int32)
-    is_kept = jnp.arange(info.verdict.path.shape[1]) < num_accepted[:, None]
-    on_path = (info.verdict.path[..., None] == node) & is_kept[..., None]
+    is_kept = jnp.arange(info.verdict.path.shape[1])[None] < num_accepted[:, None]
+    on_path = (info.verdict.path[..., None] == node[None, None]) & is_kept[..., None]
     of_round = AcceptanceCounts(
         num_rounds=is_counted,
         num_drafts=num_drafted > 0,

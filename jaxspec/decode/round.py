@@ -117,7 +117,7 @@ def window_tokens(state: DecodeState, draft: Draft) -> jax.Array:
     """`[B, T]` int32: the newest token, then the nodes. Invalid nodes repeat the newest token,
     which any model can embed; they are scored, and nothing reads their logits."""
     root = newest_token(state)
-    is_valid = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32) < draft.num_valid[:, None]
+    is_valid = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None] < draft.num_valid[:, None]
     return jnp.concatenate([root, jnp.where(is_valid, draft.tokens, root)], axis=1)
 
 
@@ -131,21 +131,21 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     num_nodes = draft.tokens.shape[1]
     is_running = state.is_running
     start = layouts.window_start(state)
-    entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)
+    entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)[None]
     slots = jnp.where(is_running[:, None], start[:, None] + entry, -1)
     if is_chain:
         return Window(start=start, positions=start[:, None] + entry, slots=slots)
 
     # Window entries: 0 is the root, node n is entry n + 1. Invalid nodes hang from the root, as
     # their parents may be garbage.
-    is_valid = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
+    is_valid = jnp.arange(num_nodes, dtype=jnp.int32)[None] < draft.num_valid[:, None]
     parent = jnp.pad(jnp.where(is_valid, draft.parents + 1, 0), ((0, 0), (1, 0)))
     above = [jnp.broadcast_to(entry, parent.shape)]  # of each entry: itself, its parent, ...
     for _ in range(draft.depth):
         above.append(jnp.take_along_axis(parent, above[-1], axis=1))
     above = jnp.stack(above, axis=2)  # [B, T, D + 1], 0 from the root on
     depth = jnp.sum(above > 0, axis=2, dtype=jnp.int32)
-    steps_up = depth[..., None] - jnp.arange(draft.depth + 1, dtype=jnp.int32)
+    steps_up = depth[..., None] - jnp.arange(draft.depth + 1, dtype=jnp.int32)[None, None]
     paths = jnp.take_along_axis(above, jnp.maximum(steps_up, 0), axis=2)
     paths = jnp.where(steps_up >= 0, paths, 0)
     return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
@@ -157,10 +157,10 @@ def draft_context(draft: Draft, window: Window) -> DraftContext:
     num_nodes = draft.tokens.shape[1]
     entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)
     if window.paths is None:
-        is_before = (entry[1:] <= entry[:, None])[None]
+        is_before = (entry[None, 1:] <= entry[:, None])[None]
     else:
         # Beyond an entry's own depth its path holds the root, which is no node.
-        on_path = window.paths[..., None] == entry[1:]
+        on_path = window.paths[..., None] == entry[None, None, None, 1:]
         is_before = jnp.any(on_path, axis=2)
     return DraftContext(tokens=draft.tokens, is_before=is_before, position=window.positions + 1)
 
@@ -169,7 +169,7 @@ def emitted_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
     """`[B, D + 1]` int32: the accepted path, then the target's next token, repeated to the end."""
     along_path = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path, 0), axis=1)
     along_path = jnp.pad(along_path, ((0, 0), (0, 1)))
-    index = jnp.arange(along_path.shape[1], dtype=jnp.int32)
+    index = jnp.arange(along_path.shape[1], dtype=jnp.int32)[None]
     return jnp.where(index < verdict.num_accepted[:, None], along_path, verdict.next_token[:, None])
 
 
@@ -179,7 +179,7 @@ def emit(state: DecodeState, draft: Draft, verdict: Verdict) -> Emission:
     token, and the row ends."""
     tokens = emitted_tokens(draft, verdict)
     length = tokens.shape[1]
-    index = jnp.arange(length, dtype=jnp.int32)
+    index = jnp.arange(length, dtype=jnp.int32)[None]
     is_finite = verdict.next_token >= 0
     num_chosen = verdict.num_accepted + is_finite.astype(jnp.int32)
 

@@ -224,7 +224,7 @@ def scatter_rows(
     """`buffer` `[B, S, ...]` with the first `num_kept[b]` of `values` `[B, n, ...]` written from
     slot `start[b]` on."""
     num_slots = buffer.shape[1]
-    index = jnp.arange(values.shape[1], dtype=jnp.int32)
+    index = jnp.arange(values.shape[1], dtype=jnp.int32)[None]
     target = jnp.where(index < num_kept[:, None], start[:, None] + index, num_slots + index)
 
     def write_row(row, target, values):

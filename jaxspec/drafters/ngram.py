@@ -55,7 +55,7 @@ class NGram(DrafterBase):
         # Longest first, then latest: one maximum over both.
         best = jnp.max(jnp.where(matched > 0, matched * shape.max_length + slot, 0), axis=1)
         size, source = best // shape.max_length, best % shape.max_length
-        node = jnp.arange(shape.num_nodes, dtype=jnp.int32)
+        node = jnp.arange(shape.num_nodes, dtype=jnp.int32)[None]
         drafted = jnp.take_along_axis(
             tokens, jnp.minimum(source[:, None] + node, shape.max_length - 1), axis=1
         )

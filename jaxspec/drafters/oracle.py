@@ -87,7 +87,7 @@ class Oracle(DrafterBase):
         width = min(table.shape[1], shape.max_length)
         index = jnp.arange(width, dtype=jnp.int32)
         prompt = rows.tokens[row, :width]
-        same = (table[:, :width] == prompt) | (index >= rows.num_committed[row])
+        same = (table[:, :width] == prompt[None]) | (index >= rows.num_committed[row])[None]
         fits = jnp.all(same, axis=1) & (rows.num_committed[row] <= width)
         found = jnp.where(jnp.any(fits), jnp.argmax(fits).astype(jnp.int32), -1)
         cost = state["cost"]

@@ -29,7 +29,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     """`x / rms(x) * weight` over the last axis; the statistics are fp32, the product x's dtype."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(epsilon))
-    return weight * (wide * scale).astype(x.dtype)
+    return jnp.expand_dims(weight, range(x.ndim - 1)) * (wide * scale).astype(x.dtype)
 
 
 class Product(Protocol):

@@ -97,7 +97,7 @@ def block_attention(
     def body(block_index, carry):
         highest, total, output = carry
         slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
-        key_positions = kv.positions_of(table, slots)  # [block], or [B, block] if padded
+        key_positions = kv.positions_of(table, slots)  # [1, block], or [B, block] if padded
         k, v = read(block_index, key_positions)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = key_positions < row_end[:, None]
@@ -107,11 +107,11 @@ def block_attention(
             is_live[:, None, :, None] if window.paths is None else is_live[:, None, :, None, None]
         )
         v = jnp.where(live, v, jnp.zeros((), dtype))
-        visible = key_positions[..., None, :] < ends[:, :, None]
+        visible = key_positions[:, None] < ends[:, :, None]
         if is_padded:
-            visible &= key_positions[:, None, :] >= 0
+            visible &= key_positions[:, None] >= 0
         if sliding_window is not None:
-            visible &= key_positions[..., None, :] > positions[:, :, None] - sliding_window
+            visible &= key_positions[:, None] > positions[:, :, None] - sliding_window
         scores = scale * jnp.einsum(
             score_equation, grouped, k, preferred_element_type=jnp.float32, precision=precision
         )
@@ -165,8 +165,8 @@ def causal_attention(
       sliding_window: as in `block_attention`.
     """
     index = jnp.arange(queries.shape[1])
-    distance = index[:, None] - index
-    mask = (distance >= 0) & (segments[:, :, None] == segments[:, None, :])
+    distance = index[:, None] - index[None]
+    mask = (distance >= 0)[None] & (segments[:, :, None] == segments[:, None, :])
     if sliding_window is not None:
-        mask &= distance < sliding_window
+        mask &= (distance < sliding_window)[None]
     return jax.nn.dot_product_attention(queries, k, v, mask=mask[:, None])

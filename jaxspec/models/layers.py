@@ -26,7 +26,7 @@ def rotary_angles(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, ja
       with the last two axes swapped where pairs are interleaved.
     """
     inverse, factor = rope.inverse_frequencies()
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(inverse)
+    angles = positions[:, :, None, None].astype(jnp.float32) * inverse[None, None, None]
     cos, sin = jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
     pair_axis = -1 if rope.is_interleaved else -2
     cos_sin = jnp.stack([cos, cos], axis=pair_axis), jnp.stack([-sin, sin], axis=pair_axis)

@@ -31,7 +31,7 @@ def chain_window(
         does not see. None if there is no padding.
       rows: as in `Window`.
     """
-    positions = slots = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    positions = slots = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
     if stop is not None:
         slots = jnp.where(positions < stop[:, None], positions, -1)
         positions = jnp.clip(positions, 0, jnp.maximum(stop - 1, 0)[:, None])

@@ -377,7 +377,7 @@ class ServingEngine:
         """
         state = self._batch.loop.run(params, before, one, one)
         num_new = state.num_committed - before.num_committed
-        index = jnp.arange(self.shape.verify_length, dtype=jnp.int32)
+        index = jnp.arange(self.shape.verify_length, dtype=jnp.int32)[None]
         slots = before.num_committed[:, None] + index
         tokens = jnp.take_along_axis(state.tokens, slots, axis=1, mode="clip")
         counts = jax.tree.map(jnp.subtract, state.counts, before.counts)

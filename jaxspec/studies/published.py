@@ -98,7 +98,7 @@ class WithoutBonus(Coupled):
         last = jnp.maximum(draft.num_valid - 1, 0)
         is_full = (draft.num_valid > 0) & (verdict.num_accepted == draft.num_valid)
         num_accepted = jnp.where(is_full, last, verdict.num_accepted)
-        depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+        depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
         of_last = jnp.take_along_axis(draft.tokens, last[:, None], axis=1)[:, 0]
         return Verdict(
             num_accepted=num_accepted,

@@ -110,7 +110,7 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     """
     draft, verdict, num_emitted = info.draft, info.verdict, info.emission.num_emitted
     num_nodes = draft.tokens.shape[1]
-    node = jnp.arange(num_nodes, dtype=jnp.int32)
+    node = jnp.arange(num_nodes, dtype=jnp.int32)[None]
     num_kept = jnp.minimum(verdict.num_accepted, num_emitted)
     rounds = RoundTrace(
         engine_round=jnp.broadcast_to(state.num_rounds, num_emitted.shape),
@@ -122,8 +122,10 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     )
     tokens = distributions = None
     if config.has_tokens and num_nodes:
-        is_kept = jnp.arange(verdict.path.shape[1]) < num_kept[:, None]
-        is_accepted = jnp.any((verdict.path[..., None] == node) & is_kept[..., None], axis=1)
+        is_kept = jnp.arange(verdict.path.shape[1])[None] < num_kept[:, None]
+        is_accepted = jnp.any(
+            (verdict.path[..., None] == node[:, None]) & is_kept[..., None], axis=1
+        )
 
         def before_nodes(values: jax.Array) -> jax.Array:
             """Of `[B, N + 1, V]`, what stands at each node's parent, `[B, N, V]`."""

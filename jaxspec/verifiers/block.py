@@ -60,7 +60,7 @@ def accept_longest(
     mass = jnp.where(is_last, after, mass)
     # Where P_i is 1 the node always passes, also where p = q leaves no mass (0 / 0).
     passes = ((draws * (mass + 1 - after) < mass) | (after >= 1)) & distributions.is_node
-    length = jnp.arange(1, num_nodes + 1, dtype=jnp.int32)
+    length = jnp.arange(1, num_nodes + 1, dtype=jnp.int32)[None]
     num_accepted = jnp.max(jnp.where(passes, length, 0), axis=1)
     is_complete = num_accepted == jnp.sum(distributions.is_node, axis=1, dtype=jnp.int32)
     residual = at_node(residuals, num_accepted)

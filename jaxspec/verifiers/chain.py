@@ -88,7 +88,7 @@ def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
     """Distributions of a draft; one without q is deterministic, and its q a point mass on each
     token."""
     num_nodes = draft.tokens.shape[1]
-    is_node = jnp.arange(num_nodes, dtype=jnp.int32) < draft.num_valid[:, None]
+    is_node = jnp.arange(num_nodes, dtype=jnp.int32)[None] < draft.num_valid[:, None]
     q = jax.nn.one_hot(draft.tokens, p.shape[2], dtype=jnp.float32) if draft.q is None else draft.q
     q = jnp.where(is_node[..., None], q, 0)
     return ChainDistributions(

@@ -57,7 +57,7 @@ def follow(chosen: jax.Array, draft: Draft) -> Verdict:
     """
     num_rows, num_nodes = draft.tokens.shape
     chex.assert_shape(chosen, (num_rows, num_nodes + 1))
-    index = jnp.arange(num_nodes, dtype=jnp.int32)
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None]
     is_valid = index < draft.num_valid[:, None]
     node = jnp.full((num_rows,), -1, jnp.int32)  # the last node followed; -1 is the root
     is_walking = jnp.ones((num_rows,), bool)
