@@ -18,6 +18,8 @@ import jaxspec
 from jaxspec.decode import round as decoding
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
+from jaxspec.kernels.registry import default_kernels
+from jaxspec.models.config import RopeConfig
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.verifiers import coupled
 
@@ -62,13 +64,18 @@ def test_the_table_holds_every_drafter_the_package_exports():
         assert isinstance(drafter, Drafter)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32, default kernels", "bfloat16, XLA's kernels"])
 def setting(request):
     """A target, prompts, and their plain continuations from the window-1 loop."""
-    target = toy.model(dtype=jnp.dtype(request.param))
+    if request.param.startswith("float32"):
+        # A head that fills the vectors of every processor the kernels are written for.
+        rope = RopeConfig(theta=1e4, rotary_size=16)
+        target = toy.model(kernels=default_kernels(), head_size=16, rope=rope)
+    else:
+        target = toy.model(dtype=jnp.bfloat16)
     prompts = toy.prompts(LENGTHS)
-    witness = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
-    return target, prompts, witness
+    reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
+    return target, prompts, reference
 
 
 def engine_for(target, drafter, *, draft_length=4, batch_size=4):
@@ -89,8 +96,8 @@ def token_ids(completions):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_speculative_equals_plain_bit_for_bit(setting, name):
-    target, prompts, witness = setting
-    engine = engine_for(target, drafters(target, toy.sequences(witness))[name])
+    target, prompts, reference = setting
+    engine = engine_for(target, drafters(target, toy.sequences(reference))[name])
     batch = prompts[:4]
     plain = engine.generate(batch, PARAMS, speculate=False)
     plain_kv = live_kv(engine)
@@ -109,8 +116,8 @@ def test_speculative_equals_plain_bit_for_bit(setting, name):
 
 
 def test_drafters_and_draft_lengths_agree_on_one_window(setting):
-    target, prompts, witness = setting
-    table = drafters(target, toy.sequences(witness))
+    target, prompts, reference = setting
+    table = drafters(target, toy.sequences(reference))
     expected = None
     for name in ("DraftModel of the target", "NGram", "Oracle"):
         engine = engine_for(target, table[name])
@@ -121,8 +128,8 @@ def test_drafters_and_draft_lengths_agree_on_one_window(setting):
 
 
 def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
-    target, prompts, witness = setting
-    engine = engine_for(target, drafters(target, toy.sequences(witness))["Oracle"])
+    target, prompts, reference = setting
+    engine = engine_for(target, drafters(target, toy.sequences(reference))["Oracle"])
     together = token_ids(engine.generate(prompts, PARAMS))
     order = np.random.default_rng(3).permutation(len(prompts))
     shuffled = token_ids(engine.generate([prompts[i] for i in order], PARAMS))
@@ -160,9 +167,9 @@ def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
 
 
 def test_differences_from_the_window_1_loop_are_ties(setting):
-    target, prompts, witness = setting
-    engine = engine_for(target, drafters(target, toy.sequences(witness))["Oracle"])
-    ties.divergences(target, engine.generate(prompts, PARAMS), witness, PARAMS)
+    target, prompts, reference = setting
+    engine = engine_for(target, drafters(target, toy.sequences(reference))["Oracle"])
+    ties.divergences(target, engine.generate(prompts, PARAMS), reference, PARAMS)
 
 
 # Sabotage: each of these is a bug that published batch implementations had. The check must see it.
@@ -206,8 +213,10 @@ def sabotaged_window(state, draft, *, is_chain, real=decoding.make_window):
 def test_sabotage_is_caught(monkeypatch, module, name, sabotage):
     target = toy.model()
     prompts = toy.prompts(LENGTHS[:4])
-    witness = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
-    oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.5)
+    reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
+    oracle = jaxspec.Oracle(toy.sequences(reference), acceptance=0.5)
+    sound = engine_for(target, oracle).generate(prompts, PARAMS)
+    assert token_ids(sound) == token_ids(reference)
     monkeypatch.setattr(module, name, sabotage)
     broken = engine_for(target, oracle).generate(prompts, PARAMS)
-    assert token_ids(broken) != token_ids(witness)
+    assert token_ids(broken) != token_ids(reference)

@@ -179,8 +179,9 @@ def test_shared_noise_is_what_makes_sampling_drafts_acceptable(setting):
     kept = []
     for verifier in (jaxspec.Coupled(), jaxspec.Coupled(is_noise_shared=False)):
         engine = engine_for(target, jaxspec.DraftModel(target), verifier=verifier)
+        plain = engine.generate(setting.prompts, PARAMS, speculate=False)
         found = engine.generate(setting.prompts, PARAMS)
-        assert token_ids(found) == expected.get(str(target.dtype), token_ids(found))
+        assert token_ids(found) == token_ids(plain)
         kept.append(num_accepted(found))
     assert kept[0] > 2 * kept[1]
 
