@@ -32,8 +32,8 @@ from jax._src import compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Tests of the tiers core and engine compile in a third of the time with these, but for files whose
-# subject is what the compiler makes of a program: its bits, its HLO, its cost.
+# Tests compile in a third of the time with these, but for files whose subject is what the compiler
+# makes of a program (its bits, its HLO, its cost), and those that run for long.
 COMPILE_FAST = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -48,13 +48,15 @@ AS_SHIPPED = (
     "test_layouts.py",
     "test_native.py",
     "test_programs.py",
+    "test_soak.py",
+    "training",
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compile_fast(request):
-    """Sets `COMPILE_FAST` for one file; options of `jax.jit` itself come before it."""
-    if tier_of(request.path) == "system" or is_under(request.path, AS_SHIPPED):
+    """Sets `COMPILE_FAST` for one file, in this process; options of `jax.jit` come before it."""
+    if is_under(request.path, AS_SHIPPED):
         yield
         return
     as_configured = compiler.get_compile_options
