@@ -121,17 +121,11 @@ def demand_same_tree(before: PyTree, after: PyTree, what: str) -> None:
     )
 
 
-def mixed_requests(number: int) -> list[SamplingParams]:
-    """Greedy and sampled requests side by side."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"temperature": 1.3, "top_p": 0.9},
-    ]
-    return [
-        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=7 + i, **kinds[i % len(kinds)])
-        for i in range(number)
-    ]
+def mixed_params(number: int, **changes: Any) -> SamplingParams:
+    """How request `number` is decoded: greedy and sampled ones take turns."""
+    kinds = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3, "top_p": 0.9})
+    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7 + number}
+    return SamplingParams(**{**fields, **kinds[number % len(kinds)], **changes})
 
 
 def demand_same_output(plain: Sequence[Completion], drafted: Sequence[Completion]) -> int:

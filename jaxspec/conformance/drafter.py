@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +27,7 @@ from jaxspec.conformance.checks import (
     demand_same_output,
     demand_same_tree,
     distance_of,
-    mixed_requests,
+    mixed_params,
     rounding_of,
 )
 from jaxspec.conformance.report import (
@@ -38,7 +39,7 @@ from jaxspec.conformance.report import (
     enters,
     run_checks,
 )
-from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest, DrawsUnderTest
+from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest
 from jaxspec.decode import round as decode_round
 from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.errors import SettingError
@@ -48,6 +49,11 @@ from jaxspec.types import DecodeState, Draft
 ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution
 SHARES = " (if its drafts may depend on other requests, it has to say shares_state = True)"
 NUM_DRAWS = 200  # drafts per row that a distribution is tested with
+DRAWN = (  # how each row is drawn for that
+    {"temperature": 0.7, "top_p": 1.0},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 1.5, "top_p": 1.0, "top_k": 20},
+)
 
 DRAFTER_CHECKS: dict[str, Clause] = {}
 
@@ -96,7 +102,9 @@ def check_drafter(
             f"{len(prompts)} prompts were given to check a drafter with; give at least {2 * ROWS} "
             f"of 1 to {longest} tokens each."
         )
-    prepared = DrafterUnderTest(drafter, target, prompts=prompts, max_length=max_length, seed=seed)
+    prepared = DrafterUnderTest(
+        drafter=drafter, target=target, prompts=prompts, max_length=max_length, seed=seed
+    )
     return run_checks("drafter", drafter, chosen, prepared)
 
 
@@ -424,7 +432,7 @@ def _score(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")
 def _output(b: DrafterUnderTest) -> str:
-    params = mixed_requests(len(b.prompts))
+    params = [mixed_params(i) for i in range(len(b.prompts))]
     b.engine.executor.reset()
     plain = b.engine.generate(b.prompts, params, speculate=False)
     num_accepted = num_drafted = 0
@@ -448,18 +456,15 @@ def _trace_count(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
 def _draft_probs(b: DrafterUnderTest) -> str:
     _need_chain(b)
-    draws = DrawsUnderTest(b, is_noise_shared=False)
-    rows = draws.rows(
-        b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
-    )
-    drafts = draws.drafts(rows, num_draws=NUM_DRAWS)
+    pairs = b.with_probs.draws(b.prompts[:ROWS], DRAWN, num_draws=NUM_DRAWS)
+    drafts = [draft for _, draft in pairs]
     if drafts[0].q is None:
         for draft in drafts[1:]:
             where = "q is None, so drafts must be deterministic; under another key of the request"
             _demand_same(draft, drafts[0], where)
         _need_drafts(int(drafts[0].num_valid.sum()))
         return f"deterministic under {NUM_DRAWS} keys, and q is None"
-    ranks = []
+    ranks, rng = [], np.random.default_rng((b.seed, 1))  # apart from that of the keys
     for draft in drafts:
         is_valid = _is_valid(draft)
         q = np.asarray(draft.q, np.float64)[is_valid]
@@ -475,7 +480,7 @@ def _draft_probs(b: DrafterUnderTest) -> str:
         is_likelier = q > q_token
         is_likelier |= (q == q_token) & (np.arange(q.shape[1]) < tokens[:, None])
         begins = np.sum(np.where(is_likelier, q, 0), axis=1)
-        ranks.extend((begins + draws.rng.random(len(begins)) * q_token[:, 0]) / total)
+        ranks.extend((begins + rng.random(len(begins)) * q_token[:, 0]) / total)
     _need_drafts(len(ranks), least=100)
     counts, _ = np.histogram(ranks, bins=20, range=(0, 1))
     p_value = stats.chisquare(counts).pvalue
@@ -489,16 +494,16 @@ def _draft_probs(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
 def _fresh_noise(b: DrafterUnderTest) -> str:
     _need_chain(b)
-    draws = DrawsUnderTest(b, is_noise_shared=False)
     prompt = list(b.prompts[1])
     # So hot that any distribution is nearly flat: equal noise shows as equal tokens. Row 1 is a
     # token longer than row 0 and has its key, as one request in two rounds; row 2 is another
     # request.
     prompts = [prompt, [*prompt, prompt[0]], prompt]
-    rows = draws.rows(prompts, temperature=50.0, top_p=1.0, top_k=0)
-    drafts = draws.drafts(
-        rows, num_draws=NUM_DRAWS, keys_of=lambda keys: np.stack([keys[0], keys[0], keys[2]])
+    hot = [{"temperature": 50.0, "top_p": 1.0}] * ROWS
+    draws = b.with_probs.draws(
+        prompts, hot, num_draws=NUM_DRAWS, keys_of=lambda keys: keys[np.array([0, 0, 2])]
     )
+    drafts = [draft for _, draft in draws]
     if drafts[0].q is None:
         raise NotApplicable("it draws nothing")
     pairs = {
@@ -532,16 +537,11 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
 def _shared_noise(b: DrafterUnderTest) -> str:
     _need_chain(b)
-    draws = DrawsUnderTest(b, is_noise_shared=True)
-    rows = draws.rows(
-        b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
-    )
     num_tokens = 0
-    for _ in range(8):
-        [draft] = draws.drafts(rows, num_draws=1)
+    shared = dataclasses.replace(b.with_probs, is_noise_shared=True)
+    for keyed, draft in shared.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
         if draft.q is None:
             raise NotApplicable("it draws nothing")
-        keyed = draws.last_rows
         position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))

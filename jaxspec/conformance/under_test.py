@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
@@ -20,7 +19,7 @@ from jaxspec.conformance.checks import (
     ROWS,
     WINDOW,
     demand,
-    mixed_requests,
+    mixed_params,
     rounding_of,
 )
 from jaxspec.conformance.report import NotApplicable
@@ -223,7 +222,7 @@ class ModelUnderTest:
     @functools.cached_property
     def requests(self) -> list[SamplingParams]:
         """How each prompt is decoded."""
-        return mixed_requests(len(self.prompts))
+        return [mixed_params(i) for i in range(len(self.prompts))]
 
     @property
     def longest(self) -> int:
@@ -305,14 +304,33 @@ class SeenRound:
     draft: Draft
 
 
+@dataclasses.dataclass(kw_only=True)
 class DrafterUnderTest:
-    """A drafter in the production engine, with rounds whose outcome follows a script."""
+    """A drafter in the production engine, with rounds whose outcome follows a script.
 
-    def __init__(self, drafter: Drafter, target: Model, *, prompts, max_length: int, seed: int):
-        self.drafter, self.target = drafter, target
-        self.prompts, self.max_length, self.seed = prompts, max_length, seed
-        self.marker = target.vocab_size
-        self.num_nodes = WINDOW - 1
+    Attributes:
+      drafter: under test.
+      target: that it drafts for.
+      prompts: on which it should draft something.
+      max_length: slots per row.
+      seed: of the requests and draws.
+      is_noise_shared: as the drafter is told by the engine.
+      needs_draft_probs: as the drafter is told by the engine.
+    """
+
+    drafter: Drafter
+    target: Model
+    prompts: Sequence[Sequence[int]]
+    max_length: int
+    seed: int
+    is_noise_shared: bool = True
+    needs_draft_probs: bool = False
+    num_nodes = WINDOW - 1
+
+    @property
+    def marker(self) -> int:
+        """The stop token of scripted requests, which the target cannot emit."""
+        return self.target.vocab_size
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -320,7 +338,11 @@ class DrafterUnderTest:
         return Engine(
             self.target,
             self.drafter,
-            verifier=Scripted(marker=self.marker),
+            verifier=Scripted(
+                marker=self.marker,
+                is_noise_shared=self.is_noise_shared,
+                needs_draft_probs=self.needs_draft_probs,
+            ),
             scheduler=Static(),
             draft_length=self.num_nodes,
             batch_size=ROWS,
@@ -373,16 +395,14 @@ class DrafterUnderTest:
         """What the drafter proposes now, fetched to the host."""
         return jax.device_get(self.propose(self.engine.executor.params, state))
 
-    def request(self, index: int, prompt: Sequence[int]) -> Request:
-        """The scripted request number `index`, with this prompt."""
-        temperature, top_p = ((0.0, 1.0), (0.8, 1.0), (1.3, 0.9))[index % 3]
-        params = SamplingParams(
+    def request(self, index: int, prompt: Sequence[int], **changes: Any) -> Request:
+        """The scripted request number `index`, with this prompt and changes of its parameters."""
+        params = mixed_params(
+            index,
             max_tokens=self.max_length,
-            temperature=temperature,
-            top_p=top_p,
             seed=100 * self.seed + index,
             stop_token_ids=(self.marker,),
-            ignore_eos=True,
+            **changes,
         )
         return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
 
@@ -437,84 +457,35 @@ class DrafterUnderTest:
         """Whether it says that its drafts may depend on other requests."""
         return self.complete.shares_state
 
+    @functools.cached_property
+    def with_probs(self) -> DrafterUnderTest:
+        """The same, where drafts come with the distributions that they were drawn from."""
+        if self.complete.score is not None:
+            raise NotApplicable("it drafts in the target's pass, which this check does not run")
+        return dataclasses.replace(self, is_noise_shared=False, needs_draft_probs=True)
 
-class DrawsUnderTest:
-    """A drafter under an engine shape of its own, where only its draws are looked at."""
-
-    def __init__(self, b: DrafterUnderTest, *, is_noise_shared: bool):
-        if b.complete.taps or b.complete.uses_target_cache:
-            raise NotApplicable("it drafts from the target's pass, which this check does not run")
-        self.drafter, self.params = b.drafter, b.params
-        self.shape = EngineShape(
-            batch_size=ROWS,
-            max_length=b.max_length,
-            verify_length=WINDOW,
-            prefill_chunk=CHUNK,
-            vocab_size=b.target.vocab_size,
-            is_noise_shared=is_noise_shared,
-            needs_draft_probs=True,
-        )
-        self.rng = np.random.default_rng(b.seed)
-        self._prepare = Program(
-            jax.jit(self._prepared), f"the reading of prompts by {self.drafter.name}"
-        )
-        self._propose = Program(
-            jax.jit(
-                lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
-            ),
-            f"the draft of {self.drafter.name}",
-        )
-
-    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> BatchView:
-        """Rows that hold these prompts."""
-        tokens = np.zeros((ROWS, self.shape.max_length), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-
-        def fill(value: Any) -> jax.Array:
-            return jnp.asarray(np.broadcast_to(np.asarray(value), (ROWS,)))
-
-        lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
-        return BatchView(
-            tokens=jnp.asarray(tokens),
-            num_committed=lengths,
-            draft_limit=jnp.full((ROWS,), self.shape.num_nodes, jnp.int32),
-            stop_tokens=jnp.full((ROWS, 1), -1, jnp.int32),
-            sampling=sampling.neutral_sampling(ROWS).replace(
-                temperature=fill(temperature).astype(jnp.float32),
-                top_k=fill(top_k).astype(jnp.int32),
-                top_p=fill(top_p).astype(jnp.float32),
-                prompt_length=lengths,
-            ),
-        )
-
-    def _prepared(self, params: PyTree, rows: BatchView) -> PyTree:
-        """The drafter's state after it has read the rows."""
-        chunks = -(-self.shape.max_length // CHUNK)
-
-        def read(index, state):
-            row = index // chunks
-            return self.drafter.catch_up(self.shape, params, state, rows, row)
-
-        def admit(row, state):
-            return self.drafter.admit(self.shape, params, state, rows, row)
-
-        state = lax.fori_loop(0, ROWS, admit, self.drafter.init(self.shape))
-        return lax.fori_loop(0, ROWS * chunks, read, state)
-
-    def drafts(self, rows: BatchView, *, num_draws: int, keys_of=None) -> list[Draft]:
-        """Drafts of these rows under many keys.
+    def draws(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Mapping[str, float]],
+        *,
+        num_draws: int,
+        keys_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    ) -> Iterator[tuple[DecodeState, Draft]]:
+        """Drafts of the same rows under many keys, each with the state that it was drawn from.
 
         Args:
+          prompts: one for each row.
+          params: sampling parameters of each row.
+          num_draws: how many.
           keys_of: from `[ROWS, 2]` random keys to those that the rows get.
         """
-        params = self.params
-        state = self._prepare(params, rows)
-        found = []
+        pairs = enumerate(zip(prompts, params, strict=True))
+        state = self.fresh([self.request(row, prompt, **own) for row, (prompt, own) in pairs])
+        rng = np.random.default_rng(self.seed)
+        place = state.sampling.key.sharding
         for _ in range(num_draws):
-            keys = self.rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
-            keys = keys if keys_of is None else keys_of(keys)
-            keyed = rows.replace(sampling=rows.sampling.replace(key=jnp.asarray(keys)))
-            found.append(jax.device_get(self._propose(params, state, keyed)))
-            self.last_rows = keyed
-        return found
+            keys = rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
+            key = jax.device_put(keys_of(keys), place)
+            keyed = state.replace(sampling=state.sampling.replace(key=key))
+            yield keyed, self.draft(keyed)
