@@ -238,12 +238,13 @@ class EngineAudit:
     acceptance: Acceptance
 
     @property
-    def _every_level(self) -> dict[str, Level | DistributionLevel]:
+    def every_level(self) -> dict[str, Level | DistributionLevel]:
+        """By name."""
         return {**self.levels, "distribution": self.distribution}
 
     def _named(self, holds: bool) -> list[str]:
         """Levels that apply, and hold or do not."""
-        return [name for name, level in self._every_level.items() if level.holds == holds]
+        return [name for name, level in self.every_level.items() if level.holds == holds]
 
     @property
     def holds(self) -> bool:
@@ -270,7 +271,7 @@ class EngineAudit:
             "dtype": self.dtype,
             "num_requests": self.num_requests,
             "num_sampled": self.num_sampled,
-            "levels": {name: level.to_json() for name, level in self._every_level.items()},
+            "levels": {name: level.to_json() for name, level in self.every_level.items()},
             "study_metrics": (
                 dataclasses.asdict(self.study)
                 | {"source": "eBay/spec_dec: decoded text, special tokens kept"}

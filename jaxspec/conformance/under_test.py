@@ -21,6 +21,7 @@ from jaxspec.conformance.checks import (
     demand,
     mixed_params,
     rounding_of,
+    wide,
 )
 from jaxspec.conformance.report import NotApplicable
 from jaxspec.decode.loop import DecodeLoop
@@ -29,7 +30,7 @@ from jaxspec.drafters.base import Drafter, DrafterBase, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
@@ -76,6 +77,13 @@ class ModelUnderTest:
             isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
         )
         return cache
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Any, Any, Window]:
+        """Shapes of the cache, the tokens and the window that `forward` is given."""
+        start = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+        window = jax.eval_shape(functools.partial(chain_window, num_tokens=WINDOW), start)
+        return jax.eval_shape(self.empty), self.window, window
 
     @functools.cached_property
     def forward(self):
@@ -171,7 +179,7 @@ class ModelUnderTest:
         slot = jnp.arange(self.max_length, dtype=jnp.int32)
         slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
         return [
-            np.asarray(part.astype(jnp.float32))
+            wide(part)
             for layer in cache.layers
             for part in kv.read_slots(layer, cache.table, slots, cache.dtype)
         ]
@@ -289,21 +297,6 @@ class Scripted:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SeenRound:
-    """A round as the host saw it, before anything was decided.
-
-    Attributes:
-      tokens: `[B, S]`.
-      num_committed: `[B]`.
-      draft: what was drafted then.
-    """
-
-    tokens: np.ndarray
-    num_committed: np.ndarray
-    draft: Draft
-
-
 @dataclasses.dataclass(kw_only=True)
 class DrafterUnderTest:
     """A drafter in the production engine, with rounds whose outcome follows a script.
@@ -366,6 +359,13 @@ class DrafterUnderTest:
         return self.loop.drafter
 
     @property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Shapes of what its functions of a row are given: state, rows, row."""
+        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
+        rows = jax.eval_shape(lambda: self.rows(self.loop.init()))
+        return state, rows, jax.ShapeDtypeStruct((), jnp.int32)
+
+    @property
     def params(self) -> PyTree:
         """What the drafter's functions are given."""
         return function_params(self.complete, self.engine.executor.params)
@@ -406,6 +406,10 @@ class DrafterUnderTest:
         )
         return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
 
+    def requests(self, indices: Sequence[int]) -> list[Request]:
+        """The scripted requests with these numbers, with the prompts of the same numbers."""
+        return [self.request(index, self.prompts[index]) for index in indices]
+
     def admit(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
         """Puts requests into the rows of the batch of the engine and reads their prompts."""
         length = self.num_nodes if draft_length is None else draft_length
@@ -418,44 +422,36 @@ class DrafterUnderTest:
         self.admit(requests, draft_length=draft_length)
         return self.engine.state
 
-    def rounds(self, indices: Sequence[int]) -> Iterator[SeenRound]:
-        """Rounds of the requests with these numbers, row by row. Each is decided only when the
-        next is asked for."""
-        self.fresh([self.request(index, self.prompts[index]) for index in indices])
+    def rounds(self, indices: Sequence[int]) -> Iterator[tuple[DecodeState, Draft]]:
+        """Rounds of the requests with these numbers, row by row: the state on the host, without
+        caches, and what is drafted from it. Each is decided only when the next is asked for."""
+        self.fresh(self.requests(indices))
         for _ in range(NUM_ROUNDS):
-            state = self.engine.state
-            draft = self.draft(state)
-            tokens, num_committed = jax.device_get((state.tokens, state.num_committed))
-            yield SeenRound(tokens=tokens, num_committed=num_committed, draft=draft)
+            yield self.engine.executor.fetch(), self.draft(self.engine.state)
             self.engine.executor.run(1)
 
     @functools.cached_property
-    def history(self) -> list[SeenRound]:
+    def history(self) -> list[tuple[DecodeState, Draft]]:
         """Rounds of the first requests."""
         return list(self.rounds(range(ROWS)))
 
     @property
     def num_drafted(self) -> int:
         """Nodes that were drafted in these rounds."""
-        return sum(int(seen.draft.num_valid.sum()) for seen in self.history)
+        return sum(int(draft.num_valid.sum()) for _, draft in self.history)
 
-    def continued(self, tokens: np.ndarray, num_committed: np.ndarray) -> list[Request]:
-        """Requests whose prompts are all that the rows had committed."""
-        return [
-            self.request(row, tokens[row, : num_committed[row]].tolist()) for row in range(ROWS)
-        ]
+    def afresh(self, state: DecodeState) -> Draft:
+        """What is drafted for requests whose prompts are all that the rows had committed."""
+        tokens, lengths = jax.device_get((state.tokens, state.num_committed))
+        prompts = [tokens[row, : lengths[row]].tolist() for row in range(ROWS)]
+        return self.draft(self.fresh([self.request(row, ids) for row, ids in enumerate(prompts)]))
 
     @property
     def is_rounded(self) -> bool:
         """Whether it computes in less than fp32, so that ties turn by chance."""
-        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves((self.drafter.params, state))}
+        leaves = jax.tree.leaves((self.drafter.params, self.places[0]))
+        dtypes = {leaf.dtype for leaf in leaves}
         return any(dtype.itemsize < 4 and dtype.kind != "b" for dtype in dtypes)
-
-    @property
-    def shares_state(self) -> bool:
-        """Whether it says that its drafts may depend on other requests."""
-        return self.complete.shares_state
 
     @functools.cached_property
     def with_probs(self) -> DrafterUnderTest:

@@ -13,7 +13,6 @@ from scipy import stats
 
 from jaxspec import sampling
 from jaxspec.audit.chi_square import pooled
-from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.drafters.draft_model import DraftModel
@@ -74,6 +73,11 @@ class DistributionScene:
     num_nodes: int = 3
     num_tokens: int = 5
     num_rows: int = 40_000
+
+    @functools.cached_property
+    def healthy_p_value(self) -> float:
+        """`p_value`, first asked for while no fault is on."""
+        return self.p_value()
 
     def outputs(self) -> np.ndarray:
         """`[num_rows, num_tokens]`, by the production round."""
@@ -151,9 +155,14 @@ class DistributionScene:
 
 
 def scene_of(fault: Fault) -> DistributionScene:
-    """The scene that shows a distribution fault."""
-    if fault.name == "position_only_keys":
-        # Memoryless distributions; the bias under such keys was measured for these.
+    """The scene that shows a distribution fault: all but the block verifier's share one."""
+    return _scene(is_of_block=fault.name == "position_only_keys")
+
+
+@functools.cache
+def _scene(*, is_of_block: bool) -> DistributionScene:
+    if is_of_block:
+        # Memoryless distributions; the bias under keys of the position was measured for these.
         p, q = np.log([[0.7, 0.3]] * 2), np.log([[0.35, 0.65]] * 2)
         return DistributionScene(verifier=Block(), p=p, q=q)
     rng = np.random.default_rng(5)
@@ -161,14 +170,3 @@ def scene_of(fault: Fault) -> DistributionScene:
     return DistributionScene(
         verifier=Rejection(), p=p, q=q, temperature=1.5, top_p=0.85, num_nodes=2, num_tokens=4
     )
-
-
-def healthy_p_value(fault: Fault) -> float:
-    """The p-value of the fault's scene without the fault."""
-    # All but the block verifier's fault share a scene, and so its run.
-    return _healthy_p_value(fault.name if fault.name == "position_only_keys" else "one_stream")
-
-
-@functools.cache
-def _healthy_p_value(name: str) -> float:
-    return scene_of(FAULTS[name]).p_value()
