@@ -361,8 +361,12 @@ class DrafterUnderTest:
     @property
     def places(self) -> tuple[Any, Any, Any]:
         """Shapes of what its functions of a row are given: state, rows, row."""
-        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
-        rows = jax.eval_shape(lambda: self.rows(self.loop.init()))
+        loop, shape = (
+            self.loop,
+            self.shape,
+        )  # the engine is made here, not while something is traced
+        state = jax.eval_shape(lambda: self.drafter.init(shape))
+        rows = jax.eval_shape(lambda: self.rows(loop.init()))
         return state, rows, jax.ShapeDtypeStruct((), jnp.int32)
 
     @property

@@ -147,18 +147,18 @@ def test_rounding_in_bf16_makes_ties_and_nothing_else(bf16):
     assert all(0 <= d.margin <= d.bound < 1 for d in ties)
 
 
-def test_programs_of_other_rounding_part_at_ties(bf16):
+def test_programs_that_round_differently_diverge_at_ties(bf16):
     prompts = toy.prompts([20] * 24, seed=5)
     params = SamplingParams(max_tokens=40)
     exact = Engine(with_dtype(bf16.target, "float32"), batch_size=8, max_length=128)
-    parted = 0
+    num_diverged = 0
     ours, theirs = exact.generate(prompts, params), bf16.engine.generate(prompts, params)
     for one, other in zip(ours, theirs, strict=True):
         found = bf16.judge(other, one.token_ids, params)
         if found is not None:
-            parted += 1
+            num_diverged += 1
             assert found.finding == Finding.TIE
-    assert parted
+    assert num_diverged
 
 
 def twins(dtype, difference):
@@ -200,16 +200,16 @@ def test_twins(dtype, difference, finding):
 
 def test_another_seed_is_sampling_and_the_same_seed_is_not(fp32):
     others = fp32.outputs(dataclasses.replace(SAMPLED, seed=11))
-    num_parted = 0
+    num_diverged = 0
     for ours, theirs in zip(fp32.outputs(SAMPLED), others, strict=True):
         found = fp32.judge(ours, theirs.token_ids, SAMPLED)
         if found is not None:
-            num_parted += 1
+            num_diverged += 1
             assert found.finding == Finding.SAMPLING
             assert found.margin > found.bound
         unkeyed = dataclasses.replace(SAMPLED, seed=None)
         assert is_of_the_distribution(fp32.alone(theirs, theirs.token_ids, unkeyed))
-    assert num_parted >= 6
+    assert num_diverged >= 6
 
 
 def test_a_sampled_output_of_another_distribution_is_a_fault(fp32):

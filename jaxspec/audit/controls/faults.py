@@ -147,7 +147,7 @@ def _stale_kv(after: OpenState, at: Place) -> OpenState:
 def _stale_length(after: OpenState, at: Place) -> OpenState:
     old = jnp.minimum(at.state.num_committed[at.row], jnp.asarray(at.admission.limit) - 1)
     kept = jnp.where(after.is_reused[at.row], old, 0)
-    # A row that seems longer than the prompt that is read to it would wait for the rest for ever.
+    # A row that seems longer than its prompt would wait forever for the rest of the prompt.
     is_longer = kept > after.num_committed[at.row]
     finish = jnp.where(is_longer, Finish.RUNNING, after.finish[at.row])
     return after.replace(

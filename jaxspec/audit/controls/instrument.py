@@ -73,7 +73,7 @@ class Fault:
 
     @contextlib.contextmanager
     def apply(self, *, pad_token: int = 0) -> Iterator[None]:
-        """While it lasts, engines that are built (and first run) have the fault.
+        """Engines that are built and first run in this context have the fault.
 
         Args:
           pad_token: the token that the published system pads with.
@@ -204,7 +204,7 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable], Callable]):
 def installed(
     faults: Sequence[Fault], *, pad_token: int = 0, is_armed: bool = False
 ) -> Iterator[None]:
-    """While it lasts, engines that are built (and first run) make these faults' edits.
+    """Engines that are built and first run in this context make these faults' edits.
 
     Args:
       faults: with edits, or without any (then only the machinery is in place, which is harmless).

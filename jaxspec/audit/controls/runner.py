@@ -110,7 +110,7 @@ def run_controls(
 
     Args:
       target: of the package's own decoder, for the faults reach into it.
-      drafter: of chains, right about as often as wrong.
+      drafter: it drafts chains, and is right about as often as wrong.
       names: of the faults; default all.
       prompts: seven lists of token ids of different lengths, none above 64 and some of them
         common in what the target writes; default the sample prompts, or random ones for a target
@@ -275,7 +275,7 @@ class ControlRuns:
         w = self.workload
         for engine in (self._production, self._switched):
             if engine is not None:
-                engine.reset()  # rows that have ended are company too, for a fault
+                engine.reset()  # to a fault, rows that have ended are neighbours too
         with self._faulty(fault) as engine:
             alone = engine.generate([w.prompts[index]], w.params[index])
         completions = list(self._reference)
