@@ -13,11 +13,11 @@ def live_kv(engine: Engine, num_rows: int | None = None) -> list[np.ndarray]:
     """K and V of each layer `[B, S, K, H]` at the slots of committed tokens, zero elsewhere; of the
     first `num_rows` rows."""
     rows = range(engine.shape.batch_size if num_rows is None else num_rows)
-    max_length, dtype = engine.executor.state.cache.capacity, engine.target.dtype
+    cache = engine.executor.state.cache
 
     def padded(bits: np.ndarray) -> np.ndarray:
-        values = bits.view(dtype).astype(np.float32)
-        return np.pad(values, ((0, max_length - len(values)), (0, 0), (0, 0)))
+        values = bits.view(cache.dtype).astype(np.float32)
+        return np.pad(values, ((0, cache.capacity - len(values)), (0, 0), (0, 0)))
 
     by_layer = zip(*(engine.executor.committed_kv(row) for row in rows), strict=True)
     return [np.stack([padded(bits) for bits in of_rows]) for of_rows in by_layer]

@@ -59,14 +59,12 @@ class ComparedOutput:
     Attributes:
       request_id: of the output.
       num_tokens: of the reference.
-      num_equal: tokens before the first difference.
       are_bits_equal: whether log-probabilities and KV are equal too; None if not compared.
       divergence: the first one, judged; None where tokens are equal.
     """
 
     request_id: str
     num_tokens: int
-    num_equal: int
     are_bits_equal: bool | None
     divergence: Divergence | None
 
@@ -95,7 +93,8 @@ class Level:
     @property
     def prefix_match(self) -> float:
         """Mean over outputs of the share of tokens before the first difference."""
-        return mean([c.num_equal / c.num_tokens for c in self.outputs])
+        firsts = [(c.divergence and c.divergence.index, c.num_tokens) for c in self.outputs]
+        return mean([1.0 if at is None else min(at / length, 1.0) for at, length in firsts])
 
     def count(self, finding: Finding) -> int:
         """Outputs whose first divergence was found to be this."""
@@ -465,18 +464,15 @@ def _compare(
     )
     compared = []
     for place, ((ours, kv), (other, other_kv)) in enumerate(zip(run, theirs, strict=True)):
-        divergence = found.judged.get(place)
-        num_tokens = len(other.token_ids)
         are_bits_equal = None
         if kv is not None and other_kv is not None:
             are_bits_equal = ours.logprobs == other.logprobs and kv == other_kv
         compared.append(
             ComparedOutput(
                 request_id=requests[chosen[place]].request_id,
-                num_tokens=num_tokens,
-                num_equal=num_tokens if divergence is None else min(divergence.index, num_tokens),
+                num_tokens=len(other.token_ids),
                 are_bits_equal=are_bits_equal,
-                divergence=divergence,
+                divergence=found.judged.get(place),
             )
         )
     return tuple(compared)

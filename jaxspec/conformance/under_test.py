@@ -361,10 +361,8 @@ class DrafterUnderTest:
     @property
     def places(self) -> tuple[Any, Any, Any]:
         """Shapes of what its functions of a row are given: state, rows, row."""
-        loop, shape = (
-            self.loop,
-            self.shape,
-        )  # the engine is made here, not while something is traced
+        # The engine is made here: its parameters must not be made while something is traced.
+        loop, shape = self.loop, self.shape
         state = jax.eval_shape(lambda: self.drafter.init(shape))
         rows = jax.eval_shape(lambda: self.rows(loop.init()))
         return state, rows, jax.ShapeDtypeStruct((), jnp.int32)
