@@ -16,7 +16,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import scipy.special
@@ -152,10 +151,8 @@ def pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def combined_p_value(tests: Sequence[DistributionTest]) -> float:
-    """The chance that the least likely of these tests is as unlikely as it is (Šidák); NaN of
-    none."""
+    """The chance that the least likely of these tests is as unlikely as it is (Šidák)."""
     if not tests:
         return math.nan
-    p_values = [test.p_value for test in tests]
-    combined: Any = scipy.stats.combine_pvalues(p_values, method="tippett")
-    return float(combined.pvalue)
+    least = min(test.p_value for test in tests)
+    return float(-np.expm1(len(tests) * np.log1p(-least))) if least < 1 else 1.0
