@@ -416,7 +416,7 @@ def controls_table(results: Sequence[ControlResult]) -> TextTable:
         "as in": lambda result: result.fault.source,
         "breaks": lambda result: result.fault.invariant,
         "auditor": seen,
-        "control run": lambda result: "passes" if result.control_passes else "FAILS",
+        "control": lambda result: "passes" if result.control_passes else "FAILS",
     }
     title = "Negative controls: each fault, and the same run without it"
     return TextTable.of_columns(title, columns, results, group=lambda result: result.fault.kind)
