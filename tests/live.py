@@ -1,5 +1,4 @@
-"""The KV of an engine's batch_size: what is committed, to compare it bit by bit; and garbage for
-it."""
+"""The KV of an engine's batch: what is committed, to compare it bit by bit; and garbage for it."""
 
 from __future__ import annotations
 
@@ -7,29 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
-from jaxspec.types import DecodeState
 
 
 def live_kv(engine: Engine, num_rows: int | None = None) -> list[np.ndarray]:
     """K and V of each layer `[B, S, K, H]` at the slots of committed tokens, zero elsewhere; of the
-    first `num_rows` batch_size."""
-    state: DecodeState = engine.state
-    max_length = state.cache.capacity
-    slots = jnp.broadcast_to(
-        jnp.arange(max_length, dtype=jnp.int32), (engine.shape.batch_size, max_length)
-    )
-    is_live = np.arange(max_length) < np.asarray(state.num_committed)[:, None] - 1
-    read = [
-        kv.read_slots(layer, state.cache.table, slots, engine.target.dtype)
-        for layer in state.cache.layers
-    ]
-    return [
-        np.where(is_live[..., None, None], np.asarray(values, np.float32), 0)[:num_rows]
-        for layer in read
-        for values in layer
-    ]
+    first `num_rows` rows."""
+    rows = range(engine.shape.batch_size if num_rows is None else num_rows)
+    cache = engine.executor.state.cache
+
+    def padded(bits: np.ndarray) -> np.ndarray:
+        values = bits.view(cache.dtype).astype(np.float32)
+        return np.pad(values, ((0, cache.capacity - len(values)), (0, 0), (0, 0)))
+
+    by_layer = zip(*(engine.executor.committed_kv(row) for row in rows), strict=True)
+    return [np.stack([padded(bits) for bits in of_rows]) for of_rows in by_layer]
 
 
 def poison(engine: Engine) -> None:

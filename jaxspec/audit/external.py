@@ -5,13 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from jaxspec.audit import chi_square as distributions
-from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, judge_alone
+from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, json_number, judge_alone, mean
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.scoring import Scorer
 from jaxspec.models.base import Model
@@ -57,17 +55,17 @@ class OutputsAudit:
     @property
     def exact(self) -> float:
         """Share of greedy outputs whose every token is the target's own by its fp32 logits."""
-        return _mean([not own.divergences for _, own in self.greedy])
+        return mean([not own.divergences for _, own in self.greedy])
 
     @property
     def exact_up_to_ties(self) -> float:
         """Share of greedy outputs that differ from the target at ties only."""
-        return _mean([own.first is None for _, own in self.greedy])
+        return mean([own.first is None for _, own in self.greedy])
 
     @property
     def prefix_match(self) -> float:
         """Mean share of a greedy output's tokens before the first that no tie explains."""
-        return _mean(
+        return mean(
             [
                 1.0 if own.first is None else own.first.index / own.num_tokens
                 for _, own in self.greedy
@@ -143,15 +141,15 @@ class OutputsAudit:
             "num_after_stop": sum(output.num_after_stop > 0 for output in self.outputs),
             "greedy": {
                 "num_outputs": len(self.greedy),
-                "exact": _or_none(self.exact),
-                "exact_up_to_ties": _or_none(self.exact_up_to_ties),
-                "prefix_match": _or_none(self.prefix_match),
+                "exact": json_number(self.exact),
+                "exact_up_to_ties": json_number(self.exact_up_to_ties),
+                "prefix_match": json_number(self.prefix_match),
             },
             "sampled": {
                 "num_outputs": len(self.sampled),
                 "num_excluded": self.num_excluded,
                 "alpha_per_output": ALPHA,
-                "distribution_p_value": _or_none(self.distribution_p_value),
+                "distribution_p_value": json_number(self.distribution_p_value),
                 "distribution_alpha": self.alpha,
                 "distribution_tests": [
                     {"line": line, **dataclasses.asdict(test)}
@@ -221,11 +219,3 @@ def audit_outputs(
         distribution_tests=tests,
         alpha=alpha,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else math.nan
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -44,7 +44,9 @@ class Finding(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """One place where an output is not what was expected. Logits are fp32, after penalties.
+    """One place where an output is not what was expected. Logits are fp32, after penalties. The
+    defaults are those of an output that ends where its reference does not, or of an id that is not
+    in the vocabulary.
 
     Attributes:
       index: of the token in the output.
@@ -67,14 +69,14 @@ class Divergence:
     index: int
     token: int
     expected: int
-    gap: float
-    margin: float
-    noise: float
-    bound: float
-    filter_distance: float | None
-    log_probs: float | None
-    log_evidence: float | None
-    finding: Finding
+    gap: float = math.inf
+    margin: float = math.inf
+    noise: float = 0.0
+    bound: float = 0.0
+    filter_distance: float | None = None
+    log_probs: float | None = None
+    log_evidence: float | None = None
+    finding: Finding = Finding.FAULT
 
     def to_json(self) -> dict[str, Any]:
         """Fields as JSON values; infinite numbers as text."""
@@ -83,8 +85,15 @@ class Divergence:
 
 
 def json_number(value: Any) -> Any:
-    """The value, or its text where it is infinite or NaN: JSON has neither."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """The value; its text where it is infinite, and None for NaN: JSON has neither."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return float(np.mean(values)) if len(values) else math.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,13 +171,6 @@ class OwnOutput:
         """The first divergence that rounding does not explain."""
         return next((d for d in self.divergences if d.finding != Finding.TIE), None)
 
-    @property
-    def is_of_the_distribution(self) -> bool:
-        """Whether nothing speaks against an output drawn from the target's distribution."""
-        has_fault = any(d.finding == Finding.FAULT for d in self.divergences)
-        evidence = -math.inf if self.log_evidence is None else self.log_evidence
-        return not has_fault and evidence <= -math.log(ALPHA)
-
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, the shorter length if one continues the other, or
@@ -203,7 +205,7 @@ def judge(
     expected = reference_ids[index] if index < len(reference_ids) else -1
     size = scorer.target.vocab_size
     if not (0 <= token < size and 0 <= expected < size):
-        return _no_such_token(index, token, expected)
+        return Divergence(index=index, token=token, expected=expected)
     found, log_evidence = None, 0.0
     is_sampled = params.temperature > 0
     scored = [*output_ids[: index + 1]]
@@ -213,7 +215,7 @@ def judge(
         if segment.first <= index < segment.end:
             found = _examine(scorer, segment, index, expected, params)
         if segment.end > index:
-            log_evidence += _log_evidence(segment, max(index - segment.first, 0))
+            log_evidence += float(np.sum(segment.log_bets[max(index - segment.first, 0) :]))
     assert found is not None
     return _with_finding(found, log_evidence if is_sampled else None)
 
@@ -287,45 +289,31 @@ def judge_alone(
     is_keyed = not is_sampled or params.seed is not None
     found: list[Divergence] = []
     log_evidence = 0.0
-
-    def unexpected(segment: Segment) -> np.ndarray:
-        """`[n]` bool, tokens that the target would not have emitted by its fp32 logits."""
-        return segment.chosen != segment.tokens if is_keyed else np.isneginf(segment.log_probs)
-
-    # Noise is measured only where something has to be explained: it is most of the work.
-    is_clean = len(inside) == len(output_ids)
-    for segment in scorer.segments(prompt_ids, inside, params, measures_noise=False):
-        is_clean &= not np.any(unexpected(segment))
-        log_evidence += float(np.sum(segment.log_bets))
-        if not is_clean:
+    # Measuring noise is most of the work, so it is done only where something has to be explained: a
+    # first pass without it ends at the first unexpected token, or finds none.
+    for measures_noise in (False, True):
+        log_evidence = 0.0
+        for segment in scorer.segments(prompt_ids, inside, params, measures_noise=measures_noise):
+            if is_keyed:
+                unexpected = segment.chosen != segment.tokens
+            else:
+                unexpected = np.isneginf(segment.log_probs)
+            if not measures_noise and np.any(unexpected):
+                break
+            bets = segment.log_bets.copy()
+            for row in np.flatnonzero(unexpected):
+                index, expected = segment.first + int(row), int(segment.chosen[row])
+                divergence = _examine(scorer, segment, index, expected, params, is_keyed=is_keyed)
+                divergence = _with_finding(divergence, float(bets[row]) if is_sampled else None)
+                if divergence.finding == Finding.TIE:
+                    # A token that rounding may have let through a filter is no evidence.
+                    bets[row] = min(bets[row], 0)
+                found.append(divergence)
+            log_evidence += float(np.sum(bets))
+        else:
             break
-    if is_clean:
-        return OwnOutput(
-            num_tokens=len(output_ids),
-            divergences=(),
-            log_evidence=log_evidence if is_sampled else None,
-        )
-
-    log_evidence = 0.0
-    for segment in scorer.segments(prompt_ids, inside, params):
-        bets = segment.log_bets.copy()
-        for row in np.flatnonzero(unexpected(segment)):
-            divergence = _examine(
-                scorer,
-                segment,
-                segment.first + int(row),
-                int(segment.chosen[row]),
-                params,
-                is_keyed=is_keyed,
-            )
-            divergence = _with_finding(divergence, float(bets[row]) if is_sampled else None)
-            if divergence.finding == Finding.TIE:
-                # A token that rounding may have let through a filter is no evidence.
-                bets[row] = min(bets[row], 0)
-            found.append(divergence)
-        log_evidence += float(np.sum(bets))
     if len(inside) < len(output_ids):
-        found.append(_no_such_token(len(inside), output_ids[len(inside)], -1))
+        found.append(Divergence(index=len(inside), token=output_ids[len(inside)], expected=-1))
     return OwnOutput(
         num_tokens=len(output_ids),
         divergences=tuple(found),
@@ -337,23 +325,6 @@ def _inside(ids: Sequence[int], vocab_size: int) -> list[int]:
     """The ids before the first one that the vocabulary lacks."""
     end = next((i for i, token in enumerate(ids) if not 0 <= token < vocab_size), len(ids))
     return list(ids[:end])
-
-
-def _no_such_token(index: int, token: int, expected: int) -> Divergence:
-    """An output that ends where the reference does not, or an id that no vocabulary has."""
-    return Divergence(
-        index=index,
-        token=token,
-        expected=expected,
-        gap=math.inf,
-        margin=math.inf,
-        noise=0.0,
-        bound=0.0,
-        filter_distance=None,
-        log_probs=None,
-        log_evidence=None,
-        finding=Finding.FAULT,
-    )
 
 
 def _examine(
@@ -405,10 +376,6 @@ def _with_finding(divergence: Divergence, log_evidence: float | None) -> Diverge
         if (is_excluded and is_close) or (not is_excluded and is_plausible):
             finding = Finding.SAMPLING
     return dataclasses.replace(divergence, finding=finding, log_evidence=log_evidence)
-
-
-def _log_evidence(segment: Segment, first: int) -> float:
-    return float(np.sum(segment.log_bets[first:]))
 
 
 class Filters:
@@ -482,12 +449,9 @@ class Filters:
             may, must = self.kept(change)
             return bool(may[token] and not must[token])
 
-        return 2 * _smallest(may_flip, self._reach())
-
-    def _reach(self) -> float:
-        """A change beyond which everything is possible."""
-        finite = self.logits[np.isfinite(self.logits)]
-        return float(np.ptp(finite)) + 100 * self.temperature
+        # Beyond this change everything is possible.
+        reach = float(np.ptp(self.logits[np.isfinite(self.logits)])) + 100 * self.temperature
+        return 2 * _smallest(may_flip, reach)
 
 
 def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:

@@ -28,33 +28,18 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import PromptError, SettingError
+from jaxspec.checkpoint.format import parse_dtype
+from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_tokens",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "float16": "float16",
-}
+# Of `SamplingParams`, what decides which tokens are drawn; a line's seed stands apart.
+SAMPLING_FIELDS = [
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("seed", "n", "stop", "logprobs")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +87,8 @@ def canonical_dtype(name: str, *, where: str) -> str:
       SettingError: another name.
     """
     try:
-        return DTYPES[name.lower().removeprefix("torch.")]
-    except (KeyError, AttributeError) as error:
+        return parse_dtype(name.lower().removeprefix("torch.").replace("half", "float16")).name
+    except (ModelError, AttributeError) as error:
         raise SettingError(
             f"{where} names the dtype {name!r}; write float32, bfloat16 or float16."
         ) from error
@@ -190,8 +175,7 @@ def _check_alike(lines: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
                     f"Line {number} of the outputs file has neither {ids} nor {text}; give one of "
                     "them."
                 )
-        given = [kind for kind in kinds if kind in line]
-        expected = [kind for kind in kinds if kind in first]
+        given, expected = ([kind for kind in kinds if kind in x] for x in (line, first))
         if given != expected:
             raise PromptError(
                 f"The outputs file is ragged: line {number} has {', '.join(given)}, and line "

@@ -140,7 +140,7 @@ def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
     at_first = []
     # Compiled here, for once: a function kept for later would keep the parameters alive.
     score = Program(
-        jax.jit(functools.partial(_score_window, engine.target, window)),
+        jax.jit(functools.partial(_score_window, engine.target)),
         f"the probe of {engine.target.name}, batch {batch_size}, window {window}",
     )
     for start in range(firsts):
@@ -152,7 +152,7 @@ def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
 
 
 def _score_window(
-    target: Model, window: int, params: PyTree, cache: kv.KVCache, tokens: jax.Array, start
+    target: Model, params: PyTree, cache: kv.KVCache, tokens: jax.Array, start
 ) -> tuple[jax.Array, kv.KVCache]:
     """Logits `[B, T, V]` of tokens `[B, T]` that stand at `start` in every row."""
     at = chain_window(jnp.broadcast_to(start, tokens.shape[:1]), tokens.shape[1])

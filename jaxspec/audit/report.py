@@ -6,13 +6,12 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Callable
 
 import numpy as np
 
 from jaxspec.audit.external import OutputsAudit
 from jaxspec.audit.judge import Divergence, Finding
-from jaxspec.audit.self_audit import CLAIMS, EngineAudit, Level
+from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level
 from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
 
 COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "#c98a1b"}
@@ -125,7 +124,7 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
     engine = audit.engine
     claims = {
         name: CLAIMS[name] + (f" (n/a: {level.reason})" if level.reason else "")
-        for name, level in (*audit.levels.items(), ("distribution", audit.distribution))
+        for name, level in audit.every_level.items()
     }
     run = {
         "target": f"{engine['target']}, {audit.dtype}",
@@ -182,38 +181,40 @@ _COMPARED_WITH = {
 
 def _level_table(audit: EngineAudit) -> TextTable:
     """A column for each level."""
-    levels, distribution = audit.levels.values(), audit.distribution
+    names = (
+        "holds",
+        "outputs",
+        "exact",
+        "prefix match",
+        "equal tokens, other bits",
+        "ties",
+        "synchronisation faults",
+        "other draws",
+        "log evidence, at most",
+    )
 
-    def row(name: str, value: Callable[[Level], str], of_distribution: str) -> tuple[str, ...]:
-        cells = [value(level) if level.reason is None else NONE for level in levels]
-        return (name, *cells, NONE if distribution.reason else of_distribution)
+    def cells(level: Level | DistributionLevel) -> list[str]:
+        if level.reason is not None:
+            return [NONE] * len(names)
+        holds = {True: "yes", False: "NO", None: "n/a"}[level.holds]
+        if isinstance(level, DistributionLevel):
+            num_excluded, evidence = str(level.num_excluded), max(level.log_evidence, default=0)
+            num_outputs = str(len(level.log_evidence))
+            return [holds, num_outputs, *[NONE] * 4, num_excluded, NONE, f"{evidence:.1f}"]
+        num_ties, num_faults, num_draws = map(level.count, Finding)
+        return [
+            holds,
+            str(len(level.outputs)),
+            percent(level.exact),
+            percent(level.prefix_match),
+            *map(str, (level.num_other_bits, num_ties, num_faults, num_draws)),
+            NONE,
+        ]
 
     return TextTable(
         title="Levels, on token ids cut after the stop token",
-        header=("", *audit.levels, "distribution"),
-        rows=[
-            row("holds", lambda level: _word(level.holds), _word(distribution.holds)),
-            row(
-                "outputs",
-                lambda level: str(len(level.outputs)),
-                str(len(distribution.log_evidence)),
-            ),
-            row("exact", lambda level: percent(level.exact), NONE),
-            row("prefix match", lambda level: percent(level.prefix_match), NONE),
-            row("equal tokens, other bits", lambda level: str(level.num_other_bits), NONE),
-            row("ties", lambda level: str(level.count(Finding.TIE)), NONE),
-            row(
-                "synchronisation faults",
-                lambda level: str(level.count(Finding.FAULT)),
-                str(distribution.num_excluded),
-            ),
-            row("other draws", lambda level: str(level.count(Finding.SAMPLING)), NONE),
-            row(
-                "log evidence, at most",
-                lambda level: NONE,
-                f"{max(distribution.log_evidence, default=0):.1f}",
-            ),
-        ],
+        header=("", *audit.every_level),
+        rows=list(zip(names, *map(cells, audit.every_level.values()), strict=True)),
     )
 
 
@@ -343,7 +344,3 @@ def _plot_curves(curves: list[Curve]) -> Plot:
     )
     axes.legend(frameon=False, fontsize=8)
     return Plot(name="prefix", caption="Prefix match", figure=figure)
-
-
-def _word(holds: bool | None) -> str:
-    return {True: "yes", False: "NO", None: "n/a"}[holds]

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from jaxspec.audit.judge import (
     json_number,
     judge_all,
     judge_alone,
+    mean,
 )
 from jaxspec.audit.probe import ProbeReport, probe
 from jaxspec.audit.scoring import Scorer
@@ -58,14 +59,12 @@ class ComparedOutput:
     Attributes:
       request_id: of the output.
       num_tokens: of the reference.
-      num_equal: tokens before the first difference.
       are_bits_equal: whether log-probabilities and KV are equal too; None if not compared.
       divergence: the first one, judged; None where tokens are equal.
     """
 
     request_id: str
     num_tokens: int
-    num_equal: int
     are_bits_equal: bool | None
     divergence: Divergence | None
 
@@ -89,12 +88,13 @@ class Level:
     @property
     def exact(self) -> float:
         """Share of outputs whose tokens are all equal."""
-        return _mean([c.divergence is None for c in self.outputs])
+        return mean([c.divergence is None for c in self.outputs])
 
     @property
     def prefix_match(self) -> float:
         """Mean over outputs of the share of tokens before the first difference."""
-        return _mean([c.num_equal / c.num_tokens for c in self.outputs])
+        firsts = [(c.divergence and c.divergence.index, c.num_tokens) for c in self.outputs]
+        return mean([1.0 if at is None else min(at / length, 1.0) for at, length in firsts])
 
     def count(self, finding: Finding) -> int:
         """Outputs whose first divergence was found to be this."""
@@ -126,8 +126,8 @@ class Level:
             "holds": self.holds,
             "reason": self.reason,
             "num_compared": len(self.outputs),
-            "exact": self.exact if self.outputs else None,
-            "prefix_match": self.prefix_match if self.outputs else None,
+            "exact": json_number(self.exact),
+            "prefix_match": json_number(self.prefix_match),
             "num_other_bits": self.num_other_bits,
             "num_ties": self.count(Finding.TIE),
             "num_faults": self.count(Finding.FAULT),
@@ -205,7 +205,7 @@ class StudyMetrics:
             at = first_difference(a, b)
             exact.append(texts[0] == texts[1])
             partial.append(1.0 if at is None or not b else at / len(b))
-        return cls(exact=_mean(exact), partial=_mean(partial))
+        return cls(exact=mean(exact), partial=mean(partial))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,24 +237,28 @@ class EngineAudit:
     acceptance: Acceptance
 
     @property
+    def every_level(self) -> dict[str, Level | DistributionLevel]:
+        """By name."""
+        return {**self.levels, "distribution": self.distribution}
+
+    def _named(self, holds: bool) -> list[str]:
+        """Levels that apply, and hold or do not."""
+        return [name for name, level in self.every_level.items() if level.holds == holds]
+
+    @property
     def holds(self) -> bool:
         """Whether every level that applies holds. A lossy verifier promises no distribution."""
-        found = [level.holds for level in self.levels.values()]
-        return False not in (*found, self.distribution.holds)
+        return not self._named(False)
 
     @property
     def sentence(self) -> str:
         """What was found, in words."""
-        broken = [name for name, level in self.levels.items() if level.holds is False]
-        broken += ["distribution"] if self.distribution.holds is False else []
-        if broken:
-            return f"The promise is broken: {', '.join(broken)} does not hold."
-        fine = [name for name, level in self.levels.items() if level.holds]
-        fine += ["distribution"] if self.distribution.holds else []
+        if not self.holds:
+            return f"The promise is broken: {', '.join(self._named(False))} does not hold."
         num_ties = self.levels["E4"].count(Finding.TIE)
         ties = f"; {num_ties} outputs differ from the reference loop, at proven ties"
         ties *= num_ties > 0
-        names = ", ".join(fine) or "nothing"
+        names = ", ".join(self._named(True)) or "nothing"
         return f"The promise holds: {names} of {self.num_requests} requests{ties}."
 
     def to_json(self) -> dict[str, Any]:
@@ -266,10 +270,7 @@ class EngineAudit:
             "dtype": self.dtype,
             "num_requests": self.num_requests,
             "num_sampled": self.num_sampled,
-            "levels": {
-                **{name: level.to_json() for name, level in self.levels.items()},
-                "distribution": self.distribution.to_json(),
-            },
+            "levels": {name: level.to_json() for name, level in self.every_level.items()},
             "study_metrics": (
                 dataclasses.asdict(self.study)
                 | {"source": "eBay/spec_dec: decoded text, special tokens kept"}
@@ -282,18 +283,8 @@ class EngineAudit:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Completions of a run, in the order of the requests, and a digest of each one's KV; None where
-    bits are not compared."""
-
-    completions: list[Completion]
-    kv: list[str] | None
-
-    def chosen(self, indices: Sequence[int]) -> _Run:
-        """Those of some requests."""
-        kv = None if self.kv is None else [self.kv[i] for i in indices]
-        return _Run(completions=[self.completions[i] for i in indices], kv=kv)
+# The completion of each request of a run, and a digest of its KV; None where bits are not compared.
+_Run: TypeAlias = Sequence[tuple[Completion, str | None]]
 
 
 def audit_engine(
@@ -329,16 +320,9 @@ def audit_engine(
             "this engine's outputs to audit_outputs."
         )
     tell = on_stage or (lambda _: None)
+    requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
     if engine.max_logprobs is not None:
-        each = params if params is not None else SamplingParams()
-        each = [each] * len(prompts) if isinstance(each, SamplingParams) else list(each)
-        params = [dataclasses.replace(one, logprobs=0) for one in each]
-    requests = make_requests(
-        prompts,
-        params if params is not None else SamplingParams(),
-        engine.target,
-        longest=engine.longest_prompt,
-    )
+        requests = _with_logprobs(requests, 0)
     verifier = engine.verifier
     tell("the start-up probe")
     seen = probe(engine)
@@ -363,22 +347,17 @@ def audit_engine(
         max_length=shape.max_length,
         prefill_chunk=shape.prefill_chunk,
     )
-    unmarked = [
-        dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=None))
-        for r in requests
-    ]
-    reference = _Run(completions=list(reference_loop.run(unmarked)), kv=None)
+    reference = [(c, None) for c in reference_loop.run(_with_logprobs(requests, None))]
 
     tell("judging divergences")
-    every = (*drafted.completions, *reference.completions)
-    longest = max(len(c.prompt_token_ids + c.token_ids) for c in every)
+    longest = max(len(c.prompt_token_ids + c.token_ids) for c, _ in (*drafted, *reference))
     scorer = Scorer(engine.target, max_length=longest)
 
     def level(name: str, is_compared: Sequence[bool], expected: _Run) -> Level:
         """The speculative output of some requests beside what is expected."""
         chosen = [i for i, ok in enumerate(is_compared) if ok]
         if chosen:
-            found = _compare(scorer, requests, chosen, drafted.chosen(chosen), expected)
+            found = _compare(scorer, requests, chosen, [drafted[i] for i in chosen], expected)
             # A machine on which bits depend on places can keep no more than the promise of E4.
             return Level(name=name, outputs=found, allows_ties=name == "E4" or not seen.holds)
         if name == "E3" and not any(is_sampled):
@@ -391,15 +370,12 @@ def audit_engine(
     levels = {
         "E1": level("E1", is_own, plain),
         "E2": Level(name="E2", outputs=independent, allows_ties=not seen.holds),
-        "E3": level("E3", both, dataclasses.replace(plain, kv=None)),
+        "E3": level("E3", both, [(completion, None) for completion, _ in plain]),
         "E4": level("E4", is_own, reference),
     }
     tell("the distribution of sampled outputs")
     if verifier.is_lossless:
-        sampled = [i for i, is_one in enumerate(is_sampled) if is_one]
-        distribution = _distribution(
-            scorer, [requests[i] for i in sampled], drafted.chosen(sampled).completions
-        )
+        distribution = _distribution(scorer, requests, [c for c, _ in drafted])
     else:
         distribution = DistributionLevel(
             reason=f"{verifier.name} does not promise the distribution"
@@ -414,11 +390,11 @@ def audit_engine(
         distribution=distribution,
         study=StudyMetrics.of(
             engine.target,
-            [c.token_ids for c in drafted.completions],
-            [c.token_ids for c in reference.completions],
+            [c.token_ids for c, _ in drafted],
+            [c.token_ids for c, _ in reference],
         ),
         probe=seen,
-        acceptance=Acceptance.total([c.acceptance for c in drafted.completions]),
+        acceptance=Acceptance.total([c.acceptance for c, _ in drafted]),
     )
 
 
@@ -456,17 +432,22 @@ def _run(
 ) -> _Run:
     """Decodes requests `batch_size` at a time (default: as many as there are rows)."""
     size = batch_size or engine.shape.batch_size
-    completions, digests = [], []
+    found = []
     for first in range(0, len(requests), size):
-        batch = requests[first : first + size]
-        completions.extend(engine.run(batch, speculate=speculate))
+        completions = engine.run(requests[first : first + size], speculate=speculate)
         # The rows keep their KV until the next batch takes them.
-        for row in range(len(batch)):
-            digest = hashlib.sha256()
-            for values in engine.executor.committed_kv(row):
-                digest.update(values.tobytes())
-            digests.append(digest.hexdigest())
-    return _Run(completions=completions, kv=digests)
+        for row, completion in enumerate(list(completions)):
+            kv = b"".join(values.tobytes() for values in engine.executor.committed_kv(row))
+            found.append((completion, hashlib.sha256(kv).hexdigest()))
+    return found
+
+
+def _with_logprobs(requests: Sequence[Request], logprobs: int | None) -> list[Request]:
+    """The requests with this number of log-probabilities asked for."""
+    return [
+        dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=logprobs))
+        for r in requests
+    ]
 
 
 def _compare(
@@ -474,27 +455,24 @@ def _compare(
 ) -> tuple[ComparedOutput, ...]:
     """The outputs of a run, which are those of the requests `chosen`, beside what is expected of
     each request."""
-    theirs = expected.chosen(chosen)
+    theirs = [expected[i] for i in chosen]
     found = judge_all(
         scorer,
-        run.completions,
-        [completion.token_ids for completion in theirs.completions],
+        [completion for completion, _ in run],
+        [completion.token_ids for completion, _ in theirs],
         [requests[i].params for i in chosen],
     )
     compared = []
-    for place, (ours, other) in enumerate(zip(run.completions, theirs.completions, strict=True)):
-        divergence = found.judged.get(place)
-        num_tokens = len(other.token_ids)
+    for place, ((ours, kv), (other, other_kv)) in enumerate(zip(run, theirs, strict=True)):
         are_bits_equal = None
-        if run.kv is not None and theirs.kv is not None:
-            are_bits_equal = ours.logprobs == other.logprobs and run.kv[place] == theirs.kv[place]
+        if kv is not None and other_kv is not None:
+            are_bits_equal = ours.logprobs == other.logprobs and kv == other_kv
         compared.append(
             ComparedOutput(
                 request_id=requests[chosen[place]].request_id,
-                num_tokens=num_tokens,
-                num_equal=num_tokens if divergence is None else min(divergence.index, num_tokens),
+                num_tokens=len(other.token_ids),
                 are_bits_equal=are_bits_equal,
-                divergence=divergence,
+                divergence=found.judged.get(place),
             )
         )
     return tuple(compared)
@@ -503,8 +481,7 @@ def _compare(
 def _distribution(
     scorer: Scorer, requests: Sequence[Request], completions: Sequence[Completion]
 ) -> DistributionLevel:
-    if not requests:
-        return DistributionLevel(reason="no request is sampled")
+    """What the sampled outputs among these say about the distribution."""
     judged = [
         judge_alone(
             scorer,
@@ -513,12 +490,11 @@ def _distribution(
             params=dataclasses.replace(request.params, seed=None),
         )
         for request, completion in zip(requests, completions, strict=True)
+        if request.params.temperature > 0
     ]
+    if not judged:
+        return DistributionLevel(reason="no request is sampled")
     return DistributionLevel(
         log_evidence=tuple(own.log_evidence or 0.0 for own in judged),
         num_excluded=sum(own.first is not None for own in judged),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else math.nan

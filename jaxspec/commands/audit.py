@@ -6,16 +6,15 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
-import jax
 from rich.console import Console
 
 from jaxspec.audit.chi_square import ALPHA
 from jaxspec.audit.controls.runner import controls_table, run_controls
-from jaxspec.audit.external import audit_outputs
+from jaxspec.audit.external import OutputsAudit, audit_outputs
 from jaxspec.audit.outputs import canonical_dtype, read_outputs
 from jaxspec.audit.report import AuditReport, report_of_engine, report_of_outputs
-from jaxspec.audit.scoring import with_dtype
-from jaxspec.audit.self_audit import audit_engine
+from jaxspec.audit.scoring import parameter_dtype, with_dtype
+from jaxspec.audit.self_audit import EngineAudit, audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
@@ -83,16 +82,17 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             return self._audit_outputs(console, self.target, self.outputs)
         return self._audit_run(console, self.target)
 
-    def _run_controls(self, console: Console) -> dict[str, Any]:
-        for option, is_given in (
-            ("--outputs", self.outputs is not None),
-            ("--html", self.html is not None),
-        ):
-            if is_given:
+    def _refuse(self, option: str, reason: str, *others: str) -> None:
+        """Raises `SettingError` for the first of these fields that was given beside `option`."""
+        for name in others:
+            if getattr(self, name) is not None:
+                other = name.replace("_", "-")
                 raise SettingError(
-                    f"Both --controls and {option} were given; the controls are runs of their own, "
-                    "so leave one of them out."
+                    f"Both {option} and --{other} were given; {reason}, so leave one of them out."
                 )
+
+    def _run_controls(self, console: Console) -> dict[str, Any]:
+        self._refuse("--controls", "the controls are runs of their own", "outputs", "html")
         with working("loading the models") as status:
             target = load_model(self.target or "demo-target", dtype=self.dtype)
             is_default = self.target is None and self.drafter_name == "none"
@@ -110,13 +110,13 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             )
         console.print(controls_table(results))
         num_good = sum(result.is_good for result in results)
+        is_sound = num_good == len(results)
         console.print(
             f"{num_good} of {len(results)} controls are seen for what they are, with their control "
             "runs passing.",
-            style="bold green" if num_good == len(results) else "bold red",
+            style="bold green" if is_sound else "bold red",
             highlight=False,
         )
-        is_sound = num_good == len(results)
         return make_document(
             "audit",
             self,
@@ -128,17 +128,8 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path
     ) -> dict[str, Any]:
-        for option, is_given in (
-            ("--draft", self.draft is not None),
-            ("--drafter", self.drafter is not None),
-            ("--prompts", self.prompts is not None),
-            ("--n-requests", self.n_requests is not None),
-        ):
-            if is_given:
-                raise SettingError(
-                    f"Both --outputs and {option} were given; an outputs file is audited as it is, "
-                    "so leave one of them out."
-                )
+        others = ("draft", "drafter", "prompts", "n_requests")
+        self._refuse("--outputs", "an outputs file is audited as it is", *others)
         if not 0 < self.alpha < 1:
             raise SettingError(f"--alpha {self.alpha} was given; it must be between 0 and 1.")
         dtype = None
@@ -148,7 +139,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             # The weights as they were for the other system: rounded to its dtype, then exact.
             target = load_model(target_name, dtype=self.dtype)
         file = read_outputs(path, target)
-        target = with_dtype(target, dtype or file.dtype or _dtype_of(target))
+        target = with_dtype(target, dtype or file.dtype or parameter_dtype(target))
         num = len(file.outputs)
         with working(f"judging {num} outputs") as status:
             audit = audit_outputs(
@@ -158,16 +149,8 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 alpha=self.alpha,
                 on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
             )
-        report = report_of_outputs(audit)
-        self._show(console, report)
-        return make_document(
-            "audit",
-            self,
-            holds=report.holds,
-            inputs={str(path): sha256_of(path)},
-            audit=audit.to_json(),
-            html=self.html,
-        )
+        self._show(console, report_of_outputs(audit))
+        return self._document(audit, {str(path): sha256_of(path)})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         if self.their_dtype is not None:
@@ -208,13 +191,17 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             audit = audit_engine(
                 engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
             )
-        report = report_of_engine(audit)
-        self._show(console, report)
+        self._show(console, report_of_engine(audit))
+        return self._document(audit, self.checksums())
+
+    def _document(
+        self, audit: EngineAudit | OutputsAudit, inputs: dict[str, str]
+    ) -> dict[str, Any]:
         return make_document(
             "audit",
             self,
-            holds=report.holds,
-            inputs=self.checksums(),
+            holds=audit.holds,
+            inputs=inputs,
             audit=audit.to_json(),
             html=self.html,
         )
@@ -229,7 +216,3 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         if self.html is not None:
             report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
-
-
-def _dtype_of(model: Any) -> Any:
-    return jax.tree.leaves(model.params)[0].dtype

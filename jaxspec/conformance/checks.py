@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.audit.judge import first_difference
 from jaxspec.conformance.report import Broken
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.completions import Completion
@@ -30,8 +31,7 @@ def demand(condition: Any, message: str) -> None:
 
 def equal_values(a: Any, b: Any) -> bool:
     """Equality of values; NaN equals NaN."""
-    a, b = (np.asarray(jnp.asarray(x).astype(jnp.float32)) for x in (a, b))
-    return np.array_equal(a, b, equal_nan=True)
+    return np.array_equal(wide(a), wide(b), equal_nan=True)
 
 
 def distance_of(a: Any, b: Any) -> float:
@@ -40,6 +40,16 @@ def distance_of(a: Any, b: Any) -> float:
     size = np.sqrt(np.mean(b**2)) + np.finfo(np.float64).tiny
     distance = np.sqrt(np.mean((a - b) ** 2, axis=1)) / size
     return float(np.max(distance)) if np.all(np.isfinite(distance)) else float("inf")
+
+
+def wide(values: Any) -> np.ndarray:
+    """Floating values in fp32, on the host."""
+    return np.asarray(jnp.asarray(values).astype(jnp.float32))
+
+
+def kind_of(array: Any) -> str:
+    """Dtype and shape, as text."""
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def rounding_of(*trees: PyTree) -> float:
@@ -52,25 +62,22 @@ def rounding_of(*trees: PyTree) -> float:
     return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=2.0**-23)
 
 
-def demand_arrays(params: PyTree) -> None:
-    """Parameters are a pytree of arrays."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        demand(
-            isinstance(leaf, jax.Array | np.ndarray),
-            f"params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array",
-        )
-
-
-def demand_methods(subject: Any, names: Sequence[str]) -> None:
+def demand_methods(subject: Any, *names: str) -> None:
     """It has methods of these names."""
     for name in names:
         demand(callable(getattr(subject, name, None)), f"it has no method {name}")
 
 
-def demand_name(subject: Any) -> None:
-    """It has a name for reports."""
+def demand_name_and_params(subject: Any, hint: str = "") -> None:
+    """It has a name for reports, and parameters that are arrays."""
     name = getattr(subject, "name", None)
     demand(isinstance(name, str) and name, f"name is {name!r}, not a text")
+    demand(hasattr(subject, "params"), f"it has no params{hint}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(subject.params):
+        demand(
+            isinstance(leaf, jax.Array | np.ndarray),
+            f"params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array",
+        )
 
 
 def demand_nothing_closed_over(function: Callable, params: PyTree, *arguments: Any) -> None:
@@ -78,7 +85,7 @@ def demand_nothing_closed_over(function: Callable, params: PyTree, *arguments: A
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params) if leaf.size > 1]
     for constant in _constants(jax.make_jaxpr(function)(params, *arguments)):
         array = np.asarray(constant)
-        kind = f"an array {array.dtype}{list(array.shape)}"
+        kind = f"an array {kind_of(array)}"
         for leaf in leaves:
             is_leaf = leaf.shape == array.shape and leaf.dtype == array.dtype
             demand(
@@ -104,7 +111,7 @@ def _constants(closed: Any) -> list[Any]:
 
 def _describe_tree(tree: PyTree) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): kind_of(leaf) for path, leaf in leaves}
 
 
 def demand_same_tree(before: PyTree, after: PyTree, what: str) -> None:
@@ -121,29 +128,18 @@ def demand_same_tree(before: PyTree, after: PyTree, what: str) -> None:
     )
 
 
-def mixed_requests(number: int) -> list[SamplingParams]:
-    """Greedy and sampled requests side by side."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8},
-        {"temperature": 1.3, "top_p": 0.9},
-    ]
-    return [
-        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=7 + i, **kinds[i % len(kinds)])
-        for i in range(number)
-    ]
+def mixed_params(number: int, **changes: Any) -> SamplingParams:
+    """How request `number` is decoded: greedy and sampled ones take turns."""
+    kinds = ({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.3, "top_p": 0.9})
+    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7 + number}
+    return SamplingParams(**{**fields, **kinds[number % len(kinds)], **changes})
 
 
 def demand_same_output(plain: Sequence[Completion], drafted: Sequence[Completion]) -> int:
     """Outputs are equal token by token; returns how many drafts were accepted on the way."""
     for index, (expected, found) in enumerate(zip(plain, drafted, strict=True)):
-        pairs = list(zip(expected.token_ids, found.token_ids, strict=False))
-        differs = [place for place, (a, c) in enumerate(pairs) if a != c]
-        first = differs[0] if differs else len(pairs)
-        demand(
-            expected.token_ids == found.token_ids,
-            f"request {index} differs from plain decoding from token {first} on",
-        )
+        first = first_difference(expected.token_ids, found.token_ids)
+        demand(first is None, f"request {index} differs from plain decoding from token {first} on")
     return sum(completion.acceptance.num_accepted_tokens for completion in drafted)
 
 

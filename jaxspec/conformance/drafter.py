@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -18,15 +19,15 @@ from jaxspec.conformance.checks import (
     ROWS,
     WINDOW,
     demand,
-    demand_arrays,
     demand_compiled_once,
     demand_methods,
-    demand_name,
+    demand_name_and_params,
     demand_nothing_closed_over,
     demand_same_output,
     demand_same_tree,
     distance_of,
-    mixed_requests,
+    kind_of,
+    mixed_params,
     rounding_of,
 )
 from jaxspec.conformance.report import (
@@ -38,7 +39,7 @@ from jaxspec.conformance.report import (
     enters,
     run_checks,
 )
-from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest, DrawsUnderTest
+from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest
 from jaxspec.decode import round as decode_round
 from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.errors import SettingError
@@ -48,6 +49,11 @@ from jaxspec.types import DecodeState, Draft
 ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution
 SHARES = " (if its drafts may depend on other requests, it has to say shares_state = True)"
 NUM_DRAWS = 200  # drafts per row that a distribution is tested with
+DRAWN = (  # how each row is drawn for that
+    {"temperature": 0.7, "top_p": 1.0},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 1.5, "top_p": 1.0, "top_k": 20},
+)
 
 DRAFTER_CHECKS: dict[str, Clause] = {}
 
@@ -96,7 +102,9 @@ def check_drafter(
             f"{len(prompts)} prompts were given to check a drafter with; give at least {2 * ROWS} "
             f"of 1 to {longest} tokens each."
         )
-    prepared = DrafterUnderTest(drafter, target, prompts=prompts, max_length=max_length, seed=seed)
+    prepared = DrafterUnderTest(
+        drafter=drafter, target=target, prompts=prompts, max_length=max_length, seed=seed
+    )
     return run_checks("drafter", drafter, chosen, prepared)
 
 
@@ -155,11 +163,8 @@ def _demand_same(
 @enters(DRAFTER_CHECKS, "C6", "attributes and methods of the Drafter protocol")
 def _protocol(b: DrafterUnderTest) -> str:
     drafter = b.drafter
-    demand_name(drafter)
-    methods = ("check", "init", "admit", "lag", "catch_up", "propose", "commit")
-    demand_methods(drafter, methods)
-    demand(hasattr(drafter, "params"), "it has no params (an empty tuple will do)")
-    demand_arrays(drafter.params)
+    demand_name_and_params(drafter, " (an empty tuple will do)")
+    demand_methods(drafter, "check", "init", "admit", "lag", "catch_up", "propose", "commit")
     for flag, default in (("is_chain", None), ("is_synthetic", None), ("shares_state", False)):
         value = getattr(drafter, flag, default)
         demand(isinstance(value, bool), f"{flag} is {value!r}, not True or False")
@@ -169,53 +174,48 @@ def _protocol(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C2", "its state keeps structure, shapes and dtypes in every function")
 def _static_shapes(b: DrafterUnderTest) -> str:
-    drafter, shape, params = b.drafter, b.shape, b.params
-    state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
-    row = jax.ShapeDtypeStruct((), jnp.int32)
+    state, rows, row = b.places
     for name in ("admit", "catch_up"):
-        function = functools.partial(getattr(drafter, name), shape)
-        after = jax.eval_shape(function, params, state, rows, row)
+        function = functools.partial(getattr(b.drafter, name), b.shape)
+        after = jax.eval_shape(function, b.params, state, rows, row)
         demand_same_tree(state, after, f"after {name} the state")
     everything = b.engine.executor.params, state, rows, b.engine.state.cache
     _, after = jax.eval_shape(b.propose_from, *everything)
     demand_same_tree(state, after, "after propose the state")
     after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
     demand_same_tree(state, after, "after commit the state")
-    lag = jax.eval_shape(drafter.lag, state, rows)
+    lag = jax.eval_shape(b.drafter.lag, state, rows)
     if lag is not None:
-        kind = f"{lag.dtype}{list(lag.shape)}"
-        demand(kind == f"int32[{ROWS}]", f"lag is {kind}, not int32[{ROWS}]")
+        demand(kind_of(lag) == f"int32[{ROWS}]", f"lag is {kind_of(lag)}, not int32[{ROWS}]")
     return f"{len(jax.tree.leaves(state))} arrays of state"
 
 
 @enters(DRAFTER_CHECKS, "C6", "parameters are handed in, not closed over")
 def _params(b: DrafterUnderTest) -> str:
-    drafter, shape = b.drafter, b.shape
-    state = jax.eval_shape(functools.partial(drafter.init, shape))
-    rows = jax.eval_shape(lambda: b.rows(b.loop.init()))
-    row = jax.ShapeDtypeStruct((), jnp.int32)
-    params, everything = b.params, b.engine.executor.params
-    demand_nothing_closed_over(b.propose_from, everything, state, rows, b.engine.state.cache)
+    state, rows, row = b.places
+    everything = b.engine.executor.params, state, rows, b.engine.state.cache
+    demand_nothing_closed_over(b.propose_from, *everything)
     for name in ("admit", "catch_up"):
-        function = functools.partial(getattr(drafter, name), shape)
-        demand_nothing_closed_over(function, params, state, rows, row)
+        function = functools.partial(getattr(b.drafter, name), b.shape)
+        demand_nothing_closed_over(function, b.params, state, rows, row)
     return "no parameter, and nothing large, among the constants"
 
 
 @enters(DRAFTER_CHECKS, "C5", "a draft is tokens, parents [B, N], num_valid [B], parents first")
 def _draft_shape(b: DrafterUnderTest) -> str:
     num_drafted = 0
-    for round_ in b.rounds(range(ROWS)):
-        draft, size = round_.draft, (ROWS, b.num_nodes)
-        for name, expected in (("tokens", size), ("parents", size), ("num_valid", (ROWS,))):
+    kinds = {
+        "tokens": f"int32{[ROWS, b.num_nodes]}",
+        "parents": f"int32{[ROWS, b.num_nodes]}",
+        "num_valid": f"int32{[ROWS]}",
+        "q": f"float32{[ROWS, b.num_nodes, b.target.vocab_size]}",
+    }
+    for _, draft in b.rounds(range(ROWS)):
+        for name, expected in kinds.items():
             array = getattr(draft, name)
-            kind = f"{array.dtype}{list(array.shape)}"
-            demand(kind == f"int32{list(expected)}", f"{name} is {kind}, not int32{list(expected)}")
-        if draft.q is not None:
-            expected = [ROWS, b.num_nodes, b.target.vocab_size]
-            kind = f"{draft.q.dtype}{list(draft.q.shape)}"
-            demand(kind == f"float32{expected}", f"q is {kind}, not float32{expected}")
+            if name != "q" or array is not None:
+                kind = kind_of(array)
+                demand(kind == expected, f"{name} is {kind}, not {expected}")
         node = np.arange(b.num_nodes)
         is_valid = _is_valid(draft)
         is_before = (draft.parents >= -1) & (draft.parents < node)
@@ -233,8 +233,8 @@ def _draft_shape(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C5", "drafted tokens are of the target's vocabulary")
 def _vocabulary(b: DrafterUnderTest) -> str:
     size, num_drafted = b.target.vocab_size, 0
-    for round_ in b.rounds(range(ROWS)):
-        drafted = round_.draft.tokens[_is_valid(round_.draft)]
+    for _, draft in b.rounds(range(ROWS)):
+        drafted = draft.tokens[_is_valid(draft)]
         outside = drafted[(drafted < 0) | (drafted >= size)]
         demand(not outside.size, f"token {outside[:1]} was drafted, of a vocabulary of {size}")
         num_drafted += len(drafted)
@@ -244,7 +244,7 @@ def _vocabulary(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C5", "num_valid is at most draft_limit; a limit of 0 gets no draft")
 def _draft_limit(b: DrafterUnderTest) -> str:
-    state = b.fresh([b.request(row, b.prompts[row]) for row in range(ROWS)])
+    state = b.fresh(b.requests(range(ROWS)))
     limits = [(0, 0, 0), (0, 1, b.num_nodes), (b.num_nodes, 0, 1), (1, b.num_nodes, 0), (2, 2, 2)]
     num_drafted = 0
     for limit in limits:
@@ -260,23 +260,23 @@ def _draft_limit(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C6", "the same requests get the same drafts again")
 def _determinism(b: DrafterUnderTest) -> str:
-    expected = b.history
-    for index, (before, after) in enumerate(zip(expected, b.rounds(range(ROWS)), strict=True)):
-        _demand_same(after.draft, before.draft, f"in round {index}")
+    pairs = zip(b.history, b.rounds(range(ROWS)), strict=True)
+    for index, ((_, expected), (_, found)) in enumerate(pairs):
+        _demand_same(found, expected, f"in round {index}")
     _need_drafts(b.num_drafted)
-    return f"{len(expected)} rounds, twice"
+    return f"{NUM_ROUNDS} rounds, twice"
 
 
 @enters(DRAFTER_CHECKS, "C4", "E2: a row's drafts do not depend on its neighbours or its row")
 def _row_independence(b: DrafterUnderTest) -> str:
     _need_own_state(b)
-    expected = b.history
+    expected = [draft for _, draft in b.history]
     # The requests of rows 0 to 2 in other rows, among others.
     for numbers in ((1, ROWS, 0), (ROWS + 1, 2, ROWS + 2)):
-        for index, round_ in enumerate(b.rounds(numbers)):
+        for index, (_, draft) in enumerate(b.rounds(numbers)):
             places = {row: number for row, number in enumerate(numbers) if number < ROWS}
             where = f"in round {index}, among other requests"
-            _demand_same(round_.draft, expected[index].draft, where, places, SHARES)
+            _demand_same(draft, expected[index], where, places, SHARES)
     _need_drafts(b.num_drafted)
     return f"{ROWS} requests in other rows, among other neighbours"
 
@@ -289,15 +289,15 @@ def _no_drift(b: DrafterUnderTest) -> str:
         raise NotApplicable("its drafts come from the round before, which a fresh row has not had")
     _need_own_state(b)
     wrong, compared, after = [], 0, set()
-    for index, round_ in enumerate(b.history):
-        fresh = b.draft(b.fresh(b.continued(round_.tokens, round_.num_committed)))
+    for index, (state, draft) in enumerate(b.history):
+        fresh = b.afresh(state)
         for row in range(ROWS):
             compared += 1
-            difference = _differs(round_.draft, fresh, row, row)
+            difference = _differs(draft, fresh, row, row)
             if index:
-                last = b.history[index - 1]
-                kept = int(round_.num_committed[row] - last.num_committed[row]) - 1
-                drafted = int(last.draft.num_valid[row])
+                last, last_draft = b.history[index - 1]
+                kept = int(state.num_committed[row] - last.num_committed[row]) - 1
+                drafted = int(last_draft.num_valid[row])
                 outcome = f"{kept} of {drafted} drafts accepted"
                 after.add((kept, drafted))
             else:
@@ -323,7 +323,7 @@ def _no_drift(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C1", "a new request in a used row finds nothing of its predecessor")
 def _row_reuse(b: DrafterUnderTest) -> str:
     _need_own_state(b)
-    newcomers = [b.request(ROWS + row, b.prompts[ROWS + row]) for row in range(ROWS)]
+    newcomers = b.requests(range(ROWS, 2 * ROWS))
     expected = b.draft(b.fresh(newcomers))
     for _ in b.rounds(range(ROWS)):
         pass
@@ -349,7 +349,7 @@ def _catch_up(b: DrafterUnderTest) -> str:
         after = b.drafter.catch_up(b.shape, own, state.drafter, b.rows(state), row)
         return state.replace(drafter=after)
 
-    requests = [b.request(row, b.prompts[row]) for row in range(ROWS)]
+    requests = b.requests(range(ROWS))
     lag = np.asarray(lag_of(b.fresh(requests, draft_length=0)))
     demand((lag == 0).all(), f"after the prompts were read, the lag is {lag.tolist()}, not 0")
     for _ in range(CHUNK + 5):  # rounds that draft nothing, until a row lags by more than a chunk
@@ -369,10 +369,8 @@ def _catch_up(b: DrafterUnderTest) -> str:
             )
             before = after
     found = b.draft(state)
-    tokens, lengths = jax.device_get((state.tokens, state.num_committed))
-    fresh = b.draft(b.fresh(b.continued(tokens, lengths)))
-    differences = [_differs(found, fresh, row, row) for row in range(ROWS)]
-    wrong = [difference for difference in differences if difference]
+    fresh = b.afresh(state)
+    wrong = list(filter(None, (_differs(found, fresh, row, row) for row in range(ROWS))))
     allowed = 1 if b.is_rounded else 0
     demand(len(wrong) <= allowed, f"after it caught up, it drafted {wrong[:1]} as one afresh")
     _need_drafts(int(found.num_valid.sum()))
@@ -424,12 +422,12 @@ def _score(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "E1: output with it equals plain output, greedy and sampled")
 def _output(b: DrafterUnderTest) -> str:
-    params = mixed_requests(len(b.prompts))
+    params = [mixed_params(i) for i in range(len(b.prompts))]
     b.engine.executor.reset()
     plain = b.engine.generate(b.prompts, params, speculate=False)
     num_accepted = num_drafted = 0
     # The last run finds what the others have left in a state that requests share.
-    for draft_length in (b.num_nodes, 1, *[b.num_nodes] * b.shares_state):
+    for draft_length in (b.num_nodes, 1, *[b.num_nodes] * b.complete.shares_state):
         drafted = b.engine.generate(b.prompts, params, draft_length=draft_length)
         num_accepted += demand_same_output(plain, drafted)
         num_drafted += sum(completion.acceptance.num_draft_tokens for completion in drafted)
@@ -448,18 +446,15 @@ def _trace_count(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
 def _draft_probs(b: DrafterUnderTest) -> str:
     _need_chain(b)
-    draws = DrawsUnderTest(b, is_noise_shared=False)
-    rows = draws.rows(
-        b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
-    )
-    drafts = draws.drafts(rows, num_draws=NUM_DRAWS)
+    pairs = b.with_probs.draws(b.prompts[:ROWS], DRAWN, num_draws=NUM_DRAWS)
+    drafts = [draft for _, draft in pairs]
     if drafts[0].q is None:
         for draft in drafts[1:]:
             where = "q is None, so drafts must be deterministic; under another key of the request"
             _demand_same(draft, drafts[0], where)
         _need_drafts(int(drafts[0].num_valid.sum()))
         return f"deterministic under {NUM_DRAWS} keys, and q is None"
-    ranks = []
+    ranks, rng = [], np.random.default_rng((b.seed, 1))  # apart from that of the keys
     for draft in drafts:
         is_valid = _is_valid(draft)
         q = np.asarray(draft.q, np.float64)[is_valid]
@@ -475,7 +470,7 @@ def _draft_probs(b: DrafterUnderTest) -> str:
         is_likelier = q > q_token
         is_likelier |= (q == q_token) & (np.arange(q.shape[1]) < tokens[:, None])
         begins = np.sum(np.where(is_likelier, q, 0), axis=1)
-        ranks.extend((begins + draws.rng.random(len(begins)) * q_token[:, 0]) / total)
+        ranks.extend((begins + rng.random(len(begins)) * q_token[:, 0]) / total)
     _need_drafts(len(ranks), least=100)
     counts, _ = np.histogram(ranks, bins=20, range=(0, 1))
     p_value = stats.chisquare(counts).pvalue
@@ -489,16 +484,16 @@ def _draft_probs(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
 def _fresh_noise(b: DrafterUnderTest) -> str:
     _need_chain(b)
-    draws = DrawsUnderTest(b, is_noise_shared=False)
     prompt = list(b.prompts[1])
     # So hot that any distribution is nearly flat: equal noise shows as equal tokens. Row 1 is a
     # token longer than row 0 and has its key, as one request in two rounds; row 2 is another
     # request.
     prompts = [prompt, [*prompt, prompt[0]], prompt]
-    rows = draws.rows(prompts, temperature=50.0, top_p=1.0, top_k=0)
-    drafts = draws.drafts(
-        rows, num_draws=NUM_DRAWS, keys_of=lambda keys: np.stack([keys[0], keys[0], keys[2]])
+    hot = [{"temperature": 50.0, "top_p": 1.0}] * ROWS
+    draws = b.with_probs.draws(
+        prompts, hot, num_draws=NUM_DRAWS, keys_of=lambda keys: keys[np.array([0, 0, 2])]
     )
+    drafts = [draft for _, draft in draws]
     if drafts[0].q is None:
         raise NotApplicable("it draws nothing")
     pairs = {
@@ -532,16 +527,11 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
 def _shared_noise(b: DrafterUnderTest) -> str:
     _need_chain(b)
-    draws = DrawsUnderTest(b, is_noise_shared=True)
-    rows = draws.rows(
-        b.prompts[:ROWS], temperature=[0.7, 1.0, 1.5], top_p=[1.0, 0.95, 1.0], top_k=[0, 0, 20]
-    )
     num_tokens = 0
-    for _ in range(8):
-        [draft] = draws.drafts(rows, num_draws=1)
+    shared = dataclasses.replace(b.with_probs, is_noise_shared=True)
+    for keyed, draft in shared.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
         if draft.q is None:
             raise NotApplicable("it draws nothing")
-        keyed = draws.last_rows
         position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
@@ -567,7 +557,7 @@ def _need_chain(b: DrafterUnderTest) -> None:
 
 
 def _need_own_state(b: DrafterUnderTest) -> None:
-    if b.shares_state:
+    if b.complete.shares_state:
         raise NotApplicable("shares_state is True: its drafts may depend on other requests")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,22 +14,20 @@ from jaxspec.conformance.checks import (
     ROWS,
     WINDOW,
     demand,
-    demand_arrays,
     demand_compiled_once,
     demand_methods,
-    demand_name,
+    demand_name_and_params,
     demand_nothing_closed_over,
     demand_same_output,
     demand_same_tree,
     distance_of,
     equal_values,
     rounding_of,
+    wide,
 )
 from jaxspec.conformance.report import Clause, ConformanceReport, chosen_checks, enters, run_checks
 from jaxspec.conformance.under_test import ModelUnderTest
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import chain_window
-from jaxspec.types import Window
 
 MODEL_CHECKS: dict[str, Clause] = {}
 
@@ -64,11 +61,9 @@ def check_model(
 @enters(MODEL_CHECKS, "C6", "attributes and methods of the Model protocol")
 def _protocol(b: ModelUnderTest) -> str:
     model = b.model
-    demand_name(model)
-    demand_methods(model, ("init_cache", "forward", "logits"))
-    demand(hasattr(model, "params"), "it has no params")
+    demand_name_and_params(model)
+    demand_methods(model, "init_cache", "forward", "logits")
     demand(jax.tree.leaves(model.params), "params holds no arrays")
-    demand_arrays(model.params)
     size = getattr(model, "vocab_size", None)
     demand(isinstance(size, int) and size > 1, f"vocab_size is {size!r}, not a number above 1")
     stops = getattr(model, "eos_token_ids", None)
@@ -78,7 +73,7 @@ def _protocol(b: ModelUnderTest) -> str:
         demand(is_token, f"eos_token_ids holds {stop!r}, which is no token id")
     demand(hasattr(model, "tokenizer"), "it has no tokenizer (None will do)")
     if model.tokenizer is not None:
-        demand_methods(model.tokenizer, ("encode", "decode"))
+        demand_methods(model.tokenizer, "encode", "decode")
     return f"{len(jax.tree.leaves(model.params))} parameter arrays, V = {size}"
 
 
@@ -101,10 +96,7 @@ def _cache(b: ModelUnderTest) -> str:
 
 @enters(MODEL_CHECKS, "C6", "hidden states [B, T, E], logits [..., V] in fp32")
 def _shapes(b: ModelUnderTest) -> str:
-    cache = jax.eval_shape(b.empty)
-    hidden, _, _ = jax.eval_shape(
-        b.forward, b.model.params, cache, b.window, _window_shape(ROWS, WINDOW)
-    )
+    hidden, _, _ = jax.eval_shape(b.forward, b.model.params, *b.shapes)
     demand(
         hidden.ndim == 3 and hidden.shape[:2] == (ROWS, WINDOW),
         f"hidden states are {list(hidden.shape)}, not [{ROWS}, {WINDOW}, E]",
@@ -123,20 +115,12 @@ def _shapes(b: ModelUnderTest) -> str:
     return f"hidden states {hidden.dtype}{list(hidden.shape)}"
 
 
-def _window_shape(num_rows: int, length: int) -> Window:
-    start = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
-    return jax.eval_shape(functools.partial(chain_window, num_tokens=length), start)
-
-
 @enters(MODEL_CHECKS, "C2", "the cache comes back as it was; other values trace nothing again")
 def _static_shapes(b: ModelUnderTest) -> str:
-    before = jax.eval_shape(b.empty)
-    shapes = (before, b.window, _window_shape(ROWS, WINDOW))
-    _, _, after = jax.eval_shape(b.forward, b.model.params, *shapes)
-    demand_same_tree(before, after, "the cache")
+    _, _, after = jax.eval_shape(b.forward, b.model.params, *b.shapes)
+    demand_same_tree(b.shapes[0], after, "the cache")
     b.num_traces = 0
-    cache = b.read
-    cache = b.score(cache, b.window, b.lengths)[2]
+    cache = b.score(b.read, b.window, b.lengths)[2]
     b.score(cache, b.other(b.window), b.lengths + 1, is_running=[True, False, True])
     demand(b.num_traces <= 1, f"windows of one shape were traced {b.num_traces} times")
     return "one trace for all windows of one shape"
@@ -150,15 +134,13 @@ def _params(b: ModelUnderTest) -> str:
         hidden, _ = b.model.forward(params, tokens, window, cache)
         return b.model.logits(params, hidden)
 
-    shapes = (jax.eval_shape(b.empty), b.window, _window_shape(ROWS, WINDOW))
-    demand_nothing_closed_over(run, params, *shapes)
+    demand_nothing_closed_over(run, params, *b.shapes)
 
     def change(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         noise = b.rng.standard_normal(leaf.shape).astype(np.float32)
-        wide = jnp.asarray(leaf).astype(jnp.float32)
-        return (wide * (1 + 0.5 * noise) + 0.1 * noise).astype(leaf.dtype)
+        return (jnp.asarray(wide(leaf)) * (1 + 0.5 * noise) + 0.1 * noise).astype(leaf.dtype)
 
     changed = jax.tree.map(change, params)
     start = np.zeros(ROWS, np.int32)
@@ -234,9 +216,8 @@ def _write_before_read(b: ModelUnderTest) -> str:
     cache = b.filled(b.empty(), np.zeros(ROWS), float("nan"))
     hidden, logits, _ = b.score(cache, b.window, np.zeros(ROWS, np.int32))
     for name, values in (("hidden states", hidden), ("logits", logits)):
-        wide = np.asarray(values.astype(jnp.float32))
         demand(
-            np.isfinite(wide).all(),
+            np.isfinite(wide(values)).all(),
             f"{name} of the first window of a row are not finite where the cache held NaN: the "
             "window reads its slots before it writes them, or reads beyond them",
         )
@@ -245,11 +226,11 @@ def _write_before_read(b: ModelUnderTest) -> str:
 
 @enters(MODEL_CHECKS, "C4", "a token sees the tokens before it, in window and context, none after")
 def _window_visibility(b: ModelUnderTest) -> str:
-    hidden = np.asarray(b.score(b.read, b.window, b.lengths)[0].astype(jnp.float32))
+    hidden = wide(b.score(b.read, b.window, b.lengths)[0])
     for index in range(WINDOW):
         changed = b.window.copy()
         changed[:, index] = b.other(changed[:, index])
-        new = np.asarray(b.score(b.read, changed, b.lengths)[0].astype(jnp.float32))
+        new = wide(b.score(b.read, changed, b.lengths)[0])
         demand(
             np.array_equal(hidden[:, :index], new[:, :index]),
             f"changing token {index} of the window changed the states of tokens before it",
@@ -263,7 +244,7 @@ def _window_visibility(b: ModelUnderTest) -> str:
     tokens = b.tokens.copy()
     last = (np.arange(ROWS), b.lengths - 1)
     tokens[last] = b.other(tokens[last])
-    new = np.asarray(b.score(b.context(b.lengths, tokens), b.window, b.lengths)[0], np.float32)
+    new = wide(b.score(b.context(b.lengths, tokens), b.window, b.lengths)[0])
     is_seen = (hidden[:, 0] != new[:, 0]).any(axis=1)
     demand(is_seen.all(), "changing the last committed token did not change the window's states")
     return f"every token of windows at {b.lengths.tolist()}"
@@ -303,7 +284,7 @@ def _positions(b: ModelUnderTest) -> str:
     cache = cache.replace(layers=tuple(exchange(layer) for layer in cache.layers))
     next_token = np.full((ROWS, WINDOW), 2 % b.model.vocab_size)
     hidden, _, _ = b.score(cache, next_token, np.full(ROWS, 2 * half))
-    states = np.asarray(hidden[:, 0].astype(jnp.float32))
+    states = wide(hidden[:, 0])
     distance = distance_of(states[:1], states[1:2])
     allowed = min(b.allowed(hidden), 8 * rounding_of(b.model.params, hidden))
     demand(
@@ -319,7 +300,7 @@ def _row_independence(b: ModelUnderTest) -> str:
     def bits(cache, tokens, start, row, **options):
         hidden, logits, after = b.score(cache, tokens, start, **options)
         stored = [part[row, : int(b.lengths[0]) + WINDOW] for part in b.contents(after)]
-        return [np.asarray(hidden[row].astype(jnp.float32)), np.asarray(logits[row]), *stored]
+        return [wide(hidden[row]), np.asarray(logits[row]), *stored]
 
     expected = bits(b.read, b.window, b.lengths, 0)
 

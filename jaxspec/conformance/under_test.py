@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
@@ -20,8 +19,9 @@ from jaxspec.conformance.checks import (
     ROWS,
     WINDOW,
     demand,
-    mixed_requests,
+    mixed_params,
     rounding_of,
+    wide,
 )
 from jaxspec.conformance.report import NotApplicable
 from jaxspec.decode.loop import DecodeLoop
@@ -30,7 +30,7 @@ from jaxspec.drafters.base import Drafter, DrafterBase, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
@@ -77,6 +77,13 @@ class ModelUnderTest:
             isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
         )
         return cache
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Any, Any, Window]:
+        """Shapes of the cache, the tokens and the window that `forward` is given."""
+        start = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+        window = jax.eval_shape(functools.partial(chain_window, num_tokens=WINDOW), start)
+        return jax.eval_shape(self.empty), self.window, window
 
     @functools.cached_property
     def forward(self):
@@ -172,7 +179,7 @@ class ModelUnderTest:
         slot = jnp.arange(self.max_length, dtype=jnp.int32)
         slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
         return [
-            np.asarray(part.astype(jnp.float32))
+            wide(part)
             for layer in cache.layers
             for part in kv.read_slots(layer, cache.table, slots, cache.dtype)
         ]
@@ -223,7 +230,7 @@ class ModelUnderTest:
     @functools.cached_property
     def requests(self) -> list[SamplingParams]:
         """How each prompt is decoded."""
-        return mixed_requests(len(self.prompts))
+        return [mixed_params(i) for i in range(len(self.prompts))]
 
     @property
     def longest(self) -> int:
@@ -290,29 +297,33 @@ class Scripted:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SeenRound:
-    """A round as the host saw it, before anything was decided.
+@dataclasses.dataclass(kw_only=True)
+class DrafterUnderTest:
+    """A drafter in the production engine, with rounds whose outcome follows a script.
 
     Attributes:
-      tokens: `[B, S]`.
-      num_committed: `[B]`.
-      draft: what was drafted then.
+      drafter: under test.
+      target: that it drafts for.
+      prompts: on which it should draft something.
+      max_length: slots per row.
+      seed: of the requests and draws.
+      is_noise_shared: as the drafter is told by the engine.
+      needs_draft_probs: as the drafter is told by the engine.
     """
 
-    tokens: np.ndarray
-    num_committed: np.ndarray
-    draft: Draft
+    drafter: Drafter
+    target: Model
+    prompts: Sequence[Sequence[int]]
+    max_length: int
+    seed: int
+    is_noise_shared: bool = True
+    needs_draft_probs: bool = False
+    num_nodes = WINDOW - 1
 
-
-class DrafterUnderTest:
-    """A drafter in the production engine, with rounds whose outcome follows a script."""
-
-    def __init__(self, drafter: Drafter, target: Model, *, prompts, max_length: int, seed: int):
-        self.drafter, self.target = drafter, target
-        self.prompts, self.max_length, self.seed = prompts, max_length, seed
-        self.marker = target.vocab_size
-        self.num_nodes = WINDOW - 1
+    @property
+    def marker(self) -> int:
+        """The stop token of scripted requests, which the target cannot emit."""
+        return self.target.vocab_size
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -320,7 +331,11 @@ class DrafterUnderTest:
         return Engine(
             self.target,
             self.drafter,
-            verifier=Scripted(marker=self.marker),
+            verifier=Scripted(
+                marker=self.marker,
+                is_noise_shared=self.is_noise_shared,
+                needs_draft_probs=self.needs_draft_probs,
+            ),
             scheduler=Static(),
             draft_length=self.num_nodes,
             batch_size=ROWS,
@@ -342,6 +357,15 @@ class DrafterUnderTest:
     def complete(self) -> DrafterBase:
         """The drafter, with the defaults for what it leaves out."""
         return self.loop.drafter
+
+    @property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Shapes of what its functions of a row are given: state, rows, row."""
+        # The engine is made here: its parameters must not be made while something is traced.
+        loop, shape = self.loop, self.shape
+        state = jax.eval_shape(lambda: self.drafter.init(shape))
+        rows = jax.eval_shape(lambda: self.rows(loop.init()))
+        return state, rows, jax.ShapeDtypeStruct((), jnp.int32)
 
     @property
     def params(self) -> PyTree:
@@ -373,18 +397,20 @@ class DrafterUnderTest:
         """What the drafter proposes now, fetched to the host."""
         return jax.device_get(self.propose(self.engine.executor.params, state))
 
-    def request(self, index: int, prompt: Sequence[int]) -> Request:
-        """The scripted request number `index`, with this prompt."""
-        temperature, top_p = ((0.0, 1.0), (0.8, 1.0), (1.3, 0.9))[index % 3]
-        params = SamplingParams(
+    def request(self, index: int, prompt: Sequence[int], **changes: Any) -> Request:
+        """The scripted request number `index`, with this prompt and changes of its parameters."""
+        params = mixed_params(
+            index,
             max_tokens=self.max_length,
-            temperature=temperature,
-            top_p=top_p,
             seed=100 * self.seed + index,
             stop_token_ids=(self.marker,),
-            ignore_eos=True,
+            **changes,
         )
         return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
+
+    def requests(self, indices: Sequence[int]) -> list[Request]:
+        """The scripted requests with these numbers, with the prompts of the same numbers."""
+        return [self.request(index, self.prompts[index]) for index in indices]
 
     def admit(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
         """Puts requests into the rows of the batch of the engine and reads their prompts."""
@@ -398,123 +424,66 @@ class DrafterUnderTest:
         self.admit(requests, draft_length=draft_length)
         return self.engine.state
 
-    def rounds(self, indices: Sequence[int]) -> Iterator[SeenRound]:
-        """Rounds of the requests with these numbers, row by row. Each is decided only when the
-        next is asked for."""
-        self.fresh([self.request(index, self.prompts[index]) for index in indices])
+    def rounds(self, indices: Sequence[int]) -> Iterator[tuple[DecodeState, Draft]]:
+        """Rounds of the requests with these numbers, row by row: the state on the host, without
+        caches, and what is drafted from it. Each is decided only when the next is asked for."""
+        self.fresh(self.requests(indices))
         for _ in range(NUM_ROUNDS):
-            state = self.engine.state
-            draft = self.draft(state)
-            tokens, num_committed = jax.device_get((state.tokens, state.num_committed))
-            yield SeenRound(tokens=tokens, num_committed=num_committed, draft=draft)
+            yield self.engine.executor.fetch(), self.draft(self.engine.state)
             self.engine.executor.run(1)
 
     @functools.cached_property
-    def history(self) -> list[SeenRound]:
+    def history(self) -> list[tuple[DecodeState, Draft]]:
         """Rounds of the first requests."""
         return list(self.rounds(range(ROWS)))
 
     @property
     def num_drafted(self) -> int:
         """Nodes that were drafted in these rounds."""
-        return sum(int(seen.draft.num_valid.sum()) for seen in self.history)
+        return sum(int(draft.num_valid.sum()) for _, draft in self.history)
 
-    def continued(self, tokens: np.ndarray, num_committed: np.ndarray) -> list[Request]:
-        """Requests whose prompts are all that the rows had committed."""
-        return [
-            self.request(row, tokens[row, : num_committed[row]].tolist()) for row in range(ROWS)
-        ]
+    def afresh(self, state: DecodeState) -> Draft:
+        """What is drafted for requests whose prompts are all that the rows had committed."""
+        tokens, lengths = jax.device_get((state.tokens, state.num_committed))
+        prompts = [tokens[row, : lengths[row]].tolist() for row in range(ROWS)]
+        return self.draft(self.fresh([self.request(row, ids) for row, ids in enumerate(prompts)]))
 
     @property
     def is_rounded(self) -> bool:
         """Whether it computes in less than fp32, so that ties turn by chance."""
-        state = jax.eval_shape(lambda: self.drafter.init(self.shape))
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves((self.drafter.params, state))}
+        leaves = jax.tree.leaves((self.drafter.params, self.places[0]))
+        dtypes = {leaf.dtype for leaf in leaves}
         return any(dtype.itemsize < 4 and dtype.kind != "b" for dtype in dtypes)
 
-    @property
-    def shares_state(self) -> bool:
-        """Whether it says that its drafts may depend on other requests."""
-        return self.complete.shares_state
+    @functools.cached_property
+    def with_probs(self) -> DrafterUnderTest:
+        """The same, where drafts come with the distributions that they were drawn from."""
+        if self.complete.score is not None:
+            raise NotApplicable("it drafts in the target's pass, which this check does not run")
+        return dataclasses.replace(self, is_noise_shared=False, needs_draft_probs=True)
 
-
-class DrawsUnderTest:
-    """A drafter under an engine shape of its own, where only its draws are looked at."""
-
-    def __init__(self, b: DrafterUnderTest, *, is_noise_shared: bool):
-        if b.complete.taps or b.complete.uses_target_cache:
-            raise NotApplicable("it drafts from the target's pass, which this check does not run")
-        self.drafter, self.params = b.drafter, b.params
-        self.shape = EngineShape(
-            batch_size=ROWS,
-            max_length=b.max_length,
-            verify_length=WINDOW,
-            prefill_chunk=CHUNK,
-            vocab_size=b.target.vocab_size,
-            is_noise_shared=is_noise_shared,
-            needs_draft_probs=True,
-        )
-        self.rng = np.random.default_rng(b.seed)
-        self._prepare = Program(
-            jax.jit(self._prepared), f"the reading of prompts by {self.drafter.name}"
-        )
-        self._propose = Program(
-            jax.jit(
-                lambda params, state, rows: self.drafter.propose(self.shape, params, state, rows)[0]
-            ),
-            f"the draft of {self.drafter.name}",
-        )
-
-    def rows(self, prompts: Sequence[Sequence[int]], *, temperature, top_p, top_k) -> BatchView:
-        """Rows that hold these prompts."""
-        tokens = np.zeros((ROWS, self.shape.max_length), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-
-        def fill(value: Any) -> jax.Array:
-            return jnp.asarray(np.broadcast_to(np.asarray(value), (ROWS,)))
-
-        lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
-        return BatchView(
-            tokens=jnp.asarray(tokens),
-            num_committed=lengths,
-            draft_limit=jnp.full((ROWS,), self.shape.num_nodes, jnp.int32),
-            stop_tokens=jnp.full((ROWS, 1), -1, jnp.int32),
-            sampling=sampling.neutral_sampling(ROWS).replace(
-                temperature=fill(temperature).astype(jnp.float32),
-                top_k=fill(top_k).astype(jnp.int32),
-                top_p=fill(top_p).astype(jnp.float32),
-                prompt_length=lengths,
-            ),
-        )
-
-    def _prepared(self, params: PyTree, rows: BatchView) -> PyTree:
-        """The drafter's state after it has read the rows."""
-        chunks = -(-self.shape.max_length // CHUNK)
-
-        def read(index, state):
-            row = index // chunks
-            return self.drafter.catch_up(self.shape, params, state, rows, row)
-
-        def admit(row, state):
-            return self.drafter.admit(self.shape, params, state, rows, row)
-
-        state = lax.fori_loop(0, ROWS, admit, self.drafter.init(self.shape))
-        return lax.fori_loop(0, ROWS * chunks, read, state)
-
-    def drafts(self, rows: BatchView, *, num_draws: int, keys_of=None) -> list[Draft]:
-        """Drafts of these rows under many keys.
+    def draws(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Mapping[str, float]],
+        *,
+        num_draws: int,
+        keys_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    ) -> Iterator[tuple[DecodeState, Draft]]:
+        """Drafts of the same rows under many keys, each with the state that it was drawn from.
 
         Args:
+          prompts: one for each row.
+          params: sampling parameters of each row.
+          num_draws: how many.
           keys_of: from `[ROWS, 2]` random keys to those that the rows get.
         """
-        params = self.params
-        state = self._prepare(params, rows)
-        found = []
+        pairs = enumerate(zip(prompts, params, strict=True))
+        state = self.fresh([self.request(row, prompt, **own) for row, (prompt, own) in pairs])
+        rng = np.random.default_rng(self.seed)
+        place = state.sampling.key.sharding
         for _ in range(num_draws):
-            keys = self.rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
-            keys = keys if keys_of is None else keys_of(keys)
-            keyed = rows.replace(sampling=rows.sampling.replace(key=jnp.asarray(keys)))
-            found.append(jax.device_get(self._propose(params, state, keyed)))
-            self.last_rows = keyed
-        return found
+            keys = rng.integers(0, 2**32, (ROWS, 2), np.uint64).astype(np.uint32)
+            key = jax.device_put(keys_of(keys), place)
+            keyed = state.replace(sampling=state.sampling.replace(key=key))
+            yield keyed, self.draft(keyed)

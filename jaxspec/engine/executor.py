@@ -445,7 +445,7 @@ class Executor:
     def committed_kv(self, row: int) -> list[np.ndarray]:
         """k and v of each layer at the row's committed slots, `[num_slots, K, H]`, as unsigned
         integers: all tokens but the newest, whose KV the next round writes."""
-        num_slots = int(self.state.num_committed[row]) - 1
+        num_slots = max(int(self.state.num_committed[row]) - 1, 0)
         values = _row_kv(
             self.state.cache, np.int32(row), np.int32(self.shard_of(row)), self.num_shards
         )

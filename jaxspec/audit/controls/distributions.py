@@ -9,19 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from scipy import stats
 
 from jaxspec import sampling
 from jaxspec.audit.chi_square import pooled
-from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.state import empty_state
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.runtime.compilation import Program
 from jaxspec.schedulers import Static
-from jaxspec.types import BatchView, Draft, EngineShape, Finish, RowSampling, chain_parents
+from jaxspec.types import EngineShape, Finish, RowSampling
 from jaxspec.verifiers import Block, Rejection, Verifier
 
 
@@ -53,46 +50,6 @@ class TableModel:
         return params[hidden[..., 0]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TableDrafter(DrafterBase):
-    """Samples chains from a table."""
-
-    params: jax.Array
-    name: str = "table"
-
-    def propose(self, shape: EngineShape, params, state, rows: BatchView):
-        """A chain, drawn as the row draws its own tokens."""
-        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)[:, 0]
-
-        def step(node, carry):
-            last, tokens, distributions = carry
-            token, q, _ = sampling.draw_draft(
-                params[last],
-                rows,
-                tokens,
-                node,
-                vocab_size=shape.vocab_size,
-                is_noise_shared=shape.is_noise_shared,
-                needs_probs=True,
-            )
-            assert q is not None
-            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], node, axis=1)
-            distributions = lax.dynamic_update_slice_in_dim(distributions, q[:, None], node, axis=1)
-            return token, tokens, distributions
-
-        tokens = jnp.zeros((shape.batch_size, shape.num_nodes), jnp.int32)
-        distributions = jnp.zeros((*tokens.shape, shape.vocab_size), jnp.float32)
-        carry = (newest, tokens, distributions)
-        _, tokens, distributions = lax.fori_loop(jnp.int32(0), shape.num_nodes, step, carry)
-        draft = Draft(
-            tokens=tokens,
-            parents=chain_parents(shape.batch_size, shape.num_nodes),
-            num_valid=jnp.minimum(rows.draft_limit, shape.num_nodes),
-            q=distributions,
-        )
-        return draft, state
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributionScene:
     """Many rows that decode a table model, and the distribution that their outputs must follow.
@@ -117,10 +74,18 @@ class DistributionScene:
     num_tokens: int = 5
     num_rows: int = 40_000
 
+    @functools.cached_property
+    def healthy_p_value(self) -> float:
+        """`p_value`, first asked for while no fault is on."""
+        return self.p_value()
+
     def outputs(self) -> np.ndarray:
         """`[num_rows, num_tokens]`, by the production round."""
         size = self.p.shape[0]
-        table = TableModel(params=jnp.asarray(self.p, jnp.float32), vocab_size=size)
+        target, draft_model = (
+            TableModel(params=jnp.asarray(table, jnp.float32), vocab_size=size)
+            for table in (self.p, self.q)
+        )
         shape = EngineShape(
             batch_size=self.num_rows,
             max_length=1 + self.num_tokens + self.num_nodes,
@@ -131,23 +96,22 @@ class DistributionScene:
             needs_draft_probs=self.verifier.needs_draft_probs,
         )
         loop = DecodeLoop(
-            target=table,
-            drafter=TableDrafter(jnp.asarray(self.q, jnp.float32)),
+            target=target,
+            drafter=DraftModel(draft_model),
             verifier=self.verifier,
             scheduler=Static(),
             shape=shape,
             num_stop_tokens=1,
         )
-        state = empty_state(shape, num_stop_tokens=1, cache=(), drafter=())
-        every = jnp.ones((self.num_rows,), jnp.int32)
-        state = state.replace(
-            finish=0 * every + Finish.RUNNING,
-            num_committed=every,
-            limit=every * (1 + self.num_tokens),
-            limit_finish=0 * every + Finish.MAX_TOKENS,
-            draft_limit=every * self.num_nodes,
-            sampling=self._sampling(),
-        )
+        fields = {
+            "finish": Finish.RUNNING,
+            "num_committed": 1,
+            "limit": 1 + self.num_tokens,
+            "limit_finish": Finish.MAX_TOKENS,
+            "draft_limit": self.num_nodes,
+        }
+        every = {name: jnp.full((self.num_rows,), x, jnp.int32) for name, x in fields.items()}
+        state = loop.init().replace(**every, sampling=self._sampling())
         run = Program(jax.jit(loop.run), f"the decode round of {self.num_rows} tiny rows")
         state = run(loop.params, state, jnp.int32(self.num_tokens), jnp.int32(1))
         return np.asarray(state.tokens[:, 1 : 1 + self.num_tokens])
@@ -191,9 +155,14 @@ class DistributionScene:
 
 
 def scene_of(fault: Fault) -> DistributionScene:
-    """The scene that shows a distribution fault."""
-    if fault.name == "position_only_keys":
-        # Memoryless distributions; the bias under such keys was measured for these.
+    """The scene that shows a distribution fault: all but the block verifier's share one."""
+    return _scene(is_of_block=fault.name == "position_only_keys")
+
+
+@functools.cache
+def _scene(*, is_of_block: bool) -> DistributionScene:
+    if is_of_block:
+        # Memoryless distributions; the bias under keys of the position was measured for these.
         p, q = np.log([[0.7, 0.3]] * 2), np.log([[0.35, 0.65]] * 2)
         return DistributionScene(verifier=Block(), p=p, q=q)
     rng = np.random.default_rng(5)
@@ -201,14 +170,3 @@ def scene_of(fault: Fault) -> DistributionScene:
     return DistributionScene(
         verifier=Rejection(), p=p, q=q, temperature=1.5, top_p=0.85, num_nodes=2, num_tokens=4
     )
-
-
-def healthy_p_value(fault: Fault) -> float:
-    """The p-value of the fault's scene without the fault."""
-    # All but the block verifier's fault share a scene, and so its run.
-    return _healthy_p_value(fault.name if fault.name == "position_only_keys" else "one_stream")
-
-
-@functools.cache
-def _healthy_p_value(name: str) -> float:
-    return scene_of(FAULTS[name]).p_value()

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from unittest import mock
@@ -32,26 +31,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decode_loop
 from jaxspec.decode import round as decode_round
-from jaxspec.decode.state import Admission
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder, layers
-from jaxspec.types import (
-    BatchView,
-    DecodeState,
-    Draft,
-    Emission,
-    Finish,
-    RoundInfo,
-    Verdict,
-    Window,
-)
+from jaxspec.types import DecodeState, Finish, Window
 from jaxspec.verifiers import coupled
 
 Kind = Literal["tokens", "sampling", "order", "distribution", "efficiency", "numerics"]
@@ -85,7 +73,7 @@ class Fault:
 
     @contextlib.contextmanager
     def apply(self, *, pad_token: int = 0) -> Iterator[None]:
-        """While it lasts, engines that are built (and first run) have the fault.
+        """Engines that are built and first run in this context have the fault.
 
         Args:
           pad_token: the token that the published system pads with.
@@ -146,8 +134,8 @@ class Place:
     Attributes:
       state: before the step.
       pad_token: the token that the published system pads with.
-      draft: of the round.
-      verdict: of the round.
+      draft: of the round, until it is verified.
+      verdict: of the round, until the state is committed.
       info: of the round, once it is verified.
       chosen: `[B, N + 1]` the target's tokens at each node.
       after: the state after the commit.
@@ -168,18 +156,44 @@ class Place:
     start: Any = None
 
 
-# Where edits act, and the value they turn into another.
-PLACES = {
-    "admit_row": "OpenState with a new request",
-    "prefill": "OpenState after a chunk of a prompt",
-    "rows": "BatchView that drafter and verifier see",
-    "window": "OpenWindow of the round",
-    "verdict": "Verdict of the coupled verifier",
-    "emitted": "[B, N + 1] tokens that the round may emit",
-    "emission": "Emission of the round",
-    "commit": "OpenState after the commit",
-    "kv": "KvSource after the round",
+def _as_is(value: Any, at: Place) -> Any:
+    return value
+
+
+def _with_history(after: OpenState, at: Place) -> OpenState:
+    """Whether the row was used before; no padding of an earlier request."""
+    was_used = at.state.is_reused[at.row] | (at.state.finish[at.row] != Finish.EMPTY_ROW)
+    return after.replace(
+        is_reused=at.state.is_reused.at[at.row].set(was_used),
+        padding=at.state.padding.at[at.row].set(0),
+    )
+
+
+def _opened(window: Window, at: Place) -> OpenWindow:
+    """The same window of a chain, opened."""
+    return OpenWindow(
+        start=window.start,
+        positions=window.positions,
+        slots=window.slots,
+        rotary=window.positions,
+        limit=window.positions,
+        is_hidden=jnp.zeros(at.state.tokens.shape, bool),
+    )
+
+
+# Where edits act: the function whose value they change, what `Place` calls its arguments (None: it
+# does not hold them), and what makes the value ready for edits.
+PLACES: dict[str, tuple[Any, str, tuple[str | None, ...], Edit]] = {
+    "admit_row": (decode_loop, "admit_row", ("state", "row", "admission"), _with_history),
+    "prefill": (decode_loop.DecodeLoop, "prefill", (None, None, "state", "row", "start"), _as_is),
+    "rows": (decode_round, "batch_view", ("state",), _as_is),
+    "window": (decode_round, "make_window", ("state", "draft"), _opened),
+    "verdict": (coupled, "follow", ("chosen", "draft"), _as_is),
+    "emitted": (decode_round, "emitted_tokens", ("draft", "verdict"), _as_is),
+    "emission": (decode_round, "emit", ("state", "draft", "verdict"), _as_is),
+    "commit": (decode_round, "commit", ("state", "info", None), _as_is),
 }
+# And "kv": KvSource, where the KV comes from after the round.
 
 
 def _replaced(owner: Any, name: str, wrap: Callable[[Callable], Callable]):
@@ -190,7 +204,7 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable], Callable]):
 def installed(
     faults: Sequence[Fault], *, pad_token: int = 0, is_armed: bool = False
 ) -> Iterator[None]:
-    """While it lasts, engines that are built (and first run) make these faults' edits.
+    """Engines that are built and first run in this context make these faults' edits.
 
     Args:
       faults: with edits, or without any (then only the machinery is in place, which is harmless).
@@ -222,73 +236,13 @@ def installed(
 
         return wrapped
 
-    at = functools.partial(Place, pad_token=pad_token)
+    def edit(real, place: str):
+        _, _, names, prepare = PLACES[place]
 
-    def admit_row(real):
-        def wrapped(state: OpenState, row, admission: Admission) -> OpenState:
-            was_used = state.is_reused[row] | (state.finish[row] != Finish.EMPTY_ROW)
-            after = real(state, row, admission)
-            after = after.replace(
-                is_reused=state.is_reused.at[row].set(was_used),
-                padding=state.padding.at[row].set(0),
-            )
-            return edited("admit_row", after, at(state=state, row=row, admission=admission))
-
-        return wrapped
-
-    def prefill(real):
-        def wrapped(self, params, state: OpenState, row, start):
-            after = real(self, params, state, row, start)
-            return edited("prefill", after, at(state=state, row=row, start=start))
-
-        return wrapped
-
-    def batch_view(real):
-        def wrapped(state: OpenState, *, is_chain: bool = True) -> BatchView:
-            return edited("rows", real(state, is_chain=is_chain), at(state=state))
-
-        return wrapped
-
-    def make_window(real):
-        def wrapped(state: OpenState, draft: Draft, *, is_chain: bool) -> Window:
-            window = real(state, draft, is_chain=is_chain)
-            opened = OpenWindow(
-                start=window.start,
-                positions=window.positions,
-                slots=window.slots,
-                rotary=window.positions,
-                limit=window.positions,
-                is_hidden=jnp.zeros(state.tokens.shape, bool),
-            )
-            return edited("window", opened, at(state=state, draft=draft))
-
-        return wrapped
-
-    def follow(real):
-        def wrapped(chosen, draft: Draft) -> Verdict:
-            place = at(state=scope[-1], draft=draft, chosen=chosen)
-            return edited("verdict", real(chosen, draft), place)
-
-        return wrapped
-
-    def emitted_tokens(real):
-        def wrapped(draft: Draft, verdict: Verdict) -> jax.Array:
-            place = at(state=scope[-1], draft=draft, verdict=verdict)
-            return edited("emitted", real(draft, verdict), place)
-
-        return wrapped
-
-    def emit(real):
-        def wrapped(state: OpenState, draft: Draft, verdict: Verdict) -> Emission:
-            place = at(state=state, draft=draft, verdict=verdict)
-            return edited("emission", real(state, draft, verdict), place)
-
-        return wrapped
-
-    def commit(real):
-        def wrapped(state: OpenState, info: RoundInfo, cache) -> OpenState:
-            place = at(state=state, draft=info.draft, verdict=info.verdict, info=info)
-            return edited("commit", real(state, info, cache), place)
+        def wrapped(*arguments, **options):
+            seen = {name: x for name, x in zip(names, arguments, strict=True) if name}
+            at = Place(**{"state": scope[-1] if scope else None, "pad_token": pad_token} | seen)
+            return edited(place, prepare(real(*arguments, **options), at), at)
 
         return wrapped
 
@@ -304,23 +258,18 @@ def installed(
             slot = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
             slot = jnp.broadcast_to(slot, state.tokens.shape)
             healthy = KvSource(slot=slot, is_kept=jnp.ones(slot.shape, bool))
-            source = edited("kv", healthy, at(state=state, after=after))
+            at = Place(state=state, pad_token=pad_token, after=after)
+            source = edited("kv", healthy, at)
             return after.replace(cache=_moved(after.cache, source))
 
         return wrapped
 
     with contextlib.ExitStack() as stack:
+        for place, (owner, name, _, _) in PLACES.items():
+            stack.enter_context(_replaced(owner, name, functools.partial(edit, place=place)))
         for owner, name, wrap in (
             (decode_loop, "empty_state", empty_state),
-            (decode_loop, "admit_row", admit_row),
             (decode_loop, "speculative_round", speculative_round),
-            (decode_loop.DecodeLoop, "prefill", prefill),
-            (decode_round, "batch_view", batch_view),
-            (decode_round, "make_window", make_window),
-            (decode_round, "emitted_tokens", emitted_tokens),
-            (decode_round, "emit", emit),
-            (decode_round, "commit", commit),
-            (coupled, "follow", follow),
             (decoder, "run_layers", _open_layers),
         ):
             stack.enter_context(_replaced(owner, name, wrap))
@@ -365,31 +314,15 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
         return block_attention(
             queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
         )
-    num_rows, num_queries, _, head_size = queries.shape
-    grouped = queries.reshape(num_rows, num_queries, layer.num_heads, -1, head_size)
     slot = jnp.arange(window.is_hidden.shape[1], dtype=jnp.int32)
     k, v = kv.read_slots(layer, table, jnp.broadcast_to(slot, window.is_hidden.shape), dtype)
     is_seen = (slot <= window.limit[..., None]) & ~window.is_hidden[:, None]
     if sliding_window is not None:
         is_seen &= slot > window.limit[..., None] - sliding_window
     v = jnp.where(jnp.any(is_seen, axis=1)[..., None, None], v, jnp.zeros((), dtype))
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    attention_scores = jnp.einsum(
-        "btkgh,bskh->bkgts",
-        grouped,
-        k,
-        preferred_element_type=jnp.float32,
-        precision=precision,
-    )
     # A query that sees nothing weighs all slots alike instead of giving NaN.
-    attention_scores = jnp.where(
-        is_seen[:, None, None], attention_scores / math.sqrt(head_size), -1e30
-    )
-    weights = jax.nn.softmax(attention_scores, axis=-1).astype(dtype)
-    output = jnp.einsum(
-        "bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32, precision=precision
-    )
-    return output.reshape(queries.shape).astype(queries.dtype)
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(queries, k, v, mask=is_seen[:, None])
 
 
 def _moved(cache: kv.KVCache, source: KvSource) -> kv.KVCache:

@@ -18,16 +18,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
-from jaxspec.audit.controls.distributions import healthy_p_value, scene_of
+from jaxspec.audit.controls.distributions import scene_of
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault, arm, installed
 from jaxspec.audit.judge import ALPHA, Divergences, judge_all
@@ -41,6 +38,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, read_prompts
 from jaxspec.requests.requests import prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import TextTable
 from jaxspec.schedulers import Static
 from jaxspec.types import Origin
 
@@ -106,19 +104,17 @@ def run_controls(
     *,
     names: Sequence[str] | None = None,
     prompts: Sequence[Sequence[int]] | None = None,
-    scorer: Scorer | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> list[ControlResult]:
     """What became of each control, in the order of `FAULTS`.
 
     Args:
       target: of the package's own decoder, for the faults reach into it.
-      drafter: of chains, right about as often as wrong.
+      drafter: it drafts chains, and is right about as often as wrong.
       names: of the faults; default all.
       prompts: seven lists of token ids of different lengths, none above 64 and some of them
         common in what the target writes; default the sample prompts, or random ones for a target
         without a tokenizer.
-      scorer: of the target, with room for 128 tokens, if there is one already.
       on_progress: called with the name of each control before it is run.
 
     Raises:
@@ -145,7 +141,7 @@ def run_controls(
             continue
         if runs is None:
             edited = [f for f in chosen if not f.patches and f.kind != "distribution"]
-            runs = ControlRuns(target, drafter, faults=edited, prompts=prompts, scorer=scorer)
+            runs = ControlRuns(target, drafter, faults=edited, prompts=prompts)
         results.append(runs.run(fault))
     return results
 
@@ -158,7 +154,6 @@ class ControlRuns:
       drafter: as in `run_controls`.
       faults: those with edits that will be asked for; they are compiled into one program.
       prompts: as in `run_controls`.
-      scorer: as in `run_controls`.
     """
 
     def __init__(
@@ -168,43 +163,23 @@ class ControlRuns:
         *,
         faults: Sequence[Fault],
         prompts: Sequence[Sequence[int]] | None = None,
-        scorer: Scorer | None = None,
     ):
         self._target, self._drafter = target, drafter
-        self._production = self._engine()
+        self._production = _engine(target, drafter)
         prompts = _prompts(target) if prompts is None else prompts
         with _metered(target) as rows:
             self.workload = _workload(self._production, prompts)
         self._num_rows = max(rows)
-        self._scorer = Scorer(target, max_length=MAX_LENGTH) if scorer is None else scorer
-        reference_loop = Engine(
-            target,
-            scheduler=Static(),
-            batch_size=BATCH_SIZE,
-            max_length=MAX_LENGTH,
-            prefill_chunk=16,
-        )
-        self._reference = self._generate(reference_loop)
+        self._scorer = Scorer(target, max_length=MAX_LENGTH)
+        self._reference = self._generate(_engine(target))
         self._generate(self._production)
         self._production_kv = _committed_kv(self._production)
         self._faults = list(faults)
         self._switched = None
         if self._faults:
             with installed(self._faults, pad_token=self.workload.pad_token, is_armed=True):
-                self._switched = self._engine()
+                self._switched = _engine(target, drafter)
                 self._generate(self._switched)  # compiles it while the edits are in place
-
-    def _engine(self) -> Engine:
-        return Engine(
-            self._target,
-            self._drafter,
-            scheduler=Static(),  # as in the published systems that had these faults
-            draft_length=DRAFT_LENGTH,
-            verify_length=WINDOW,
-            batch_size=BATCH_SIZE,
-            max_length=MAX_LENGTH,
-            prefill_chunk=16,
-        )
 
     def _generate(self, engine: Engine) -> list[Completion]:
         return engine.generate(self.workload.prompts, self.workload.params)
@@ -293,19 +268,32 @@ class ControlRuns:
             return
         with fault.apply(pad_token=self.workload.pad_token):
             is_around = all(owner is Engine for owner, _, _ in fault.patches)
-            yield self._production if is_around else self._engine()
+            yield self._production if is_around else _engine(self._target, self._drafter)
 
     def _is_right_alone(self, fault: Fault, index: int) -> bool:
         """Whether a request's output is right when nothing else is in the batch."""
         w = self.workload
         for engine in (self._production, self._switched):
             if engine is not None:
-                engine.reset()  # rows that have ended are company too, for a fault
+                engine.reset()  # to a fault, rows that have ended are neighbours too
         with self._faulty(fault) as engine:
             alone = engine.generate([w.prompts[index]], w.params[index])
         completions = list(self._reference)
         completions[index] = alone[0]
         return self.compare(completions, among=[index]).are_ties
+
+
+def _engine(target: LanguageModel, drafter: Drafter | None = None) -> Engine:
+    lengths: dict[str, Any] = {"draft_length": DRAFT_LENGTH, "verify_length": WINDOW}
+    return Engine(
+        target,
+        drafter,
+        scheduler=Static(),  # as in the published systems that had these faults
+        batch_size=BATCH_SIZE,
+        max_length=MAX_LENGTH,
+        prefill_chunk=16,
+        **({} if drafter is None else lengths),
+    )
 
 
 def _committed_kv(engine: Engine) -> list[np.ndarray]:
@@ -401,7 +389,8 @@ def _first_new_accepted(completion: Completion) -> int | None:
 
 def run_distribution_control(fault: Fault) -> ControlResult:
     """The result of one control of kind `distribution`; it needs no model."""
-    scene, healthy = scene_of(fault), healthy_p_value(fault)
+    scene = scene_of(fault)
+    healthy = scene.healthy_p_value
     with fault.apply():
         faulty = scene.p_value()
     return ControlResult(
@@ -415,27 +404,19 @@ def run_distribution_control(fault: Fault) -> ControlResult:
     )
 
 
-def controls_table(results: Sequence[ControlResult], *, has_details: bool = False) -> Table:
-    """The results as a table for the terminal.
+def controls_table(results: Sequence[ControlResult]) -> TextTable:
+    """The results, in the order of `FAULTS`, with a line between those of different kinds."""
 
-    Args:
-      results: in the order of `FAULTS`, so that those of a kind stand together.
-      has_details: adds what was seen of each.
-    """
-    table = Table(title="Negative controls: each fault, and the same run without it")
-    table.add_column("fault", style="bold")
-    for name in ("as in", "breaks", "auditor", "control run", *["seen"] * has_details):
-        table.add_column(name)
-    for kind, group in itertools.groupby(results, key=lambda result: result.fault.kind):
-        good = {"efficiency": "passes, cost seen", "numerics": "passes"}.get(kind, "caught")
-        for result in group:
-            cells = [
-                result.fault.name.replace("_", " "),
-                result.fault.source,
-                result.fault.invariant,
-                f"[green]{good}[/]" if result.caught else "[bold red]MISSED[/]",
-                "[green]passes[/]" if result.control_passes else "[bold red]FAILS[/]",
-            ]
-            table.add_row(*cells, *([escape(result.detail)] if has_details else []))
-        table.add_section()
-    return table
+    def seen(result: ControlResult) -> str:
+        good = {"efficiency": "passes, cost seen", "numerics": "passes"}
+        return good.get(result.fault.kind, "caught") if result.caught else "MISSED"
+
+    columns = {
+        "fault": lambda result: result.fault.name.replace("_", " "),
+        "as in": lambda result: result.fault.source,
+        "breaks": lambda result: result.fault.invariant,
+        "auditor": seen,
+        "control": lambda result: "passes" if result.control_passes else "FAILS",
+    }
+    title = "Negative controls: each fault, and the same run without it"
+    return TextTable.of_columns(title, columns, results, group=lambda result: result.fault.kind)
