@@ -420,14 +420,18 @@ class Pair:
 
     def speed_up(self, *, batch: int, context: float, cumulative: Sequence[float]) -> float:
         """Over window-1 plain decoding, at the draft length `len(cumulative)`."""
-        round_s = self.round_s(
+        return self.speed_up_of(
+            emitted_per_round(cumulative),
             batch=batch,
-            draft_length=len(cumulative),
             context=context,
+            draft_length=len(cumulative),
             all_accepted=cumulative[-1],
         )
-        plain_s = self.plain_s(batch=batch, context=context)
-        return emitted_per_round(cumulative) * plain_s / round_s
+
+    def speed_up_of(self, emitted: float, *, batch: int, context: float, **of_round: Any) -> float:
+        """Over window-1 plain decoding, of rounds that emit so many tokens; see `round_s`."""
+        round_s = self.round_s(batch=batch, context=context, **of_round)
+        return emitted * self.plain_s(batch=batch, context=context) / round_s
 
     def best_draft_length(
         self, *, batch: int, context: float, acceptance: float | Sequence[float]

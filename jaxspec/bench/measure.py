@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -23,11 +23,14 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
-from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.registry import PRESETS
+from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document, public_name, write_document
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.types import Finish
 
 Say: TypeAlias = Callable[[str], None]
@@ -44,10 +47,14 @@ class Bench:
     Attributes:
       NAME: of the subcommand.
       MEASURES: modules and folders whose code the figures are of; see `runtime.freshness`.
+      TITLE: of the table of results.
+      COLUMNS: of that table.
     """
 
     NAME: ClassVar[str]
     MEASURES: ClassVar[tuple[str, ...]] = ()
+    TITLE: ClassVar[str] = ""
+    COLUMNS: ClassVar[Columns] = {}
 
     out: pathlib.Path | None = None
     """JSON file to write."""
@@ -55,15 +62,31 @@ class Bench:
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Measures, prints the tables and writes the file; returns the JSON document."""
-        document = self.document(**self.measure(console))
+        """Measures, writes the file and prints the tables; returns the JSON document."""
+        document = self.document(**self.measure())
         if self.out is not None:
             write_document(document, self.out)
+        self.show(document, console)
         return document
 
-    def measure(self, console: Console) -> dict[str, Any]:
-        """Prints the tables; returns what the document holds besides options and origin."""
+    def show(self, document: Mapping[str, Any], console: Console) -> None:
+        """Prints the tables and remarks of a document."""
+        for table in self.tables(document):
+            console.print(table)
+        for text, style in self.remarks(document):
+            console.print(text, style=style, highlight=False)
+
+    def measure(self) -> dict[str, Any]:
+        """What the document holds besides options and origin."""
         raise NotImplementedError
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """What is printed of a document: by default its `results`."""
+        return [TextTable.of_columns(self.TITLE, self.COLUMNS, document["results"])]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What to know about the tables: sentences and their styles."""
+        return []
 
     def document(self, **fields: Any) -> dict[str, Any]:
         """The JSON document. It names no directory of this machine."""
@@ -94,18 +117,14 @@ class PairBench(Bench):
         return load_model(self.target, dtype=self.dtype), load_model(self.draft, dtype=self.dtype)
 
 
-def read_and_encode(
-    prompts: pathlib.Path | None,
-    target: LanguageModel,
-    *,
-    limit: int | None,
-    max_prompt_tokens: int,
-) -> tuple[list[tuple[int, ...]], dict[str, str]]:
-    """Token ids of the first `limit` prompts of a file (None: the sample prompts), and the file's
-    digest by its name."""
-    lines = sample_prompts() if prompts is None else read_prompts(prompts)
-    inputs = {} if prompts is None else {prompts.name: sha256_of(prompts)}
-    return encode_prompts(lines[:limit], target, max_prompt_tokens=max_prompt_tokens), inputs
+def load_prompts(
+    path: pathlib.Path | None, limit: int | None
+) -> tuple[list[PromptLine], dict[str, str]]:
+    """The first `limit` prompts of a file (None: the sample prompts), and the file's SHA-256 by its
+    name."""
+    lines = sample_prompts() if path is None else read_prompts(path)
+    path = pathlib.Path(str(SAMPLE_PROMPTS)) if path is None else path
+    return lines[:limit], {path.name: sha256_of(path)}
 
 
 def check_at_least_one(options: Any, *names: str) -> None:
@@ -121,6 +140,22 @@ def check_at_least_one(options: Any, *names: str) -> None:
 
 
 # ---- rows in mid-decode
+
+
+def tiny_config(num_layers: int, *, width: int = 64, max_length: int = 1024) -> ModelConfig:
+    """An architecture small enough that only its number of layers costs anything."""
+    return dataclasses.replace(
+        PRESETS["qwen3-8b"],
+        vocab_size=512,
+        width=width,
+        feed_forward_width=2 * width,
+        num_layers=num_layers,
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_size=width // 4,
+        max_length=max_length,
+        rope=RopeConfig(theta=1e4, rotary_size=width // 4),
+    )
 
 
 def random_prompts(model: LanguageModel, num_prompts: int, num_tokens: int) -> list[list[int]]:

@@ -71,8 +71,7 @@ def forward_pass(
 
 def round_roofline_s(
     ceilings: Mapping[str, Ceilings],
-    target: LanguageModel,
-    draft: LanguageModel | None,
+    models: Mapping[str, LanguageModel],
     *,
     batch: int,
     draft_length: int,
@@ -81,14 +80,15 @@ def round_roofline_s(
     """Roofline of a round: the sum over its forward passes, which follow one another.
 
     Args:
-      ceilings: of `target` and of `draft`.
-      draft: the draft model; None for a drafter without one, whose time is not counted.
+      ceilings: of each model.
+      models: `target`, and `draft` unless the drafter has no model; its time is then not counted.
       draft_length: 0 is a step of plain decoding.
     """
     where = {"batch": batch, "context": context}
-    seconds = ceilings["target"].roofline_s(forward_pass(target, window=draft_length + 1, **where))
-    if draft_length and draft is not None:
-        step = forward_pass(draft, window=1, **where)
+    work = forward_pass(models["target"], window=draft_length + 1, **where)
+    seconds = ceilings["target"].roofline_s(work)
+    if "draft" in models:
+        step = forward_pass(models["draft"], window=1, **where)
         seconds += draft_length * ceilings["draft"].roofline_s(step)
     return seconds
 

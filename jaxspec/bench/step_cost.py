@@ -10,15 +10,13 @@ import functools
 import statistics
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, Bench, Dtype
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
 from jaxspec.schedulers import Static
 
@@ -29,6 +27,12 @@ class StepCostBench(Bench):
 
     NAME: ClassVar[str] = "step-cost"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/step_cost.py")
+    TITLE: ClassVar[str] = "cost of a round"
+    COLUMNS: ClassVar[Columns] = {
+        "max_length": "{max_length}",
+        "ms per round": "{ms_per_round:.3f}",
+        "of the first": "{ratio_to_first:.2f}",
+    }
 
     target: str = "demo-target"
     """Any model that `load_model` takes."""
@@ -47,7 +51,7 @@ class StepCostBench(Bench):
     repeats: int = 9
     """Timed runs per max_length."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Milliseconds per round (median of the repeats) and temporaries, by max_length."""
         model = load_model(self.target, dtype=self.dtype)
         executors = {
@@ -84,10 +88,4 @@ class StepCostBench(Bench):
                     "temporary_bytes": memory and memory.temp_size_in_bytes,
                 }
             )
-        columns: Columns = {
-            "max_length": lambda found: found["max_length"],
-            "ms per round": lambda found: f"{found['ms_per_round']:.3f}",
-            "of the first": lambda found: f"{found['ratio_to_first']:.2f}",
-        }
-        console.print(TextTable.of_columns("cost of a round", columns, results))
         return {"results": results}

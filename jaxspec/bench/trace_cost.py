@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.trace import LEVELS
 
@@ -29,6 +28,14 @@ class TraceCostBench(PairBench):
 
     NAME: ClassVar[str] = "trace-cost"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "telemetry/trace.py", "bench/trace_cost.py")
+    TITLE: ClassVar[str] = "cost of a trace"
+    COLUMNS: ClassVar[Columns] = {
+        "batch": "{batch_size}",
+        "trace": lambda found: found["trace"] or "none",
+        "ms per round": "{ms_per_round:.3f}",
+        "of untraced": "{ratio_to_none:.2f}",
+        "KiB": lambda found: f"{found['trace_bytes'] / 1024:.0f}",
+    }
 
     batch_sizes: tuple[int, ...] = (1, 8)
     """Rows, all of them running."""
@@ -45,7 +52,7 @@ class TraceCostBench(PairBench):
     temperature: float = 0.0
     """Of all rows; 0 is greedy."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Milliseconds per round, and ratios to no trace, by batch size and level."""
         target, draft = self.load()
         params = SamplingParams(
@@ -95,12 +102,4 @@ class TraceCostBench(PairBench):
                         "trace_bytes": sum(leaf.nbytes for leaf in traces),
                     }
                 )
-        columns: Columns = {
-            "batch": lambda found: found["batch_size"],
-            "trace": lambda found: found["trace"] or "none",
-            "ms per round": lambda found: f"{found['ms_per_round']:.3f}",
-            "of untraced": lambda found: f"{found['ratio_to_none']:.2f}",
-            "KiB": lambda found: f"{found['trace_bytes'] / 1024:.0f}",
-        }
-        console.print(TextTable.of_columns("cost of a trace", columns, results))
         return {"results": results}

@@ -128,7 +128,7 @@ def test_tables_fit_80_columns(document, capsys):
         "ratio_to_hf": 3.5,
         "num_equal": 24,
     }
-    for table in bench.decode_tables({**document, "against": [pair]}):
+    for table in bench.DecodeCommand().tables({**document, "against": [pair]}):
         console.print(table)
     shown = capsys.readouterr().out
     assert "…" not in shown
