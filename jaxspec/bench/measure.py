@@ -7,6 +7,7 @@ document holds. Programs that are timed against each other take turns (`runtime.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import time
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from rich.console import Console
 
 from jaxspec.checkpoint.resolve import load_model
@@ -28,12 +30,15 @@ from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document, public_name, write_document
 from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.types import Finish
+from jaxspec.types import Finish, PyTree
 
 Say: TypeAlias = Callable[[str], None]
+Stage: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+Run: TypeAlias = Callable[[int], None]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 ROUND = ("decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "sampling.py")
@@ -137,6 +142,67 @@ def check_at_least_one(options: Any, *names: str) -> None:
                 raise SettingError(f"{option} {given} was given; give numbers of at least 1.")
         elif value is not None and value < 1:
             raise SettingError(f"{option} {value} was given; it must be at least 1.")
+
+
+# ---- parts of a round
+
+
+class Repeated:
+    """A stage, ready to be run `num_times` in one compiled loop.
+
+    Args:
+      stage: `(params, fixed, moving) -> (moving, outputs)`.
+      params: of the models.
+      fixed: inputs, the same in every repetition.
+      moving: what the stage updates in place (caches); taken over, the caller's arrays are gone.
+      what: it is called while it compiles; default the stage's name.
+
+    Attributes:
+      fixed: may be set to others of the same shapes.
+    """
+
+    def __init__(
+        self, stage: Stage, params: PyTree, fixed: PyTree, moving: PyTree, *, what: str = ""
+    ):
+        self._params, self.fixed, self._moving = params, fixed, moving
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def program(params, fixed, moving, num_times):
+            shapes = jax.eval_shape(stage, params, fixed, moving)[1]
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+            def body(index, carry):
+                return stage(params, changing(fixed, index), carry[0])
+
+            return lax.fori_loop(0, num_times, body, (moving, nothing))
+
+        name = stage.__name__.replace("_", " ")
+        self._program = Program(program, what or f"the {name}, to be timed by itself")
+
+    def __call__(self, num_times: int) -> None:
+        """Runs the stage so often and waits for it."""
+        self._moving, outputs = self._program(self._params, self.fixed, self._moving, num_times)
+        jax.block_until_ready((self._moving, outputs))
+
+    def program_bytes(self) -> int | None:
+        """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
+        lowered = self._program.lower(self._params, self.fixed, self._moving, 1)
+        memory = lowered.compile().memory_analysis()
+        return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def changing(tree: PyTree, index: jax.Array) -> PyTree:
+    """The same values, but to the compiler others in every iteration `index` of a loop.
+
+    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
+    drops them first).
+    """
+    zero = jnp.minimum(index, 0)
+
+    def change(leaf: jax.Array) -> jax.Array:
+        return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
+
+    return jax.tree.map(change, tree)
 
 
 # ---- rows in mid-decode

@@ -7,98 +7,37 @@ every repetition, or XLA would compute once what does not change.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxspec.analysis.cost import Measured, Pass
+from jaxspec.bench.measure import Repeated, Run
 from jaxspec.bench.roofline import forward_pass
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
 from jaxspec.decode.round import (
     commit,
-    draft_context,
+    draft_and_verify,
     emit,
     make_window,
     propose,
-    score,
-    window_tokens,
 )
 from jaxspec.decode.state import batch_view, newest_token
 from jaxspec.drafters.base import function_params
 from jaxspec.models.base import LanguageModel
-from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import (
     DecodeState,
     Draft,
     PyTree,
-    RoundInfo,
     Scores,
     Window,
     chain_parents,
 )
-
-Stage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-Run = Callable[[int], None]
-
-
-class Repeated:
-    """A stage, ready to be run `num_times` in one compiled loop.
-
-    Args:
-      stage: `(params, fixed, moving) -> (moving, outputs)`.
-      params: of the models.
-      fixed: inputs, the same in every repetition.
-      moving: what the stage updates in place (caches); taken over, the caller's arrays are gone.
-    """
-
-    def __init__(self, stage: Stage, params: PyTree, fixed: PyTree, moving: PyTree):
-        self._params, self._fixed, self._moving = params, fixed, moving
-
-        @functools.partial(jax.jit, donate_argnums=2)
-        def program(params, fixed, moving, num_times):
-            shapes = jax.eval_shape(stage, params, fixed, moving)[1]
-            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-            def body(index, carry):
-                return stage(params, changing(fixed, index), carry[0])
-
-            return lax.fori_loop(0, num_times, body, (moving, nothing))
-
-        what = stage.__name__.replace("_", " ")
-        self._program = Program(program, f"the {what}, to be timed by itself")
-
-    def __call__(self, num_times: int) -> None:
-        """Runs the stage so often and waits for it."""
-        self._moving, outputs = self._program(self._params, self._fixed, self._moving, num_times)
-        jax.block_until_ready(outputs)
-
-    def program_bytes(self) -> int | None:
-        """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
-        lowered = self._program.lower(self._params, self._fixed, self._moving, 1)
-        memory = lowered.compile().memory_analysis()
-        return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
-
-
-def changing(tree: PyTree, index: jax.Array) -> PyTree:
-    """The same values, but to the compiler others in every iteration `index` of a loop.
-
-    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
-    drops them first).
-    """
-    zero = jnp.minimum(index, 0)
-
-    def change(leaf: jax.Array) -> jax.Array:
-        return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
-
-    return jax.tree.map(change, tree)
 
 
 def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
@@ -118,24 +57,7 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
 
     @jax.jit
     def prepare(params, state):
-        rows = batch_view(state)
-        draft, drafter_state = propose(loop, params, state, rows)
-        window = make_window(state, draft, is_chain=loop.drafter.is_chain)
-        tokens, context = window_tokens(state, draft), draft_context(draft, window)
-        scores, _, drafter_state = score(
-            loop, params, drafter_state, rows, draft, tokens, window, state.cache
-        )
-        verdict = loop.verifier.verify(scores.logits, draft, rows, context)
-        info = RoundInfo(
-            rows=rows,
-            draft=draft,
-            tokens=tokens,
-            window=window,
-            context=context,
-            scores=scores,
-            verdict=verdict,
-            emission=emit(state, draft, verdict),
-        )
+        info, _, drafter_state = draft_and_verify(loop, params, state)
         return info, drafter_state
 
     info, drafter_state = prepare(params, state)
@@ -222,32 +144,24 @@ def forward_runs(
       contexts: committed slots before the window.
       max_length: slots per row, as many as the engine's that the times are to speak for.
     """
+
+    def forward(params, fixed, cache):
+        tokens, positions = fixed
+        where = Window(start=positions[:, 0], positions=positions, slots=positions)
+        cache, scores = _score(model, params, tokens, where, cache)
+        return cache, scores.logits
+
+    tokens = jnp.zeros((batch, window), jnp.int32)
+    what = f"the forward pass of {model.name}, {batch} rows, window {window}"
     cache = model.init_cache(batch, max_length)
-
-    def program(params, cache, start, num_times):
-        positions = start + jnp.arange(window, dtype=jnp.int32)
-        positions = jnp.broadcast_to(positions, (batch, window))
-        tokens = jnp.zeros((batch, window), jnp.int32)
-
-        def body(index, carry):
-            again, places = changing((tokens, positions), index)
-            where = Window(start=places[:, 0], positions=places, slots=places)
-            cache, scores = _score(model, params, again, where, carry[0])
-            return cache, scores.logits
-
-        logits = jnp.zeros((batch, window, model.vocab_size), jnp.float32)
-        return lax.fori_loop(0, num_times, body, (cache, logits))
-
-    compiled = Program(
-        jax.jit(program, donate_argnums=1),
-        f"the forward pass of {model.name}, {batch} rows, window {window}",
-    )
+    repeated = Repeated(forward, model.params, (tokens, tokens), cache, what=what)
 
     def at(context: int) -> Run:
+        positions = tokens + context + jnp.arange(window, dtype=jnp.int32)
+
         def run(num_times: int) -> None:
-            nonlocal cache
-            cache, logits = compiled(model.params, cache, np.int32(context), num_times)
-            jax.block_until_ready(logits)
+            repeated.fixed = (tokens, positions)
+            repeated(num_times)
 
         return run
 

@@ -80,6 +80,7 @@ class WorkloadOptions(PairBench):
     """Rows of the pool, at least twice the batch size."""
 
     quick: ClassVar[bool] = False
+    repeats: ClassVar[int] = 1
     oracle: ClassVar[float | None] = None
     seed: ClassVar[int] = 0
 
@@ -229,7 +230,7 @@ class Workload:
                 drafter = published.RereadingDraftModel(self.draft)
                 settings["verifier"] = published.WithoutBonus()
             if is_oracle and self.options.oracle is not None:
-                drafter = self._oracle(drafter)
+                drafter = self._oracle(drafter, self.options.oracle)
             if decoding.is_published:
                 drafter = published.BatchMinimum(drafter)
             settings |= {"drafter": drafter, "draft_length": self.options.draft_length}
@@ -245,14 +246,14 @@ class Workload:
         seconds_to_compile(engine)
         return engine
 
-    def _oracle(self, cost: DraftModel) -> Oracle:
+    def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
         """Drafts what the target will emit, right as often as asked for, at the cost of `cost`."""
         requests = self.requests(max(self.options.batch_sizes))
         sequences = [
             request.prompt_token_ids + tuple(output)
             for request, output in zip(requests, self._reference(), strict=True)
         ]
-        return Oracle(sequences, acceptance=self.options.oracle, cost_of=cost)
+        return Oracle(sequences, acceptance=acceptance, cost_of=cost)
 
     @functools.cached_property
     def scorer(self) -> Scorer:

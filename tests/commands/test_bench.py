@@ -298,7 +298,7 @@ def test_a_repeated_stage_computes_every_time():
         return moving + 1, jnp.sort(fixed + params, axis=0)
 
     matrix = jnp.ones((64, 64))
-    repeated = stages.Repeated(stage, matrix, matrix, jnp.int32(0))
+    repeated = measure.Repeated(stage, matrix, matrix, jnp.int32(0))
     repeated(5)
     assert repeated._moving == 5
 
