@@ -24,7 +24,7 @@ from jaxspec.checkpoint.resolve import load_model
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
@@ -34,6 +34,7 @@ from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document, public_name, write_document
 from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.turns import K, Turns, take_turns
 from jaxspec.types import Finish, PyTree
 
 Say: TypeAlias = Callable[[str], None]
@@ -224,7 +225,7 @@ def tiny_config(num_layers: int, *, width: int = 64, max_length: int = 1024) -> 
     )
 
 
-def random_prompts(model: LanguageModel, num_prompts: int, num_tokens: int) -> list[list[int]]:
+def random_prompts(model: Model, num_prompts: int, num_tokens: int) -> list[list[int]]:
     """The same random token ids at every call."""
     random = np.random.default_rng(0)
     return random.integers(0, model.vocab_size, (num_prompts, num_tokens)).tolist()
@@ -299,6 +300,38 @@ def run_rounds(executor: Executor, num_rounds: int) -> None:
     """Runs rounds and waits for them."""
     executor.run(num_rounds)
     jax.block_until_ready(executor.state)
+
+
+def time_rounds(
+    executors: Mapping[K, Executor],
+    repeats: int,
+    *,
+    num_rounds: int,
+    num_tokens: int,
+    prompt_tokens: int,
+    draft_length: int,
+    **params: Any,
+) -> Turns[K]:
+    """Seconds of so many rounds of each executor, in turns, every row on a random prompt.
+
+    Args:
+      executors: of one target.
+      repeats: timed turns, after one that is not.
+      num_rounds: of a timed run.
+      num_tokens: that a row may emit.
+      prompt_tokens: of every row.
+      draft_length: tokens drafted per round; 0 decodes plainly.
+      params: others of the rows' `SamplingParams`.
+    """
+    one = next(iter(executors.values()))
+    prompts = random_prompts(one.loop.target, one.num_rows, prompt_tokens)
+    asked = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
+    return take_turns(
+        {name: functools.partial(run_rounds, each, num_rounds) for name, each in executors.items()},
+        repeats,
+        num_warm_ups=1,
+        prepare=lambda name: fill(executors[name], prompts, asked, draft_length=draft_length),
+    )
 
 
 def peak_bytes() -> int | None:

@@ -6,8 +6,6 @@ Attention reads live blocks only, so the cost should not depend on what is alloc
 from __future__ import annotations
 
 import dataclasses
-import functools
-import statistics
 from typing import Any, ClassVar
 
 from jaxspec.bench import measure
@@ -15,9 +13,7 @@ from jaxspec.bench.measure import ROUND, Bench, Dtype
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns
-from jaxspec.runtime.turns import take_turns
 from jaxspec.schedulers import Static
 
 
@@ -65,26 +61,22 @@ class StepCostBench(Bench):
             ).executor
             for max_length in self.max_lengths
         }
-        prompts = measure.random_prompts(model, self.batch_size, self.live_slots)
-        params = SamplingParams(max_tokens=self.rounds + 1, ignore_eos=True)
-        turns = take_turns(
-            {
-                length: functools.partial(measure.run_rounds, executor, self.rounds)
-                for length, executor in executors.items()
-            },
+        turns = measure.time_rounds(
+            executors,
             self.repeats,
-            num_warm_ups=1,
-            prepare=lambda length: measure.fill(executors[length], prompts, params, draft_length=0),
+            num_rounds=self.rounds,
+            num_tokens=self.rounds + 1,
+            prompt_tokens=self.live_slots,
+            draft_length=0,
         )
         results = []
         for length, executor in executors.items():
             memory = executor.lower_run().compile().memory_analysis()
-            slower = turns.ratios(self.max_lengths[0], over=length)
             results.append(
                 {
                     "max_length": length,
                     "ms_per_round": 1e3 * turns.median_s(length) / self.rounds,
-                    "ratio_to_first": statistics.median(slower),
+                    "ratio_to_first": turns.speedup(self.max_lengths[0], over=length),
                     "temporary_bytes": memory and memory.temp_size_in_bytes,
                 }
             )

@@ -6,7 +6,6 @@ Without a trace the program is the one it always was.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -16,9 +15,7 @@ from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns
-from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.trace import LEVELS
 
 
@@ -55,15 +52,8 @@ class TraceCostBench(PairBench):
     def measure(self) -> dict[str, Any]:
         """Milliseconds per round, and ratios to no trace, by batch size and level."""
         target, draft = self.load()
-        params = SamplingParams(
-            max_tokens=self.rounds * (self.draft_length + 1) + 1,
-            ignore_eos=True,
-            temperature=self.temperature,
-            seed=0,
-        )
         results = []
         for batch_size in self.batch_sizes:
-            prompts = measure.random_prompts(target, batch_size, self.prompt_tokens)
             executors = {
                 level: Engine(
                     target,
@@ -75,16 +65,15 @@ class TraceCostBench(PairBench):
                 ).executor
                 for level in (None, *LEVELS)
             }
-            turns = take_turns(
-                {
-                    level: functools.partial(measure.run_rounds, executor, self.rounds)
-                    for level, executor in executors.items()
-                },
+            turns = measure.time_rounds(
+                executors,
                 self.repeats,
-                num_warm_ups=1,
-                prepare=lambda level, executors=executors, prompts=prompts: measure.fill(
-                    executors[level], prompts, params, draft_length=self.draft_length
-                ),
+                num_rounds=self.rounds,
+                num_tokens=self.rounds * (self.draft_length + 1) + 1,
+                prompt_tokens=self.prompt_tokens,
+                draft_length=self.draft_length,
+                temperature=self.temperature,
+                seed=0,
             )
             lengths = {int(np.sum(each.fetch("num_committed").num_committed))
                        for each in executors.values()}  # fmt: skip
