@@ -8,7 +8,7 @@ every repetition, or XLA would compute once what does not change.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxspec.analysis.cost import Measured, Pass
 from jaxspec.bench.measure import Repeated, Run
 from jaxspec.bench.roofline import forward_pass
+from jaxspec.cache import layouts
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
@@ -23,7 +24,6 @@ from jaxspec.decode.round import (
     commit,
     draft_and_verify,
     emit,
-    make_window,
     propose,
 )
 from jaxspec.decode.state import batch_view, newest_token
@@ -32,11 +32,9 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import (
     DecodeState,
-    Draft,
     PyTree,
     Scores,
     Window,
-    chain_parents,
 )
 
 
@@ -47,12 +45,34 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
     has `draft`, `verify` and `commit` too, the last being bookkeeping: the state's and the
     drafter's.
     """
-    stages = plain_stages(loop, state) if loop.is_plain else speculative_stages(loop, state)
-    return stages | {"round": _whole(loop.round, loop.params, state)}
+    if loop.is_plain:
+        start = layouts.window_start(state)[:, None]
+        slots = jnp.where(state.is_running[:, None], start, -1)
+        inputs = newest_token(state), Window(start=start[:, 0], positions=start, slots=slots)
+        stages = {}
+    else:
+        stages, inputs = _speculative_stages(loop, state)
+
+    def target_stage(params, fixed, cache):
+        return _score(loop.target, params["target"], *fixed, cache)
+
+    def whole_round(params, bare, moving):
+        """The same round over and over: caches move on, all else is as it was."""
+        cache, drafter = moving
+        after = loop.round(params, bare.replace(cache=cache, drafter=drafter))
+        return (after.cache, after.drafter), after.replace(cache=(), drafter=())
+
+    bare, moving = state.replace(cache=(), drafter=()), _copy((state.cache, state.drafter))
+    return stages | {
+        "target": Repeated(target_stage, loop.params, inputs, _copy(state.cache)),
+        "round": Repeated(whole_round, loop.params, bare, moving),
+    }
 
 
-def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
-    """`draft`, `target`, `verify` and `commit`; see `round_stages`."""
+def _speculative_stages(
+    loop: DecodeLoop, state: DecodeState
+) -> tuple[dict[str, Repeated], tuple[jax.Array, Window]]:
+    """`draft`, `verify` and `commit`, and the tokens and the window that the target scores."""
     params, shape = loop.params, loop.shape
 
     @jax.jit
@@ -70,9 +90,6 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
         draft, drafter_state = propose(loop, params, before, rows)
         return drafter_state, draft
 
-    def target_stage(params, info, cache):
-        return _score(loop.target, params["target"], info.tokens, info.window, cache)
-
     def verify_stage(params, info, moving):
         verdict = loop.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
         return moving, verdict
@@ -86,47 +103,17 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
         )
         return drafter_state, after
 
-    return {
+    stages = {
         "draft": Repeated(draft_stage, params, (bare, info.rows, seen), _copy(drafter_state)),
-        "target": Repeated(target_stage, params, info, _copy(state.cache)),
         "verify": Repeated(verify_stage, params, info, ()),
         "commit": Repeated(commit_stage, params, (bare, info), _copy(drafter_state)),
     }
-
-
-def plain_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
-    """`target` of a plain step; see `round_stages`."""
-    num_rows = loop.shape.batch_size
-    draft = Draft(
-        tokens=jnp.zeros((num_rows, 0), jnp.int32),
-        parents=chain_parents(num_rows, 0),
-        num_valid=jnp.zeros((num_rows,), jnp.int32),
-    )
-    window = make_window(state, draft, is_chain=True)
-
-    def target_stage(params, fixed, cache):
-        token, window = fixed
-        return _score(loop.target, params["target"], token, window, cache)
-
-    inputs = (newest_token(state), window)
-    return {"target": Repeated(target_stage, loop.params, inputs, _copy(state.cache))}
+    return stages, (info.tokens, info.window)
 
 
 def _score(model, params, tokens, window, cache):
     hidden, cache = model.forward(params, tokens, window, cache)
     return cache, Scores(logits=model.logits(params, hidden), hidden=hidden)
-
-
-def _whole(round_: Callable[[PyTree, DecodeState], DecodeState], params, state: DecodeState):
-    """The same round over and over: caches move on, all else is as it was."""
-
-    def whole_round(params, bare, moving):
-        cache, drafter = moving
-        after = round_(params, bare.replace(cache=cache, drafter=drafter))
-        return (after.cache, after.drafter), after.replace(cache=(), drafter=())
-
-    bare = state.replace(cache=(), drafter=())
-    return Repeated(whole_round, params, bare, _copy((state.cache, state.drafter)))
 
 
 def _copy(tree: PyTree) -> PyTree:
