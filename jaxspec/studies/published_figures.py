@@ -8,6 +8,8 @@ and ours without saying so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SOURCE = "Batch Speculative Decoding Done Right, arXiv 2510.22876v3"
 HARDWARE = (
     "NVIDIA A100 80 GB, PyTorch 2.7, transformers 4.51.3, fp16, greedy, draft length 5; raw first "
@@ -32,7 +34,7 @@ BSP                         1.9/39.7   0.2/31.3   3.5/19.9   2.1/12.6   1.0/15.3
 _CASES = [(model, batch) for model in MODELS for batch in (1, 4)]  # the columns
 
 
-def _exact_and_partial(cells: list[str]) -> dict[tuple[str, int], tuple[float, float]]:
+def _exact_and_partial(cells: Sequence[str]) -> dict[tuple[str, int], tuple[float, float]]:
     found = {}
     for case, cell in zip(_CASES, cells, strict=True):
         if cell != "-":

@@ -352,7 +352,7 @@ def _plot_serving(cells: Cells) -> Plot | None:
                 np.arange(3) + width * (index - (len(latencies) - 1) / 2),
                 [latency[name] for name in ("p50", "p90", "p99")],
                 width,
-                color=COLOURS[system],
+                color=COLOURS.get(system, "#34495e"),
                 label=system,
             )
         highest = max(latency["p99"] for latency in latencies.values())
