@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import tyro
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from jaxspec.analysis.compare import (
     CONFIDENCE,
     METRICS,
-    Candidate,
     DrafterComparison,
     Interval,
     compare,
@@ -37,7 +38,6 @@ from jaxspec.requests.prompts import (
     encode_prompts,
 )
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.report import Columns, TextTable, save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 
@@ -59,7 +59,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     repeats: int = 5
     """Timed runs of each drafter, in turns."""
     plot: pathlib.Path | None = None
-    """Image file to write (extra `analysis`)."""
+    """Write the plot as a PNG file."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Compares; returns the JSON document."""
@@ -106,7 +106,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         for text, style in remarks(comparison):
             console.print(text, style=style, highlight=False)
         if self.plot is not None:
-            save_figure(comparison.plot(), self.plot)
+            write_plot(comparison, self.plot)
             console.print(f"plot written to {self.plot}", markup=False, highlight=False)
         return make_document(
             "compare",
@@ -122,59 +122,62 @@ def category_of(line: PromptLine) -> str:
     return str(next((line.fields[name] for name in CATEGORY_FIELDS if name in line.fields), "all"))
 
 
-def candidates_table(comparison: DrafterComparison) -> TextTable:
+def write_plot(comparison: DrafterComparison, path: pathlib.Path) -> None:
+    """Writes the comparison's plot as a PNG file.
+
+    Raises:
+      SettingError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = comparison.plot()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise SettingError(
+            f"The plot {path} cannot be written ({error.strerror}); name another file."
+        ) from error
+
+
+def candidates_table(comparison: DrafterComparison) -> Table:
     """One drafter a line."""
-
-    def speed(candidate: Candidate) -> str:
-        total = candidate.acceptance.num_emitted_tokens
-        return f"{total / float(np.median(candidate.run_s)):.0f}"
-
-    def speed_up(candidate: Candidate) -> str:
+    table = _table("drafter", "tokens/s", "speed-up\n(range)", "rounds", "emitted\n/round")
+    table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
+    for candidate in comparison.candidates:
+        total = candidate.acceptance
         ratios = comparison.speedups(candidate.label)
-        return f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})"
-
-    columns: Columns = {
-        "drafter": lambda one: one.label,
-        "tokens/s": speed,
-        "speed-up\n(range)": speed_up,
-        "rounds": lambda one: one.acceptance.num_rounds,
-        "emitted\n/round": lambda one: f"{one.acceptance.emitted_per_round:.2f}",
-        "accepted at\n1, 2, ... (%)": lambda one: " ".join(
-            f"{100 * share:.0f}" for share in one.acceptance.per_position
-        ),
-        "equal": lambda one: _equality(one.divergences, holds=one.holds),
-    }
-    return TextTable.of_columns("", columns, comparison.candidates)
+        table.add_row(
+            candidate.label,
+            f"{total.num_emitted_tokens / float(np.median(candidate.run_s)):.0f}",
+            f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})",
+            str(total.num_rounds),
+            f"{total.emitted_per_round:.2f}",
+            " ".join(f"{100 * share:.0f}" for share in total.per_position),
+            _equality(candidate.divergences, holds=candidate.holds),
+        )
+    return table
 
 
-def categories_table(comparison: DrafterComparison) -> TextTable:
+def categories_table(comparison: DrafterComparison) -> Table:
     """Emitted tokens per round by category and drafter: mean over prompts and interval."""
-    rows = []
+    table = _table("category (prompts)", "emitted per round")
+    table.add_column("drafter", overflow="fold")
     for category in (*comparison.category_names, None):
         for index, candidate in enumerate(comparison.candidates):
             found = comparison.values("emitted per round", candidate.label, category)
             name = "" if index else f"{category or 'all'} ({found.num_prompts})"
-            rows.append([name, _interval(found), candidate.label])
-    return TextTable(
-        title="",
-        header=("category (prompts)", "emitted per round", "drafter"),
-        rows=rows,
-        breaks=range(0, len(rows), len(comparison.candidates)),
-    )
+            table.add_row(name, _interval(found), candidate.label)
+        table.add_section()
+    return table
 
 
-def differences_table(comparison: DrafterComparison) -> TextTable:
+def differences_table(comparison: DrafterComparison) -> Table:
     """Paired differences of every two drafters."""
-    columns: Columns = {
-        "on the same prompt": " - ".join,
-        **{
-            f"difference in\n{metric}": lambda pair, metric=metric: _interval(
-                comparison.difference(metric, *pair), signed=True
-            )
-            for metric in METRICS
-        },
-    }
-    return TextTable.of_columns("", columns, comparison.pairs())
+    table = _table("on the same prompt", *(f"difference in\n{metric}" for metric in METRICS))
+    for label, other in comparison.pairs():
+        found = [comparison.difference(metric, label, other) for metric in METRICS]
+        table.add_row(f"{label} - {other}", *(_interval(one, signed=True) for one in found))
+    return table
 
 
 def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
@@ -211,6 +214,14 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
             "dim",
         ),
     ]
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _interval(interval: Interval, *, signed: bool = False) -> str:

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint.resolve import load_model
@@ -29,8 +32,6 @@ from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
-from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
@@ -121,11 +122,15 @@ class DemoCommand(JsonOption):
         prompts: Sequence[tuple[int, ...]],
         batch_size: int,
     ) -> tuple[list[dict[str, Any]], list[Completion]]:
-        """Runs of plain decoding and of every drafter, and the first drafter's completions."""
+        """Runs of plain decoding and of every drafter, and the first drafter's completions.
+
+        All engines are compiled first; then plain and speculative runs take turns, so that a slow
+        moment of the machine falls on both.
+        """
         # At small batches a prompt of each domain is enough to time.
         chosen = prompts if batch_size >= 8 else prompts[: max(batch_size, NUM_DOMAINS)]
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-        made = (
+        engines = [
             Engine(
                 target,
                 drafter,
@@ -135,58 +140,56 @@ class DemoCommand(JsonOption):
                 prefill_chunk=64,  # the prompts are short
             )
             for drafter in (None, *drafters)
-        )
-        engines = {_label(engine): engine for engine in made}
-        plain, *drafted = engines
-        compile_s = {label: warm_up(engine) for label, engine in engines.items()}
-        outputs: dict[str, list[list[Completion]]] = {label: [] for label in engines}
+        ]
+        compile_s = [warm_up(engine) for engine in engines]
+        seconds = np.zeros((self.repeats, len(engines)))
+        outputs: list[list[list[Completion]]] = [[] for _ in engines]
         num_runs = len(drafters) + self.repeats * len(engines)
         with DecodingProgress(num_runs * len(chosen)) as progress:
             starts = itertools.count(0, len(chosen))
 
-            def decode(label: str, *, speculate: bool = True) -> list[Completion]:
-                progress.describe(f"batch {batch_size}, {label if speculate else plain}")
-                return engines[label].generate(
-                    chosen,
-                    params,
-                    speculate=speculate,
-                    on_progress=progress.batch_at(next(starts)),
-                )
+            def decode(engine: Engine, what: str, *, speculate: bool) -> list[Completion]:
+                progress.describe(f"batch {batch_size}, {what}")
+                on_progress = progress.batch_at(next(starts))
+                return engine.generate(chosen, params, speculate=speculate, on_progress=on_progress)
 
             # Plain decoding in each drafter's own program: every draft marked invalid.
-            references = {label: decode(label, speculate=False) for label in drafted}
-            turns = take_turns(
-                {label: lambda own=label: outputs[own].append(decode(own)) for label in engines},
-                self.repeats,
-            )
+            plain = [decode(engine, "plain", speculate=False) for engine in engines[1:]]
+            for repeat, (index, engine) in itertools.product(
+                range(self.repeats), enumerate(engines)
+            ):
+                started_s = time.perf_counter()
+                decoded = decode(engine, _label(engine), speculate=True)
+                seconds[repeat, index] = time.perf_counter() - started_s
+                outputs[index].append(decoded)
 
-        one_by_one = _tokens(outputs[plain][0])
+        one_by_one = outputs[0][0]
         runs = []
-        for label, engine in engines.items():
-            first = outputs[label][0]
-            reference = _tokens(references.get(label, outputs[plain][0]))
+        for index, engine in enumerate(engines):
+            first = outputs[index][0]
+            reference = plain[index - 1] if index else one_by_one
             acceptance = Acceptance.total([completion.acceptance for completion in first])
-            pairs = zip(_tokens(first), one_by_one, strict=True)
+            run_s = float(np.median(seconds[:, index]))
             runs.append(
                 {
                     "drafter": engine.drafter.name if engine.drafter else "none",
-                    "label": label,
+                    "label": _label(engine),
                     "batch_size": batch_size,
                     "engine": engine.describe(),
                     "num_prompts": len(chosen),
                     "num_tokens": acceptance.num_emitted_tokens,
-                    "tokens_per_s": acceptance.num_emitted_tokens / turns.median_s(label),
-                    "speedup_vs_plain": turns.speedup(label, over=plain),
+                    "tokens_per_s": acceptance.num_emitted_tokens / run_s,
+                    "speedup_vs_plain": float(np.median(seconds[:, 0] / seconds[:, index])),
                     "rounds": acceptance.num_rounds,
                     "emitted_per_round": acceptance.emitted_per_round,
                     "per_position_acceptance": list(acceptance.per_position),
-                    "equal_to_plain": all(_tokens(each) == reference for each in outputs[label]),
-                    "num_equal_to_window_1": sum(own == other for own, other in pairs),
-                    "compile_s": compile_s[label],
-                    "run_s": turns.seconds[label],
+                    "equal_to_plain": all(_tokens(o) == _tokens(reference) for o in outputs[index]),
+                    "num_equal_to_window_1": _num_same(first, one_by_one),
+                    "compile_s": compile_s[index],
+                    "run_s": seconds[:, index].tolist(),
                 }
             )
-        return runs, outputs[drafted[0]][0]
+        return runs, outputs[1][0]
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
@@ -234,23 +237,27 @@ def marked_text(completion: Completion) -> str:
     return shown
 
 
-def runs_table(runs: Sequence[dict[str, Any]]) -> TextTable:
+def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
     """The comparison, one run a line; 80 columns hold it."""
-    columns: Columns = {
-        "batch": "{batch_size}",
-        "drafter": "{label}",
-        "tokens/s": "{tokens_per_s:.0f}",
-        "speed-up": "{speedup_vs_plain:.2f}x",
-        "rounds": "{rounds}",
-        "emitted\n/round": "{emitted_per_round:.2f}",
-        "accepted at\n1, 2, ... (%)": lambda run: " ".join(
-            f"{100 * value:.0f}" for value in run["per_position_acceptance"]
-        ),
-        "equals\nplain": lambda run: (
-            "" if run["drafter"] == "none" else "yes" if run["equal_to_plain"] else "NO"
-        ),
-    }
-    return TextTable.of_columns("", columns, runs, group=lambda run: run["batch_size"])
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("batch", "drafter", "tokens/s", "speed-up", "rounds", "emitted\n/round"):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    table.add_column("accepted at\n1, 2, ... (%)")
+    table.add_column("equals\nplain")
+    for index, run in enumerate(runs):
+        table.add_row(
+            str(run["batch_size"]),
+            run["label"],
+            f"{run['tokens_per_s']:.0f}",
+            f"{run['speedup_vs_plain']:.2f}x",
+            str(run["rounds"]),
+            f"{run['emitted_per_round']:.2f}",
+            " ".join(f"{100 * value:.0f}" for value in run["per_position_acceptance"]),
+            ("yes" if run["equal_to_plain"] else "NO") if run["drafter"] != "none" else "",
+            end_section=index + 1 < len(runs)
+            and runs[index + 1]["batch_size"] != run["batch_size"],
+        )
+    return table
 
 
 def remarks(
@@ -291,3 +298,7 @@ def _millions(model: LanguageModel) -> str:
 
 def _tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
+
+
+def _num_same(a: Sequence[Completion], b: Sequence[Completion]) -> int:
+    return sum(x == y for x, y in zip(_tokens(a), _tokens(b), strict=True))

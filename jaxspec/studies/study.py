@@ -108,7 +108,9 @@ class Running:
 
     def measure(self, *, say: Say) -> None:
         """Measures the cells that are missing."""
-        cells = {name: functools.partial(self.cell, name, each) for name, each in self.cells()}
+        cells = {
+            name: functools.partial(self.cell, name, each) for name, each in self.cells().items()
+        }
         self.store.run(cells, say=say)
 
     def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -129,48 +131,35 @@ class Running:
             }
         }
 
-    def cells(self) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    def cells(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """What measures each cell, by name; later ones read the results of earlier ones."""
         workload, known, sizes = self.workload, self.store.cells, self.options.batch_sizes
-        of = functools.partial
+        found: dict[str, Callable[[], dict[str, Any]]] = {}
+
+        def add(name: str, measure: Callable[..., dict[str, Any]], *args: Any, **how: Any) -> None:
+            found[name] = functools.partial(measure, workload, *args, **how)
 
         def near(*wanted: int) -> list[int]:
             return sorted({nearest(one, sizes) for one in wanted})
 
-        return [
-            ("reference", of(measurements.measure_reference, workload)),
-            *(
-                (
-                    f"decode-{decoding.cell}",
-                    of(
-                        measurements.measure_decoding,
-                        workload,
-                        known,
-                        decoding,
-                        is_broken_down=self.is_broken_down(decoding),
-                    ),
-                )
-                for size in sizes
-                for decoding in workload.decodings(size)
-            ),
-            *(
-                (f"controls-b{size}", of(measurements.measure_controls, workload, known, size))
-                for size in near(1, 4)
-            ),
-            *(
-                (f"rounds-b{size}", of(measurements.measure_rounds, workload, size))
-                for size in near(4, 8)
-            ),
-            ("grouping", of(measurements.measure_grouping, workload, known)),
-            *(
-                (
-                    f"serving-{decoding.cell}",
-                    of(measurements.measure_serving, workload, known, decoding),
-                )
-                for size in (near(8) if self.options.quick else near(1, 2, 4, 8))
-                for decoding in (workload.named(name, size) for name in NAMED)
-            ),
-        ]
+        add("reference", measurements.measure_reference)
+        for decoding in (decoding for size in sizes for decoding in workload.decodings(size)):
+            add(
+                f"decode-{decoding.cell}",
+                measurements.measure_decoding,
+                known,
+                decoding,
+                is_broken_down=self.is_broken_down(decoding),
+            )
+        for size in near(1, 4):
+            add(f"controls-b{size}", measurements.measure_controls, known, size)
+        for size in near(4, 8):
+            add(f"rounds-b{size}", measurements.measure_rounds, size)
+        add("grouping", measurements.measure_grouping, known)
+        for size in near(8) if self.options.quick else near(1, 2, 4, 8):
+            for decoding in (workload.named(name, size) for name in NAMED):
+                add(f"serving-{decoding.cell}", measurements.measure_serving, known, decoding)
+        return found
 
     def is_broken_down(self, decoding: Decoding) -> bool:
         """Whether the parts of its rounds are timed: each is compiled once more for it."""
