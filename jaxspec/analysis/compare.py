@@ -31,6 +31,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Params, Prompt, make_requests, params_of_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import new_figure
+from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 
 METRICS: dict[str, Callable[[Acceptance], float]] = {
@@ -147,15 +148,14 @@ class DrafterComparison:
 
     def values(self, metric: str, label: str, category: str | None = None) -> Interval:
         """A candidate's metric, over all prompts or those of one category."""
-        values = self._named(label).values(metric)
-        return self._interval(values[self._is_in(category)])
+        return self._interval(self._named(label).values(metric), category)
 
     def difference(
         self, metric: str, label: str, other: str, category: str | None = None
     ) -> Interval:
         """By how much a candidate's metric exceeds another's on the same prompt."""
         values = self._named(label).values(metric) - self._named(other).values(metric)
-        return self._interval(values[self._is_in(category)])
+        return self._interval(values, category)
 
     def speedups(self, label: str) -> np.ndarray:
         """`[repeats]` float64: the first candidate's seconds over this one's, turn by turn."""
@@ -164,49 +164,18 @@ class DrafterComparison:
     def _named(self, label: str) -> Candidate:
         return next(candidate for candidate in self.candidates if candidate.label == label)
 
-    def _is_in(self, category: str | None) -> np.ndarray:
-        return np.array([category in (None, own) for own in self.categories])
-
-    def _interval(self, values: np.ndarray) -> Interval:
-        return mean_interval(values, seed=self.seed)
+    def _interval(self, values: np.ndarray, category: str | None) -> Interval:
+        is_in = np.array([category in (None, own) for own in self.categories])
+        return mean_interval(values[is_in], seed=self.seed)
 
     def to_json(self) -> dict[str, Any]:
         """All figures, with the differences of every pair."""
-        labels = [candidate.label for candidate in self.candidates]
         return {
             "holds": self.holds,
-            "baseline": labels[0],
+            "baseline": self.baseline.label,
             "confidence": CONFIDENCE,
             "num_prompts": len(self.categories),
-            "candidates": [
-                {
-                    "label": candidate.label,
-                    "engine": candidate.engine,
-                    "acceptance": candidate.acceptance.to_json(),
-                    "tokens_per_s": [
-                        candidate.acceptance.num_emitted_tokens / run_s for run_s in candidate.run_s
-                    ],
-                    "speedup": self.speedups(candidate.label).tolist(),
-                    "run_s": list(candidate.run_s),
-                    "compile_s": candidate.compile_s,
-                    "warm": candidate.warm and candidate.warm.to_json(),
-                    "holds": candidate.holds,
-                    "num_unequal_to_plain": candidate.num_unequal_to_plain,
-                    "num_unequal_to_baseline": len(candidate.divergences.differing),
-                    "divergences": [
-                        {"request": index, **divergence.to_json()}
-                        for index, divergence in candidate.divergences.judged.items()
-                    ],
-                    "by_category": {
-                        category: {
-                            metric: self.values(metric, candidate.label, category).to_json()
-                            for metric in METRICS
-                        }
-                        for category in self.category_names
-                    },
-                }
-                for candidate in self.candidates
-            ],
+            "candidates": [self._candidate_json(candidate) for candidate in self.candidates],
             "differences": [
                 {
                     "metric": metric,
@@ -230,6 +199,33 @@ class DrafterComparison:
                 }
                 for index, category in enumerate(self.categories)
             ],
+        }
+
+    def _candidate_json(self, candidate: Candidate) -> dict[str, Any]:
+        total, divergences = candidate.acceptance, candidate.divergences
+        return {
+            "label": candidate.label,
+            "engine": candidate.engine,
+            "acceptance": total.to_json(),
+            "tokens_per_s": [total.num_emitted_tokens / run_s for run_s in candidate.run_s],
+            "speedup": self.speedups(candidate.label).tolist(),
+            "run_s": list(candidate.run_s),
+            "compile_s": candidate.compile_s,
+            "warm": candidate.warm and candidate.warm.to_json(),
+            "holds": candidate.holds,
+            "num_unequal_to_plain": candidate.num_unequal_to_plain,
+            "num_unequal_to_baseline": len(divergences.differing),
+            "divergences": [
+                {"request": index, **divergence.to_json()}
+                for index, divergence in divergences.judged.items()
+            ],
+            "by_category": {
+                category: {
+                    metric: self.values(metric, candidate.label, category).to_json()
+                    for metric in METRICS
+                }
+                for category in self.category_names
+            },
         }
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -403,17 +399,21 @@ def compare(
         if engine.drafter is not None:
             tell(f"{label}: the same program, drafts marked invalid")
             plain[label] = list(engine.run(requests, speculate=False))
-    seconds = {label: [] for label in engines}
-    outputs = {}
-    # Turns: a slow moment of the machine falls on all of them.
-    for repeat in range(repeats):
-        for label, engine in engines.items():
-            tell(f"run {repeat + 1} of {repeats}: {label}")
-            engine.reset()
-            jax.block_until_ready(engine.executor.state)  # the empty one, before the clock starts
-            started_s = time.perf_counter()
-            outputs[label] = list(engine.run(requests))
-            seconds[label].append(time.perf_counter() - started_s)
+
+    def empty(label: str) -> None:
+        engines[label].reset()
+        jax.block_until_ready(engines[label].executor.state)
+
+    turns = take_turns(
+        {
+            label: lambda engine=engine: list(engine.run(requests))
+            for label, engine in engines.items()
+        },
+        repeats,
+        prepare=empty,
+        on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
+    )
+    outputs = turns.results
     warm = {}
     for label, engine in engines.items():
         if engine.executor.loop.drafter.shares_state:
@@ -424,34 +424,33 @@ def compare(
     first = next(iter(engines))
     expected = [completion.token_ids for completion in outputs[first]]
     drawn_by = [request.params for request in requests]
-    divergences = {label: judge_all(model, outputs[label], expected, drawn_by) for label in engines}
-    must_be_equal = {
-        label: _must_be_equal(engine, engines[first], do_differ=bool(divergences[label].differing))
-        for label, engine in engines.items()
-    }
-    if categories is None:
-        categories = ["all"] * len(prompts)
-    return DrafterComparison(
-        candidates=tuple(
+    candidates = []
+    for label, engine in engines.items():
+        found = judge_all(model, outputs[label], expected, drawn_by)
+        num_unequal = None
+        if label in plain:
+            pairs = zip(outputs[label], plain[label], strict=True)
+            num_unequal = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
+        candidates.append(
             Candidate(
                 label=label,
                 engine=engine.describe(),
                 completions=tuple(outputs[label]),
-                run_s=tuple(seconds[label]),
+                run_s=tuple(turns.seconds[label]),
                 compile_s=compile_s[label],
-                num_unequal_to_plain=(
-                    _num_unequal(outputs[label], plain[label]) if label in plain else None
+                num_unequal_to_plain=num_unequal,
+                divergences=found,
+                must_be_equal=_must_be_equal(
+                    engine, engines[first], do_differ=bool(found.differing)
                 ),
-                divergences=divergences[label],
-                must_be_equal=must_be_equal[label],
                 warm=warm.get(label),
             )
-            for label, engine in engines.items()
-        ),
-        # A prompt that asks for n completions is n requests.
-        categories=tuple(
-            category for category, own in zip(categories, each, strict=True) for _ in range(own.n)
-        ),
+        )
+    # A prompt that asks for n completions is n requests.
+    of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
+    return DrafterComparison(
+        candidates=tuple(candidates),
+        categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
         seed=seed,
     )
 
@@ -475,11 +474,6 @@ def _check(
         )
     if repeats < 1:
         raise SettingError(f"repeats {repeats} was given; it must be at least 1.")
-
-
-def _num_unequal(outputs: Sequence[Completion], references: Sequence[Completion]) -> int:
-    pairs = zip(outputs, references, strict=True)
-    return sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
 
 
 def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:

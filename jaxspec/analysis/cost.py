@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -112,15 +113,13 @@ class Pass:
 
     def kernels(self) -> tuple[tuple[float, float], ...]:
         """Bytes and FLOPs of the layers' products, of the head, and of attention."""
-        c = self.config
-        logits_bytes = LOGITS_PASSES * 4 * self.num_tokens * c.vocab_size
-        attention_flops = 4 * self.num_tokens * self._slots * c.num_query_heads * c.head_size
+        c, num_tokens = self.config, self.num_tokens
+        logits_bytes = LOGITS_PASSES * 4 * num_tokens * c.vocab_size
+        head_bytes = self.head_params * self.itemsize + logits_bytes
+        attention_flops = 4 * num_tokens * self._slots * c.num_query_heads * c.head_size
         return (
-            (self.layer_params * self.itemsize, 2.0 * self.layer_params * self.num_tokens),
-            (
-                self.head_params * self.itemsize + logits_bytes,
-                2.0 * self.head_params * self.num_tokens,
-            ),
+            (self.layer_params * self.itemsize, 2.0 * self.layer_params * num_tokens),
+            (head_bytes, 2.0 * self.head_params * num_tokens),
             (self.kv_bytes, attention_flops * c.num_layers),
         )
 
@@ -150,13 +149,12 @@ class Device:
 
     def pass_s(self, work: Pass) -> float:
         """Seconds of a forward pass."""
-        layers, head, attention = work.kernels()
-        return (
-            max(layers[0] / self.bytes_per_s, layers[1] / self.flops_per_s)
-            + max(head[0] / self.bytes_per_s, head[1] / self.flops_per_s)
-            + max(attention[0] / self.kv_bytes_per_s, attention[1] / self.flops_per_s)
-            + work.num_steps * self.step_s
+        rates = self.bytes_per_s, self.bytes_per_s, self.kv_bytes_per_s
+        kernels_s = sum(
+            max(num_bytes / bytes_per_s, num_flops / self.flops_per_s)
+            for (num_bytes, num_flops), bytes_per_s in zip(work.kernels(), rates, strict=True)
         )
+        return kernels_s + work.num_steps * self.step_s
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back."""
@@ -188,41 +186,37 @@ class Device:
         return cls(**{name: fields[name] for name in names})
 
 
-_ASSUMED = (
-    "datasheet peaks (dense bf16), 75 % of the bandwidth and 65 % of the rate, 8 us per layer, "
-    "40 us per round: inferred, not measured"
-)
-
-
-def _datasheet(name: str, *, bytes_per_s: float, flops_per_s: float) -> Device:
-    return Device(
+# Memory bandwidth and dense bf16 tensor rate of NVIDIA's datasheets.
+_PEAKS = {
+    "a100": (2.039e12, 312e12),
+    "h100": (3.35e12, 989e12),
+    "h200": (4.8e12, 989e12),
+    "l40s": (0.864e12, 362e12),
+    "l4": (0.3e12, 121e12),
+}
+DEVICES: dict[str, Device] = {
+    name: Device(
         name=name,
         bytes_per_s=0.75 * bytes_per_s,
         kv_bytes_per_s=0.75 * bytes_per_s,
         flops_per_s=0.65 * flops_per_s,
         step_s=8e-6,
         round_s=40e-6,
-        source=_ASSUMED,
+        source="datasheet peaks (dense bf16), 75 % of the bandwidth and 65 % of the rate, 8 us per "
+        "layer, 40 us per round: inferred, not measured",
     )
-
-
-# Memory bandwidth and dense bf16 tensor rate of NVIDIA's datasheets.
-DEVICES: dict[str, Device] = {
-    "a100": _datasheet("a100", bytes_per_s=2.039e12, flops_per_s=312e12),
-    "h100": _datasheet("h100", bytes_per_s=3.35e12, flops_per_s=989e12),
-    "h200": _datasheet("h200", bytes_per_s=4.8e12, flops_per_s=989e12),
-    "l40s": _datasheet("l40s", bytes_per_s=0.864e12, flops_per_s=362e12),
-    "l4": _datasheet("l4", bytes_per_s=0.3e12, flops_per_s=121e12),
+    for name, (bytes_per_s, flops_per_s) in _PEAKS.items()
 }
 
 
 def ceiling(device: Device) -> Device:
     """A device of `DEVICES` at its datasheet's peaks, without any overhead: nothing can beat it."""
-    return dataclasses.replace(
-        device,
-        bytes_per_s=device.bytes_per_s / 0.75,
-        kv_bytes_per_s=device.kv_bytes_per_s / 0.75,
-        flops_per_s=device.flops_per_s / 0.65,
+    bytes_per_s, flops_per_s = _PEAKS[device.name]
+    return Device(
+        name=device.name,
+        bytes_per_s=bytes_per_s,
+        kv_bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
         step_s=0.0,
         round_s=0.0,
         source="datasheet peaks without overheads: a ceiling",
@@ -256,11 +250,11 @@ class Fit:
         return {
             "device": self.device.to_json(),
             "num_fitted": len(self.errors),
-            "error_median": _median(self.errors),
+            "error_median": statistics.median(self.errors),
             "error_worst": max(self.errors),
             "num_held_out": len(self.held_out_errors),
-            "held_out_error_median": _median(self.held_out_errors),
-            "held_out_error_worst": max(self.held_out_errors, default=None),
+            "held_out_error_median": statistics.median(self.held_out_errors),
+            "held_out_error_worst": max(self.held_out_errors),
         }
 
 
@@ -294,9 +288,8 @@ def fit_device(
             f"{len(measured)} measured passes were given; fitting four constants and holding out a "
             "third takes at least 6, so measure more batch sizes or draft lengths."
         )
-    is_out = is_held_out(len(measured))
-    fitted = [point for point, out in zip(measured, is_out, strict=True) if not out]
-    held_out = [point for point, out in zip(measured, is_out, strict=True) if out]
+    pairs = list(zip(measured, is_held_out(len(measured)), strict=True))
+    fitted, held_out = ([point for point, out in pairs if out == which] for which in (False, True))
     # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a least value, and a
     # step takes at most what the quickest pass leaves for each of its own.
     quickest = min(p.seconds / p.work.num_steps for p in fitted)
@@ -315,9 +308,8 @@ def fit_device(
             source=source,
         )
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        device = device_of(logs)
-        return np.array([device.pass_s(p.work) / p.seconds - 1 for p in fitted])
+    def errors(device: Device, points: Sequence[Measured]) -> np.ndarray:
+        return np.array([device.pass_s(p.work) / p.seconds - 1 for p in points])
 
     # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
     # by one of these factors, each with expensive and with cheap steps.
@@ -328,26 +320,23 @@ def fit_device(
     ]
     solutions = [
         optimize.least_squares(
-            residuals, np.clip(start, lowest + 1e-6, highest - 1e-6), bounds=(lowest, highest)
+            lambda logs: errors(device_of(logs), fitted),
+            np.clip(start, lowest + 1e-6, highest - 1e-6),
+            bounds=(lowest, highest),
         )
         for start in starts
     ]
     device = device_of(min(solutions, key=lambda solution: solution.cost).x)
-
-    def errors(points: Sequence[Measured]) -> tuple[float, ...]:
-        return tuple(abs(device.pass_s(p.work) / p.seconds - 1) for p in points)
-
-    return Fit(device=device, errors=errors(fitted), held_out_errors=errors(held_out))
+    of_fitted, of_held_out = (
+        tuple(np.abs(errors(device, points)).tolist()) for points in (fitted, held_out)
+    )
+    return Fit(device=device, errors=of_fitted, held_out_errors=of_held_out)
 
 
 def is_held_out(num_points: int) -> list[bool]:
     """Which of so many measurements a fit leaves out: a third, drawn without regard to order."""
     chosen = np.random.default_rng(0).permutation(num_points)[: num_points // 3]
     return [index in set(chosen.tolist()) for index in range(num_points)]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if values else None
 
 
 def geometric(acceptance: float, draft_length: int) -> tuple[float, ...]:
@@ -420,14 +409,18 @@ class Pair:
 
     def speed_up(self, *, batch: int, context: float, cumulative: Sequence[float]) -> float:
         """Over window-1 plain decoding, at the draft length `len(cumulative)`."""
-        round_s = self.round_s(
+        return self.speed_up_of(
+            emitted_per_round(cumulative),
             batch=batch,
-            draft_length=len(cumulative),
             context=context,
+            draft_length=len(cumulative),
             all_accepted=cumulative[-1],
         )
-        plain_s = self.plain_s(batch=batch, context=context)
-        return emitted_per_round(cumulative) * plain_s / round_s
+
+    def speed_up_of(self, emitted: float, *, batch: int, context: float, **of_round: Any) -> float:
+        """Over window-1 plain decoding, of rounds that emit so many tokens; see `round_s`."""
+        round_s = self.round_s(batch=batch, context=context, **of_round)
+        return emitted * self.plain_s(batch=batch, context=context) / round_s
 
     def best_draft_length(
         self, *, batch: int, context: float, acceptance: float | Sequence[float]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -20,8 +21,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
-from rich.console import Console
 
 from jaxspec.bench import measure
 from jaxspec.bench.measure import Bench, Dtype
@@ -29,9 +28,8 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
-from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import random_model
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.report import Columns
 
 
 def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
@@ -79,6 +77,13 @@ class CompileTimeBench(Bench):
 
     NAME: ClassVar[str] = "compile-time"
     MEASURES: ClassVar[tuple[str, ...]] = (*measure.ROUND, "bench/compile_time.py")
+    TITLE: ClassVar[str] = "compiling an engine"
+    COLUMNS: ClassVar[Columns] = {
+        "layers": "{num_layers}",
+        "CPU s": "{cpu_s:.1f}",
+        "s": "{wall_s:.1f}",
+        "exponent": "{exponent:.2f}",
+    }
 
     layers: tuple[int, ...] = (2, 4, 8, 16, 36)
     """Of the target, in rising order; the draft model has two."""
@@ -95,7 +100,7 @@ class CompileTimeBench(Bench):
     dtype: Dtype = "float32"
     """Of parameters, compute and cache."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Seconds by number of layers, medians of the repeats; and the growth from each number to
         the next.
 
@@ -115,51 +120,28 @@ class CompileTimeBench(Bench):
         targets = [self._model(num_layers) for num_layers in self.layers]
         self._compile(targets[0], draft)  # what is loaded at the first compile
         times = [[self._compile(target, draft) for target in targets] for _ in range(self.repeats)]
-        cpu_s, wall_s = np.median(np.array([[t[:2] for t in each] for each in times]), axis=0).T
-        programs = [[t[2] for t in each] for each in times]
-        results = []
-        for index, num_layers in enumerate(self.layers):
+        results: list[dict[str, Any]] = []
+        for num_layers, runs in zip(self.layers, zip(*times, strict=True), strict=True):
+            cpu_s, wall_s, programs = zip(*runs, strict=True)
             result = {
                 "num_layers": num_layers,
-                "cpu_s": float(cpu_s[index]),
-                "wall_s": float(wall_s[index]),
+                "cpu_s": statistics.median(cpu_s),
+                "wall_s": statistics.median(wall_s),
                 "programs": {
-                    what: statistics.median(each[index][what] for each in programs)
-                    for what in programs[0][index]
+                    what: statistics.median(each[what] for each in programs) for what in programs[0]
                 },
             }
-            if index:
-                ratio = num_layers / self.layers[index - 1]
-                added_s = cpu_s[index] - cpu_s[index - 1]
-                num_added = num_layers - self.layers[index - 1]
-                result["cpu_s_per_added_layer"] = float(added_s / num_added)
-                result["exponent"] = float(np.log(cpu_s[index] / cpu_s[index - 1]) / np.log(ratio))
+            if results:
+                before = results[-1]
+                added_s = result["cpu_s"] - before["cpu_s"]
+                result["cpu_s_per_added_layer"] = added_s / (num_layers - before["num_layers"])
+                ratio = math.log(num_layers / before["num_layers"])
+                result["exponent"] = math.log(result["cpu_s"] / before["cpu_s"]) / ratio
             results.append(result)
-        columns: Columns = {
-            "layers": lambda found: found["num_layers"],
-            "CPU s": lambda found: f"{found['cpu_s']:.1f}",
-            "s": lambda found: f"{found['wall_s']:.1f}",
-            "exponent": lambda found: f"{found['exponent']:.2f}" if "exponent" in found else "",
-        }
-        console.print(TextTable.of_columns("compiling an engine", columns, results))
         return {"results": results}
 
     def _model(self, num_layers: int) -> LanguageModel:
-        head_size = self.width // 4
-        config = ModelConfig(
-            family="qwen3",
-            vocab_size=512,
-            width=self.width,
-            feed_forward_width=2 * self.width,
-            num_layers=num_layers,
-            num_query_heads=4,
-            num_kv_heads=2,
-            head_size=head_size,
-            max_length=self.max_length,
-            norm_epsilon=1e-6,
-            rope=RopeConfig(theta=1e4, rotary_size=head_size),
-            has_qk_norm=True,
-        )
+        config = measure.tiny_config(num_layers, width=self.width, max_length=self.max_length)
         return random_model(config, dtype=self.dtype)
 
     def _compile(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from jaxspec.analysis import cost
 from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
-from jaxspec.bench.measure import Say
+from jaxspec.bench.measure import ROUND, Bench, Dtype, Say
 from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, round_roofline_s
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
@@ -30,72 +31,119 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import devices
 from jaxspec.runtime.turns import take_turns, time_loops
-from jaxspec.schedulers import Scheduler, Static
+from jaxspec.schedulers import Static, make_scheduler
 from jaxspec.telemetry.counters import Acceptance
-from jaxspec.verifiers import Verifier
+from jaxspec.verifiers import make_verifier
 
 PLAIN = "plain"
 PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOptions(Bench):
+    """What `bench decode` measures."""
+
+    NAME: ClassVar[str] = "decode"
+    MEASURES: ClassVar[tuple[str, ...]] = (
+        *ROUND, "engine/engine.py", "engine/executor.py", "drafters/draft_model.py",
+        "verifiers/coupled.py", "bench/decode.py",
+    )  # fmt: skip
+
+    target: str = "demo-target"
+    """Any model that `load_model` takes; with --against hf a Hugging Face directory."""
+    draft: str | None = None
+    """A draft model, named like the target; default `demo-draft` for `demo-target`."""
+    drafter: str | None = None
+    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
+    its first token less likely than that), or your own `package.module:factory`."""
+    verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
+    """What decides how much of a draft is kept."""
+    scheduler: Literal["static", "continuous", "pool"] = "static"
+    """Which rows take part in a round."""
+    layout: Layout = "ragged"
+    """Where KV stands; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
+    without realignment, which happens between rounds: whole runs show what that costs."""
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
+    """Batch sizes to measure."""
+    draft_lengths: tuple[int, ...] = (2, 4, 6)
+    """Draft lengths to measure."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
+    limit: int = 24
+    """Prompts to decode."""
+    max_prompt_tokens: int = 64
+    """Longer prompts are cut to their first so many tokens."""
+    max_tokens: int = 48
+    """Tokens emitted per prompt; EOS is ignored."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    dtype: Dtype = "float32"
+    """Of parameters, compute and cache."""
+    max_length: int | None = None
+    """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
+    up to it."""
+    repeats: int = 5
+    """Timed runs of each kind; medians count."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeBench:
-    """What is measured.
+    """The measurements of `bench decode`.
 
     Attributes:
+      options: what is measured.
       target: the model whose output it is.
       drafter: what proposes tokens.
-      verifier: what decides how much of a draft is kept.
-      scheduler: of both sides.
-      layout: of both sides. Rounds of the aligned one are timed without realignment, which happens
-        between rounds: whole runs show what that costs.
       prompts: token ids.
-      params: of every prompt; EOS is ignored, so that every run emits the same number of tokens.
-      batch_sizes: rows that are decoded together.
-      draft_lengths: tokens drafted per round.
-      repeats: timed runs of each engine.
-      slots: per row; None for what the longest prompt needs.
       say: called with what is being done.
     """
 
+    options: DecodeOptions
     target: LanguageModel
     drafter: Drafter
-    verifier: Verifier
-    scheduler: Scheduler
     prompts: Sequence[tuple[int, ...]]
-    params: SamplingParams
-    batch_sizes: Sequence[int]
-    draft_lengths: Sequence[int]
-    repeats: int
-    layout: Layout = "ragged"
-    slots: int | None = None
     say: Say = lambda message: None
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of every prompt; EOS is ignored, so that every run emits the same number of tokens."""
+        return SamplingParams(
+            max_tokens=self.options.max_tokens,
+            temperature=self.options.temperature,
+            seed=0,
+            ignore_eos=True,
+        )
 
     @property
     def max_length(self) -> int:
         """Slots per row, the same for all engines, in whole blocks."""
-        longest = max(map(len, self.prompts)) + self.params.max_tokens
-        needed = longest + max(self.draft_lengths) + 1
-        return round_up_to_block(max(needed, self.slots or 0))
+        longest = max(map(len, self.prompts)) + self.options.max_tokens
+        needed = longest + max(self.options.draft_lengths) + 1
+        return round_up_to_block(max(needed, self.options.max_length or 0))
 
     @property
-    def draft_model(self) -> LanguageModel | None:
-        """The drafter's model, if it is one of the package's own."""
-        model = self.drafter.model if isinstance(self.drafter, DraftModel) else None
-        return model if isinstance(model, LanguageModel) else None
+    def context(self) -> int:
+        """Live slots of a typical row in mid-decode."""
+        return round(statistics.mean(map(len, self.prompts)) + self.options.max_tokens / 2)
+
+    @property
+    def models(self) -> dict[str, LanguageModel]:
+        """The `target`, and the `draft` model if the drafter is one of the package's own."""
+        draft = self.drafter.model if isinstance(self.drafter, DraftModel) else None
+        return {"target": self.target} | (
+            {"draft": draft} if isinstance(draft, LanguageModel) else {}
+        )
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """What the engines differ in, by name: the window-1 plain loop, every draft length, and
         the draft length that is chosen as it goes, under both promises."""
-        return {
-            PLAIN: {"draft_length": 0},
-            **{f"drafted {length}": {"draft_length": length} for length in self.draft_lengths},
-            **{
-                f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
-                for promise in PROMISES
-            },
+        lengths = {f"drafted {n}": {"draft_length": n} for n in self.options.draft_lengths}
+        adaptive = {
+            f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
+            for promise in PROMISES
         }
+        return {PLAIN: {"draft_length": 0}, **lengths, **adaptive}
 
     def engine(self, batch_size: int, draft_length: DraftLength, **changes: Any) -> Engine:
         """A speculative engine, or the window-1 plain loop at draft length 0. One that chooses its
@@ -103,32 +151,44 @@ class DecodeBench:
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "max_length": self.max_length,
-            "scheduler": self.scheduler,
-            "layout": self.layout,
+            "scheduler": make_scheduler(self.options.scheduler),
+            "layout": self.options.layout,
             "prefill_chunk": min(128, max(map(len, self.prompts))),
-        }
-        settings |= changes
+        } | changes
         if draft_length == 0:
             return Engine(self.target, **settings)
         if draft_length == "auto":
-            settings["verify_length"] = max(self.draft_lengths) + 1
-        settings |= {"verifier": self.verifier, "draft_length": draft_length}
-        return Engine(self.target, self.drafter, **settings)
+            settings["verify_length"] = max(self.options.draft_lengths) + 1
+        verifier = make_verifier(self.options.verifier)
+        return Engine(
+            self.target, self.drafter, verifier=verifier, draft_length=draft_length, **settings
+        )
 
     def run(self) -> dict[str, Any]:
         """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under both
         promises, `cost_model`, `holds`."""
-        ceilings = self._ceilings()
+        ceilings = {}
+        # Of working sets as large as each model's weights: what fits a cache is as fast as it.
+        for name, model in self.models.items():
+            self.say(f"measuring bandwidth and products at the size of the {name}")
+            work = forward_pass(model, batch=1, window=1, context=1)
+            ceilings[name] = measure_ceilings(work.weight_bytes, model.dtype)
         runs, adaptive = [], []
-        for batch_size in self.batch_sizes:
+        for batch_size in self.options.batch_sizes:
             fixed, chosen = self._compare(batch_size, ceilings)
             runs += fixed
             adaptive += chosen
-        model = self._cost_model(ceilings, runs)
+        pair, cost_model = self._cost_model(ceilings, runs)
+        plain_ms = {run["batch_size"]: run["round_ms"] for run in runs if not run["draft_length"]}
         for run in runs:
-            run["predicted"] = self._predict(model["pair"], run)
-        _add_predicted_speed_up(runs)
-        equal = [run["equal_to_plain"] for run in (*runs, *adaptive)]
+            run["predicted"] = self._predict(pair, run)
+            if run["draft_length"]:
+                # Of rounds alone: a run also reads prompts and waits for the last row of a batch,
+                # and the cost model knows of neither.
+                steps = plain_ms[run["batch_size"]] / run["round_ms"]
+                run["speedup_of_rounds"] = run["emitted_per_round"] * steps
+        # No round was fitted, only passes were.
+        errors = [abs(run["predicted"]["round_ms"] / run["round_ms"] - 1) for run in runs]
         return {
             "num_prompts": len(self.prompts),
             "prompt_tokens": [len(prompt) for prompt in self.prompts],
@@ -137,28 +197,13 @@ class DecodeBench:
             "ceilings": {name: dataclasses.asdict(value) for name, value in ceilings.items()},
             "runs": runs,
             "adaptive": adaptive,
-            "cost_model": {name: value for name, value in model.items() if name != "pair"},
-            "round_error": _round_error(runs),
-            "holds": all(value is not False for value in equal)
-            and all(run["num_not_ties"] == 0 for run in (*runs, *adaptive)),
+            "cost_model": cost_model,
+            "round_error": {"median": statistics.median(errors), "worst": max(errors)},
+            "holds": all(
+                run["equal_to_plain"] is not False and run["num_not_ties"] == 0
+                for run in (*runs, *adaptive)
+            ),
         }
-
-    @property
-    def context(self) -> int:
-        """Live slots of a typical row in mid-decode."""
-        mean = statistics.mean(map(len, self.prompts))
-        return round(mean + self.params.max_tokens / 2)
-
-    def _ceilings(self) -> dict[str, Ceilings]:
-        """Of working sets as large as each model's weights: what fits a cache is as fast as it."""
-        models = {"target": self.target, "draft": self.draft_model}
-        found = {}
-        for name, model in models.items():
-            if model is not None:
-                self.say(f"measuring bandwidth and products at the size of the {name}")
-                work = forward_pass(model, batch=1, window=1, context=1)
-                found[name] = measure_ceilings(work.weight_bytes, model.dtype)
-        return found
 
     def _compare(
         self, batch_size: int, ceilings: dict[str, Ceilings]
@@ -177,11 +222,12 @@ class DecodeBench:
             outputs = engine.generate(self.prompts, self.params)
             return list(outputs), int(engine.executor.state.num_rounds) - first_round
 
+        repeats = self.options.repeats
         turns = take_turns(
             {name: functools.partial(decode, engine) for name, engine in engines.items()},
-            self.repeats,
+            repeats,
             on_turn=lambda name, turn: self.say(
-                f"batch {batch_size}, {name}: run {turn} of {self.repeats}"
+                f"batch {batch_size}, {name}: run {turn} of {repeats}"
             ),
         )
         runs, adaptive = [], []
@@ -213,23 +259,16 @@ class DecodeBench:
                 adaptive.append(run | {"verify_lengths": lengths, "rounds_by_draft_length": chosen})
                 continue
             self.say(f"batch {batch_size}, {name}: stages of a round")
-            parts = self._stages(engine, length)
-            roofline_ms = 1e3 * round_roofline_s(
+            run |= self._stages(engine, length)
+            run["roofline_ms"] = 1e3 * round_roofline_s(
                 ceilings,
-                self.target,
-                self.draft_model,
+                self.models,
                 batch=batch_size,
                 draft_length=length,
                 context=self.context,
             )
-            runs.append(
-                run
-                | parts
-                | {
-                    "roofline_ms": roofline_ms,
-                    "fraction_of_roofline": roofline_ms / parts["round_ms"],
-                }
-            )
+            run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
+            runs.append(run)
         return runs, adaptive
 
     def _agreement(
@@ -244,22 +283,18 @@ class DecodeBench:
         Verifiers that keep only the target's distribution draw other tokens when they sample:
         nothing to compare.
         """
-        is_comparable = self.verifier.is_coupled or (
-            self.verifier.is_lossless and self.params.temperature == 0
-        )
-        if not is_comparable:
+        verifier = make_verifier(self.options.verifier)
+        if not verifier.is_coupled and (not verifier.is_lossless or self.options.temperature):
             return {"equal_to_plain": None, "num_equal_to_window_1": None, "num_not_ties": 0}
-        same = [
-            ours.token_ids == theirs.token_ids
-            for ours, theirs in zip(outputs, references, strict=True)
-        ]
-        is_one_program = self.layout == "ragged" and len(engine.executor.verify_lengths) == 1
-        num_equal, num_not_ties = agreement(
-            self.target, outputs, [done.token_ids for done in window_1]
+        # Rows that are aligned, or scored in several widths, round otherwise: ties only.
+        is_one_program = (
+            self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
         )
+        same = [done.token_ids for done in outputs] == [done.token_ids for done in references]
+        expected = [done.token_ids for done in window_1]
+        num_equal, num_not_ties = agreement(self.target, outputs, expected)
         return {
-            # Rows that are aligned, or scored in several widths, round otherwise: ties only.
-            "equal_to_plain": all(same) if is_one_program else None,
+            "equal_to_plain": same if is_one_program else None,
             "num_equal_to_window_1": num_equal,
             "num_not_ties": num_not_ties,
         }
@@ -272,50 +307,50 @@ class DecodeBench:
         """
         if not isinstance(engine.scheduler, Static):
             engine = self.engine(engine.shape.batch_size, draft_length, scheduler=Static())
-        num_tokens = max(self.params.max_tokens // 2, 1)
+        num_tokens = max(self.options.max_tokens // 2, 1)
         measure.fill_mid_decode(
             engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
         )
         parts = stages.round_stages(engine.executor.loop, engine.executor.state)
         engine.reset()
-        turns = time_loops(parts, self.repeats)
+        turns = time_loops(parts, self.options.repeats)
         ms = {name: 1e3 * turns.median_s(name) for name in parts}
-        whole = ms.pop("round")
         split = {name: ms.get(name, 0.0) for name in ("draft", "target", "verify")}
+        other = ms["round"] - sum(split.values())
+        memory = measure.peak_bytes(), "peak of the device in this process"
+        if memory[0] is None:
+            compiled = "arguments and temporaries of the compiled round"
+            memory = parts["round"].program_bytes(), compiled
         return {
-            "round_ms": whole,
-            "stages_ms": {
-                **split,
-                "other": whole - sum(split.values()),
-                "commit_alone": ms.get("commit"),
-            },
-            "memory": peak_memory(parts["round"]),
+            "round_ms": ms["round"],
+            "stages_ms": {**split, "other": other, "commit_alone": ms.get("commit")},
+            "memory": {"bytes": memory[0], "source": memory[1]},
         }
 
     def _cost_model(
         self, ceilings: dict[str, Ceilings], runs: Sequence[dict[str, Any]]
-    ) -> dict[str, Any]:
+    ) -> tuple[cost.Pair, dict[str, Any]]:
         """Constants fitted to forward passes of each model and of both, and their errors."""
-        windows = sorted({1, *(length + 1 for length in self.draft_lengths)})
+        windows = sorted({1, *(length + 1 for length in self.options.draft_lengths)})
         most = self.max_length - max(windows)
-        contexts = (most // 4, most // 2, most)
-        models = {"target": self.target, "draft": self.draft_model}
         measured = {}
-        for name, model in models.items():
-            if model is not None:
-                self.say(f"timing forward passes of the {name} for the cost model")
-                measured[name] = stages.measure_passes(
-                    model,
-                    batches=sorted(set(self.batch_sizes)),
-                    windows=windows,
-                    contexts=contexts,
-                    max_length=self.max_length,
-                    repeats=self.repeats,
-                )
-        everything = [point for points in measured.values() for point in points]
+        for name, model in self.models.items():
+            self.say(f"timing forward passes of the {name} for the cost model")
+            measured[name] = stages.measure_passes(
+                model,
+                batches=sorted(set(self.options.batch_sizes)),
+                windows=windows,
+                contexts=(most // 4, most // 2, most),
+                max_length=self.max_length,
+                repeats=self.options.repeats,
+            )
         kinds = " ".join(devices()["kinds"])
-        round_s = _round_overhead_s(runs)
-        groups = {"all": everything, **measured}
+        parts = [run["stages_ms"] for run in runs]
+        overheads = [
+            run["round_ms"] - ms["target"] - ms["draft"]
+            for run, ms in zip(runs, parts, strict=True)
+        ]
+        groups = {"all": [point for points in measured.values() for point in points], **measured}
         fits = {
             name: cost.fit_device(
                 points,
@@ -323,22 +358,28 @@ class DecodeBench:
                 source="fitted by jaxspec bench decode",
                 most_bytes_per_s=max(c.bytes_per_s for c in ceilings.values()),
                 most_flops_per_s=max(c.matmul_flops_per_s for c in ceilings.values()),
-                round_s=round_s,
+                round_s=max(statistics.median(overheads), 0.0) / 1e3,
             )
             for name, points in groups.items()
         }
+        configs = {name: model.config for name, model in self.models.items()}
+        drafter_ms = [
+            ms["draft"] for run, ms in zip(runs, parts, strict=True) if run["draft_length"]
+        ]
         pair = cost.Pair(
-            target=self.target.config,
+            target=configs["target"],
             target_device=fits["target"].device,
-            draft=self.draft_model.config if self.draft_model else None,
-            draft_device=fits["draft" if self.draft_model else "target"].device,
+            draft=configs.get("draft"),
+            draft_device=fits.get("draft", fits["target"]).device,
             itemsize=self.target.dtype.itemsize,
             block=stages.block_read_by(self.target),
-            drafter_s=0.0 if self.draft_model else _drafter_s(runs),
+            drafter_s=0.0 if "draft" in configs else statistics.median(drafter_ms) / 1e3,
         )
-        return {
-            "target": self.target.config.to_json(),
-            "draft": self.draft_model.config.to_json() if self.draft_model else None,
+        return pair, {
+            **{
+                name: configs[name].to_json() if name in configs else None
+                for name in ("target", "draft")
+            },
             "block": pair.block,
             "fits": {name: fit.to_json() for name, fit in fits.items()},
             "passes": {
@@ -355,22 +396,18 @@ class DecodeBench:
                 ]
                 for name, points in measured.items()
             },
-            "pair": pair,
         }
 
     def _predict(self, pair: cost.Pair, run: dict[str, Any]) -> dict[str, Any]:
         """What the cost model says of a run, given the acceptance that was measured."""
-        batch, length = run["batch_size"], run["draft_length"]
-        if length == 0:
-            return {"round_ms": 1e3 * pair.plain_s(batch=batch, context=self.context)}
+        where = {"batch": run["batch_size"], "context": self.context}
+        if run["draft_length"] == 0:
+            return {"round_ms": 1e3 * pair.plain_s(**where)}
         cumulative = run["per_position_acceptance"]
-        round_s = pair.round_s(batch=batch, draft_length=length, context=self.context)
-        best, gain = pair.best_draft_length(
-            batch=batch, context=self.context, acceptance=cumulative
-        )
+        best, gain = pair.best_draft_length(**where, acceptance=cumulative)
         return {
-            "round_ms": 1e3 * round_s,
-            "speedup": pair.speed_up(batch=batch, context=self.context, cumulative=cumulative),
+            "round_ms": 1e3 * pair.round_s(**where, draft_length=run["draft_length"]),
+            "speedup": pair.speed_up(**where, cumulative=cumulative),
             "best_draft_length": best,
             "best_speedup": gain,
         }
@@ -379,58 +416,8 @@ class DecodeBench:
 def agreement(
     target: LanguageModel, ours: Sequence[Completion], theirs: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """How many greedy or coupled outputs equal a reference, and how many diverge from it elsewhere
-    than at a tie within rounding.
-
-    Args:
-      target: whose outputs they are.
-      ours: completions.
-      theirs: reference token ids.
-    """
+    """How many greedy or coupled outputs equal a reference's token ids, and how many diverge from
+    it elsewhere than at a tie within rounding."""
     params = [SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True) for done in ours]
     found = judge_all(target, ours, theirs, params)
     return found.num_equal, len(found.differing) - found.count(Finding.TIE)
-
-
-def peak_memory(program: stages.Repeated) -> dict[str, Any]:
-    """Peak bytes of the device so far, or what the compiled round needs; `source` says which."""
-    peak = measure.peak_bytes()
-    if peak is not None:
-        return {"bytes": peak, "source": "peak of the device in this process"}
-    return {
-        "bytes": program.program_bytes(),
-        "source": "arguments and temporaries of the compiled round",
-    }
-
-
-def _round_overhead_s(runs: Sequence[dict[str, Any]]) -> float:
-    """Median of what a round takes besides forward passes and drafting."""
-    overheads = [run["round_ms"] - run["stages_ms"]["target"] for run in runs]
-    overheads = [
-        most - run["stages_ms"]["draft"] for most, run in zip(overheads, runs, strict=True)
-    ]
-    return max(statistics.median(overheads), 0.0) / 1e3
-
-
-def _drafter_s(runs: Sequence[dict[str, Any]]) -> float:
-    """Median of what a drafter without a model takes."""
-    drafted = [run["stages_ms"]["draft"] for run in runs if run["draft_length"]]
-    return statistics.median(drafted) / 1e3
-
-
-def _add_predicted_speed_up(runs: Sequence[dict[str, Any]]) -> None:
-    """Beside it, the speed-up of rounds alone: emitted per round over the ratio of round times.
-
-    A run also reads prompts and waits for the last row of a batch; the cost model knows of neither.
-    """
-    plain_ms = {run["batch_size"]: run["round_ms"] for run in runs if run["draft_length"] == 0}
-    for run in runs:
-        if run["draft_length"]:
-            steps = plain_ms[run["batch_size"]] / run["round_ms"]
-            run["speedup_of_rounds"] = run["emitted_per_round"] * steps
-
-
-def _round_error(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Relative error of predicted round times; no round was fitted, only passes were."""
-    errors = [abs(run["predicted"]["round_ms"] / run["round_ms"] - 1) for run in runs]
-    return {"median": statistics.median(errors), "worst": max(errors)}

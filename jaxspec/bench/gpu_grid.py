@@ -31,6 +31,7 @@ from jaxspec.bench.measure import (
     peak_bytes,
     random_prompts,
     run_rounds,
+    tiny_config,
 )
 from jaxspec.bench.roofline import Ceilings, measure_ceilings, round_roofline_s
 from jaxspec.decode.settings import make_loop
@@ -39,7 +40,7 @@ from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.executor import Executor
 from jaxspec.kernels.registry import KernelsName
 from jaxspec.models.base import LanguageModel
-from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import new_figure
@@ -52,20 +53,11 @@ KERNELS: tuple[KernelsName, ...] = ("xla", "pallas")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Preset:
-    """A target and its draft model, by architecture."""
-
-    name: str
-    target: ModelConfig
-    draft: ModelConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a grid measures.
 
     Attributes:
-      presets: pairs.
+      pairs: architectures of a target and its draft model, by name.
       places: `(batch size, context)`, the most telling first: all pairs are measured at one before
         any is at the next.
       acceptances: of the oracle, per drafted token.
@@ -75,7 +67,7 @@ class Plan:
       ceiling_bytes: working set of the measured bandwidth.
     """
 
-    presets: tuple[Preset, ...]
+    pairs: Mapping[str, tuple[ModelConfig, ModelConfig]]
     places: tuple[tuple[int, int], ...]
     acceptances: tuple[float, ...] = (0.6, 0.7, 0.8)
     draft_length: int = 4
@@ -86,47 +78,24 @@ class Plan:
     def cells(self) -> list[dict[str, Any]]:
         """Every cell, in order of importance."""
         return [
-            {
-                "pair": preset.name,
-                "batch_size": batch_size,
-                "context": context,
-                "kernels": kernels,
-            }
-            for (batch_size, context), preset, kernels in itertools.product(
-                self.places, self.presets, KERNELS
-            )
+            {"pair": name, "batch_size": place[0], "context": place[1], "kernels": kernels}
+            for place, name, kernels in itertools.product(self.places, self.pairs, KERNELS)
         ]
 
 
-def _tiny(num_layers: int) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        vocab_size=64,
-        width=32,
-        feed_forward_width=32,
-        num_layers=num_layers,
-        num_query_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        max_length=1024,
-        norm_epsilon=1e-6,
-        rope=RopeConfig(theta=1e4, rotary_size=16),
-    )
-
-
 GPU = Plan(
-    presets=tuple(
-        Preset(name=f"{target} / {draft}", target=PRESETS[target], draft=PRESETS[draft])
+    pairs={
+        f"{target} / {draft}": (PRESETS[target], PRESETS[draft])
         for target, draft in (
             ("qwen3-8b", "qwen3-0.6b"),
             ("glm-4-9b", "glm-4-draft-0.6b"),
             ("vicuna-7b", "vicuna-68m"),
         )
-    ),
+    },
     places=((8, 1024), (1, 1024), (8, 8192), (1, 8192), (32, 1024), (32, 8192)),
 )
 DRY_RUN = Plan(
-    presets=(Preset(name="tiny / tinier", target=_tiny(2), draft=_tiny(1)),),
+    pairs={"tiny / tinier": (tiny_config(2), tiny_config(1))},
     places=((2, 100), (1, 300)),
     num_rounds=6,
     ceiling_bytes=1 << 20,
@@ -165,16 +134,15 @@ def measure_grid(
         found = measure_ceilings(plan.ceiling_bytes, plan.dtype, repeats=repeats)
         grid.header["ceilings"] = dataclasses.asdict(found)
     ceilings = Ceilings(**grid.header["ceilings"])
-    loaded: dict[str, tuple[LanguageModel, LanguageModel]] = {}
+    loaded: dict[str, dict[str, LanguageModel]] = {}
 
     def measure_cell(cell: dict[str, Any]) -> dict[str, Any]:
         started_s = time.perf_counter()
         try:
             if cell["pair"] not in loaded:
                 loaded.clear()  # before the others are made: two pairs may not fit
-                preset = next(each for each in plan.presets if each.name == cell["pair"])
-                loaded[cell["pair"]] = _models(preset, plan)
-            measured = _measure(plan, cell, *loaded[cell["pair"]], ceilings, repeats)
+                loaded[cell["pair"]] = _models(plan, cell["pair"])
+            measured = _measure(plan, cell, loaded[cell["pair"]], ceilings, repeats)
             outcome = {"outcome": "measured", **measured}
         # Whatever a compiler or a device cannot do must not cost the cells that come after.
         except Exception as error:
@@ -202,35 +170,40 @@ def _failure(error: Exception) -> dict[str, str]:
     return {"outcome": "failed", "error": type(error).__name__}
 
 
-def _models(preset: Preset, plan: Plan) -> tuple[LanguageModel, LanguageModel]:
-    target, draft = (
-        random_model(config, dtype=jnp.dtype(plan.dtype), seed=seed)
-        for seed, config in enumerate((preset.target, preset.draft))
-    )
-    return target, draft
+def _models(plan: Plan, pair: str) -> dict[str, LanguageModel]:
+    return {
+        name: random_model(config, dtype=jnp.dtype(plan.dtype), seed=seed)
+        for seed, (name, config) in enumerate(
+            zip(("target", "draft"), plan.pairs[pair], strict=True)
+        )
+    }
 
 
 def _measure(
     plan: Plan,
     cell: Mapping[str, Any],
-    target: LanguageModel,
-    draft: LanguageModel,
+    models: Mapping[str, LanguageModel],
     ceilings: Ceilings,
     repeats: int,
 ) -> dict[str, Any]:
     """Plain and speculative decoding of one cell."""
     batch, context, length = cell["batch_size"], cell["context"], plan.draft_length
-    target = dataclasses.replace(target, kernels=cell["kernels"])
-    draft = dataclasses.replace(draft, kernels=cell["kernels"])
-
-    of_models = {"target": ceilings, "draft": ceilings}
+    models = {
+        name: dataclasses.replace(model, kernels=cell["kernels"]) for name, model in models.items()
+    }
+    target, draft = models["target"], models["draft"]
+    pair = _pair(target, draft)
 
     def result(rounds: _Rounds, draft_length: int) -> dict[str, Any]:
         turns, emitted = rounds.time(repeats)
         seconds = turns.median_s("rounds")
         ms = 1e3 * seconds / plan.num_rounds
         roofline_ms = 1e3 * round_roofline_s(
-            of_models, target, draft, batch=batch, draft_length=draft_length, context=context
+            dict.fromkeys(models, ceilings),
+            models,
+            batch=batch,
+            draft_length=draft_length,
+            context=context,
         )
         return {
             "draft_length": draft_length,
@@ -263,7 +236,10 @@ def _measure(
                 "speedup_at_roofline": run["emitted_per_round"]
                 * plain["roofline_ms"]
                 / run["roofline_ms"],
-                "speedup_predicted": _predicted(target, draft, cell, run),
+                "speedup_predicted": pair
+                and pair.speed_up_of(
+                    run["emitted_per_round"], batch=batch, draft_length=length, context=context
+                ),
             }
         )
     return {
@@ -274,28 +250,17 @@ def _measure(
     }
 
 
-def _predicted(
-    target: LanguageModel,
-    draft: LanguageModel,
-    cell: Mapping[str, Any],
-    run: Mapping[str, Any],
-) -> float | None:
-    """Speed-up by the cost model, at what the run emitted and with the datasheet's constants; None
-    for a device that has none."""
+def _pair(target: LanguageModel, draft: LanguageModel) -> cost.Pair | None:
+    """The cost model with the datasheet's constants; None for a device that has none."""
     kind = jax.local_devices()[0].device_kind.lower()
     device = next((device for name, device in cost.DEVICES.items() if name in kind.split()), None)
-    if device is None:
-        return None
-    pair = cost.Pair(
+    return device and cost.Pair(
         target=target.config,
         target_device=device,
         draft=draft.config,
         draft_device=device,
         itemsize=jnp.dtype(target.dtype).itemsize,
     )
-    where = {"batch": cell["batch_size"], "context": cell["context"]}
-    round_s = pair.round_s(**where, draft_length=run["draft_length"])
-    return run["emitted_per_round"] * pair.plain_s(**where) / round_s
 
 
 class _Rounds:

@@ -6,6 +6,7 @@ Needs the `parity` extra (torch).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -70,11 +71,11 @@ class HuggingFace:
         self, prompts: Sequence[Sequence[int]], *, batch_size: int, max_tokens: int
     ) -> list[list[int]]:
         """Outputs of consecutive batches, padded on the left."""
-        outputs = []
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            outputs += self._generate(batch, max_tokens=max_tokens)
-        return outputs
+        return [
+            output
+            for first in range(0, len(prompts), batch_size)
+            for output in self._generate(prompts[first : first + batch_size], max_tokens=max_tokens)
+        ]
 
     def assisted(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, draft_length: int | None
@@ -86,25 +87,17 @@ class HuggingFace:
             the defaults.
         """
         assert self.draft is not None
-        config = self.draft.generation_config
-        kept = config.to_dict()
+        kept = self.draft.generation_config
+        # A copy: the default schedule moves its length from call to call, and no run hands it on.
+        config = self.draft.generation_config = copy.deepcopy(kept)
         if draft_length is not None:
             config.num_assistant_tokens = draft_length
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = 0.0
         try:
-            return [
-                self._generate([prompt], max_tokens=max_tokens, assistant_model=self.draft)[0]
-                for prompt in prompts
-            ]
+            return self._one_by_one(prompts, max_tokens=max_tokens, assistant_model=self.draft)
         finally:
-            # The default schedule moves its length from call to call; no run hands it to the next.
-            for name in (
-                "num_assistant_tokens",
-                "num_assistant_tokens_schedule",
-                "assistant_confidence_threshold",
-            ):
-                setattr(config, name, kept.get(name))
+            self.draft.generation_config = kept
 
     def lookup(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, draft_length: int | None
@@ -113,9 +106,10 @@ class HuggingFace:
         settings: dict[str, Any] = {"prompt_lookup_num_tokens": draft_length or LOOKUP_TOKENS}
         if draft_length is not None:
             settings["max_matching_ngram_size"] = NGram().prompt_lookup_max
-        return [
-            self._generate([prompt], max_tokens=max_tokens, **settings)[0] for prompt in prompts
-        ]
+        return self._one_by_one(prompts, max_tokens=max_tokens, **settings)
+
+    def _one_by_one(self, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
+        return [self._generate([prompt], **settings)[0] for prompt in prompts]
 
     def _generate(
         self, batch: Sequence[Sequence[int]], *, max_tokens: int, **settings: Any
@@ -132,9 +126,7 @@ class HuggingFace:
         return output[:, longest:].tolist()
 
 
-def compare(
-    bench: DecodeBench, hf: HuggingFace, *, batch_sizes: Sequence[int], repeats: int
-) -> list[dict[str, Any]]:
+def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
     """Both libraries in turns, A B A B; ratios are medians over the turns.
 
     At every batch size: greedy against the window-1 loop, every draft length, and the draft length
@@ -142,25 +134,24 @@ def compare(
     assisted generation and prompt lookup, by their defaults and with each draft length matched,
     against the same engines and against the n-gram drafter's.
     """
-    comparisons = []
-    for batch_size in batch_sizes:
-        comparisons += _at_batch(bench, hf, batch_size, repeats)
-    return comparisons
+    return [
+        found for batch_size in bench.options.batch_sizes for found in _at(bench, hf, batch_size)
+    ]
 
 
-def _at_batch(
-    bench: DecodeBench, hf: HuggingFace, batch_size: int, repeats: int
-) -> list[dict[str, Any]]:
-    max_tokens = bench.params.max_tokens
+def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, Any]]:
+    max_tokens, repeats = bench.options.max_tokens, bench.options.repeats
     ours = {name: bench.engine(batch_size, **each) for name, each in bench.settings.items()}
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
-        ours |= {f"n-gram {length}": ngram.engine(1, length) for length in bench.draft_lengths}
+        ours |= {
+            f"n-gram {length}": ngram.engine(1, length) for length in bench.options.draft_lengths
+        }
     theirs = {
         "hf greedy": lambda: hf.greedy(bench.prompts, batch_size=batch_size, max_tokens=max_tokens)
     }
     if batch_size == 1:
-        for length in (None, *bench.draft_lengths):
+        for length in (None, *bench.options.draft_lengths):
             setting = "defaults" if length is None else f"matched {length}"
             if hf.draft is not None:
                 theirs[f"hf assisted, {setting}"] = lambda length=length: hf.assisted(

@@ -9,14 +9,12 @@ import dataclasses
 import itertools
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from jaxspec.bench.measure import Bench
-from jaxspec.bench.roofline import measure_ceilings
+from jaxspec.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.bench.stages import forward_runs
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.kernels.registry import KernelsName
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import time_loops
 
 NAMES: tuple[KernelsName, KernelsName] = ("xla", "native")
@@ -30,6 +28,17 @@ class KernelsBench(Bench):
     MEASURES: ClassVar[tuple[str, ...]] = (
         "kernels", "cache/pages.py", "models/decoder.py", "models/layers.py", "bench/kernels.py",
     )  # fmt: skip
+    TITLE: ClassVar[str] = "forward passes"
+    COLUMNS: ClassVar[Columns] = {
+        "dtype": "{dtype}",
+        "window": "{window}",
+        "context": "{context}",
+        "batch": "{batch_size}",
+        "XLA ms": "{xla_ms:.3f}",
+        "ours ms": "{native_ms:.3f}",
+        "ratio": "{ratio:.2f}",
+        "of the roofline": "{native_fraction_of_roofline:.0%}",
+    }
 
     target: str = "demo-target"
     """Any model that `load_model` takes."""
@@ -44,12 +53,13 @@ class KernelsBench(Bench):
     repeats: int = 7
     """Timed runs of each pass; medians count."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Milliseconds of each pass, and the ratio of XLA's to ours, the median of turns."""
         results = []
         for dtype in self.dtypes:
             models = {name: load_model(self.target, dtype=dtype, kernels=name) for name in NAMES}
-            ceilings = None
+            weight_bytes = forward_pass(models["xla"], batch=1, window=1, context=1).weight_bytes
+            ceilings = measure_ceilings(weight_bytes, models["xla"].dtype)
             for batch, window in itertools.product(self.batch_sizes, self.windows):
                 passes = {
                     name: forward_runs(
@@ -63,31 +73,17 @@ class KernelsBench(Bench):
                 }
                 for index, context in enumerate(self.contexts):
                     work, _ = passes["native"][index]
-                    if ceilings is None:
-                        ceilings = measure_ceilings(work.weight_bytes, models["xla"].dtype)
-                    turns = time_loops(
-                        {name: passes[name][index][1] for name in NAMES}, self.repeats
-                    )
-                    results.append(
-                        {
-                            "dtype": dtype,
-                            "batch_size": batch,
-                            "window": window,
-                            "context": context,
-                            **{f"{name}_ms": 1e3 * turns.median_s(name) for name in NAMES},
-                            "ratio": turns.speedup("native", over="xla"),
-                            "native_fraction_of_roofline": ceilings.roofline_s(work)
-                            / turns.median_s("native"),
-                        }
-                    )
-        columns: Columns = {
-            "dtype": lambda found: found["dtype"],
-            **{name: (lambda found, name=name: found[name]) for name in ("window", "context")},
-            "batch": lambda found: found["batch_size"],
-            "XLA ms": lambda found: f"{found['xla_ms']:.3f}",
-            "ours ms": lambda found: f"{found['native_ms']:.3f}",
-            "ratio": lambda found: f"{found['ratio']:.2f}",
-            "of the roofline": lambda found: f"{found['native_fraction_of_roofline']:.0%}",
-        }
-        console.print(TextTable.of_columns("forward passes", columns, results))
+                    runs = {name: passes[name][index][1] for name in NAMES}
+                    turns = time_loops(runs, self.repeats)
+                    found = {
+                        "dtype": dtype,
+                        "batch_size": batch,
+                        "window": window,
+                        "context": context,
+                        **{f"{name}_ms": 1e3 * turns.median_s(name) for name in NAMES},
+                        "ratio": turns.speedup("native", over="xla"),
+                    }
+                    roofline_ms = 1e3 * ceilings.roofline_s(work)
+                    found["native_fraction_of_roofline"] = roofline_ms / found["native_ms"]
+                    results.append(found)
         return {"results": results}

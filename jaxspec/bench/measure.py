@@ -7,30 +7,39 @@ document holds. Programs that are timed against each other take turns (`runtime.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from rich.console import Console
 
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
-from jaxspec.models.base import LanguageModel
-from jaxspec.requests.prompts import encode_prompts, read_prompts, sample_prompts
+from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.registry import PRESETS
+from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document, public_name, write_document
-from jaxspec.types import Finish
+from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.turns import K, Turns, take_turns
+from jaxspec.types import Finish, PyTree
 
 Say: TypeAlias = Callable[[str], None]
+Stage: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+Run: TypeAlias = Callable[[int], None]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 ROUND = ("decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "sampling.py")
@@ -44,10 +53,14 @@ class Bench:
     Attributes:
       NAME: of the subcommand.
       MEASURES: modules and folders whose code the figures are of; see `runtime.freshness`.
+      TITLE: of the table of results.
+      COLUMNS: of that table.
     """
 
     NAME: ClassVar[str]
     MEASURES: ClassVar[tuple[str, ...]] = ()
+    TITLE: ClassVar[str] = ""
+    COLUMNS: ClassVar[Columns] = {}
 
     out: pathlib.Path | None = None
     """JSON file to write."""
@@ -55,15 +68,31 @@ class Bench:
     """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Measures, prints the tables and writes the file; returns the JSON document."""
-        document = self.document(**self.measure(console))
+        """Measures, writes the file and prints the tables; returns the JSON document."""
+        document = self.document(**self.measure())
         if self.out is not None:
             write_document(document, self.out)
+        self.show(document, console)
         return document
 
-    def measure(self, console: Console) -> dict[str, Any]:
-        """Prints the tables; returns what the document holds besides options and origin."""
+    def show(self, document: Mapping[str, Any], console: Console) -> None:
+        """Prints the tables and remarks of a document."""
+        for table in self.tables(document):
+            console.print(table)
+        for text, style in self.remarks(document):
+            console.print(text, style=style, highlight=False)
+
+    def measure(self) -> dict[str, Any]:
+        """What the document holds besides options and origin."""
         raise NotImplementedError
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """What is printed of a document: by default its `results`."""
+        return [TextTable.of_columns(self.TITLE, self.COLUMNS, document["results"])]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What to know about the tables: sentences and their styles."""
+        return []
 
     def document(self, **fields: Any) -> dict[str, Any]:
         """The JSON document. It names no directory of this machine."""
@@ -94,18 +123,14 @@ class PairBench(Bench):
         return load_model(self.target, dtype=self.dtype), load_model(self.draft, dtype=self.dtype)
 
 
-def read_and_encode(
-    prompts: pathlib.Path | None,
-    target: LanguageModel,
-    *,
-    limit: int | None,
-    max_prompt_tokens: int,
-) -> tuple[list[tuple[int, ...]], dict[str, str]]:
-    """Token ids of the first `limit` prompts of a file (None: the sample prompts), and the file's
-    digest by its name."""
-    lines = sample_prompts() if prompts is None else read_prompts(prompts)
-    inputs = {} if prompts is None else {prompts.name: sha256_of(prompts)}
-    return encode_prompts(lines[:limit], target, max_prompt_tokens=max_prompt_tokens), inputs
+def load_prompts(
+    path: pathlib.Path | None, limit: int | None
+) -> tuple[list[PromptLine], dict[str, str]]:
+    """The first `limit` prompts of a file (None: the sample prompts), and the file's SHA-256 by its
+    name."""
+    lines = sample_prompts() if path is None else read_prompts(path)
+    path = pathlib.Path(str(SAMPLE_PROMPTS)) if path is None else path
+    return lines[:limit], {path.name: sha256_of(path)}
 
 
 def check_at_least_one(options: Any, *names: str) -> None:
@@ -120,10 +145,87 @@ def check_at_least_one(options: Any, *names: str) -> None:
             raise SettingError(f"{option} {value} was given; it must be at least 1.")
 
 
+# ---- parts of a round
+
+
+class Repeated:
+    """A stage, ready to be run `num_times` in one compiled loop.
+
+    Args:
+      stage: `(params, fixed, moving) -> (moving, outputs)`.
+      params: of the models.
+      fixed: inputs, the same in every repetition.
+      moving: what the stage updates in place (caches); taken over, the caller's arrays are gone.
+      what: it is called while it compiles; default the stage's name.
+
+    Attributes:
+      fixed: may be set to others of the same shapes.
+    """
+
+    def __init__(
+        self, stage: Stage, params: PyTree, fixed: PyTree, moving: PyTree, *, what: str = ""
+    ):
+        self._params, self.fixed, self._moving = params, fixed, moving
+
+        @functools.partial(jax.jit, donate_argnums=2)
+        def program(params, fixed, moving, num_times):
+            shapes = jax.eval_shape(stage, params, fixed, moving)[1]
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+            def body(index, carry):
+                return stage(params, changing(fixed, index), carry[0])
+
+            return lax.fori_loop(0, num_times, body, (moving, nothing))
+
+        name = stage.__name__.replace("_", " ")
+        self._program = Program(program, what or f"the {name}, to be timed by itself")
+
+    def __call__(self, num_times: int) -> None:
+        """Runs the stage so often and waits for it."""
+        self._moving, outputs = self._program(self._params, self.fixed, self._moving, num_times)
+        jax.block_until_ready((self._moving, outputs))
+
+    def program_bytes(self) -> int | None:
+        """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
+        lowered = self._program.lower(self._params, self.fixed, self._moving, 1)
+        memory = lowered.compile().memory_analysis()
+        return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+
+def changing(tree: PyTree, index: jax.Array) -> PyTree:
+    """The same values, but to the compiler others in every iteration `index` of a loop.
+
+    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
+    drops them first).
+    """
+    zero = jnp.minimum(index, 0)
+
+    def change(leaf: jax.Array) -> jax.Array:
+        return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
+
+    return jax.tree.map(change, tree)
+
+
 # ---- rows in mid-decode
 
 
-def random_prompts(model: LanguageModel, num_prompts: int, num_tokens: int) -> list[list[int]]:
+def tiny_config(num_layers: int, *, width: int = 64, max_length: int = 1024) -> ModelConfig:
+    """An architecture small enough that only its number of layers costs anything."""
+    return dataclasses.replace(
+        PRESETS["qwen3-8b"],
+        vocab_size=512,
+        width=width,
+        feed_forward_width=2 * width,
+        num_layers=num_layers,
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_size=width // 4,
+        max_length=max_length,
+        rope=RopeConfig(theta=1e4, rotary_size=width // 4),
+    )
+
+
+def random_prompts(model: Model, num_prompts: int, num_tokens: int) -> list[list[int]]:
     """The same random token ids at every call."""
     random = np.random.default_rng(0)
     return random.integers(0, model.vocab_size, (num_prompts, num_tokens)).tolist()
@@ -198,6 +300,38 @@ def run_rounds(executor: Executor, num_rounds: int) -> None:
     """Runs rounds and waits for them."""
     executor.run(num_rounds)
     jax.block_until_ready(executor.state)
+
+
+def time_rounds(
+    executors: Mapping[K, Executor],
+    repeats: int,
+    *,
+    num_rounds: int,
+    num_tokens: int,
+    prompt_tokens: int,
+    draft_length: int,
+    **params: Any,
+) -> Turns[K]:
+    """Seconds of so many rounds of each executor, in turns, every row on a random prompt.
+
+    Args:
+      executors: of one target.
+      repeats: timed turns, after one that is not.
+      num_rounds: of a timed run.
+      num_tokens: that a row may emit.
+      prompt_tokens: of every row.
+      draft_length: tokens drafted per round; 0 decodes plainly.
+      params: others of the rows' `SamplingParams`.
+    """
+    one = next(iter(executors.values()))
+    prompts = random_prompts(one.loop.target, one.num_rows, prompt_tokens)
+    asked = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
+    return take_turns(
+        {name: functools.partial(run_rounds, each, num_rounds) for name, each in executors.items()},
+        repeats,
+        num_warm_ups=1,
+        prepare=lambda name: fill(executors[name], prompts, asked, draft_length=draft_length),
+    )
 
 
 def peak_bytes() -> int | None:

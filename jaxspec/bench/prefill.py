@@ -13,13 +13,12 @@ import time
 from typing import Any, ClassVar
 
 import numpy as np
-from rich.console import Console
 
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.report import Columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,14 @@ class PrefillBench(PairBench):
     NAME: ClassVar[str] = "prefill"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "models/prefill.py", "engine/engine.py",
                                            "bench/prefill.py")  # fmt: skip
+    TITLE: ClassVar[str] = "prefill interference"
+    COLUMNS: ClassVar[Columns] = {
+        "chunk": "{prefill_chunk}",
+        "usual gap ms": "{usual_gap_ms:.1f}",
+        "longest gap ms": "{longest_gap_ms:.1f}",
+        "ratio": "{longest_over_usual:.1f}",
+        "first token ms": "{first_token_ms:.1f}",
+    }
 
     chunks: tuple[int, ...] = (32, 128, 896)
     """Prompt tokens per prefill call."""
@@ -39,7 +46,7 @@ class PrefillBench(PairBench):
     repeats: int = 7
     """Arrivals per chunk size; medians count."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Milliseconds between pieces of the stream, before and after the arrival."""
         target, draft = self.load()
         results = []
@@ -57,14 +64,6 @@ class PrefillBench(PairBench):
             found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             ratio = found["longest_gap_ms"] / found["usual_gap_ms"]
             results.append({"prefill_chunk": chunk, **found, "longest_over_usual": ratio})
-        columns: Columns = {
-            "chunk": lambda found: found["prefill_chunk"],
-            "usual gap ms": lambda found: f"{found['usual_gap_ms']:.1f}",
-            "longest gap ms": lambda found: f"{found['longest_gap_ms']:.1f}",
-            "ratio": lambda found: f"{found['longest_over_usual']:.1f}",
-            "first token ms": lambda found: f"{found['first_token_ms']:.1f}",
-        }
-        console.print(TextTable.of_columns("prefill interference", columns, results))
         return {"results": results}
 
     def _arrival(self, engine: Engine) -> dict[str, float]:

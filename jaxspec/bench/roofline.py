@@ -8,17 +8,17 @@ here, on the device that the bench runs on, in programs that do nothing else.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.analysis.cost import Pass
+from jaxspec.bench.measure import Repeated, Stage
 from jaxspec.kernels.base import precision_of
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import time_loops
+from jaxspec.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,7 @@ def forward_pass(
 
 def round_roofline_s(
     ceilings: Mapping[str, Ceilings],
-    target: LanguageModel,
-    draft: LanguageModel | None,
+    models: Mapping[str, LanguageModel],
     *,
     batch: int,
     draft_length: int,
@@ -81,14 +80,15 @@ def round_roofline_s(
     """Roofline of a round: the sum over its forward passes, which follow one another.
 
     Args:
-      ceilings: of `target` and of `draft`.
-      draft: the draft model; None for a drafter without one, whose time is not counted.
+      ceilings: of each model.
+      models: `target`, and `draft` unless the drafter has no model; its time is then not counted.
       draft_length: 0 is a step of plain decoding.
     """
     where = {"batch": batch, "context": context}
-    seconds = ceilings["target"].roofline_s(forward_pass(target, window=draft_length + 1, **where))
-    if draft_length and draft is not None:
-        step = forward_pass(draft, window=1, **where)
+    work = forward_pass(models["target"], window=draft_length + 1, **where)
+    seconds = ceilings["target"].roofline_s(work)
+    if "draft" in models:
+        step = forward_pass(models["draft"], window=1, **where)
         seconds += draft_length * ceilings["draft"].roofline_s(step)
     return seconds
 
@@ -100,74 +100,35 @@ def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:
       num_bytes: working set of the bandwidths, rounded down to whole rows.
       dtype: of the model.
     """
-    dtype = jnp.dtype(dtype)
+    dtype, width = jnp.dtype(dtype), 1024
+    rows = max(num_bytes // (width * dtype.itemsize), 1)
     sizes = (512, 1024) if jax.default_backend() == "cpu" else (4096, 8192)
+
+    def copy(_params, _fixed, array):
+        return -array, ()  # read, and written back with the other sign
+
+    def read(matrix, _fixed, vector):
+        out = jnp.matmul(vector, matrix, precision=precision_of(dtype))
+        return vector + jnp.resize(out[:, :1], vector.shape) * jnp.asarray(1e-6, dtype), out
+
+    def product(right, _fixed, left):
+        return jnp.matmul(left, right, precision=precision_of(dtype)), ()
+
+    def seconds(stage: Stage, params: PyTree, moving: PyTree) -> float:
+        run = Repeated(stage, params, (), moving)
+        return time_loops({"it": run}, repeats).median_s("it")
+
+    def constant(*shape: int) -> jax.Array:
+        return jnp.ones(shape, dtype) / jnp.asarray(shape[0], dtype)
+
+    num_floats = max(num_bytes // 4, 1)
+    copy_s = seconds(copy, (), jnp.ones((num_floats,), jnp.float32))
+    read_s = seconds(read, constant(width, rows), jnp.ones((1, width), dtype))
+    rates = [2.0 * n**3 / seconds(product, constant(n, n), constant(n, n)) for n in sizes]
     return Ceilings(
         num_bytes=num_bytes,
-        copy_bytes_per_s=_copy_bandwidth(num_bytes, repeats),
-        read_bytes_per_s=_read_bandwidth(num_bytes, dtype, repeats),
-        matmul_flops_per_s=max(_matmul_rate(size, dtype, repeats) for size in sizes),
+        copy_bytes_per_s=2 * 4 * num_floats / copy_s,
+        read_bytes_per_s=width * rows * dtype.itemsize / read_s,
+        matmul_flops_per_s=max(rates),
         dtype=dtype.name,
     )
-
-
-def _copy_bandwidth(num_bytes: int, repeats: int) -> float:
-    """Every number of the working set is read and written back with the other sign."""
-    size = max(num_bytes // 4, 1)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def copies(array, num_times):
-        return lax.fori_loop(0, num_times, lambda _, array: -array, array)
-
-    array = jnp.ones((size,), jnp.float32)
-
-    def run(num_times: int) -> None:
-        nonlocal array
-        array = jax.block_until_ready(copies(array, num_times))
-
-    return 2 * 4 * size / _seconds(run, repeats)
-
-
-def _read_bandwidth(num_bytes: int, dtype, repeats: int) -> float:
-    """A matrix times a vector, over and over, on a matrix of the whole working set."""
-    width = 1024
-    rows = max(num_bytes // (width * dtype.itemsize), 1)
-    matrix = jnp.ones((width, rows), dtype) / jnp.asarray(width, dtype)
-
-    @jax.jit
-    def products(matrix, vector, num_times):
-        def body(_, carry):
-            vector, _ = carry
-            out = jnp.matmul(vector, matrix, precision=precision_of(dtype))
-            first = jnp.resize(out[:, :1], vector.shape)
-            return vector + first * jnp.asarray(1e-6, dtype), out
-
-        out = jnp.zeros((1, rows), dtype)
-        return lax.fori_loop(0, num_times, body, (vector, out))
-
-    vector = jnp.ones((1, width), dtype)
-
-    def run(num_times: int) -> None:
-        jax.block_until_ready(products(matrix, vector, num_times))
-
-    return width * rows * dtype.itemsize / _seconds(run, repeats)
-
-
-def _matmul_rate(size: int, dtype, repeats: int) -> float:
-    matrix = jnp.ones((size, size), dtype) / jnp.asarray(size, dtype)
-
-    @jax.jit
-    def products(left, right, num_times):
-        def body(_, left):
-            return jnp.matmul(left, right, precision=precision_of(dtype))
-
-        return lax.fori_loop(0, num_times, body, left)
-
-    def run(num_times: int) -> None:
-        jax.block_until_ready(products(matrix, matrix, num_times))
-
-    return 2.0 * size**3 / _seconds(run, repeats)
-
-
-def _seconds(run: Callable[[int], None], repeats: int) -> float:
-    return time_loops({"it": run}, repeats).median_s("it")

@@ -7,98 +7,35 @@ every repetition, or XLA would compute once what does not change.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxspec.analysis.cost import Measured, Pass
+from jaxspec.bench.measure import Repeated, Run
 from jaxspec.bench.roofline import forward_pass
+from jaxspec.cache import layouts
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
 from jaxspec.decode.round import (
     commit,
-    draft_context,
+    draft_and_verify,
     emit,
-    make_window,
     propose,
-    score,
-    window_tokens,
 )
 from jaxspec.decode.state import batch_view, newest_token
 from jaxspec.drafters.base import function_params
 from jaxspec.models.base import LanguageModel
-from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import (
     DecodeState,
-    Draft,
     PyTree,
-    RoundInfo,
     Scores,
     Window,
-    chain_parents,
 )
-
-Stage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-Run = Callable[[int], None]
-
-
-class Repeated:
-    """A stage, ready to be run `num_times` in one compiled loop.
-
-    Args:
-      stage: `(params, fixed, moving) -> (moving, outputs)`.
-      params: of the models.
-      fixed: inputs, the same in every repetition.
-      moving: what the stage updates in place (caches); taken over, the caller's arrays are gone.
-    """
-
-    def __init__(self, stage: Stage, params: PyTree, fixed: PyTree, moving: PyTree):
-        self._params, self._fixed, self._moving = params, fixed, moving
-
-        @functools.partial(jax.jit, donate_argnums=2)
-        def program(params, fixed, moving, num_times):
-            shapes = jax.eval_shape(stage, params, fixed, moving)[1]
-            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-            def body(index, carry):
-                return stage(params, changing(fixed, index), carry[0])
-
-            return lax.fori_loop(0, num_times, body, (moving, nothing))
-
-        what = stage.__name__.replace("_", " ")
-        self._program = Program(program, f"the {what}, to be timed by itself")
-
-    def __call__(self, num_times: int) -> None:
-        """Runs the stage so often and waits for it."""
-        self._moving, outputs = self._program(self._params, self._fixed, self._moving, num_times)
-        jax.block_until_ready(outputs)
-
-    def program_bytes(self) -> int | None:
-        """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
-        lowered = self._program.lower(self._params, self._fixed, self._moving, 1)
-        memory = lowered.compile().memory_analysis()
-        return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
-
-
-def changing(tree: PyTree, index: jax.Array) -> PyTree:
-    """The same values, but to the compiler others in every iteration `index` of a loop.
-
-    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
-    drops them first).
-    """
-    zero = jnp.minimum(index, 0)
-
-    def change(leaf: jax.Array) -> jax.Array:
-        return leaf ^ (zero < 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
-
-    return jax.tree.map(change, tree)
 
 
 def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
@@ -108,34 +45,39 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
     has `draft`, `verify` and `commit` too, the last being bookkeeping: the state's and the
     drafter's.
     """
-    stages = plain_stages(loop, state) if loop.is_plain else speculative_stages(loop, state)
-    return stages | {"round": _whole(loop.round, loop.params, state)}
+    if loop.is_plain:
+        start = layouts.window_start(state)[:, None]
+        slots = jnp.where(state.is_running[:, None], start, -1)
+        inputs = newest_token(state), Window(start=start[:, 0], positions=start, slots=slots)
+        stages = {}
+    else:
+        stages, inputs = _speculative_stages(loop, state)
+
+    def target_stage(params, fixed, cache):
+        return _score(loop.target, params["target"], *fixed, cache)
+
+    def whole_round(params, bare, moving):
+        """The same round over and over: caches move on, all else is as it was."""
+        cache, drafter = moving
+        after = loop.round(params, bare.replace(cache=cache, drafter=drafter))
+        return (after.cache, after.drafter), after.replace(cache=(), drafter=())
+
+    bare, moving = state.replace(cache=(), drafter=()), _copy((state.cache, state.drafter))
+    return stages | {
+        "target": Repeated(target_stage, loop.params, inputs, _copy(state.cache)),
+        "round": Repeated(whole_round, loop.params, bare, moving),
+    }
 
 
-def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
-    """`draft`, `target`, `verify` and `commit`; see `round_stages`."""
+def _speculative_stages(
+    loop: DecodeLoop, state: DecodeState
+) -> tuple[dict[str, Repeated], tuple[jax.Array, Window]]:
+    """`draft`, `verify` and `commit`, and the tokens and the window that the target scores."""
     params, shape = loop.params, loop.shape
 
     @jax.jit
     def prepare(params, state):
-        rows = batch_view(state)
-        draft, drafter_state = propose(loop, params, state, rows)
-        window = make_window(state, draft, is_chain=loop.drafter.is_chain)
-        tokens, context = window_tokens(state, draft), draft_context(draft, window)
-        scores, _, drafter_state = score(
-            loop, params, drafter_state, rows, draft, tokens, window, state.cache
-        )
-        verdict = loop.verifier.verify(scores.logits, draft, rows, context)
-        info = RoundInfo(
-            rows=rows,
-            draft=draft,
-            tokens=tokens,
-            window=window,
-            context=context,
-            scores=scores,
-            verdict=verdict,
-            emission=emit(state, draft, verdict),
-        )
+        info, _, drafter_state = draft_and_verify(loop, params, state)
         return info, drafter_state
 
     info, drafter_state = prepare(params, state)
@@ -147,9 +89,6 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
         before = bare.replace(drafter=drafter_state, cache=cache)
         draft, drafter_state = propose(loop, params, before, rows)
         return drafter_state, draft
-
-    def target_stage(params, info, cache):
-        return _score(loop.target, params["target"], info.tokens, info.window, cache)
 
     def verify_stage(params, info, moving):
         verdict = loop.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
@@ -164,47 +103,17 @@ def speculative_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeat
         )
         return drafter_state, after
 
-    return {
+    stages = {
         "draft": Repeated(draft_stage, params, (bare, info.rows, seen), _copy(drafter_state)),
-        "target": Repeated(target_stage, params, info, _copy(state.cache)),
         "verify": Repeated(verify_stage, params, info, ()),
         "commit": Repeated(commit_stage, params, (bare, info), _copy(drafter_state)),
     }
-
-
-def plain_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
-    """`target` of a plain step; see `round_stages`."""
-    num_rows = loop.shape.batch_size
-    draft = Draft(
-        tokens=jnp.zeros((num_rows, 0), jnp.int32),
-        parents=chain_parents(num_rows, 0),
-        num_valid=jnp.zeros((num_rows,), jnp.int32),
-    )
-    window = make_window(state, draft, is_chain=True)
-
-    def target_stage(params, fixed, cache):
-        token, window = fixed
-        return _score(loop.target, params["target"], token, window, cache)
-
-    inputs = (newest_token(state), window)
-    return {"target": Repeated(target_stage, loop.params, inputs, _copy(state.cache))}
+    return stages, (info.tokens, info.window)
 
 
 def _score(model, params, tokens, window, cache):
     hidden, cache = model.forward(params, tokens, window, cache)
     return cache, Scores(logits=model.logits(params, hidden), hidden=hidden)
-
-
-def _whole(round_: Callable[[PyTree, DecodeState], DecodeState], params, state: DecodeState):
-    """The same round over and over: caches move on, all else is as it was."""
-
-    def whole_round(params, bare, moving):
-        cache, drafter = moving
-        after = round_(params, bare.replace(cache=cache, drafter=drafter))
-        return (after.cache, after.drafter), after.replace(cache=(), drafter=())
-
-    bare = state.replace(cache=(), drafter=())
-    return Repeated(whole_round, params, bare, _copy((state.cache, state.drafter)))
 
 
 def _copy(tree: PyTree) -> PyTree:
@@ -222,32 +131,24 @@ def forward_runs(
       contexts: committed slots before the window.
       max_length: slots per row, as many as the engine's that the times are to speak for.
     """
+
+    def forward(params, fixed, cache):
+        tokens, positions = fixed
+        where = Window(start=positions[:, 0], positions=positions, slots=positions)
+        cache, scores = _score(model, params, tokens, where, cache)
+        return cache, scores.logits
+
+    tokens = jnp.zeros((batch, window), jnp.int32)
+    what = f"the forward pass of {model.name}, {batch} rows, window {window}"
     cache = model.init_cache(batch, max_length)
-
-    def program(params, cache, start, num_times):
-        positions = start + jnp.arange(window, dtype=jnp.int32)
-        positions = jnp.broadcast_to(positions, (batch, window))
-        tokens = jnp.zeros((batch, window), jnp.int32)
-
-        def body(index, carry):
-            again, places = changing((tokens, positions), index)
-            where = Window(start=places[:, 0], positions=places, slots=places)
-            cache, scores = _score(model, params, again, where, carry[0])
-            return cache, scores.logits
-
-        logits = jnp.zeros((batch, window, model.vocab_size), jnp.float32)
-        return lax.fori_loop(0, num_times, body, (cache, logits))
-
-    compiled = Program(
-        jax.jit(program, donate_argnums=1),
-        f"the forward pass of {model.name}, {batch} rows, window {window}",
-    )
+    repeated = Repeated(forward, model.params, (tokens, tokens), cache, what=what)
 
     def at(context: int) -> Run:
+        positions = tokens + context + jnp.arange(window, dtype=jnp.int32)
+
         def run(num_times: int) -> None:
-            nonlocal cache
-            cache, logits = compiled(model.params, cache, np.int32(context), num_times)
-            jax.block_until_ready(logits)
+            repeated.fixed = (tokens, positions)
+            repeated(num_times)
 
         return run
 

@@ -6,20 +6,14 @@ Attention reads live blocks only, so the cost should not depend on what is alloc
 from __future__ import annotations
 
 import dataclasses
-import functools
-import statistics
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, Bench, Dtype
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.runtime.turns import take_turns
+from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 
 
@@ -29,6 +23,12 @@ class StepCostBench(Bench):
 
     NAME: ClassVar[str] = "step-cost"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/step_cost.py")
+    TITLE: ClassVar[str] = "cost of a round"
+    COLUMNS: ClassVar[Columns] = {
+        "max_length": "{max_length}",
+        "ms per round": "{ms_per_round:.3f}",
+        "of the first": "{ratio_to_first:.2f}",
+    }
 
     target: str = "demo-target"
     """Any model that `load_model` takes."""
@@ -47,7 +47,7 @@ class StepCostBench(Bench):
     repeats: int = 9
     """Timed runs per max_length."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Milliseconds per round (median of the repeats) and temporaries, by max_length."""
         model = load_model(self.target, dtype=self.dtype)
         executors = {
@@ -61,33 +61,23 @@ class StepCostBench(Bench):
             ).executor
             for max_length in self.max_lengths
         }
-        prompts = measure.random_prompts(model, self.batch_size, self.live_slots)
-        params = SamplingParams(max_tokens=self.rounds + 1, ignore_eos=True)
-        turns = take_turns(
-            {
-                length: functools.partial(measure.run_rounds, executor, self.rounds)
-                for length, executor in executors.items()
-            },
+        turns = measure.time_rounds(
+            executors,
             self.repeats,
-            num_warm_ups=1,
-            prepare=lambda length: measure.fill(executors[length], prompts, params, draft_length=0),
+            num_rounds=self.rounds,
+            num_tokens=self.rounds + 1,
+            prompt_tokens=self.live_slots,
+            draft_length=0,
         )
         results = []
         for length, executor in executors.items():
             memory = executor.lower_run().compile().memory_analysis()
-            slower = turns.ratios(self.max_lengths[0], over=length)
             results.append(
                 {
                     "max_length": length,
                     "ms_per_round": 1e3 * turns.median_s(length) / self.rounds,
-                    "ratio_to_first": statistics.median(slower),
+                    "ratio_to_first": turns.speedup(self.max_lengths[0], over=length),
                     "temporary_bytes": memory and memory.temp_size_in_bytes,
                 }
             )
-        columns: Columns = {
-            "max_length": lambda found: found["max_length"],
-            "ms per round": lambda found: f"{found['ms_per_round']:.3f}",
-            "of the first": lambda found: f"{found['ratio_to_first']:.2f}",
-        }
-        console.print(TextTable.of_columns("cost of a round", columns, results))
         return {"results": results}

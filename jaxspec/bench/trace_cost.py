@@ -6,20 +6,16 @@ Without a trace the program is the one it always was.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxspec.bench import measure
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.runtime.turns import take_turns
+from jaxspec.runtime.report import Columns
 from jaxspec.telemetry.trace import LEVELS
 
 
@@ -29,6 +25,14 @@ class TraceCostBench(PairBench):
 
     NAME: ClassVar[str] = "trace-cost"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "telemetry/trace.py", "bench/trace_cost.py")
+    TITLE: ClassVar[str] = "cost of a trace"
+    COLUMNS: ClassVar[Columns] = {
+        "batch": "{batch_size}",
+        "trace": lambda found: found["trace"] or "none",
+        "ms per round": "{ms_per_round:.3f}",
+        "of untraced": "{ratio_to_none:.2f}",
+        "KiB": lambda found: f"{found['trace_bytes'] / 1024:.0f}",
+    }
 
     batch_sizes: tuple[int, ...] = (1, 8)
     """Rows, all of them running."""
@@ -45,18 +49,11 @@ class TraceCostBench(PairBench):
     temperature: float = 0.0
     """Of all rows; 0 is greedy."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Milliseconds per round, and ratios to no trace, by batch size and level."""
         target, draft = self.load()
-        params = SamplingParams(
-            max_tokens=self.rounds * (self.draft_length + 1) + 1,
-            ignore_eos=True,
-            temperature=self.temperature,
-            seed=0,
-        )
         results = []
         for batch_size in self.batch_sizes:
-            prompts = measure.random_prompts(target, batch_size, self.prompt_tokens)
             executors = {
                 level: Engine(
                     target,
@@ -68,16 +65,15 @@ class TraceCostBench(PairBench):
                 ).executor
                 for level in (None, *LEVELS)
             }
-            turns = take_turns(
-                {
-                    level: functools.partial(measure.run_rounds, executor, self.rounds)
-                    for level, executor in executors.items()
-                },
+            turns = measure.time_rounds(
+                executors,
                 self.repeats,
-                num_warm_ups=1,
-                prepare=lambda level, executors=executors, prompts=prompts: measure.fill(
-                    executors[level], prompts, params, draft_length=self.draft_length
-                ),
+                num_rounds=self.rounds,
+                num_tokens=self.rounds * (self.draft_length + 1) + 1,
+                prompt_tokens=self.prompt_tokens,
+                draft_length=self.draft_length,
+                temperature=self.temperature,
+                seed=0,
             )
             lengths = {int(np.sum(each.fetch("num_committed").num_committed))
                        for each in executors.values()}  # fmt: skip
@@ -95,12 +91,4 @@ class TraceCostBench(PairBench):
                         "trace_bytes": sum(leaf.nbytes for leaf in traces),
                     }
                 )
-        columns: Columns = {
-            "batch": lambda found: found["batch_size"],
-            "trace": lambda found: found["trace"] or "none",
-            "ms per round": lambda found: f"{found['ms_per_round']:.3f}",
-            "of untraced": lambda found: f"{found['ratio_to_none']:.2f}",
-            "KiB": lambda found: f"{found['trace_bytes'] / 1024:.0f}",
-        }
-        console.print(TextTable.of_columns("cost of a trace", columns, results))
         return {"results": results}

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
@@ -38,6 +37,11 @@ VERIFIERS: tuple[Verifier, ...] = (
     Block(),
     Typical(),
 )
+COST: Columns = {
+    "sampling": "{sampling}",
+    "ms per round": "{ms_per_round:.2f}",
+    "of greedy": "{ratio_to_greedy:.2f}",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class VerifiersBench(PairBench):
     repeats: int = 7
     """Timed runs of each kind of sampling parameters."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Acceptance by verifier and domain, and the cost of sampling."""
         target, draft = self.load()
         lines = sample_prompts()
@@ -105,9 +109,12 @@ class VerifiersBench(PairBench):
                         "num_equal_to_window_1": sum(same[i] for i in chosen),
                     }
                 )
-        cost = self._cost(target, draft, shape)
-        console.print(acceptance_table(results), cost_table(cost))
-        return {"results": results, "round_cost": cost}
+        return {"results": results, "round_cost": self._cost(target, draft, shape)}
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """Acceptance, and the cost of sampling."""
+        cost = TextTable.of_columns("cost of sampling", COST, document["round_cost"])
+        return [acceptance_table(document["results"]), cost]
 
     def _cost(
         self, target: LanguageModel, draft: LanguageModel, shape: dict[str, Any]
@@ -192,28 +199,13 @@ def accepted_per_tested(total: Acceptance) -> float:
 def acceptance_table(results: Sequence[dict[str, Any]]) -> TextTable:
     """Verifiers down, domains across: emitted per round, and accepted per draft token that was
     reached; below them the chance that `rejection` accepts."""
-    found = {(result["verifier"], result["domain"]): result for result in results}
-    verifiers = list(dict.fromkeys(verifier for verifier, _ in found))
-    overlap = "sum(min(p, q))"
-
-    def cell(verifier: str, domain: str) -> str:
-        if verifier == overlap:
-            return f"{found[verifiers[0], domain]['sum_min_p_q']:.2f}"
-        result = found[verifier, domain]
-        return f"{result['emitted_per_round']:.2f} {result['accepted_per_tested']:.2f}"
-
-    columns: Columns = {"verifier": lambda verifier: verifier}
-    for domain in dict.fromkeys(domain for _, domain in found):
-        columns |= {domain: lambda verifier, domain=domain: cell(verifier, domain)}
-    title = "emitted per round, and accepted per draft token that was reached"
-    return TextTable.of_columns(title, columns, [*verifiers, overlap])
-
-
-def cost_table(cost: Sequence[dict[str, Any]]) -> TextTable:
-    """Milliseconds per round, and the ratio to greedy."""
-    columns: Columns = {
-        "sampling": lambda line: line["sampling"],
-        "ms per round": lambda line: f"{line['ms_per_round']:.2f}",
-        "of greedy": lambda line: f"{line['ratio_to_greedy']:.2f}",
-    }
-    return TextTable.of_columns("cost of sampling", columns, cost)
+    shown = "{emitted_per_round:.2f} {accepted_per_tested:.2f}"
+    rows: dict[str, dict[str, str]] = {}
+    for found in results:
+        rows.setdefault(found["verifier"], {})[found["domain"]] = shown.format_map(found)
+    overlap = {found["domain"]: f"{found['sum_min_p_q']:.2f}" for found in results}
+    return TextTable(
+        title="emitted per round, and accepted per draft token that was reached",
+        header=["verifier", *overlap],
+        rows=[[name, *row.values()] for name, row in (rows | {"sum(min(p, q))": overlap}).items()],
+    )

@@ -5,10 +5,11 @@ Another bench is one line in `BenchCommand.bench`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -17,16 +18,15 @@ from rich.console import Console
 
 from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
-from jaxspec.bench.decode import DecodeBench
+from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.bench.hf import HuggingFace, compare, is_directory
 from jaxspec.bench.kernels import KernelsBench
 from jaxspec.bench.measure import (
     ROUND,
     Bench,
-    Dtype,
     check_at_least_one,
-    read_and_encode,
+    load_prompts,
 )
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
@@ -40,71 +40,29 @@ from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.report import Columns, TextTable, save_figure
-from jaxspec.schedulers import make_scheduler
 from jaxspec.studies.rounds import SchedulersBench
 from jaxspec.studies.study import Study
-from jaxspec.verifiers import make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCommand(Bench):
+class DecodeCommand(DecodeOptions):
     """Plain against speculative decoding: rates, stages of a round, fraction of the roofline."""
 
-    NAME: ClassVar[str] = "decode"
-    MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "engine/engine.py", "engine/executor.py", "drafters/draft_model.py",
-        "verifiers/coupled.py", "bench/decode.py",
-    )  # fmt: skip
-
-    target: str = "demo-target"
-    """Any model that `load_model` takes; with --against hf a Hugging Face directory."""
-    draft: str | None = None
-    """A draft model, named like the target; default `demo-draft` for `demo-target`."""
-    drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
-    its first token less likely than that), or your own `package.module:factory`."""
-    verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
-    """What decides how much of a draft is kept."""
-    scheduler: Literal["static", "continuous", "pool"] = "static"
-    """Which rows take part in a round."""
-    layout: Literal["ragged", "aligned"] = "ragged"
-    """Where KV stands; `aligned` pads and realigns rows as EQSPEC does."""
-    batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Batch sizes to measure."""
-    draft_lengths: tuple[int, ...] = (2, 4, 6)
-    """Draft lengths to measure."""
-    prompts: pathlib.Path | None = None
-    """Prompt file; default the sample prompts."""
-    limit: int = 24
-    """Prompts to decode."""
-    max_prompt_tokens: int = 64
-    """Longer prompts are cut to their first so many tokens."""
-    max_tokens: int = 48
-    """Tokens emitted per prompt; EOS is ignored."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    dtype: Dtype = "float32"
-    """Of parameters, compute and cache."""
-    max_length: int | None = None
-    """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
-    up to it."""
-    repeats: int = 5
-    """Timed runs of each kind; medians count."""
     against: Literal["hf"] | None = None
     """Also run `transformers` on the same models and prompts, in turns (extra `parity`)."""
     plot: pathlib.Path | None = None
     """Image file to write (extra `analysis`)."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Measures, prints the tables, writes the files; returns the JSON document."""
+        """Measures, writes the files, prints the tables; returns the JSON document."""
         document = super().run(console)
         if self.plot is not None:
             save_figure(plot_decode(document), self.plot)
         return document
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Everything that `DecodeBench` finds, and compile times."""
         draft = self._draft()
         self._check(draft)
@@ -114,45 +72,68 @@ class DecodeCommand(Bench):
         with working("") as status:
             status.update("loading the models")
             target = load_model(self.target, dtype=self.dtype)
-            prompts, inputs = read_and_encode(
-                self.prompts, target, limit=self.limit, max_prompt_tokens=self.max_prompt_tokens
-            )
+            lines, inputs = load_prompts(self.prompts, self.limit)
             bench = DecodeBench(
+                options=self,
                 target=target,
                 drafter=make_drafter(target),
-                verifier=make_verifier(self.verifier),
-                scheduler=make_scheduler(self.scheduler),
-                layout=self.layout,
-                prompts=prompts,
-                params=SamplingParams(
-                    max_tokens=self.max_tokens,
-                    temperature=self.temperature,
-                    seed=0,
-                    ignore_eos=True,
-                ),
-                batch_sizes=self.batch_sizes,
-                draft_lengths=self.draft_lengths,
-                repeats=self.repeats,
-                slots=self.max_length,
+                prompts=encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens),
                 say=status.update,
             )
             against = []
             if self.against is not None:
-                hf = HuggingFace.load(self.target, draft, dtype=self.dtype)
-                against = compare(bench, hf, batch_sizes=self.batch_sizes, repeats=self.repeats)
+                against = compare(bench, HuggingFace.load(self.target, draft, dtype=self.dtype))
             results = bench.run()
             status.update("measuring compile times in another process")
             results["compile"] = compile_times(
                 self._engine_options(draft, bench), batch_size=max(self.batch_sizes)
             )
-        holds = results["holds"] and all(pair["num_not_ties"] == 0 for pair in against)
-        for table in decode_tables(results | {"against": against}):
-            console.print(table)
-        for sentence in remarks(results):
-            console.print(sentence, style="dim", highlight=False)
-        if not holds:
-            console.print("Some outputs are not plain decoding's: this is a bug.", style="bold red")
-        return {**results, "holds": holds, "against": against, "inputs": inputs}
+        results["holds"] &= all(pair["num_not_ties"] == 0 for pair in against)
+        return {**results, "against": against, "inputs": inputs}
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """Speed, draft lengths that choose themselves, stages, and `transformers`."""
+        runs = [run | {"draft": run["draft_length"] or "plain"} for run in document["runs"]]
+        return [
+            grouped("speed, prefill included", RUNS, runs),
+            grouped("draft length auto", ADAPTIVE, document["adaptive"]),
+            grouped("ms per round", STAGES_OF_RUNS, runs),
+            *(
+                [grouped("against transformers, in turns", AGAINST, document["against"], by="hf")]
+                if document["against"]
+                else []
+            ),
+        ]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """How to read the tables, and whether outputs are plain decoding's."""
+        ceilings, fits = document["ceilings"]["target"], document["cost_model"]["fits"]
+        bandwidth = max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"])
+        errors = "; ".join(
+            f"{name} {fit['held_out_error_median']:.0%} and {fit['held_out_error_worst']:.0%}"
+            for name, fit in fits.items()
+        )
+        sentences = [
+            "Speed-ups are over window-1 plain decoding, medians over turns; those of rounds leave "
+            "out prefill and rows that wait for others.",
+            f"Roofline: {bandwidth / 1e9:.0f} GB/s and {ceilings['matmul_flops_per_s'] / 1e9:.0f} "
+            "GFLOP/s, both measured here.",
+            f"Cost model, relative error on held-out passes, median and worst: {errors}; on whole "
+            "rounds, none of which was fitted: {median:.0%} and {worst:.0%}.".format_map(
+                document["round_error"]
+            ),
+            "Compiling at batch {batch_size}: {cold_s:.1f} s, from the persistent cache "
+            "{persistent_s:.1f} s.".format_map(document["compile"]),
+        ]
+        memory = document["runs"][-1]["memory"]
+        if memory["bytes"] is not None:
+            sentences.append(
+                f"Memory of the last run: {memory['bytes'] / 2**20:.0f} MiB ({memory['source']})."
+            )
+        found = [(sentence, "dim") for sentence in sentences]
+        if not document["holds"]:
+            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+        return found
 
     def _draft(self) -> str | None:
         if self.draft is None and self.drafter is None and self.target == "demo-target":
@@ -212,7 +193,7 @@ class PredictCommand(Bench):
     bytes_per_value: int = 2
     """Of a parameter and of a component of the KV cache."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """A prediction per batch size and acceptance."""
         batches = parse_batches(self.batch)
         self._check()
@@ -230,20 +211,23 @@ class PredictCommand(Bench):
         if self.device in cost.DEVICES:
             peak = cost.ceiling(cost.DEVICES[self.device])
             best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
-        predictions = [
-            self._predict(pair, best, batch, acceptance)
-            for batch in batches
-            for acceptance in (self.acceptance if not self.per_position else (None,))
-        ]
-        console.print(predictions_table(predictions))
-        console.print(
-            f"{target_device.name}: {target_device.source}.", style="dim", highlight=False
-        )
         return {
             "target_device": target_device.to_json(),
             "draft_device": draft_device.to_json(),
-            "predictions": predictions,
+            "predictions": [
+                self._predict(pair, best, batch, acceptance)
+                for batch in batches
+                for acceptance in (self.acceptance if not self.per_position else (None,))
+            ],
         }
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """Expected rates, one batch size and acceptance a line."""
+        return [grouped("predicted", PREDICTIONS, document["predictions"])]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Where the constants come from."""
+        return [("{name}: {source}.".format_map(document["target_device"]), "dim")]
 
     def _check(self) -> None:
         if not all(0 <= value < 1 for value in (*self.acceptance, *self.per_position)):
@@ -265,10 +249,8 @@ class PredictCommand(Bench):
         chances = self.per_position if acceptance is None else acceptance
         where = {"batch": batch, "context": self.context}
         length, gain = pair.best_draft_length(**where, acceptance=chances)
-        plain_s = pair.plain_s(**where)
-        closed_form = None
-        if acceptance is not None:
-            closed_form = cost.closed_form_draft_length(acceptance, pair.cost_ratio(**where))
+        most = peak and peak.best_draft_length(**where, acceptance=chances)[1]
+        plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
         return {
             "batch_size": batch,
             "acceptance": acceptance,
@@ -278,10 +260,10 @@ class PredictCommand(Bench):
             "draft_length": length,
             "tokens_per_s": gain * batch / plain_s,
             "speedup": gain,
-            "ceiling_speedup": peak.best_draft_length(**where, acceptance=chances)[1]
-            if peak
-            else None,
-            "closed_form_draft_length": closed_form,
+            "ceiling_speedup": most,
+            "closed_form_draft_length": (
+                None if acceptance is None else cost.closed_form_draft_length(acceptance, ratio)
+            ),
         }
 
 
@@ -326,17 +308,24 @@ class GpuCommand(Bench):
                 resume=self.resume,
                 say=status.update,
             )
-        console.print(grid_table(document["cells"]))
-        if self.dry_run:
-            console.print("A dry run: these figures mean nothing.", style="dim")
-        num_waiting = len(plan.cells()) - len(document["cells"])
-        if num_waiting:
-            console.print(
-                f"{num_waiting} cells were not reached; go on with --resume.", style="dim"
-            )
+        self.show(document, console)
         if self.plot is not None:
             save_figure(plot_grid(document), self.plot)
         return document
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """A line per cell: plain decoding, and speculation at the oracle's highest acceptance."""
+        cells = [{"plain": {}, **cell} for cell in document["cells"].values()]
+        lines = [cell | {"drafted": cell.get("speculative", [{}])[-1]} for cell in cells]
+        return [TextTable.of_columns("GPU grid (random weights, oracle drafts)", GRID, lines)]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What is missing."""
+        num_waiting = len((DRY_RUN if self.dry_run else GPU).cells()) - len(document["cells"])
+        found = ["A dry run: these figures mean nothing."] * self.dry_run
+        if num_waiting:
+            found.append(f"{num_waiting} cells were not reached; go on with --resume.")
+        return [(sentence, "dim") for sentence in found]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -375,25 +364,15 @@ def parse_batches(text: str) -> list[int]:
     Raises:
       SettingError: neither of them.
     """
-    first, dots, last = text.partition("..")
-    try:
-        if dots:
-            sizes, size = [], int(first)
-            while 0 < size < int(last):
-                sizes.append(size)
-                size *= 2
-            sizes.append(int(last))
-            is_good = 1 <= int(first) <= int(last)
-        else:
-            sizes = [int(size) for size in text.split(",")]
-            is_good = min(sizes) >= 1
-    except ValueError:
-        is_good, sizes = False, []
-    if not is_good:
-        raise SettingError(
-            f"--batch {text} was given; write 1..64 for sizes that double, or 1,8,32."
-        )
-    return sizes
+    first, *last = text.split("..")
+    with contextlib.suppress(ValueError):
+        sizes = [int(size) for size in (last or first.split(","))]
+        if last:
+            doubling = [int(first) << n for n in range(sizes[-1].bit_length())]
+            sizes = [size for size in doubling if size < sizes[-1]] + sizes
+        if min(sizes) >= 1 and (not last or (len(last) == 1 and int(first) <= sizes[-1])):
+            return sizes
+    raise SettingError(f"--batch {text} was given; write 1..64 for sizes that double, or 1,8,32.")
 
 
 def model_config(name: str) -> ModelConfig:
@@ -447,154 +426,80 @@ def read_document(text: str) -> Any:
         return json.loads(text.strip().split("\n")[-1])
 
 
-def _drafted(show: Any) -> Any:
-    """A column that is empty where nothing is drafted."""
-    return lambda run: show(run) if run["draft_length"] else ""
-
-
 EQUAL = {True: "yes", False: "NO", None: "-"}
-STAGES = ("draft", "target", "verify", "other")
-BATCH: Columns = {"batch": lambda run: run["batch_size"]}
-DRAFT_LENGTH: Columns = {"draft\nlength": lambda run: run["draft_length"] or "plain"}
+BATCH: Columns = {"batch": "{batch_size}"}
 RATES: Columns = {
-    "tokens/s": lambda run: f"{run['tokens_per_s']:.0f}",
-    "plain\ntokens/s": lambda run: f"{run['plain_tokens_per_s']:.0f}",
-    "speed-up": lambda run: f"{run['speedup_vs_plain']:.2f}x",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "plain\ntokens/s": "{plain_tokens_per_s:.0f}",
+    "speed-up": "{speedup_vs_plain:.2f}x",
 }
 RUNS: Columns = {
     **BATCH,
-    **DRAFT_LENGTH,
+    "draft\nlength": "{draft}",
     **RATES,
-    "of\nrounds": _drafted(lambda run: f"{run['speedup_of_rounds']:.2f}x"),
-    "predicted": _drafted(lambda run: f"{run['predicted']['speedup']:.2f}x"),
-    "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
-    "equals\nplain": _drafted(lambda run: EQUAL[run["equal_to_plain"]]),
+    "of\nrounds": "{speedup_of_rounds:.2f}x",
+    "predicted": "{predicted[speedup]:.2f}x",
+    "emitted\n/round": "{emitted_per_round:.2f}",
+    "equals\nplain": lambda run: EQUAL[run["equal_to_plain"] if run["draft_length"] else None],
 }
 ADAPTIVE: Columns = {
     **BATCH,
-    "promise": lambda run: run["exactness"],
+    "promise": "{exactness}",
     **RATES,
-    "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
+    "emitted\n/round": "{emitted_per_round:.2f}",
     "rounds by draft length": lambda run: ", ".join(
         f"{length}: {count}" for length, count in run["rounds_by_draft_length"].items()
     ),
 }
 STAGES_OF_RUNS: Columns = {
     **BATCH,
-    **DRAFT_LENGTH,
-    **{name: (lambda run, name=name: f"{run['stages_ms'][name]:.3f}") for name in STAGES},
-    "round": lambda run: f"{run['round_ms']:.3f}",
-    "predicted": lambda run: f"{run['predicted']['round_ms']:.3f}",
-    "roofline": lambda run: f"{run['roofline_ms']:.3f}",
-    "of it": lambda run: f"{run['fraction_of_roofline']:.0%}",
+    "draft\nlength": "{draft}",
+    **{name: f"{{stages_ms[{name}]:.3f}}" for name in ("draft", "target", "verify", "other")},
+    "round": "{round_ms:.3f}",
+    "predicted": "{predicted[round_ms]:.3f}",
+    "roofline": "{roofline_ms:.3f}",
+    "of it": "{fraction_of_roofline:.0%}",
 }
 AGAINST: Columns = {
     **BATCH,
     "transformers": lambda pair: pair["hf"].removeprefix("hf "),
-    "tokens/s": lambda pair: f"{pair['hf_tokens_per_s']:.0f}",
-    "jaxspec": lambda pair: pair["ours"],
-    "jaxspec\ntokens/s": lambda pair: f"{pair['tokens_per_s']:.0f}",
-    "ratio": lambda pair: f"{pair['ratio_to_hf']:.2f}x",
-    "equal": lambda pair: pair["num_equal"],
+    "tokens/s": "{hf_tokens_per_s:.0f}",
+    "jaxspec": "{ours}",
+    "jaxspec\ntokens/s": "{tokens_per_s:.0f}",
+    "ratio": "{ratio_to_hf:.2f}x",
+    "equal": "{num_equal}",
 }
 PREDICTIONS: Columns = {
     **BATCH,
     "acceptance": lambda found: (
         "measured" if found["acceptance"] is None else f"{found['acceptance']:g}"
     ),
-    "plain\nms": lambda found: f"{found['plain_ms']:.2f}",
-    "plain\ntokens/s": lambda found: f"{found['plain_tokens_per_s']:.0f}",
-    "draft\nlength": lambda found: found["draft_length"],
-    "tokens/s": lambda found: f"{found['tokens_per_s']:.0f}",
-    "speed-up": lambda found: f"{found['speedup']:.2f}x",
-    "ceiling": lambda found: (
-        "" if found["ceiling_speedup"] is None else f"{found['ceiling_speedup']:.2f}x"
-    ),
-    "closed\nform": lambda found: (
-        "" if found["acceptance"] is None else found["closed_form_draft_length"]
-    ),
+    "plain\nms": "{plain_ms:.2f}",
+    "plain\ntokens/s": "{plain_tokens_per_s:.0f}",
+    "draft\nlength": "{draft_length}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "speed-up": "{speedup:.2f}x",
+    "ceiling": "{ceiling_speedup:.2f}x",
+    "closed\nform": "{closed_form_draft_length:d}",
 }
-
-
-def _measured(show: Any) -> Any:
-    """A column that is empty where a cell was not measured."""
-    return lambda cell: show(cell) if cell["outcome"] == "measured" else ""
-
-
 GRID: Columns = {
-    "pair": lambda cell: cell["pair"],
+    "pair": "{pair}",
     **BATCH,
-    "context": lambda cell: cell["context"],
-    "kernels": lambda cell: cell["kernels"],
+    "context": "{context}",
+    "kernels": "{kernels}",
     "plain ms": lambda cell: (
-        f"{cell['plain']['round_ms']:.2f}" if cell["outcome"] == "measured" else cell["outcome"]
+        f"{cell['plain']['round_ms']:.2f}" if cell["plain"] else cell["outcome"]
     ),
-    "round ms": _measured(lambda cell: f"{cell['speculative'][-1]['round_ms']:.2f}"),
-    "of the\nrooflines": _measured(
-        lambda cell: (
-            f"{cell['plain']['fraction_of_roofline']:.0%} "
-            f"{cell['speculative'][-1]['fraction_of_roofline']:.0%}"
-        )
-    ),
-    "plain\ntokens/s": _measured(lambda cell: f"{cell['plain']['tokens_per_s']:.0f}"),
-    "tokens/s": _measured(lambda cell: f"{cell['speculative'][-1]['tokens_per_s']:.0f}"),
-    "speed-up": _measured(lambda cell: f"{cell['speculative'][-1]['speedup']:.2f}x"),
+    "round ms": "{drafted[round_ms]:.2f}",
+    "of the\nrooflines": "{plain[fraction_of_roofline]:.0%} {drafted[fraction_of_roofline]:.0%}",
+    "plain\ntokens/s": "{plain[tokens_per_s]:.0f}",
+    "tokens/s": "{drafted[tokens_per_s]:.0f}",
+    "speed-up": "{drafted[speedup]:.2f}x",
 }
 
 
-def _by_batch(run: Mapping[str, Any]) -> int:
-    return run["batch_size"]
-
-
-def decode_tables(document: Mapping[str, Any]) -> list[TextTable]:
-    """The tables of `bench decode`."""
-    tables = [
-        TextTable.of_columns("speed, prefill included", RUNS, document["runs"], group=_by_batch),
-        TextTable.of_columns("draft length auto", ADAPTIVE, document["adaptive"], group=_by_batch),
-        TextTable.of_columns("ms per round", STAGES_OF_RUNS, document["runs"], group=_by_batch),
-    ]
-    if document["against"]:
-        title = "against transformers, in turns"
-        tables.append(
-            TextTable.of_columns(title, AGAINST, document["against"], group=lambda p: p["hf"])
-        )
-    return tables
-
-
-def predictions_table(predictions: Sequence[Mapping[str, Any]]) -> TextTable:
-    """Expected rates, one batch size and acceptance a line."""
-    return TextTable.of_columns("predicted", PREDICTIONS, predictions, group=_by_batch)
-
-
-def grid_table(cells: Mapping[str, Mapping[str, Any]]) -> TextTable:
-    """A line per cell: plain decoding, and speculation at the oracle's highest acceptance."""
-    title = "GPU grid (random weights, oracle drafts)"
-    return TextTable.of_columns(title, GRID, list(cells.values()))
-
-
-def remarks(results: Mapping[str, Any]) -> list[str]:
-    """What to know about the tables."""
-    ceilings, fits = results["ceilings"]["target"], results["cost_model"]["fits"]
-    bandwidth = max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"])
-    compiled = results["compile"]
-    errors = "; ".join(
-        f"{name} {fit['held_out_error_median']:.0%} and {fit['held_out_error_worst']:.0%}"
-        for name, fit in fits.items()
-    )
-    rounds = results["round_error"]
-    sentences = [
-        "Speed-ups are over window-1 plain decoding, medians over turns; those of rounds leave out "
-        "prefill and rows that wait for others.",
-        f"Roofline: {bandwidth / 1e9:.0f} GB/s and {ceilings['matmul_flops_per_s'] / 1e9:.0f} "
-        "GFLOP/s, both measured here.",
-        f"Cost model, relative error on held-out passes, median and worst: {errors}; on whole "
-        f"rounds, none of which was fitted: {rounds['median']:.0%} and {rounds['worst']:.0%}.",
-        f"Compiling at batch {compiled['batch_size']}: {compiled['cold_s']:.1f} s, from the "
-        f"persistent cache {compiled['persistent_s']:.1f} s.",
-    ]
-    memory = results["runs"][-1]["memory"]
-    if memory["bytes"] is not None:
-        sentences.append(
-            f"Memory of the last run: {memory['bytes'] / 2**20:.0f} MiB ({memory['source']})."
-        )
-    return sentences
+def grouped(
+    title: str, columns: Columns, records: Iterable[Mapping[str, Any]], by: str = "batch_size"
+) -> TextTable:
+    """A table with a line between records whose field `by` differs."""
+    return TextTable.of_columns(title, columns, records, group=lambda record: record[by])

@@ -45,7 +45,22 @@ if TYPE_CHECKING:
 
 def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
     """The state after one round of the rows in it."""
-    drafter, is_chain = parts.drafter, parts.drafter.is_chain
+    drafter = parts.drafter
+    info, cache, drafter_state = draft_and_verify(parts, params, state)
+    recorded = record(state, info, logprobs=parts.logprobs, trace=parts.trace)
+    state = commit(state, info, cache).replace(**recorded)
+    after = batch_view(state, is_chain=drafter.is_chain)
+    own = function_params(drafter, params)
+    drafter_state = drafter.commit(parts.round_shape, own, drafter_state, after, info)
+    return state.replace(drafter=drafter_state)
+
+
+def draft_and_verify(
+    parts: DecodeLoop, params: PyTree, state: DecodeState
+) -> tuple[RoundInfo, PyTree, PyTree]:
+    """What a round finds, before it is committed; the target's cache with the accepted path in
+    place, and the drafter's state."""
+    is_chain = parts.drafter.is_chain
     rows = batch_view(state, is_chain=is_chain)
     draft, drafter_state = propose(parts, params, state, rows)
     window = make_window(state, draft, is_chain=is_chain)
@@ -66,12 +81,7 @@ def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> 
         verdict=verdict,
         emission=emit(state, draft, verdict),
     )
-    recorded = record(state, info, logprobs=parts.logprobs, trace=parts.trace)
-    state = commit(state, info, cache).replace(**recorded)
-    after = batch_view(state, is_chain=is_chain)
-    own = function_params(drafter, params)
-    drafter_state = drafter.commit(parts.round_shape, own, drafter_state, after, info)
-    return state.replace(drafter=drafter_state)
+    return info, cache, drafter_state
 
 
 def propose(

@@ -16,7 +16,7 @@ from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.extras import import_extra
 
-Columns: TypeAlias = Mapping[str, Callable[[Any], Any]]
+Columns: TypeAlias = Mapping[str, str | Callable[[Any], Any]]
 
 NONE = "-"  # a cell without a value
 FIGURES = ("", "-", *"0123456789")  # what a cell begins with that holds a figure
@@ -60,9 +60,10 @@ class TextTable:
 
         Args:
           title: the line above it.
-          columns: functions of a record, by the heading of the column; what they return is shown as
-            text.
-          records: of any kind.
+          columns: by heading, a format string over the record's fields (`{run_s:.2f}`), or a
+            function of the record whose result is shown as text. A field that the record lacks, or
+            that is None, is shown as `NONE`.
+          records: mappings, or objects with attributes.
           group: a line is drawn between records of which this differs.
           is_quoted: see `TextTable`.
         """
@@ -71,7 +72,7 @@ class TextTable:
         return cls(
             title=title,
             header=tuple(columns),
-            rows=[[str(cell(record)) for cell in columns.values()] for record in records],
+            rows=[[_cell(column, record) for column in columns.values()] for record in records],
             is_quoted=is_quoted,
             breaks=[index for index, (a, b) in pairs if group and group(a) != group(b)],
         )
@@ -111,6 +112,15 @@ class TextTable:
         for index, row in enumerate(self.rows, start=1):
             table.add_row(*map(Text, row), end_section=index in self.breaks)
         return table
+
+
+def _cell(column: str | Callable[[Any], Any], record: Any) -> str:
+    if callable(column):
+        return str(column(record))
+    try:
+        return column.format_map(record if isinstance(record, Mapping) else vars(record))
+    except (KeyError, TypeError):  # no such field, or a None that takes no format
+        return NONE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

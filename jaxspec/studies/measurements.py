@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.audit.self_audit import StudyMetrics
+from jaxspec.cache.layouts import LAYOUTS
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.requests import Request, make_requests
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.requests import Request
 from jaxspec.runtime.turns import take_turns
 from jaxspec.studies.published import BROKEN, as_broken
 from jaxspec.studies.replay import Row, emitted_by_round, list_scheduling, replay_pool
-from jaxspec.studies.rounds import count_rounds, totals
+from jaxspec.studies.rounds import count, count_rounds
 from jaxspec.studies.time_breakdown import break_down
-from jaxspec.studies.workload import LAYOUTS, NAMED, PLAIN, PUBLISHED, Decoding, Workload
+from jaxspec.studies.workload import (
+    NAMED,
+    PLAIN,
+    PUBLISHED,
+    Cell,
+    Cells,
+    Decoding,
+    Workload,
+    of_kind,
+)
 from jaxspec.telemetry.counters import Acceptance
-
-Cell = dict[str, Any]
-Cells = Mapping[str, Cell]
 
 GROUPING_WINDOW = 50  # the paper's
 ROUNDS_PROMPTS, ROUNDS_PROMPT_TOKENS, ROUNDS_TOKENS = 32, 64, 48  # of the table of rounds
@@ -54,14 +62,10 @@ def measure_decoding(
     requests = workload.requests(decoding.batch_size)
     engine = workload.engine(decoding)
     plain = workload.engine(workload.named(PLAIN, decoding.batch_size))
-
-    def decode(engine: Engine) -> tuple[list[Completion], dict[str, int]]:
-        before = totals(engine)
-        completions = list(engine.run(requests))
-        return completions, {name: n - before[name] for name, n in totals(engine).items()}
-
+    contenders = {"plain": plain, "own": engine}
     turns = take_turns(
-        {"plain": lambda: decode(plain), "own": lambda: decode(engine)}, workload.options.repeats
+        {name: functools.partial(count, each, requests) for name, each in contenders.items()},
+        workload.options.repeats,
     )
     completions, schedule = turns.results["own"]
     total = Acceptance.total([completion.acceptance for completion in completions])
@@ -141,10 +145,8 @@ def measure_controls(workload: Workload, cells: Cells, batch_size: int) -> Cell:
     requests = workload.requests(batch_size)
     references = cells["reference"]["token_ids"][: len(requests)]
     decoding = Decoding(layout="ragged", scheduler="static", batch_size=batch_size, speculates=True)
-    systems = {CONTROL_RUN: _matches(
-        workload, list(workload.engine(decoding).run(requests)), references
-    )}  # fmt: skip
-    for name in BROKEN:
+    systems = {}
+    for name in (CONTROL_RUN, *BROKEN):
         with as_broken(name):
             completions = list(workload.engine(decoding).run(requests))
         systems[name] = _matches(workload, completions, references)
@@ -155,15 +157,11 @@ def measure_rounds(workload: Workload, batch_size: int) -> Cell:
     """Rounds and token-positions on the same few prompts, beside the ideal schedule's: EQSPEC and
     EXSPEC as published, both with jaxspec's drafting and verification, and jaxspec."""
     prompts = [prompt[:ROUNDS_PROMPT_TOKENS] for prompt in workload.in_file_order[:ROUNDS_PROMPTS]]
-    params = SamplingParams(max_tokens=ROUNDS_TOKENS)
-    requests = make_requests(prompts, params, workload.target, longest=workload.max_length)
-    improved = [
-        dataclasses.replace(workload.named(name, batch_size), is_published=False)
-        for name in PUBLISHED
-    ]
-    decodings = [*(workload.named(name, batch_size) for name in PUBLISHED), *improved]
+    requests = workload.as_requests(prompts, ROUNDS_TOKENS)
+    as_published = [workload.named(name, batch_size) for name in PUBLISHED]
+    improved = [dataclasses.replace(each, is_published=False) for each in as_published]
     systems, outputs, own_rounds = {}, {}, []
-    for decoding in (*decodings, workload.named("jaxspec", batch_size)):
+    for decoding in (*as_published, *improved, workload.named("jaxspec", batch_size)):
         engine = workload.engine(decoding, pool=ROUNDS_PROMPTS, is_oracle=False)
         completions, systems[decoding.system] = count_rounds(engine, requests)
         outputs[decoding.system] = [completion.token_ids for completion in completions]
@@ -212,10 +210,8 @@ def arrival_rate(cells: Cells, batch_size: int) -> float:
     that no queue grows without bound."""
     rates = [
         cell["num_requests"] / float(np.median(cell["run_s"]))
-        for name, cell in cells.items()
-        if name.startswith("decode-")
-        and cell["system"] in NAMED
-        and cell["batch_size"] == batch_size
+        for cell in of_kind(cells, "decode-")
+        if cell["system"] in NAMED and cell["batch_size"] == batch_size
     ]
     return SERVING_LOAD * min(rates)
 
@@ -264,40 +260,37 @@ def measure_grouping(workload: Workload, cells: Cells) -> Cell:
     rows = _rows(widest)
     equal = [dataclasses.replace(row, prompt_length=EQUAL_LENGTH) for row in rows]
     rates = []
-    for lengths, histories in (("random lengths", rows), ("equal lengths", equal)):
-        for layout in LAYOUTS:
-            for size in (size for size in workload.options.batch_sizes if size > 1):
-                for window in sorted({size, 16, 32, GROUPING_WINDOW, 96}):
-                    if window < size:
-                        continue
-                    schedule = replay_pool(
-                        histories, batch_size=size, window_size=window, layout=layout
-                    )
-                    rates.append(
-                        {
-                            "batch_size": size,
-                            "window_size": window,
-                            "lengths": lengths,
-                            "layout": layout,
-                            "by_calls": schedule.grouping_by_calls,
-                            "by_rows": schedule.grouping_by_rows,
-                            "num_rounds": schedule.num_rounds,
-                        }
-                    )
-    pools = {
-        name: cell
-        for name, cell in cells.items()
-        if name.startswith("decode-") and cell["scheduler"] == "pool" and cell["speculates"]
-    }
+    histories = {"random lengths": rows, "equal lengths": equal}
+    for lengths, layout, size in itertools.product(
+        histories, LAYOUTS, workload.options.batch_sizes
+    ):
+        for window in sorted({size, 16, 32, GROUPING_WINDOW, 96}):
+            if not 1 < size <= window:
+                continue
+            place = {"batch_size": size, "window_size": window, "layout": layout}
+            schedule = replay_pool(histories[lengths], **place)
+            rates.append(
+                {
+                    **place,
+                    "lengths": lengths,
+                    "by_calls": schedule.grouping_by_calls,
+                    "by_rows": schedule.grouping_by_rows,
+                    "num_rounds": schedule.num_rounds,
+                }
+            )
     return {
         "num_requests": len(rows),
         "equal_length": EQUAL_LENGTH,
         "rates": rates,
-        "replays": [_replayed(name, cell) for name, cell in pools.items()],
+        "replays": [
+            _replayed(cell)
+            for cell in of_kind(cells, "decode-")
+            if cell["scheduler"] == "pool" and cell["speculates"]
+        ],
     }
 
 
-def _replayed(name: str, cell: Cell) -> dict[str, Any]:
+def _replayed(cell: Cell) -> dict[str, Any]:
     """A compiled pool's counters beside the replay's."""
     replayed = replay_pool(
         _rows(cell),
@@ -307,7 +300,7 @@ def _replayed(name: str, cell: Cell) -> dict[str, Any]:
     )
     fields = dataclasses.asdict(replayed)
     return {
-        "name": name,
+        "name": cell["name"],
         "compiled": {field: cell["schedule"][field] for field in fields},
         "replayed": fields,
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -97,55 +98,39 @@ def replay_pool(
       layout: `aligned` counts padding as length, as the published code does: rows decoded together
         without being a group are padded to the longest of them, and keep that padding.
     """
-    queue = collections.deque(_Running(row) for row in rows if row.emitted)
-    window: list[_Running] = []
+    queue = [row for row in rows if row.emitted]
+    length = [row.prompt_length for row in queue]  # with padding, if there is any
+    num_committed = length.copy()
+    emits = [collections.deque(row.emitted) for row in queue]
     num_rounds = num_rows = num_grouped_rounds = num_grouped_rows = 0
     while True:
-        window = [row for row in window if row.emits]
-        while queue and len(window) < window_size:
-            window.append(queue.popleft())
+        waiting = (row for row in range(len(queue)) if emits[row])
+        window = list(itertools.islice(waiting, window_size))
         if not window:
             break
-        chosen = _first_group(window, batch_size) or window[:batch_size]
-        lengths = collections.Counter(row.length for row in chosen)
+        chosen = window[:batch_size]
+        groups: dict[int, list[int]] = {}
+        for row in window:
+            group = groups.setdefault(length[row], [])
+            group.append(row)
+            if len(group) == batch_size:
+                chosen = group
+                break
+        of_length = collections.Counter(length[row] for row in chosen)
         num_rounds += 1
         num_rows += len(chosen)
-        num_grouped_rounds += len(lengths) == 1 and len(chosen) == batch_size
-        num_grouped_rows += sum(n for n in lengths.values() if n > 1)
-        if layout == "aligned" and len(lengths) > 1:
-            longest = max(row.num_committed for row in chosen)
-            for row in chosen:
-                row.length = longest
+        num_grouped_rounds += len(of_length) == 1 and len(chosen) == batch_size
+        num_grouped_rows += sum(n for n in of_length.values() if n > 1)
+        longest = max(num_committed[row] for row in chosen)
         for row in chosen:
-            row.advance()
+            if layout == "aligned" and len(of_length) > 1:
+                length[row] = longest
+            num_emitted = emits[row].popleft()
+            num_committed[row] += num_emitted
+            length[row] += num_emitted
     return Schedule(
         num_rounds=num_rounds,
         num_rows=num_rows,
         num_grouped_rounds=num_grouped_rounds,
         num_grouped_rows=num_grouped_rows,
     )
-
-
-class _Running:
-    """A row on its way; `length` counts its padding, if there is any."""
-
-    def __init__(self, row: Row):
-        self.num_committed = self.length = row.prompt_length
-        self.emits = collections.deque(row.emitted)
-
-    def advance(self) -> None:
-        """One round."""
-        num_emitted = self.emits.popleft()
-        self.num_committed += num_emitted
-        self.length += num_emitted
-
-
-def _first_group(window: Sequence[_Running], batch_size: int) -> list[_Running] | None:
-    """The first `batch_size` rows of one length, scanning in order of arrival."""
-    buckets: dict[int, list[_Running]] = {}
-    for row in window:
-        bucket = buckets.setdefault(row.length, [])
-        bucket.append(row)
-        if len(bucket) == batch_size:
-            return bucket
-    return None

@@ -10,33 +10,25 @@ published differ from the same layout and scheduler here, `jaxspec.studies.publi
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-from rich.console import Console
 
 from jaxspec.audit.judge import judge_all
 from jaxspec.audit.scoring import Scorer
-from jaxspec.bench import measure
-from jaxspec.bench.measure import PairBench
-from jaxspec.cache.layouts import LAYOUTS
-from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.requests import Request, make_requests
+from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.schedulers import Continuous, Pool, Static
-from jaxspec.studies.published import eqspec, exspec
 from jaxspec.studies.replay import list_scheduling
+from jaxspec.studies.workload import Workload, WorkloadOptions
 from jaxspec.telemetry.counters import Acceptance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulersBench(PairBench):
+class SchedulersBench(WorkloadOptions):
     """Rounds of both layouts with static batches, the same-length pool and continuous batching, and
     of EQSPEC and EXSPEC as published."""
 
@@ -46,70 +38,57 @@ class SchedulersBench(PairBench):
         "studies/published.py", "studies/rounds.py",
     )  # fmt: skip
 
-    prompts: pathlib.Path | None = None
-    """Prompt file; default the sample prompts."""
-    limit: int = 32
-    """Prompts to decode."""
+    limit: int | None = 32
     max_prompt_tokens: int = 64
-    """Prompts are cut to their first so many tokens."""
     max_tokens: int = 48
-    """Tokens emitted per prompt; fewer where the model ends by itself."""
-    draft_length: int = 5
-    """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (4, 8)
-    """Rows decoded together."""
     pool: int = 32
-    """Rows of the pool."""
 
-    def measure(self, console: Console) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Rounds, and whether outputs agree, by batch size and system."""
-        target, draft = self.load()
-        prompts, inputs = measure.read_and_encode(
-            self.prompts, target, limit=self.limit, max_prompt_tokens=self.max_prompt_tokens
-        )
-        max_length = self.max_prompt_tokens + self.max_tokens + self.draft_length + 2
-        params = SamplingParams(max_tokens=self.max_tokens)
-        requests = make_requests(prompts, params, target, longest=max_length)
-        scorer = Scorer(target, max_length=max_length)
+        workload = Workload(self, reference=list)
+        requests = workload.as_requests(workload.in_file_order, self.max_tokens)
         results = []
         for batch_size in self.batch_sizes:
             reference: list[Completion] = []
-            for name, settings in self._systems(draft, batch_size).items():
-                engine = Engine(
-                    target,
-                    **settings,
-                    draft_length=self.draft_length,
-                    batch_size=batch_size,
-                    max_length=max_length,
-                )
-                completions, result = count_rounds(engine, requests)
+            for decoding in workload.decodings(batch_size):
+                if not decoding.speculates:
+                    continue
+                completions, result = count_rounds(workload.engine(decoding), requests)
                 reference = reference or completions  # ragged, whose bits no neighbour changes
                 own = [completion.acceptance.num_rounds for completion in reference]
                 results.append(
                     {
-                        "system": name,
+                        "system": decoding.system,
                         "batch_size": batch_size,
                         **result,
                         "ideal_rounds": list_scheduling(own, batch_size),
-                        "num_ties": count_ties(scorer, completions, reference),
+                        "num_ties": count_ties(workload.scorer, completions, reference),
                     }
                 )
-        console.print(rounds_table(results))
-        return {"inputs": inputs, "results": results}
+        return {"inputs": workload.inputs, "results": results}
 
-    def _systems(self, draft: LanguageModel, batch_size: int) -> dict[str, dict[str, Any]]:
-        """Engine settings by name."""
-        window_size = max(self.pool, batch_size)
-        systems: dict[str, dict[str, Any]] = {
-            f"{layout} + {scheduler.name}": {
-                "drafter": DraftModel(draft),
-                "layout": layout,
-                "scheduler": scheduler,
-            }
-            for layout in LAYOUTS
-            for scheduler in (Static(), Pool(window_size), Continuous())
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """Systems by batch size."""
+
+        def share(name: str, of: str) -> Any:
+            return lambda found: f"{found['schedule'][name] / found['schedule'][of]:.0%}"
+
+        columns: Columns = {
+            "batch": "{batch_size}",
+            "system": "{system}",
+            "rounds": "{schedule[num_rounds]}",
+            "of\nideal": lambda found: (
+                f"{found['schedule']['num_rounds'] / found['ideal_rounds']:.0%}"
+            ),
+            "tokens\n/call": "{emitted_per_call:.2f}",
+            "grouped\ncalls": share("num_grouped_rounds", "num_rounds"),
+            "grouped\nrows": share("num_grouped_rows", "num_rows"),
+            "slots\nmoved": "{schedule[num_slots_moved]}",
+            "draft\npositions": "{draft_positions}",
         }
-        return systems | {"EQSPEC": eqspec(draft), "EXSPEC": exspec(draft, window_size=window_size)}
+        results = document["results"]
+        return [TextTable.of_columns("rounds", columns, results, group=lambda r: r["batch_size"])]
 
 
 def totals(engine: Engine) -> dict[str, int]:
@@ -122,14 +101,18 @@ def totals(engine: Engine) -> dict[str, int]:
     return found
 
 
+def count(engine: Engine, requests: Sequence[Request]) -> tuple[list[Completion], dict[str, int]]:
+    """The completions of requests, and by how much they raised the engine's `totals`."""
+    before = totals(engine)
+    completions = list(engine.run(requests))
+    return completions, {name: n - before[name] for name, n in totals(engine).items()}
+
+
 def count_rounds(
     engine: Engine, requests: Sequence[Request]
 ) -> tuple[list[Completion], dict[str, Any]]:
     """The completions of requests, and the rounds and token-positions that they took."""
-    measure.seconds_to_compile(engine)
-    before = totals(engine)
-    completions = list(engine.run(requests))
-    schedule = {name: n - before[name] for name, n in totals(engine).items()}
+    completions, schedule = count(engine, requests)
     draft_positions = schedule.pop("draft_positions")
     total = Acceptance.total([completion.acceptance for completion in completions])
     num_prompt_tokens = sum(len(completion.prompt_token_ids) for completion in completions)
@@ -165,23 +148,3 @@ def count_ties(
     found = judge_all(scorer, completions, expected, SamplingParams())
     assert found.are_ties, found.judged
     return len(found.differing)
-
-
-def rounds_table(results: Sequence[dict[str, Any]]) -> TextTable:
-    """Systems by batch size."""
-
-    def share(name: str, of: str) -> Any:
-        return lambda found: f"{found['schedule'][name] / found['schedule'][of]:.0%}"
-
-    columns: Columns = {
-        "batch": lambda found: found["batch_size"],
-        "system": lambda found: found["system"],
-        "rounds": lambda found: found["schedule"]["num_rounds"],
-        "of\nideal": lambda found: f"{found['schedule']['num_rounds'] / found['ideal_rounds']:.0%}",
-        "tokens\n/call": lambda found: f"{found['emitted_per_call']:.2f}",
-        "grouped\ncalls": share("num_grouped_rounds", "num_rounds"),
-        "grouped\nrows": share("num_grouped_rows", "num_rows"),
-        "slots\nmoved": lambda found: found["schedule"]["num_slots_moved"],
-        "draft\npositions": lambda found: found["draft_positions"],
-    }
-    return TextTable.of_columns("rounds", columns, results, group=lambda found: found["batch_size"])

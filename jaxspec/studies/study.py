@@ -23,17 +23,17 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from jaxspec.bench.cells import CellStore
-from jaxspec.bench.measure import Dtype, PairBench, Say, check_at_least_one
+from jaxspec.bench.measure import Dtype, Say, check_at_least_one
 from jaxspec.runtime.environment import provenance
 from jaxspec.studies import measurements
 from jaxspec.studies.report import print_report, write_report
-from jaxspec.studies.workload import NAMED, Decoding, Workload
+from jaxspec.studies.workload import NAMED, Decoding, Workload, WorkloadOptions, nearest
 
 CELLS = "cells.json"  # in the output directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Study(PairBench):
+class Study(WorkloadOptions):
     """Reproduce the published study of batched speculative decoding, and see what beats it."""
 
     NAME: ClassVar[str] = "study"
@@ -45,25 +45,10 @@ class Study(PairBench):
 
     out: pathlib.Path = pathlib.Path("study")
     """Directory for the report (study.html, study.json, plots) and its cells."""
-    prompts: pathlib.Path | None = None
-    """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
-    prompts."""
     resume: bool = False
     """Go on with the cells that the output directory holds already."""
     quick: bool = False
     """Few requests, cut short: minutes on a CPU."""
-    limit: int | None = None
-    """Use the first so many prompts."""
-    max_prompt_tokens: int = 1024
-    """Prompts are cut to their first so many tokens."""
-    max_tokens: int = 128
-    """Tokens emitted per prompt; fewer where the model ends by itself."""
-    draft_length: int = 5
-    """Tokens drafted per round."""
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Rows decoded together."""
-    pool: int = 48
-    """Rows of the pool, at least twice the batch size."""
     repeats: int = 3
     """Timed runs of every cell, each beside a run of plain decoding."""
     oracle: float | None = None
@@ -77,7 +62,14 @@ class Study(PairBench):
     def run(self, console: Console) -> dict[str, Any]:
         """Runs what is missing, writes the report; returns the JSON document."""
         started_s = time.perf_counter()
-        options = _quick(self) if self.quick else self
+        options = self
+        if self.quick:  # requests that a CPU decodes in minutes
+            options = dataclasses.replace(
+                self,
+                max_prompt_tokens=min(self.max_prompt_tokens, 64),
+                max_tokens=min(self.max_tokens, 48),
+                repeats=min(self.repeats, 5),
+            )
         check_at_least_one(
             options, "limit", "max_prompt_tokens", "max_tokens", "draft_length", "pool", "repeats",
             "batch_sizes",
@@ -95,16 +87,6 @@ class Study(PairBench):
         print_report(document["cells"], console)
         console.print(f"report written to {options.out}", markup=False, highlight=False)
         return document
-
-
-def _quick(study: Study) -> Study:
-    """The same study on requests that a CPU decodes in minutes."""
-    return dataclasses.replace(
-        study,
-        max_prompt_tokens=min(study.max_prompt_tokens, 64),
-        max_tokens=min(study.max_tokens, 48),
-        repeats=min(study.repeats, 5),
-    )
 
 
 class Running:
@@ -126,7 +108,9 @@ class Running:
 
     def measure(self, *, say: Say) -> None:
         """Measures the cells that are missing."""
-        cells = {name: functools.partial(self.cell, name, each) for name, each in self.cells()}
+        cells = {
+            name: functools.partial(self.cell, name, each) for name, each in self.cells().items()
+        }
         self.store.run(cells, say=say)
 
     def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -147,41 +131,37 @@ class Running:
             }
         }
 
-    def cells(self) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+    def cells(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """What measures each cell, by name; later ones read the results of earlier ones."""
         workload, known, sizes = self.workload, self.store.cells, self.options.batch_sizes
+        found: dict[str, Callable[[], dict[str, Any]]] = {}
 
-        def nearest(*wanted: int) -> list[int]:
-            return sorted({min(sizes, key=lambda size: abs(size - one)) for one in wanted})
+        def add(name: str, measure: Callable[..., dict[str, Any]], *args: Any, **how: Any) -> None:
+            found[name] = functools.partial(measure, workload, *args, **how)
 
-        found: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            ("reference", functools.partial(measurements.measure_reference, workload))
-        ]
-        for size in sizes:
-            for decoding in workload.decodings(size):
-                measure = functools.partial(
-                    measurements.measure_decoding,
-                    workload,
-                    known,
-                    decoding,
-                    is_broken_down=self.is_broken_down(decoding),
-                )
-                found.append((f"decode-{decoding.cell}", measure))
-        for size in nearest(1, 4):
-            measure = functools.partial(measurements.measure_controls, workload, known, size)
-            found.append((f"controls-b{size}", measure))
-        for size in nearest(4, 8):
-            measure = functools.partial(measurements.measure_rounds, workload, size)
-            found.append((f"rounds-b{size}", measure))
-        grouping = functools.partial(measurements.measure_grouping, workload, known)
-        found.append(("grouping", grouping))
-        for size in nearest(8) if self.options.quick else nearest(1, 2, 4, 8):
+        def near(*wanted: int) -> list[int]:
+            return sorted({nearest(one, sizes) for one in wanted})
+
+        add("reference", measurements.measure_reference)
+        for decoding in (decoding for size in sizes for decoding in workload.decodings(size)):
+            add(
+                f"decode-{decoding.cell}",
+                measurements.measure_decoding,
+                known,
+                decoding,
+                is_broken_down=self.is_broken_down(decoding),
+            )
+        for size in near(1, 4):
+            add(f"controls-b{size}", measurements.measure_controls, known, size)
+        for size in near(4, 8):
+            add(f"rounds-b{size}", measurements.measure_rounds, size)
+        add("grouping", measurements.measure_grouping, known)
+        for size in near(8) if self.options.quick else near(1, 2, 4, 8):
             for decoding in (workload.named(name, size) for name in NAMED):
-                measure = functools.partial(measurements.measure_serving, workload, known, decoding)
-                found.append((f"serving-{decoding.cell}", measure))
+                add(f"serving-{decoding.cell}", measurements.measure_serving, known, decoding)
         return found
 
     def is_broken_down(self, decoding: Decoding) -> bool:
         """Whether the parts of its rounds are timed: each is compiled once more for it."""
-        sizes = (min(self.options.batch_sizes, key=lambda size: abs(size - 8)), 32)
+        sizes = nearest(8, self.options.batch_sizes), 32
         return not self.options.quick or (decoding.system in NAMED and decoding.batch_size in sizes)

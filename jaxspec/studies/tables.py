@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxspec.runtime.report import NONE, Columns, TextTable
 from jaxspec.studies import published_figures as theirs
-from jaxspec.studies.claims import check_claims
-
-Cell = dict[str, Any]
+from jaxspec.studies.claims import Claim, paper_window
+from jaxspec.studies.workload import Cell, Cells, of_kind
 
 PARTS = ("draft", "verify", "align", "regroup", "rest of the rounds", "prefill", "host")
 
 
-# ---- cells by kind
-
-
-def decodings(cells: dict[str, Cell]) -> list[Cell]:
-    """Those of decoding."""
-    return [cell for name, cell in cells.items() if name.startswith("decode-")]
-
-
-def broken_down(cells: dict[str, Cell]) -> list[Cell]:
-    """Those whose time was broken down."""
-    return [cell for cell in decodings(cells) if "time_breakdown" in cell]
-
-
-def of_kind(cells: dict[str, Cell], prefix: str) -> list[Cell]:
-    """Those whose names begin so."""
-    return [cell for name, cell in cells.items() if name.startswith(prefix)]
-
-
-def paper_window(grouping: Cell) -> int:
-    """The paper's window, or what comes nearest."""
-    return min({rate["window_size"] for rate in grouping["rates"]}, key=lambda w: abs(w - 50))
+def broken_down(cells: Cells) -> list[Cell]:
+    """The decoding cells whose time was broken down."""
+    return [cell for cell in of_kind(cells, "decode-") if "time_breakdown" in cell]
 
 
 def shares(breakdown: dict[str, Any]) -> dict[str, float]:
@@ -42,101 +23,55 @@ def shares(breakdown: dict[str, Any]) -> dict[str, float]:
     return {name: each / breakdown["wall_s"] for name, each in breakdown["seconds"].items()}
 
 
-# ---- columns
-
-
-def _pair(exact: float | None, partial: float | None) -> str:
-    if exact is None or partial is None:
-        return NONE
-    return f"{100 * exact:.1f} / {100 * partial:.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-CLAIM_COLUMNS: Columns = {
-    "claim": lambda claim: claim.claim,
-    "paper": lambda claim: claim.paper,
-    "ours": lambda claim: claim.ours or NONE,
-    "reproduced?": lambda claim: claim.reproduced,
-    "why": lambda claim: claim.why,
-}
-
-
-def claims_table(cells: dict[str, Cell]) -> TextTable:
+def claims_table(claims: Iterable[Claim]) -> TextTable:
     """Claim, paper, ours, reproduced?, why."""
-    title = "What the paper claims, and what this study finds"
-    return TextTable.of_columns(title, CLAIM_COLUMNS, check_claims(cells))
+    columns: Columns = {
+        "claim": "{claim}",
+        "paper": "{paper}",
+        "ours": lambda claim: claim.ours or NONE,
+        "reproduced?": "{reproduced}",
+        "why": "{why}",
+    }
+    return TextTable.of_columns("What the paper claims, and what this study finds", columns, claims)
 
 
-def rounds_rows(cells: dict[str, Cell]) -> list[dict[str, Any]]:
-    """A row per system and batch size, and the ideal schedules."""
+def rounds_rows(cells: Cells) -> list[dict[str, Any]]:
+    """A row per system and batch size, and the ideal schedules, of which only rounds are known."""
     rows = []
     for cell in of_kind(cells, "rounds-"):
-        size = cell["batch_size"]
-        rows += [
-            {
-                "batch_size": size,
-                "system": name,
-                "rounds": system["schedule"]["num_rounds"],
-                "num_prompts": cell["num_prompts"],
-                **system,
-            }
-            for name, system in cell["systems"].items()
-        ]
-        rows += [
-            {"batch_size": size, "system": "ideal, rows refilled at once",
-             "rounds": cell["ideal_rounds"]},
-            {"batch_size": size, "system": "ideal, static batches",
-             "rounds": cell["ideal_rounds_static"]},
-        ]  # fmt: skip
+        rounds = {
+            "ideal, rows refilled at once": cell["ideal_rounds"],
+            "ideal, static batches": cell["ideal_rounds_static"],
+        }
+        ideals = {name: {"schedule": {"num_rounds": n}} for name, n in rounds.items()}
+        for name, found in (cell["systems"] | ideals).items():
+            of_cell = {key: cell[key] for key in ("batch_size", "num_prompts")}
+            row = {**of_cell, "system": name, **found}
+            if "num_drafted" in row:
+                bound = row["num_drafted"] + row["num_committed"]
+                row["read_of_bound"] = row["draft_positions"] / bound
+            rows.append(row)
     return rows
 
 
-def _of_system(show: Callable[[Any], str]) -> Callable[[Any], str]:
-    """A column that is empty for the ideal schedules."""
-    return lambda row: show(row) if "schedule" in row else ""
-
-
-ROUNDS_COLUMNS: Columns = {
-    "batch": lambda row: row["batch_size"],
-    "system": lambda row: row["system"],
-    "rounds": lambda row: row["rounds"],
-    "rows used": _of_system(lambda row: f"{row['rows_used']:.0%}"),
-    "emitted/round": _of_system(lambda row: f"{row['emitted_per_round']:.2f}"),
-    "target positions": _of_system(lambda row: str(row["target_positions"])),
-    "draft positions": _of_system(lambda row: str(row["draft_positions"])),
-    "draft positions / (drafted + committed)": _of_system(
-        lambda row: f"{row['draft_positions'] / (row['num_drafted'] + row['num_committed']):.2f}"
-    ),
-    "outputs as jaxspec's": _of_system(
-        lambda row: f"{row['num_equal_to_jaxspec']} of {row['num_prompts']}"
-    ),
+ROUNDS: Columns = {
+    "batch": "{batch_size}",
+    "system": "{system}",
+    "rounds": "{schedule[num_rounds]}",
+    "rows used": "{rows_used:.0%}",
+    "emitted/round": "{emitted_per_round:.2f}",
+    "target positions": "{target_positions}",
+    "draft positions": "{draft_positions}",
+    "draft positions / (drafted + committed)": "{read_of_bound:.2f}",
+    "outputs as jaxspec's": "{num_equal_to_jaxspec} of {num_prompts}",
 }
+SYSTEM: Columns = {"system": "{system}", "batch": "{batch_size}"}
+RATES: Columns = {"tokens/s": "{tokens_per_s:.0f}", "plain tokens/s": "{plain_tokens_per_s:.0f}"}
 
-EQUIVALENCE_COLUMNS: Columns = {
-    "system": lambda row: row["system"],
-    "batch": lambda row: row["batch_size"],
-    "outputs": lambda row: row["num_outputs"],
-    "E / P %": lambda row: _pair(row["exact_text"], row["partial_text"]),
-    "tokens equal": lambda row: _percent(row["exact_tokens"]),
-    "ties": lambda row: row.get("num_ties", NONE),
-    "faults": lambda row: row.get("num_faults", NONE),
-}
 
-THROUGHPUT_COLUMNS: Columns = {
-    "system": lambda cell: cell["system"],
-    "batch": lambda cell: cell["batch_size"],
-    "requests": lambda cell: cell["num_requests"],
-    "tokens/s": lambda cell: f"{cell['tokens_per_s']:.0f}",
-    "plain tokens/s": lambda cell: f"{cell['plain_tokens_per_s']:.0f}",
-    "times plain, in turns": lambda cell: f"{cell['ratio_to_plain']:.2f}",
-    "emitted/round": lambda cell: f"{cell['acceptance']['emitted_per_round']:.2f}",
-    "rounds": lambda cell: cell["schedule"]["num_rounds"],
-    "ideal": lambda cell: cell["ideal_rounds"],
-    "realignments": lambda cell: cell["schedule"]["num_realignments"],
-}
+def _percent(*shares: float | None) -> str:
+    """Per cent, separated by a slash, if all are known."""
+    return NONE if None in shares else " / ".join(f"{100 * (share or 0):.1f}" for share in shares)
 
 
 def _acceptance(cell: Cell) -> str:
@@ -145,155 +80,145 @@ def _acceptance(cell: Cell) -> str:
 
 
 def _part_ms(*names: str) -> Callable[[Cell], str]:
-    return lambda cell: f"{1e3 * sum(_parts(cell).get(name, 0) for name in names):.2f}"
+    """Milliseconds per call of some parts together."""
+    return lambda cell: (
+        f"{1e3 * sum(cell['time_breakdown']['part_s'].get(name, 0) for name in names):.2f}"
+    )
 
 
-def _parts(cell: Cell) -> dict[str, float]:
-    return cell["time_breakdown"]["part_s"]
+def _percentiles(of: str) -> Columns:
+    return {f"{name.upper()} s": f"{{{of}[{name}]:.2f}}" for name in ("p50", "p90", "p99")}
 
 
-def _share_of_time(name: str) -> Callable[[Cell], str]:
-    return lambda cell: f"{100 * shares(cell['time_breakdown'])[name]:.1f}"
-
-
-BREAKDOWN_COLUMNS: Columns = {
-    "system": lambda cell: cell["system"],
-    "batch": lambda cell: cell["batch_size"],
-    "tokens/s": lambda cell: f"{cell['tokens_per_s']:.0f}",
-    "plain tokens/s": lambda cell: f"{cell['plain_tokens_per_s']:.0f}",
-    "calls": lambda cell: cell["schedule"]["num_rounds"],
-    "tokens/call": lambda cell: f"{cell['num_tokens'] / cell['schedule']['num_rounds']:.1f}",
-    "acceptance": _acceptance,
-    "draft ms": _part_ms("draft"),
-    "verify ms": _part_ms("target", "verify"),
-    "align ms": _part_ms("align"),
-    **{f"{name} %": _share_of_time(name) for name in PARTS},
-}
-
-SERVING_COLUMNS: Columns = {
-    "system": lambda cell: cell["system"],
-    "batch": lambda cell: cell["batch_size"],
-    "requests/s": lambda cell: f"{cell['arrivals_per_s']:.2f}",
-    "requests": lambda cell: cell["num_requests"],
-    "tokens/s": lambda cell: f"{cell['tokens_per_s']:.0f}",
-    **{
-        f"{name.upper()} s": (lambda cell, name=name: f"{cell['latency_s'][name]:.2f}")
-        for name in ("p50", "p90", "p99")
-    },
-}
-
-PUBLISHED_EQUIVALENCE_COLUMNS: Columns = {
-    "method": lambda found: found[0],
-    **{
-        f"{model}, batch {batch}": (
-            lambda found, at=(model, batch): (
-                "{:.1f} / {:.1f}".format(*found[1][at]) if at in found[1] else NONE
-            )
-        )
-        for model in theirs.MODELS
-        for batch in (1, 4)
-    },
-}
-
-PUBLISHED_BREAKDOWN_COLUMNS: Columns = {
-    "system": lambda found: found[0],
-    "tokens/s": lambda found: f"{found[1]['tokens_per_s']:.1f}",
-    "plain tokens/s": lambda found: NONE,
-    "calls": lambda found: f"{found[1]['calls']:.0f}",
-    "verify ms": lambda found: f"{found[1]['verify_ms']:.1f}",
-    **{
-        f"{name} %": (lambda found, name=name: f"{found[1][name]:.1f}")
-        for name in ("verify", "draft", "overhead")
-    },
-}
-
-PUBLISHED_SERVING_COLUMNS: Columns = {
-    "system": lambda found: found[0],
-    "batch": lambda found: found[1],
-    "tokens/s": lambda found: f"{found[2]['tokens_per_s']:.1f}",
-    **{
-        f"{name.upper()} s": (lambda found, name=name: f"{found[2][name]:.2f}")
-        for name in ("p50", "p90", "p99")
-    },
-}
-
-
-def make_tables(cells: dict[str, Cell]) -> list[TextTable]:
+def make_tables(cells: Cells) -> list[TextTable]:
     """All tables, ours and the published ones; those of which the study has no cell are left
     out."""
-    decoded = decodings(cells)
-    compared = [
-        {"system": cell["system"], "batch_size": cell["batch_size"], **cell["equivalence"]}
-        for cell in decoded
-    ] + [
+    decoded = of_kind(cells, "decode-")
+    compared = [cell | cell["equivalence"] for cell in decoded] + [
         {"system": f"control: {name}", "batch_size": cell["batch_size"], **found}
         for cell in of_kind(cells, "controls-")
         for name, found in cell["systems"].items()
     ]
-    grouping = cells.get("grouping")
-    window = paper_window(grouping) if grouping else 0
-    rates = (
-        [rate for rate in grouping["rates"] if rate["window_size"] == window] if grouping else []
-    )
-    served = [
-        (system, batch, found)
-        for system, by_batch in theirs.SERVING.items()
-        for batch, found in by_batch.items()
+    grouping = cells.get("grouping", {"rates": []})
+    window = paper_window(grouping) if grouping["rates"] else 0
+    rates = [
+        rate | {"published": theirs.GROUPING[rate["lengths"]].get(rate["batch_size"])}
+        for rate in grouping["rates"]
+        if rate["window_size"] == window
     ]
-    grouping_columns: Columns = {
-        "prompts": lambda rate: rate["lengths"],
-        "layout": lambda rate: rate["layout"],
-        "batch": lambda rate: rate["batch_size"],
-        "by calls": lambda rate: _percent(rate["by_calls"]),
-        "by rows": lambda rate: _percent(rate["by_rows"]),
-        "published, by calls": lambda rate: (
-            f"{found:.1f} %"
-            if (found := theirs.GROUPING[rate["lengths"]].get(rate["batch_size"])) is not None
-            else NONE
-        ),
-    }
+    of = TextTable.of_columns
     tables = [
-        TextTable.of_columns("Rounds and token-positions", ROUNDS_COLUMNS, rounds_rows(cells)),
-        TextTable.of_columns(
+        of("Rounds and token-positions", ROUNDS, rounds_rows(cells)),
+        of(
             "Equivalence with batch-1 plain decoding: the paper's E / P on text, then tokens",
-            EQUIVALENCE_COLUMNS,
+            {
+                **SYSTEM,
+                "outputs": "{num_outputs}",
+                "E / P %": lambda row: _percent(row["exact_text"], row["partial_text"]),
+                "tokens equal": "{exact_tokens:.1%}",
+                "ties": "{num_ties}",
+                "faults": "{num_faults}",
+            },
             compared,
         ),
-        TextTable.of_columns(
+        of(
             f"Published: equivalence, E / P % ({theirs.HARDWARE})",
-            PUBLISHED_EQUIVALENCE_COLUMNS,
+            {
+                "method": lambda found: found[0],
+                **{
+                    f"{at[0]}, batch {at[1]}": lambda found, at=at: (
+                        "{:.1f} / {:.1f}".format(*found[1][at]) if at in found[1] else NONE
+                    )
+                    for at in ((model, batch) for model in theirs.MODELS for batch in (1, 4))
+                },
+            },
             theirs.EQUIVALENCE.items(),
             is_quoted=True,
         ),
-        TextTable.of_columns(
-            "Throughput (whole runs, prefill included) and rounds", THROUGHPUT_COLUMNS, decoded
+        of(
+            "Throughput (whole runs, prefill included) and rounds",
+            {
+                **SYSTEM,
+                "requests": "{num_requests}",
+                **RATES,
+                "times plain, in turns": "{ratio_to_plain:.2f}",
+                "emitted/round": "{acceptance[emitted_per_round]:.2f}",
+                "rounds": "{schedule[num_rounds]}",
+                "ideal": "{ideal_rounds}",
+                "realignments": "{schedule[num_realignments]}",
+            },
+            decoded,
         ),
-        TextTable.of_columns(
+        of(
             "Time breakdown. Milliseconds per call: parts compiled alone, timed on a state from "
             "the middle of the run. Shares of the wall time, %: draft, verify, align and regroup "
             "are calls times milliseconds; rounds, prefill and host are timed in the run itself",
-            BREAKDOWN_COLUMNS,
+            {
+                **SYSTEM,
+                **RATES,
+                "calls": "{schedule[num_rounds]}",
+                "tokens/call": lambda cell: (
+                    f"{cell['num_tokens'] / cell['schedule']['num_rounds']:.1f}"
+                ),
+                "acceptance": _acceptance,
+                "draft ms": _part_ms("draft"),
+                "verify ms": _part_ms("target", "verify"),
+                "align ms": _part_ms("align"),
+                **{
+                    f"{name} %": lambda cell, name=name: _percent(
+                        shares(cell["time_breakdown"])[name]
+                    )
+                    for name in PARTS
+                },
+            },
             broken_down(cells),
         ),
-        TextTable.of_columns(
+        of(
             "Published: time breakdown (Vicuna-7B, A100, batch 4)",
-            PUBLISHED_BREAKDOWN_COLUMNS,
-            theirs.TIME_BREAKDOWN.items(),
+            {
+                "system": "{system}",
+                "tokens/s": "{tokens_per_s:.1f}",
+                "plain tokens/s": "{plain_tokens_per_s}",
+                "calls": "{calls:.0f}",
+                "verify ms": "{verify_ms:.1f}",
+                **{f"{name} %": f"{{{name}:.1f}}" for name in ("verify", "draft", "overhead")},
+            },
+            [{"system": name, **found} for name, found in theirs.TIME_BREAKDOWN.items()],
             is_quoted=True,
         ),
-        TextTable.of_columns(
+        of(
             f"Grouping rate of a pool of {window} rows, and the published one (Multi30k, window "
             "50, other models)",
-            grouping_columns,
+            {
+                "prompts": "{lengths}",
+                "layout": "{layout}",
+                "batch": "{batch_size}",
+                "by calls": "{by_calls:.1%}",
+                "by rows": "{by_rows:.1%}",
+                "published, by calls": "{published:.1f}%",
+            },
             rates,
         ),
-        TextTable.of_columns(
+        of(
             "Request latency under Poisson arrivals: the same arrivals for all",
-            SERVING_COLUMNS,
+            {
+                **SYSTEM,
+                "requests/s": "{arrivals_per_s:.2f}",
+                "requests": "{num_requests}",
+                "tokens/s": "{tokens_per_s:.0f}",
+                **_percentiles("latency_s"),
+            },
             of_kind(cells, "serving-"),
         ),
-        TextTable.of_columns(
-            "Published: simulated serving (A100)", PUBLISHED_SERVING_COLUMNS, served, is_quoted=True
+        of(
+            "Published: simulated serving (A100)",
+            {**SYSTEM, "tokens/s": "{latency_s[tokens_per_s]:.1f}", **_percentiles("latency_s")},
+            [
+                {"system": system, "batch_size": batch, "latency_s": found}
+                for system, by_batch in theirs.SERVING.items()
+                for batch, found in by_batch.items()
+            ],
+            is_quoted=True,
         ),
     ]
     return [table for table in tables if table.rows]

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.stages import Repeated, round_stages
+from jaxspec.bench.measure import Repeated
+from jaxspec.bench.stages import round_stages
 from jaxspec.cache import layouts
 from jaxspec.decode.state import put_rows, take_rows
 from jaxspec.engine.engine import Engine

@@ -9,35 +9,30 @@ import hashlib
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer
-from jaxspec.bench.measure import seconds_to_compile
-from jaxspec.cache.layouts import Layout
+from jaxspec.bench.measure import PairBench, load_prompts, seconds_to_compile
+from jaxspec.cache.layouts import LAYOUTS, Layout
 from jaxspec.checkpoint.format import is_converted, read_manifest
 from jaxspec.checkpoint.resolve import cached_models, load_model
-from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError
 from jaxspec.models.base import Model
-from jaxspec.requests.prompts import (
-    SAMPLE_PROMPTS,
-    PromptLine,
-    encode_prompts,
-    read_prompts,
-    sample_prompts,
-)
+from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import sha256_of
-from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
+from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.studies import published
+
+Cell: TypeAlias = dict[str, Any]
+Cells: TypeAlias = Mapping[str, Cell]
 
 # The file that the published study decodes, by its hash.
 SPEC_BENCH = {
@@ -45,11 +40,49 @@ SPEC_BENCH = {
     "source": "github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl",
     "commit": "fd2c1cd7d2201ef71db4c5f4e455008f017967bf",
 }
-LAYOUTS: tuple[Layout, ...] = ("ragged", "aligned")
 SCHEDULERS = ("static", "pool", "continuous")
-PUBLISHED = {"EQSPEC": ("aligned", "static"), "EXSPEC": ("aligned", "pool")}
+PUBLISHED: dict[str, tuple[Layout, str]] = {
+    "EQSPEC": ("aligned", "static"),
+    "EXSPEC": ("aligned", "pool"),
+}
 PLAIN = "plain, ragged + continuous"
 NAMED = ("EQSPEC", "EXSPEC", "jaxspec", PLAIN)  # measured at every batch size, also when quick
+
+
+def of_kind(cells: Cells, prefix: str) -> list[Cell]:
+    """The cells whose names begin so."""
+    return [cell for name, cell in cells.items() if name.startswith(prefix)]
+
+
+def nearest(wanted: int, sizes: Iterable[int]) -> int:
+    """The size that is nearest to the one that is wanted."""
+    return min(sizes, key=lambda size: abs(size - wanted))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(PairBench):
+    """What is decoded, and the shapes of the engines."""
+
+    prompts: pathlib.Path | None = None
+    """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
+    prompts."""
+    limit: int | None = None
+    """Use the first so many prompts."""
+    max_prompt_tokens: int = 1024
+    """Prompts are cut to their first so many tokens."""
+    max_tokens: int = 128
+    """Tokens emitted per prompt; fewer where the model ends by itself."""
+    draft_length: int = 5
+    """Tokens drafted per round."""
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Rows decoded together."""
+    pool: int = 48
+    """Rows of the pool, at least twice the batch size."""
+
+    quick: ClassVar[bool] = False
+    repeats: ClassVar[int] = 1
+    oracle: ClassVar[float | None] = None
+    seed: ClassVar[int] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,16 +108,12 @@ class Decoding:
     def system(self) -> str:
         """`EQSPEC` and `EXSPEC` as published; `jaxspec`, its default; else layout and scheduler,
         with jaxspec's own drafting and verification."""
-        place = f"{self.layout} + {self.scheduler}"
+        place = self.layout, self.scheduler
         if not self.speculates:
-            return f"plain, {place}"
+            return "plain, {} + {}".format(*place)
         if self.is_published:
-            return next(name for name, each in PUBLISHED.items() if each == self._place)
-        return "jaxspec" if self._place == ("ragged", "continuous") else place
-
-    @property
-    def _place(self) -> tuple[str, str]:
-        return self.layout, self.scheduler
+            return next(name for name, each in PUBLISHED.items() if each == place)
+        return "jaxspec" if place == ("ragged", "continuous") else " + ".join(place)
 
     @property
     def cell(self) -> str:
@@ -97,16 +126,13 @@ class Workload:
     """The models and requests of a study, and the engines that decode them.
 
     Args:
-      options: a `Study`.
+      options: what to decode.
       reference: returns the outputs of batch-1 plain decoding, for an oracle to draft.
     """
 
-    def __init__(self, options: Any, reference: Callable[[], list[list[int]]]):
+    def __init__(self, options: WorkloadOptions, reference: Callable[[], list[list[int]]]):
         self.options, self._reference = options, reference
-        lines = sample_prompts() if options.prompts is None else read_prompts(options.prompts)
-        lines = lines[: options.limit]
-        path = SAMPLE_PROMPTS if options.prompts is None else options.prompts
-        self.inputs = {pathlib.Path(str(path)).name: sha256_of(str(path))}
+        lines, self.inputs = load_prompts(options.prompts, options.limit)
         self.is_spec_bench = SPEC_BENCH["sha256"] in self.inputs.values()
         self.target = load_model(options.target, dtype=options.dtype)
         self.draft = load_model(options.draft, dtype=options.dtype)
@@ -117,11 +143,10 @@ class Workload:
         if self.target.tokenizer is None:
             self.prompts = self.in_file_order = self._random_prompts(len(lines))
         else:
-            self.in_file_order = self._encode(lines)
-            self.prompts = self._encode(_in_turn(lines))
-
-    def _encode(self, lines: Sequence[PromptLine]) -> list[tuple[int, ...]]:
-        return encode_prompts(lines, self.target, max_prompt_tokens=self.options.max_prompt_tokens)
+            self.in_file_order, self.prompts = (
+                encode_prompts(each, self.target, max_prompt_tokens=options.max_prompt_tokens)
+                for each in (lines, _in_turn(lines))
+            )
 
     def _random_prompts(self, num_prompts: int) -> list[tuple[int, ...]]:
         """Random ids, for a target without a tokenizer."""
@@ -142,10 +167,13 @@ class Workload:
         prompts = []
         for index in range(num):
             turn, place = divmod(index, len(self.prompts))
-            kept = max(1, self.options.max_prompt_tokens - 8 * turn)
-            prompts.append(self.prompts[place][:kept])
+            prompts.append(self.prompts[place][: max(1, self.options.max_prompt_tokens - 8 * turn)])
         # The embedded pair writes on until it is stopped; so do random weights.
-        params = SamplingParams(max_tokens=self.options.max_tokens)
+        return self.as_requests(prompts, self.options.max_tokens)
+
+    def as_requests(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Request]:
+        """Greedy requests."""
+        params = SamplingParams(max_tokens=max_tokens)
         return make_requests(prompts, params, self.target, longest=self.max_length)
 
     @property
@@ -176,45 +204,40 @@ class Workload:
         """The decoding of a system of `NAMED`."""
         layout, scheduler = PUBLISHED.get(system, ("ragged", "continuous"))
         return Decoding(
-            layout="aligned" if layout == "aligned" else "ragged",
+            layout=layout,
             scheduler=scheduler,
             batch_size=batch_size,
             speculates=system != PLAIN,
             is_published=system in PUBLISHED,
         )
 
-    def scheduler(self, decoding: Decoding, pool: int | None = None) -> Scheduler:
-        """Of a decoding; a pool has at least twice as many rows as the batch."""
-        if decoding.scheduler == "pool":
-            return Pool(max(pool or self.options.pool, 2 * decoding.batch_size))
-        return {"static": Static, "continuous": Continuous}[decoding.scheduler]()
-
     def engine(
-        self, decoding: Decoding, *, pool: int | None = None, is_oracle: bool | None = None
+        self, decoding: Decoding, *, pool: int | None = None, is_oracle: bool = True
     ) -> Engine:
         """An engine, its programs compiled.
 
         Args:
           decoding: what it decodes with.
-          pool: rows of a pool; default the study's.
-          is_oracle: whether an oracle drafts; default the study's.
+          pool: rows of a pool; default the study's, and at least twice the batch size.
+          is_oracle: whether an oracle may draft, if the study has one.
         """
+        num_pooled = max(pool or self.options.pool, 2 * decoding.batch_size)
+        schedulers = {"static": Static(), "pool": Pool(num_pooled), "continuous": Continuous()}
         settings: dict[str, Any] = {}
         if decoding.speculates:
-            if is_oracle is None:
-                is_oracle = self.options.oracle is not None
-            draft = DraftModel(self.draft)
+            drafter: Any = DraftModel(self.draft)
             if decoding.is_published:
-                draft = published.RereadingDraftModel(self.draft)
+                drafter = published.RereadingDraftModel(self.draft)
                 settings["verifier"] = published.WithoutBonus()
-            drafter: Any = self._oracle(draft) if is_oracle else draft
+            if is_oracle and self.options.oracle is not None:
+                drafter = self._oracle(drafter, self.options.oracle)
             if decoding.is_published:
                 drafter = published.BatchMinimum(drafter)
             settings |= {"drafter": drafter, "draft_length": self.options.draft_length}
         engine = Engine(
             self.target,
             layout=decoding.layout,
-            scheduler=self.scheduler(decoding, pool),
+            scheduler=schedulers[decoding.scheduler],
             batch_size=decoding.batch_size,
             max_length=self.max_length,
             prefill_chunk=64 if self.options.quick else 128,
@@ -223,14 +246,14 @@ class Workload:
         seconds_to_compile(engine)
         return engine
 
-    def _oracle(self, cost: Drafter) -> Oracle:
+    def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
         """Drafts what the target will emit, right as often as asked for, at the cost of `cost`."""
         requests = self.requests(max(self.options.batch_sizes))
         sequences = [
             request.prompt_token_ids + tuple(output)
             for request, output in zip(requests, self._reference(), strict=True)
         ]
-        return Oracle(sequences, acceptance=self.options.oracle, cost_of=cost)
+        return Oracle(sequences, acceptance=acceptance, cost_of=cost)
 
     @functools.cached_property
     def scorer(self) -> Scorer:

@@ -63,7 +63,7 @@ def test_documents_are_written_whole_and_can_be_drawn(measured):
     assert [file.name for file in path.parent.iterdir()] == ["grid.json"]
     assert str(path.parent) not in path.read_text()
     assert plot_grid(document).axes
-    assert len(bench.grid_table(document["cells"]).rows) == 2
+    assert len(bench.GpuCommand().tables(document)[0].rows) == 2
 
 
 def test_published_pairs_come_at_every_batch_size_and_context():
@@ -91,7 +91,7 @@ def quick(monkeypatch, measured):
         return result
 
     monkeypatch.setattr(gpu_grid, "_measure", measure)
-    monkeypatch.setattr(gpu_grid, "_models", lambda *_: (None, None))
+    monkeypatch.setattr(gpu_grid, "_models", lambda *_: {})
     ceilings = gpu_grid.Ceilings(**measured[0]["ceilings"])
     monkeypatch.setattr(gpu_grid, "measure_ceilings", lambda *_, **__: ceilings)
     return errors
@@ -110,7 +110,7 @@ def test_a_cell_that_fails_does_not_cost_the_others(quick, tmp_path):
     document = measure_grid(PLAN, tmp_path / "s.json", budget_s=600, repeats=1, header=HEADER)
     assert outcomes(document) == ["out of memory"] * 2 + ["failed"] * 2 + ["measured"] * 2
     assert "someone" not in json.dumps(document)
-    assert len(bench.grid_table(document["cells"]).rows) == 6
+    assert len(bench.GpuCommand().tables(document)[0].rows) == 6
     assert plot_grid(document).axes
 
 

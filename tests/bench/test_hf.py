@@ -8,14 +8,11 @@ import hf_checkpoints
 import pytest
 import toy
 
-from jaxspec.bench.decode import DecodeBench, agreement
+from jaxspec.bench.decode import DecodeBench, DecodeOptions, agreement
 from jaxspec.bench.hf import HuggingFace, compare
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import ModelError
-from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.schedulers import Static
-from jaxspec.verifiers import Coupled
 
 pytest.importorskip("torch")
 
@@ -73,15 +70,12 @@ def test_comparisons_pair_every_system_with_every_engine(names, hf, greedy):
     bench = DecodeBench(
         target=target,
         drafter=DraftModel(draft),
-        verifier=Coupled(),
-        scheduler=Static(),
         prompts=PROMPTS,
-        params=SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
-        batch_sizes=(1, 2),
-        draft_lengths=(3,),
-        repeats=2,
+        options=DecodeOptions(
+            max_tokens=MAX_TOKENS, batch_sizes=(1, 2), draft_lengths=(3,), repeats=2
+        ),
     )
-    found = compare(bench, hf, batch_sizes=(1, 2), repeats=2)
+    found = compare(bench, hf)
     assisted = [
         f"hf {kind}, {how}" for kind in ("assisted", "lookup") for how in ("defaults", "matched 3")
     ]
@@ -101,4 +95,5 @@ def test_comparisons_pair_every_system_with_every_engine(names, hf, greedy):
     wrong[0][2] = (wrong[0][2] + 1) % target.vocab_size
     assert agreement(target, done, greedy)[1] == 0
     assert agreement(target, done, wrong)[1] == 1
-    assert dataclasses.replace(bench, slots=300).max_length == 384
+    longer = dataclasses.replace(bench.options, max_length=300)
+    assert dataclasses.replace(bench, options=longer).max_length == 384

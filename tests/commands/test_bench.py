@@ -23,6 +23,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import TextTable
 from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
 
@@ -128,13 +129,22 @@ def test_tables_fit_80_columns(document, capsys):
         "ratio_to_hf": 3.5,
         "num_equal": 24,
     }
-    for table in bench.decode_tables({**document, "against": [pair]}):
+    for table in bench.DecodeCommand().tables({**document, "against": [pair]}):
         console.print(table)
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert "3.50x" in shown
     assert max(map(len, shown.split("\n"))) <= 80
     assert shown.count("tokens/s") > 2
+
+
+def test_a_column_is_a_format_string_or_a_function():
+    columns = {"ms": "{run[ms]:.1f}", "name": "{name}", "twice": lambda found: 2 * found["n"]}
+    records = [{"run": {"ms": 1.25}, "name": "a", "n": 1}, {"run": {"ms": None}, "n": 2}]
+    table = TextTable.of_columns("", columns, records)
+    assert table.rows == [["1.2", "a", "2"], ["-", "-", "4"]]  # what is missing is a dash
+    with pytest.raises(ValueError, match="format"):  # a mistake in a column is not missing data
+        TextTable.of_columns("", {"name": "{name:.1f}"}, records[:1])
 
 
 def test_predict_reads_the_constants_of_a_document(document, models, tmp_path, cli):
@@ -298,7 +308,7 @@ def test_a_repeated_stage_computes_every_time():
         return moving + 1, jnp.sort(fixed + params, axis=0)
 
     matrix = jnp.ones((64, 64))
-    repeated = stages.Repeated(stage, matrix, matrix, jnp.int32(0))
+    repeated = measure.Repeated(stage, matrix, matrix, jnp.int32(0))
     repeated(5)
     assert repeated._moving == 5
 
