@@ -36,7 +36,7 @@ ROOMS = [
     ("studies", "the published study"),
     ("commands", "one module per command"),
     ("cli", "the command line"),
-    ("__init__, __main__", ""),
+    ("__init__, __main__, convert.__main__", ""),
 ]
 RANKS = {name: rank for rank, (names, _) in enumerate(ROOMS) for name in names.split(", ")}
 # The package root is lazy: what imports it gets the version, and nothing else.

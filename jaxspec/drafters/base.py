@@ -197,8 +197,11 @@ class DrafterBase:
         row: jax.Array,
         num_kept: jax.Array,
     ) -> PyTree:
-        """State after row `row` was cut back to its first `num_kept` tokens. By default nothing is
-        forgotten, which is right where nothing is kept."""
+        """State after row `row` was cut back to its first `num_kept` tokens.
+
+        Nothing calls it yet: an engine that takes emitted tokens back will, before the row's next
+        round. By default the state stays as it is, which is right for drafters that keep nothing.
+        """
         return state
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -171,13 +173,6 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory) -> str:
     )
 
 
-def _largest(fits, limit: int) -> int:
-    """The largest n from 0 to `limit` for which `fits(n)`, which holds up to some n; 0 always."""
-    least, most = 0, limit + 1
-    while most - least > 1:
-        middle = (least + most) // 2
-        if fits(middle):
-            least = middle
-        else:
-            most = middle
-    return least
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n from 0 to `limit` that fits; n fits if a larger one does, and 0 always fits."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))

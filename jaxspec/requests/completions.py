@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import html
 import itertools
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from jaxspec.models.base import Model
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.telemetry.counters import Acceptance
-from jaxspec.telemetry.frames import TracedRequest, rounds_frame, tokens_frame
+from jaxspec.telemetry.frames import rounds_frame, tokens_frame
 from jaxspec.types import Finish, Origin, Trace
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Completions(list[Completion]):
         Raises:
           SettingError: there is no trace, no pandas, or a column does not fit.
         """
-        return rounds_frame(self._traced(), columns)
+        return rounds_frame(self, columns)
 
     def tokens(self, **columns: Iterable[Any]) -> pandas.DataFrame:
         """A frame with one row per drafted token, rejected ones included.
@@ -218,13 +219,7 @@ class Completions(list[Completion]):
         Raises:
           SettingError: there is no trace of tokens, no pandas, or a column does not fit.
         """
-        return tokens_frame(self._traced(), columns)
-
-    def _traced(self) -> list[TracedRequest]:
-        return [
-            TracedRequest(request_id=one.request_id, index=one.index, trace=one.trace)
-            for one in self
-        ]
+        return tokens_frame(self, columns)
 
 
 def counted(number: int, noun: str) -> str:
@@ -281,14 +276,13 @@ def find_stop(
     if not found:
         return None
     end, start, string = min(found)
-    least, most = 0, len(token_ids)  # the text of `least` tokens is too short, of `most` enough
-    while most - least > 1:
-        middle = (least + most) // 2
-        if tokenizer.decode(token_ids[:middle]).startswith(text[:end]):
-            most = middle
-        else:
-            least = middle
-    return StopMatch(num_tokens=most, text=text[:start], stop=string)
+    # The fewest tokens whose text holds the string.
+    num_tokens = 1 + bisect.bisect_left(
+        range(1, len(token_ids)),
+        True,
+        key=lambda n: tokenizer.decode(token_ids[:n]).startswith(text[:end]),
+    )
+    return StopMatch(num_tokens=num_tokens, text=text[:start], stop=string)
 
 
 def settled_text(tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str]) -> str:

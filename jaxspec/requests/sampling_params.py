@@ -70,12 +70,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self):
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            is_left_out = value is None and name in ("seed", "logprobs")
-            if not (is_left_out or isinstance(value, kind)):
-                wanted = "a whole number" if kind is numbers.Integral else "a number"
-                raise SettingError(f"{name} {value!r} was given; it must be {wanted}.")
+        for field in dataclasses.fields(self):
+            value, is_whole = getattr(self, field.name), field.type in ("int", "int | None")
+            if not (is_whole or field.type == "float") or (value is None and field.default is None):
+                continue
+            if not isinstance(value, numbers.Integral if is_whole else numbers.Real):
+                wanted = "a whole number" if is_whole else "a number"
+                raise SettingError(f"{field.name} {value!r} was given; it must be {wanted}.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -189,21 +190,6 @@ def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> Sam
             f"There is no sampling parameter {unknown!r}; choose from {', '.join(names)}."
         ) from error
 
-
-_KINDS = {
-    "max_tokens": numbers.Integral,
-    "min_tokens": numbers.Integral,
-    "temperature": numbers.Real,
-    "top_k": numbers.Integral,
-    "top_p": numbers.Real,
-    "min_p": numbers.Real,
-    "n": numbers.Integral,
-    "seed": numbers.Integral,
-    "logprobs": numbers.Integral,
-    "repetition_penalty": numbers.Real,
-    "presence_penalty": numbers.Real,
-    "frequency_penalty": numbers.Real,
-}
 
 # Fields of a generation config by what they are called here; the latter only where it samples.
 _READ_ALWAYS = {

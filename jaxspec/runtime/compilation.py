@@ -160,7 +160,7 @@ class Program:
         """The jitted function's `lower`."""
         return self._function.lower(*args, **kwargs)
 
-    def _cache_size(self) -> int:
+    def num_compilations(self) -> int:
         """How many programs the function has been compiled to."""
         return self._function._cache_size()
 

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from jaxspec.errors import CheckpointError, SettingError
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
@@ -150,18 +152,8 @@ def _remove_stale(destination: Path) -> None:
         if not left.name.startswith(prefix):
             continue
         pid, _, _ = left.name.removeprefix(prefix).partition("-")
-        if pid.isdecimal() and not _is_alive(int(pid)):
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _move_into_place(working: Path, destination: Path, *, overwrite: bool) -> None:

@@ -38,6 +38,30 @@ class ChainDistributions(struct.PyTreeNode, kw_only=True):
 Accept = Callable[[ChainDistributions, jax.Array], tuple[jax.Array, jax.Array]]
 
 
+class ChainVerifier:
+    """Base of the rules for chains: a rule is an `accept`, and what it promises."""
+
+    promise = "tokens of the target's distribution (greedy rows: the target's own tokens)"
+    is_lossless = True
+    is_coupled = False
+    is_noise_shared = False
+    needs_draft_probs = True
+    takes_trees = False
+
+    def accept(
+        self, distributions: ChainDistributions, draws: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """How many leading nodes are accepted, and from what the next token is drawn; see
+        `verify_chain`."""
+        raise NotImplementedError(f"{type(self).__name__} has no accept")
+
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
+        """The verdict on a chain; see `Verifier.verify`."""
+        return verify_chain(self.accept, logits, draft, rows, prefix)
+
+
 def verify_chain(
     accept: Accept, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
 ) -> Verdict:
