@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,24 +68,7 @@ class RoundTimes:
         return short_s + share * (long_s - short_s)
 
 
-class Rounds(Protocol):
-    """What `measure_round_times` runs; see `MadeUpRequests`."""
-
-    def fill(self, prompt_length: int) -> None:
-        """Fills the rows of the batch with requests of one token, the first one with so many, and
-        waits."""
-        ...
-
-    def run(self, draft_length: int, num_rounds: int) -> None:
-        """Runs rounds that draft so many tokens, and waits for them."""
-        ...
-
-    def catch_up(self) -> int:
-        """Lets the drafter read what it has not seen, and waits for it; returns chunks read."""
-        ...
-
-
-def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTimes:
+def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> RoundTimes:
     """Seconds per round of every draft length, at a short context and at a long one.
 
     Each is the least of a few measurements, taken in turns, of the difference between many rounds
@@ -412,7 +395,12 @@ def _longest_context(tickets: Mapping[int, Ticket]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MadeUpRequests:
-    """Requests that fill an executor's rows, to measure its rounds; see `Rounds`."""
+    """Requests that fill an executor's rows, to measure its rounds. All calls wait for the device.
+
+    Attributes:
+      executor: the rows.
+      draft_length: of the requests, the longest that is measured.
+    """
 
     executor: Executor
     draft_length: int
@@ -429,7 +417,7 @@ class MadeUpRequests:
         jax.block_until_ready(executor.state)
 
     def run(self, draft_length: int, num_rounds: int) -> None:
-        """Runs rounds that draft so many tokens."""
+        """Runs rounds that draft `draft_length` tokens."""
         executor = self.executor
         executor.set_draft_limits([draft_length] * executor.num_rows)
         executor.run(num_rounds, draft_length=draft_length)

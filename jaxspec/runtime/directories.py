@@ -49,7 +49,7 @@ def check_free_space(directory: str | os.PathLike, num_bytes: int, *, what: str)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file, making its directory where needed.
+    """Writes a file, whole or not at all, and makes its directory where needed.
 
     Raises:
       SettingError: it cannot be written.
@@ -59,6 +59,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
             try:
                 file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
                 file.close()
                 os.chmod(file.name, 0o644)
                 os.replace(file.name, path)

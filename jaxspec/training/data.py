@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -202,6 +202,18 @@ def pack(windows: np.ndarray, end_of_text: int) -> Batch:
         segments=jnp.asarray(np.cumsum(is_end, axis=1) - is_end, jnp.int32),
         weights=jnp.asarray(~is_end, jnp.float32),
     )
+
+
+def add_up(
+    sums: Callable[[Batch], Sequence[jax.Array]], windows: np.ndarray, end_of_text: int, size: int
+) -> list[float]:
+    """The `size` scalars that `sums` returns for a batch, added up over all `windows`
+    `[num_rows, T + 1]` in batches of some 4096 tokens."""
+    num_rows = max(1, 4096 // (windows.shape[1] - 1))
+    totals = np.zeros(size)
+    for start in range(0, len(windows), num_rows):
+        totals += np.array(sums(pack(windows[start : start + num_rows], end_of_text)), np.float64)
+    return totals.tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
