@@ -92,6 +92,11 @@ def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, jnp.isfinite(highest[..., 0])
 
 
+def of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`values` `[B, N, V]` at `tokens` `[B, N]`."""
+    return jnp.take_along_axis(values, tokens[..., None], axis=2)[..., 0]
+
+
 def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
     """Before the first of `N + 1` tokens to be drawn stands nothing, before each other one more of
     `tokens` `[B, N]`."""

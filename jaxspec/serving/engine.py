@@ -34,7 +34,6 @@ the engine is stepped only when the queue of some running row is empty.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,7 +47,7 @@ from jaxspec.decode.settings import (
     check_draft_length,
     make_loop,
 )
-from jaxspec.decode.state import Admission, has_rows, mark_prefilled
+from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
@@ -199,7 +198,8 @@ class ServingEngine:
             "free": program("freeing of a row", _free_row, donate_argnums=0),
         }
         compilation.numbered(*self.programs.values())
-        self._form = _form(self._row.eval_state())
+        row = self._row.eval_state()
+        self._form = form_of((row.cache, row.drafter))
 
     @property
     def longest_prompt(self) -> int:
@@ -298,13 +298,13 @@ class ServingEngine:
           SettingError: there is no such row, or the prompt was read by an engine of another shape.
         """
         self._check_row(row)
-        if prefilled.shape != self._row.shape or _form(prefilled) != self._form:
+        parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
+        if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
                 "A prompt was inserted that an engine with another model, drafter, verifier, "
                 f"window, max_length or prefill chunk has read ({prefilled.shape}, here "
                 f"{self._row.shape}); read it with an engine of these settings."
             )
-        parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if self._batch.home is not None:
             parts = jax.device_put(parts, self._batch.home)  # does nothing to what is there already
         return self.programs["insert"](self.params, state, np.int32(row), *parts)
@@ -395,12 +395,6 @@ class ServingEngine:
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:
     """State in which no one sits in `row`; what is stored there is garbage now."""
     return state.replace(finish=state.finish.at[row].set(jnp.int32(Finish.EMPTY_ROW)))
-
-
-def _form(row: DecodeState | Prefilled) -> tuple[PyTree, Sequence[tuple]]:
-    """What tells one-row states of different models and drafters apart without reading them."""
-    leaves, structure = jax.tree.flatten((row.cache, row.drafter))
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _refuse_host_settings(params: SamplingParams) -> None:

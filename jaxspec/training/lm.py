@@ -327,7 +327,8 @@ def train_lm(
         tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
     )
     plans = _plans(config, domains, [len(stream) for stream in streams])
-    num_steps = sum(len(plan.start) for plan in plans)
+    steps = [(plan, index) for plan in plans for index in range(len(plan.start))]
+    num_steps = len(steps)
     optimizer = make_optimizer(
         learning_rate=config.learning_rate,
         warmup_fraction=config.warmup_fraction,
@@ -360,8 +361,8 @@ def train_lm(
     metrics: dict[str, float] = {"loss": math.nan}
     with _progress(config, num_steps, first_step) as report:
         for step in range(first_step, num_steps):
-            plan, local = _locate(plans, step)
-            batch = data.pack(data.cut(plan, streams, local), end_of_text)
+            plan, index = steps[step]
+            batch = data.pack(data.cut(plan, streams, index), end_of_text)
             state, measured = step_function(state, batch)
             metrics = {name: float(value) for name, value in measured.items()}
             if not math.isfinite(metrics["loss"]):
@@ -574,14 +575,6 @@ def _plans(
             "or lower batch_tokens."
         )
     return plans
-
-
-def _locate(plans: Sequence[data.Plan], step: int) -> tuple[data.Plan, int]:
-    for plan in plans:
-        if step < len(plan.start):
-            return plan, step
-        step -= len(plan.start)
-    raise IndexError(step)
 
 
 def _fingerprint(

@@ -118,14 +118,10 @@ def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
     return ChainDistributions(
         p=p,
         q=jnp.pad(q, ((0, 0), (0, 1), (0, 0))),
-        p_token=_of_tokens(p[:, :num_nodes], draft.tokens),
-        q_token=jnp.where(is_node, _of_tokens(q, draft.tokens), 1),
+        p_token=sampling.of_tokens(p[:, :num_nodes], draft.tokens),
+        q_token=jnp.where(is_node, sampling.of_tokens(q, draft.tokens), 1),
         is_node=is_node,
     )
-
-
-def _of_tokens(probabilities: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(probabilities, tokens[..., None], axis=2)[..., 0]
 
 
 def at_node(values: jax.Array, node: jax.Array) -> jax.Array:
