@@ -205,8 +205,8 @@ class ServingEngine:
         return self._batch.longest_prompt
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
-        """Compiles every function ahead of the first request; see `Executor.warm_up`. Any thread may
-        call it."""
+        """Compiles every function ahead of the first request; see `Executor.warm_up`. Can be called
+        on any thread."""
         number = np.int32(0)
         admission = make_admission(
             self._make_request([0], SamplingParams(seed=0)), self._batch.loop, draft_length=0
@@ -289,8 +289,8 @@ class ServingEngine:
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
-                "A prompt was inserted that was prefilled by an engine with another model, drafter, "
-                f"verifier, verify_length, max_length or prefill_chunk ({prefilled.shape}, here "
+                "A prompt was inserted that an engine with another model, drafter, verifier, "
+                f"verify_length, max_length or prefill_chunk has prefilled ({prefilled.shape}, here "
                 f"{self._row.shape}); prefill it with an engine of these settings."
             )
         if self._batch.home is not None:
