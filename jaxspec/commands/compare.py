@@ -119,7 +119,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
 
 
 def category_of(line: PromptLine) -> str:
-    """What the prompt file says the prompt is; `all` where it says nothing."""
+    """The prompt's category in the prompt file; `all` without one."""
     return str(next((line.fields[name] for name in CATEGORY_FIELDS if name in line.fields), "all"))
 
 
@@ -166,7 +166,7 @@ def differences_table(comparison: DrafterComparison) -> Table:
 
 
 def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
-    """What to know about the tables: sentences and their styles."""
+    """Notes on the tables: sentences and their styles."""
     num_ties = sum(len(candidate.divergences.differing) for candidate in comparison.candidates)
     if not comparison.holds:
         found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")

@@ -34,7 +34,7 @@ from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
-# What its figures are of; see `jaxspec.runtime.freshness`.
+# The code that the figures measure; see `jaxspec.runtime.freshness`.
 MEASURES = (
     "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
     "engine/executor.py", "commands/demo.py",
@@ -43,7 +43,7 @@ NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
 
-# How a run of tokens of one origin is marked where there are no colours.
+# Marks of tokens by origin, where there are no colours.
 MARKS = {Origin.ACCEPTED: "[{}]", Origin.CORRECTED: "~{}", Origin.BONUS: "+{}"}
 
 
@@ -123,10 +123,10 @@ class DemoCommand(JsonOption):
     ) -> tuple[list[dict[str, Any]], list[Completion]]:
         """Runs of plain decoding and of every drafter, and the first drafter's completions.
 
-        All engines are compiled first; then plain and speculative runs take turns, so that a slow
-        moment of the machine falls on both.
+        All engines are compiled first. Then plain and speculative runs take turns, so that load on
+        the machine affects all of them.
         """
-        # At small batches a prompt of each domain is enough to time.
+        # At small batches one prompt per domain is enough.
         chosen = prompts if batch_size >= 8 else prompts[: max(batch_size, NUM_DOMAINS)]
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
         engines = [
@@ -192,7 +192,7 @@ class DemoCommand(JsonOption):
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
-    """Token ids of 16 of the sample prompts, as many of each domain, domains in turn."""
+    """Token ids of 16 sample prompts, equally many from each domain, in alternation."""
     by_domain: dict[str, list[Prompt]] = {}
     for line in sample_prompts():
         by_domain.setdefault(line.fields["domain"], []).append(line.prompt)
@@ -205,7 +205,7 @@ def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
 def show_completions(
     console: Console, target: LanguageModel, completions: Sequence[Completion]
 ) -> None:
-    """Prints completions with their tokens marked by origin: by colours, or else by signs."""
+    """Prints completions, their tokens marked by origin: coloured, or with signs."""
     has_colours = console.color_system is not None
     legend = (
         "[green]accepted from the draft[/], [bold red]the target's correction[/], "
@@ -226,7 +226,7 @@ def show_completions(
 
 
 def marked_text(completion: Completion) -> str:
-    """The output with its tokens marked by signs, neighbouring accepted tokens together."""
+    """The output with signs that mark tokens by origin; adjacent accepted tokens share one."""
     shown = ""
     pairs = zip(completion.pieces, completion.origins, strict=True)
     for origin, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
@@ -258,7 +258,7 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> TextTable:
 def remarks(
     runs: Sequence[dict[str, Any]], *, all_equal: bool, verify_length: int
 ) -> Iterable[tuple[str, str]]:
-    """What to know about the table: sentences and their styles."""
+    """Notes on the table: sentences and their styles."""
     if all_equal:
         yield "Every output equals plain decoding, token for token.", "bold"
     else:
@@ -266,17 +266,19 @@ def remarks(
     drafted = [run for run in runs if run["drafter"] != "none"]
     num_same = sum(run["num_equal_to_window_1"] for run in drafted)
     num_outputs = sum(run["num_prompts"] for run in drafted)
-    elsewhere = "" if num_same == num_outputs else "; elsewhere near-ties are rounded otherwise"
+    elsewhere = (
+        "" if num_same == num_outputs else "; in the others, near-ties are rounded differently"
+    )
     yield (
-        f"Speed-ups are over window-1 plain decoding, prefill included. It is another program than "
-        f"the drafters' window of {verify_length}, and its outputs equal theirs in {num_same} of "
+        f"Speed-ups are over window-1 plain decoding, prefill included. It is a different program "
+        f"from the drafters' window of {verify_length}; its outputs equal theirs in {num_same} of "
         f"{num_outputs} cases{elsewhere}.",
         "dim",
     )
     if jax.default_backend() == "cpu":
         yield (
-            "On a CPU a wider window costs nearly its share of arithmetic: speculation pays at "
-            "small batches, and hardly at large ones.",
+            "On a CPU the cost of a round grows almost in proportion to its window, so speculation "
+            "pays at small batches and hardly at large ones.",
             "dim",
         )
 

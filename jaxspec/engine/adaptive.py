@@ -71,13 +71,13 @@ class RoundTimes:
 def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> RoundTimes:
     """Seconds per round of every draft length, at a short context and at a long one.
 
-    Each is the least of a few measurements, taken in turns, of the difference between many rounds
-    and one, which leaves out what a call costs besides its rounds.
+    Each is the minimum of a few measurements, taken in turns, of many rounds less one round; the
+    difference leaves out the overhead of a call.
 
-    The second context is as long as there is room for, and skipped where that is short: a row of a
-    few blocks costs little more than one of a single block. Only one row is that long. That is
-    enough where attention runs over the blocks of the longest row, as our own does; a kernel that
-    pays for each row's own blocks is faster than these times say.
+    The second context is as long as there is room for. It is skipped if that is short, because a
+    row of a few blocks costs little more than one of a single block. Only one row is that long,
+    which is enough for our own attention: it reads as many blocks as the longest row has. A kernel
+    that reads only each row's own blocks is faster than these times suggest.
 
     Args:
       rounds: runs them.

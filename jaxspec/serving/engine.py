@@ -290,7 +290,7 @@ class ServingEngine:
         if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
                 "A prompt was inserted that an engine with another model, drafter, verifier, "
-                f"verify_length, max_length or prefill_chunk has prefilled ({prefilled.shape}, here "
+                f"verify_length, max_length or prefill chunk has prefilled ({prefilled.shape}, not "
                 f"{self._row.shape}); prefill it with an engine of these settings."
             )
         if self._batch.home is not None:
