@@ -32,9 +32,8 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0, 1 for a mistake of the user's, 3 for an audit that finds a promise broken, 130 if
-    interrupted, 141 if whoever reads the output has gone; options that cannot be parsed exit with
-    2.
+    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise; 130 if interrupted;
+    141 if the reader of the output has closed it. Options that cannot be parsed exit with 2.
     """
     try:
         status = run_command(sys.argv[1:] if args is None else args)

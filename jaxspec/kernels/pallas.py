@@ -197,7 +197,7 @@ def _attend_split(
     dtype: jnp.dtype,
     sliding_window: int | None,
 ):
-    """One row, KV head and split: the highest score, the sum of weights, and the weighted values."""
+    """One row, KV head and split: the highest score, the total weight, and the weighted values."""
     row, head, split = (pl.program_id(axis) for axis in range(3))
     first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
     end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)

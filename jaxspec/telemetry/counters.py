@@ -14,7 +14,7 @@ from jaxspec.types import AcceptanceCounts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What became of a request's drafts.
+    """How much was drafted and accepted for a request.
 
     Attributes:
       num_rounds: rounds the request took.
@@ -121,7 +121,7 @@ class Metrics:
             self._running = Acceptance.total(running)
 
     def abandon(self) -> None:
-        """Keeps what running rows have done, which no one will finish."""
+        """Keeps the counts of running rows, which will not be finished."""
         with self._lock:
             self._ended += self._running
             self._running = Acceptance()
