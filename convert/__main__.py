@@ -1,8 +1,8 @@
-"""`python -m convert SRC DST`."""
+"""`python -m convert SRC DST`: `jaxspec convert` in a checkout."""
 
 import sys
 
-from .command import main
+from jaxspec.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["convert", *sys.argv[1:]]))

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from jaxspec.errors import CheckpointError, ModelError
-from jaxspec.models.config import RopeConfig
+from jaxspec.models.config import ModelConfig, RopeConfig
 
 _ROPE_KEYS = {
     "type",
@@ -173,16 +173,6 @@ def rotary_share(config: HFConfig, default: float) -> float:
     return config.get("partial_rotary_factor", default) if share is None else share
 
 
-def refuse_partial_rotary(config: HFConfig) -> None:
-    """Raises `ModelError` if only part of a head is rotated, in families that rotate all of it."""
-    if rotary_share(config, 1.0) != 1.0:
-        raise ModelError(
-            f"{config.path} rotates a part of each head (partial_rotary_factor "
-            f"{rotary_share(config, 1.0)}), which {config.get('model_type')} models do not; "
-            "remove the setting or use the matching architecture."
-        )
-
-
 def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, Any]:
     """Fields of `ModelConfig` that all families read alike.
 
@@ -205,6 +195,30 @@ def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, 
         ),
         "is_tied": bool(config.get("tie_word_embeddings", False)),
     }
+
+
+def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
+    """The configuration of Llama and its near relatives, which rotate all of a head.
+
+    Args:
+      family: its name.
+      **fields: of `ModelConfig`, in which the family differs from Llama.
+
+    Raises:
+      ModelError: only part of a head is rotated.
+    """
+    if rotary_share(config, 1.0) != 1.0:
+        raise ModelError(
+            f"{config.path} rotates a part of each head (partial_rotary_factor "
+            f"{rotary_share(config, 1.0)}), which {config.get('model_type')} models do not; "
+            "remove the setting or use the matching architecture."
+        )
+    return ModelConfig(
+        family=family,
+        **shared_fields(config, norm_epsilon=1e-6),
+        rope=read_rope(config, rotary_size=config.head_size),
+        **fields,
+    )
 
 
 def qwen_sliding_windows(config: HFConfig) -> tuple[int | None, ...]:

@@ -11,12 +11,10 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """`attention_bias` gives q, k, v and o a bias."""
-    hf_config.refuse_partial_rotary(config)
     has_bias = bool(config.get("attention_bias", False))
-    return ModelConfig(
-        family="llama",
-        **hf_config.shared_fields(config, norm_epsilon=1e-6),
-        rope=hf_config.read_rope(config, rotary_size=config.head_size),
+    return hf_config.llama_like(
+        config,
+        "llama",
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
     )

@@ -1,8 +1,8 @@
-"""What the family tables are written in: HF tensors on one side, our parameters on the other.
+"""Tables from Hugging Face's tensors to our parameters.
 
-HF weights are `[out, in]`; ours are `[in, out...]`, with q, k and v of a layer in one array and
-gate and up in another (see `jaxspec.models.decoder.param_shapes`). A `Leaf` is one line of a
-family's table: which HF tensors make the parameter, and how they are laid into it.
+HF weights are `[out, in]`. Ours are `[in, out...]`, with a layer's q, k and v in one array and gate
+and up in another (see `jaxspec.models.decoder.param_shapes`). A family's table is a list of `Leaf`:
+which HF tensors a parameter is made of, and where each goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .hf_config import HFConfig
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """An HF tensor by name, and the shape it must have."""
+    """Name and expected shape of an HF tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,10 +32,10 @@ class Leaf:
     """One of our parameters.
 
     Attributes:
-      path: where it stands in the parameters.
+      path: in the pytree of parameters.
       sources: the tensors it is made of.
-      pieces: given those tensors, pairs of (index into the parameter, view of a tensor): the
-        parameter is the pieces put in place. None where the parameter is the one tensor as it is.
+      pieces: a function of those tensors that returns pairs (index into the parameter, view of a
+        tensor), which are copied into place. None if the parameter is the single tensor as it is.
     """
 
     path: LeafPath
@@ -45,13 +45,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family: how its configuration and its tensors become ours.
+    """A model family: how to read its configuration and its tensors.
 
     Attributes:
       name: `ModelConfig.family`, HF's `model_type`.
       architectures: HF class names it covers.
-      read_config: our configuration of an HF one.
-      leaves: the tensor table of a configuration.
+      read_config: converts an HF configuration to ours.
+      leaves: the tensor table for a configuration.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Family:
 
 
 def outer_leaves(config: ModelConfig) -> list[Leaf]:
-    """Embedding, final norm and head, which every family has under the same names."""
+    """Embedding, final norm and head, which have the same names in every family."""
     table = (config.vocab_size, config.width)
     leaves = [
         Leaf(("embedding",), (Source("model.embed_tokens.weight", table),)),
@@ -74,8 +74,7 @@ def outer_leaves(config: ModelConfig) -> list[Leaf]:
 
 
 def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
-    """Projections of the attention, with the biases and head norms that the configuration
-    states."""
+    """Attention projections, with the configuration's biases and head norms."""
     heads, group, size, width = (
         config.num_kv_heads,
         config.group,
@@ -130,7 +129,7 @@ def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
 
 
 def norm_leaves(config: ModelConfig, layer: int, names: dict[str, str]) -> list[Leaf]:
-    """Norms of a layer, our name to HF's."""
+    """Norms of a layer; `names` maps our names to HF's."""
     return [
         Leaf(
             ("layers", layer, ours),
@@ -141,14 +140,14 @@ def norm_leaves(config: ModelConfig, layer: int, names: dict[str, str]) -> list[
 
 
 def down_leaf(config: ModelConfig, layer: int) -> Leaf:
-    """The feed-forward's second product."""
+    """The feed-forward's down projection."""
     shape = (config.width, config.feed_forward_width)
     source = Source(f"model.layers.{layer}.mlp.down_proj.weight", shape)
     return Leaf(("layers", layer, "down"), (source,), lambda down: [(..., down.T)])
 
 
 def llama_like_leaves(config: ModelConfig) -> list[Leaf]:
-    """The table of Llama and its near relatives: two norms, gate and up apart."""
+    """The table of Llama and its relatives: two norms per layer, separate gate and up."""
     leaves = outer_leaves(config)
     for layer in range(config.num_layers):
         shape = (config.feed_forward_width, config.width)

@@ -11,16 +11,14 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """No `sliding_window` means 4096, as in HF's class; null means none (Mistral 7B v0.2 on)."""
-    hf_config.refuse_partial_rotary(config)
     if config.get("layer_types"):
         raise config.refuse("layer_types", "one sliding_window for all layers of a Mistral model")
     if config.get("attention_bias"):
         raise config.refuse("attention_bias", "false for Mistral")
     window = config.fields.get("sliding_window", 4096)
-    return ModelConfig(
-        family="mistral",
-        **hf_config.shared_fields(config, norm_epsilon=1e-6),
-        rope=hf_config.read_rope(config, rotary_size=config.head_size),
+    return hf_config.llama_like(
+        config,
+        "mistral",
         sliding_windows=() if window is None else (window,) * config.require("num_hidden_layers"),
     )
 

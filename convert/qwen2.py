@@ -11,11 +11,9 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """The bias is part of the architecture and not stated."""
-    hf_config.refuse_partial_rotary(config)
-    return ModelConfig(
-        family="qwen2",
-        **hf_config.shared_fields(config, norm_epsilon=1e-6),
-        rope=hf_config.read_rope(config, rotary_size=config.head_size),
+    return hf_config.llama_like(
+        config,
+        "qwen2",
         has_qkv_bias=True,
         sliding_windows=hf_config.qwen_sliding_windows(config),
     )

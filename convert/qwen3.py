@@ -11,13 +11,11 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """`head_dim` must be stated: HF's default is 128, not width / heads."""
-    hf_config.refuse_partial_rotary(config)
     config.require("head_dim")
     has_bias = bool(config.get("attention_bias", False))
-    return ModelConfig(
-        family="qwen3",
-        **hf_config.shared_fields(config, norm_epsilon=1e-6),
-        rope=hf_config.read_rope(config, rotary_size=config.head_size),
+    return hf_config.llama_like(
+        config,
+        "qwen3",
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_qk_norm=True,

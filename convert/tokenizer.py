@@ -11,6 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import normalizers
+
 from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
 from jaxspec.runtime.extras import import_transformers
@@ -49,7 +52,9 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
             tokenizer: Any = fast.from_pretrained(source)
         else:
             tokenizer = _build(source, model_type)
-        pipeline = _read_pipeline(source) if has_pipeline else tokenizer.backend_tokenizer
+        pipeline = tokenizer.backend_tokenizer
+        if has_pipeline:
+            pipeline = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
         prefix = _prefix(pipeline, settings, tokenizer, is_lone_sentencepiece=not has_pipeline)
         tokenizer.save_pretrained(target)
         if has_pipeline:
@@ -84,8 +89,6 @@ def _build(source: Path, model_type: str) -> Any:
 
 def _normalize_as_sentencepiece(pipeline: Any) -> None:
     """SentencePiece's dummy prefix, always; transformers 5 leaves it out before a leading space."""
-    from tokenizers import normalizers
-
     pipeline.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
@@ -103,12 +106,6 @@ def _check_against_sentencepiece(tokenizer: Any, model: Path) -> None:
                 f"transformers does not reproduce the normalization of {model}: it tokenizes "
                 f"{sentence!r} otherwise; supply the model's tokenizer.json."
             )
-
-
-def _read_pipeline(source: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(source / "tokenizer.json"))
 
 
 def _prefix(

@@ -11,41 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
-if TYPE_CHECKING:
-    from jaxspec import types
-    from jaxspec.analysis.compare import DrafterComparison, compare
-    from jaxspec.analysis.plots import plot_acceptance
-    from jaxspec.checkpoint.format import save_model
-    from jaxspec.checkpoint.resolve import load_model
-    from jaxspec.drafters.base import Drafter, DrafterBase
-    from jaxspec.drafters.draft_model import DraftModel
-    from jaxspec.drafters.ngram import NGram
-    from jaxspec.drafters.oracle import Oracle
-    from jaxspec.engine.engine import Engine
-    from jaxspec.engine.progress import Progress
-    from jaxspec.engine.queue import StreamOutput
-    from jaxspec.errors import (
-        CheckpointError,
-        ConformanceError,
-        JaxspecError,
-        JaxspecWarning,
-        ModelError,
-        PromptError,
-        QueueFullError,
-        RequestError,
-        SettingError,
-    )
-    from jaxspec.models.base import LanguageModel, Model
-    from jaxspec.models.config import ModelConfig, RopeConfig
-    from jaxspec.models.registry import PRESETS, random_model
-    from jaxspec.requests.completions import Completion, Completions
-    from jaxspec.requests.requests import Request
-    from jaxspec.requests.sampling_params import SamplingParams
-    from jaxspec.runtime.compilation import enable_compilation_cache
-    from jaxspec.schedulers import Continuous, Pool, Scheduler, Static
-    from jaxspec.telemetry.counters import Acceptance
-    from jaxspec.verifiers import Block, Coupled, Rejection, Typical, Verifier
-
 _EXPORTS = {
     "analysis.compare": "DrafterComparison compare",
     "analysis.plots": "plot_acceptance",
@@ -74,52 +39,53 @@ _EXPORTS = {
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 _SUBMODULES = ("serving", "testing", "types")
 
-__all__ = [
-    "PRESETS",
-    "Acceptance",
-    "Block",
-    "CheckpointError",
-    "Completion",
-    "Completions",
-    "ConformanceError",
-    "Continuous",
-    "Coupled",
-    "DraftModel",
-    "Drafter",
-    "DrafterComparison",
-    "Engine",
-    "JaxspecError",
-    "JaxspecWarning",
-    "LanguageModel",
-    "Model",
-    "ModelConfig",
-    "ModelError",
-    "NGram",
-    "Oracle",
-    "Pool",
-    "Progress",
-    "PromptError",
-    "QueueFullError",
-    "Rejection",
-    "Request",
-    "RequestError",
-    "RopeConfig",
-    "SamplingParams",
-    "Scheduler",
-    "SettingError",
-    "DrafterBase",
-    "Static",
-    "StreamOutput",
-    "Typical",
-    "Verifier",
-    "compare",
-    "enable_compilation_cache",
-    "load_model",
-    "plot_acceptance",
-    "random_model",
-    "save_model",
-    "types",
-]
+if TYPE_CHECKING:
+    from jaxspec import types as types
+    from jaxspec.analysis.compare import DrafterComparison as DrafterComparison
+    from jaxspec.analysis.compare import compare as compare
+    from jaxspec.analysis.plots import plot_acceptance as plot_acceptance
+    from jaxspec.checkpoint.format import save_model as save_model
+    from jaxspec.checkpoint.resolve import load_model as load_model
+    from jaxspec.drafters.base import Drafter as Drafter
+    from jaxspec.drafters.base import DrafterBase as DrafterBase
+    from jaxspec.drafters.draft_model import DraftModel as DraftModel
+    from jaxspec.drafters.ngram import NGram as NGram
+    from jaxspec.drafters.oracle import Oracle as Oracle
+    from jaxspec.engine.engine import Engine as Engine
+    from jaxspec.engine.progress import Progress as Progress
+    from jaxspec.engine.queue import StreamOutput as StreamOutput
+    from jaxspec.errors import CheckpointError as CheckpointError
+    from jaxspec.errors import ConformanceError as ConformanceError
+    from jaxspec.errors import JaxspecError as JaxspecError
+    from jaxspec.errors import JaxspecWarning as JaxspecWarning
+    from jaxspec.errors import ModelError as ModelError
+    from jaxspec.errors import PromptError as PromptError
+    from jaxspec.errors import QueueFullError as QueueFullError
+    from jaxspec.errors import RequestError as RequestError
+    from jaxspec.errors import SettingError as SettingError
+    from jaxspec.models.base import LanguageModel as LanguageModel
+    from jaxspec.models.base import Model as Model
+    from jaxspec.models.config import ModelConfig as ModelConfig
+    from jaxspec.models.config import RopeConfig as RopeConfig
+    from jaxspec.models.registry import PRESETS as PRESETS
+    from jaxspec.models.registry import random_model as random_model
+    from jaxspec.requests.completions import Completion as Completion
+    from jaxspec.requests.completions import Completions as Completions
+    from jaxspec.requests.requests import Request as Request
+    from jaxspec.requests.sampling_params import SamplingParams as SamplingParams
+    from jaxspec.runtime.compilation import enable_compilation_cache as enable_compilation_cache
+    from jaxspec.schedulers import Continuous as Continuous
+    from jaxspec.schedulers import Pool as Pool
+    from jaxspec.schedulers import Scheduler as Scheduler
+    from jaxspec.schedulers import Static as Static
+    from jaxspec.telemetry.counters import Acceptance as Acceptance
+    from jaxspec.verifiers import Block as Block
+    from jaxspec.verifiers import Coupled as Coupled
+    from jaxspec.verifiers import Rejection as Rejection
+    from jaxspec.verifiers import Typical as Typical
+    from jaxspec.verifiers import Verifier as Verifier
+else:
+    __all__ = [*_MODULE_OF, "types"]
 
 
 def __getattr__(name: str) -> Any:
@@ -133,7 +99,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES})
 
 
 def _warn_of_namesake() -> None:

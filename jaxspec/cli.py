@@ -22,20 +22,18 @@ COMMANDS = {
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
-    "convert": ("convert.command:ConvertCommand", "convert a Hugging Face checkpoint"),
+    "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": ("commands.train:TrainCommand", "train a small model, or distil a draft model"),
     "cache": ("commands.cache:CacheCommand", "list or remove converted and compiled files"),
     "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
-_PRESETS = "vicuna-7b, vicuna-68m, qwen3-8b, qwen3-0.6b, glm-4-9b, glm-4-draft-0.6b"
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0, 1 for a mistake of the user's, 3 for an audit that finds a promise broken, 130 if
-    interrupted, 141 if whoever reads the output has gone; options that cannot be parsed exit with
-    2.
+    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise; 130 if interrupted;
+    141 if the reader of the output has closed it. Options that cannot be parsed exit with 2.
     """
     try:
         status = run_command(sys.argv[1:] if args is None else args)
@@ -133,13 +131,7 @@ models:
   DIRECTORY                  converted, or of Hugging Face
   Qwen/Qwen3-0.6B            any hub id of a supported architecture
   random:PRESET              random weights, for measuring speed; PRESET is one
-                             of {_wrapped(_PRESETS)}
+                             of vicuna-7b, vicuna-68m, qwen3-8b, qwen3-0.6b,
+                             glm-4-9b, glm-4-draft-0.6b
 
 try: jaxspec demo"""
-
-
-def _wrapped(text: str) -> str:
-    import textwrap
-
-    lines = textwrap.wrap(text, 45, break_on_hyphens=False)
-    return ("\n" + " " * 29).join(lines)

@@ -5,6 +5,11 @@ raised before anything is traced; inside a compiled loop outcomes are codes inst
 (`types.Finish`).
 """
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class JaxspecError(ValueError):
     """Base of all errors that jaxspec raises for a mistake of its caller."""
@@ -40,3 +45,14 @@ class CheckpointError(JaxspecError):
 
 class ConformanceError(JaxspecError):
     """A model or drafter of the user's own that breaks a contract of decoding."""
+
+
+def named(what: str, name: str, table: Mapping[str, T]) -> T:
+    """The entry of `table` with this name.
+
+    Raises:
+      SettingError: there is none.
+    """
+    if name not in table:
+        raise SettingError(f"There is no {what} {name!r}; choose one of {', '.join(table)}.")
+    return table[name]

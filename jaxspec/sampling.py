@@ -46,7 +46,7 @@ def request_key(seed: int) -> np.ndarray:
 
 
 def position_keys(sampling: RowSampling, position: jax.Array) -> jax.Array:
-    """Keys `[B, T]` of the tokens at `position` `[B, T]`, the same in whatever round they fall."""
+    """Keys `[B, T]` of the tokens at `position` `[B, T]`, the same in every round."""
 
     def of_row(key, position):
         return jax.vmap(lambda place: jax.random.fold_in(key, place))(position)
@@ -92,9 +92,14 @@ def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, jnp.isfinite(highest[..., 0])
 
 
+def of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`values` `[B, N, V]` at `tokens` `[B, N]`."""
+    return jnp.take_along_axis(values, tokens[..., None], axis=2)[..., 0]
+
+
 def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
-    """Before the first of `N + 1` tokens to be drawn stands nothing, before each other one more of
-    `tokens` `[B, N]`."""
+    """The context of the `N + 1` tokens to be drawn along the chain `tokens` `[B, N]`: before the
+    first none of them, before each further one more."""
     index = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)
     return DraftContext(
         tokens=tokens,
@@ -129,8 +134,8 @@ def neutral_sampling(num_rows: int) -> RowSampling:
 
 
 def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
-    """`sampling` with the rows `is_out` `[B]` greedy and unadjusted: no one wants their tokens, so
-    they should not keep the others' batch from `is_greedy`."""
+    """`sampling` with the rows `is_out` `[B]` greedy and unadjusted. Their tokens are not used, so
+    they should not prevent `is_greedy` for the others."""
 
     def unless_out(values: jax.Array, neutral: float) -> jax.Array:
         return jnp.where(is_out, jnp.array(neutral, values.dtype), values)
@@ -385,7 +390,7 @@ def draw_draft(
     token, distribution, unnormalised = lax.cond(is_greedy(rows), take_highest, draw)
     confidence = None
     if unnormalised is not None:
-        # Behind the conditional: the same sum for a greedy row, whatever its neighbours are.
+        # After the conditional, so that a greedy row's sum does not depend on its neighbours.
         of_token = jnp.take_along_axis(unnormalised, token[:, None], axis=1)[:, 0]
         confidence = jnp.exp(of_token - jax.nn.logsumexp(unnormalised, axis=1))
     return DraftToken(token=token, distribution=distribution, confidence=confidence)

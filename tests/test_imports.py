@@ -36,7 +36,7 @@ ROOMS = [
     ("studies", "the published study"),
     ("commands", "one module per command"),
     ("cli", "the command line"),
-    ("__init__, __main__", ""),
+    ("__init__, __main__, convert.__main__", ""),
 ]
 RANKS = {name: rank for rank, (names, _) in enumerate(ROOMS) for name in names.split(", ")}
 # The package root is lazy: what imports it gets the version, and nothing else.
@@ -263,7 +263,15 @@ assert not [str(each.message) for each in heard if "jaxspec" in each.filename], 
 def test_what_is_exported_is_there():
     import jaxspec
 
-    assert set(jaxspec.__all__) == {*jaxspec._MODULE_OF, "types"}
+    tree = ast.parse((ROOT / "jaxspec" / "__init__.py").read_text())
+    for_type_checkers = {
+        alias.asname: node.module.removeprefix("jaxspec").removeprefix(".")
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in block.body
+        for alias in node.names
+    }
+    assert for_type_checkers == {**jaxspec._MODULE_OF, "types": ""}
     assert set(jaxspec.__all__) <= set(dir(jaxspec))
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None

@@ -123,7 +123,7 @@ def test_only_a_program_of_varying_shapes_looks_at_later_ones(impatient, caplog)
         for shape in shapes:
             program(np.zeros(shape, np.int32))
         assert len(caplog.records) == num_lines
-        assert program._cache_size() == 2
+        assert program.num_compilations() == 2
 
 
 def test_after_the_first_call_nothing_stands_between():

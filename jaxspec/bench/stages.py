@@ -49,7 +49,7 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
         start = layouts.window_start(state)[:, None]
         slots = jnp.where(state.is_running[:, None], start, -1)
         inputs = newest_token(state), Window(start=start[:, 0], positions=start, slots=slots)
-        stages = {}
+        stages: dict[str, Repeated] = {}
     else:
         stages, inputs = _speculative_stages(loop, state)
 

@@ -1,14 +1,13 @@
 """Layouts: where a row's KV stands among the slots of its batch, as data of the target's cache.
 
-`ragged`: position i of every row stands at slot i, and rows end where they end. Nothing is ever
-moved; the compiled program holds no realignment. `aligned`: rows are padded on the left so that all
-rows in the batch end at one slot, and are moved whenever they have accepted different numbers of
-tokens (EQSPEC and EXSPEC, 2510.22876). Same forward, same verifier; only the placement differs. A
-row's sums run over slots in block order, so an aligned row's rounding depends on its neighbours'
-lengths: its output equals the ragged one except at ties within rounding.
+`ragged`: position i of every row is at slot i, and rows end at different slots. Nothing is ever
+moved, and the compiled program contains no realignment. `aligned`: rows are padded on the left so
+that all rows in the batch end at one slot, and are moved whenever they have accepted different
+numbers of tokens (EQSPEC and EXSPEC, 2510.22876). Model and verifier are the same; only the
+placement differs. Sums run over slots in block order, so an aligned row's rounding depends on its
+neighbours' lengths, and its output equals the ragged one except at ties within rounding.
 
-Only the target's cache has a layout. A drafter's own cache stays ragged, which is no business of
-the target's.
+Only the target's cache has a layout; a drafter's own cache is always ragged.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def check_layout(layout: str) -> None:
 def longest_prompt(layout: Layout, *, max_length: int, verify_length: int) -> int:
     """Prompt tokens that leave room for one round; a row may grow to one token more.
 
-    A round that begins with n committed tokens writes slots n - 1 to n + window - 2. Aligned rows
-    all begin where the longest row in the batch does, even one that has ended there, at its limit:
-    so the limit is one token less than where everybody begins at a place of their own.
+    A round that begins with n committed tokens writes slots n - 1 to n + verify_length - 2. Aligned
+    rows all begin where the longest row in the batch does, even if that one has ended at its limit;
+    so their limit is one token less.
     """
     if layout == "aligned":
         return max_length - verify_length
@@ -70,8 +69,8 @@ def lengths(state: DecodeState) -> jax.Array:
 def window_start(state: DecodeState) -> jax.Array:
     """`[B]` int32, the position at which each row's window begins: that of its newest token.
 
-    Rows that are not running begin at the slot at which the foremost running row does, so that
-    they neither lengthen nor widen the range of blocks that attention reads.
+    Rows that are not running begin at the same slot as the running row that is furthest ahead, so
+    that they do not extend the range of blocks that attention reads.
     """
     is_running = state.is_running
     start = state.num_committed - 1

@@ -15,16 +15,14 @@ rows of a batch end at one slot: position i of a row stands at slot `first_slot 
     row 0, 3 committed, first slot 2:  - - a b c .   ->  write at slots 4, 5, 6
     row 1, 5 committed, first slot 0:  a b c d e .   ->  write at slots 4, 5, 6
 
-Rows that accept different numbers of tokens then have to be moved, by `realign`. Outside this
-module and `attention` everything speaks of positions, whatever the layout; the functions below take
-a `table` that is either an array of page numbers or an `AlignedTable`, and add `first_slot` where
-there is one.
+Rows that accept different numbers of tokens then have to be moved, by `realign`. Other modules use
+positions in both layouts. The functions below take a `table` that is either an array of page
+numbers or an `AlignedTable`, and add its `first_slot`.
 
-Only this module knows how KV is stored, and the kernels of `attention_pallas`, which read the pages
-themselves. Within a page heads come before slots: attention multiplies
-head by head, and wherever slots came first XLA:CPU would transpose every block that it reads, which
-costs more than the products. bf16 is stored as uint16 and bitcast after a block is read: XLA:CPU
-otherwise converts the whole cache to fp32 in every round.
+Only this module and the kernels know how KV is stored. Within a page heads come before slots,
+because attention multiplies head by head: with slots first, XLA:CPU would transpose every block it
+reads, which costs more than the products. bf16 is stored as uint16 and bitcast after a block is
+read, because XLA:CPU would otherwise convert the whole cache to fp32 in every round.
 """
 
 from __future__ import annotations
@@ -273,8 +271,8 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
 def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
     """The cache with NaN in every slot but those of each row's positions below `num_live` `[B]`.
 
-    For checks: what no one may read as a value, everybody who does turns to NaN. `num_live` is of
-    all rows that the pages belong to.
+    For checks: whatever uses such a slot's value becomes NaN. `num_live` must cover all rows that
+    the pages belong to.
     """
     shape = (cache.table.shape[0], cache.capacity)
     every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
@@ -300,10 +298,8 @@ def aligned(cache: KVCache) -> KVCache:
 
 
 def without_padding(cache: KVCache, row: jax.Array) -> KVCache:
-    """The cache with position 0 of `row` at slot 0: for a new request, whose KV is still to come.
-
-    So its prompt can be read whatever the others' padding is.
-    """
+    """The cache with position 0 of `row` at slot 0: for a new request, so that its prompt can be
+    prefilled independently of the other rows' padding."""
     if not isinstance(cache.table, AlignedTable):
         return cache
     first_slot = cache.table.first_slot.at[row].set(0)
@@ -324,14 +320,14 @@ def aligned_first_slot(
     """Where position 0 of each row must stand, `[B]` int32, for all rows to end at one slot.
 
     `first_slot + num_committed` is made the same for all rows (invariant I1 of 2510.22876, section
-    3.1). Where it is already, nothing changes, whatever the paddings are (corollary B.3); otherwise
-    the longest row loses its padding and the others get what they lack (equation 1).
+    3.1). If it already is, nothing changes, even if all rows are padded (corollary B.3). Otherwise
+    the longest row loses its padding and the others are padded to its length (equation 1).
 
     Args:
       first_slot: `[B]` int32.
-      num_committed: `[B]` int32; 0 is a row that holds nothing: it gets 0, and no one heeds it.
-      largest: the common end beyond which a round's window would not fit; there padding that all
-        rows share is taken away.
+      num_committed: `[B]` int32; 0 for an empty row, which gets 0 and is ignored.
+      largest: the largest common end at which a round's window still fits. Beyond it, padding that
+        all rows share is removed.
     """
     is_held = num_committed > 0
     end = first_slot + num_committed

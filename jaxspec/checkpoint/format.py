@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.registry import KernelsName, default_kernels
@@ -80,13 +81,9 @@ def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
 
 def _nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
     """Nested dicts with string keys, which is how Orbax stores the tuple of layers."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(str(key), {})
-        node[str(path[-1])] = leaf
-    return tree
+    return traverse_util.unflatten_dict(
+        {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
+    )
 
 
 def _as_params(stored: Mapping[str, Any]) -> PyTree:
@@ -122,7 +119,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
     batch: dict[LeafPath, Any] = {}
 
     def save(ocp: Any) -> None:
-        num_bytes = sum(map(_nbytes, batch.values()))
+        num_bytes = _num_bytes(batch)
         check_free_space(directory.parent, num_bytes, what="The next part of the checkpoint")
         ocp.partial.save(path, _nest(batch))
         batch.clear()
@@ -134,7 +131,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
         context.memory.deepcopy_host_arrays = False
         with context:
             for leaf_path, leaf in leaves:
-                if batch and sum(map(_nbytes, batch.values())) + leaf.nbytes > _SAVE_BATCH_BYTES:
+                if batch and _num_bytes(batch) + leaf.nbytes > _SAVE_BATCH_BYTES:
                     save(ocp)
                 batch[leaf_path] = leaf
                 del leaf
@@ -142,8 +139,8 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
             ocp.partial.finalize(path)
 
 
-def _nbytes(leaf: Any) -> int:
-    return leaf.nbytes
+def _num_bytes(leaves: Mapping[LeafPath, Any]) -> int:
+    return sum(leaf.nbytes for leaf in leaves.values())
 
 
 def write_manifest(
@@ -182,7 +179,7 @@ def save_model(
       CheckpointError: the destination exists and `overwrite` is false, or the disk is full.
     """
     leaves = {path: _at(model.params, path) for path in leaf_shapes(model.config)}
-    num_bytes = sum(map(_nbytes, leaves.values()))
+    num_bytes = _num_bytes(leaves)
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
     with converted_directory(destination, overwrite=overwrite) as directory:
         write_params(directory, leaves.items())

@@ -38,6 +38,7 @@ from jaxspec.requests.prompts import (
     encode_prompts,
 )
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.report import save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 
@@ -59,7 +60,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     repeats: int = 5
     """Timed runs of each drafter, in turns."""
     plot: pathlib.Path | None = None
-    """Write the plot as a PNG file."""
+    """Write the plot to this file; its suffix names the format."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Compares; returns the JSON document."""
@@ -106,7 +107,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         for text, style in remarks(comparison):
             console.print(text, style=style, highlight=False)
         if self.plot is not None:
-            write_plot(comparison, self.plot)
+            save_figure(comparison.plot(), self.plot)
             console.print(f"plot written to {self.plot}", markup=False, highlight=False)
         return make_document(
             "compare",
@@ -118,24 +119,8 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
 
 
 def category_of(line: PromptLine) -> str:
-    """What the prompt file says the prompt is; `all` where it says nothing."""
+    """The prompt's category in the prompt file; `all` without one."""
     return str(next((line.fields[name] for name in CATEGORY_FIELDS if name in line.fields), "all"))
-
-
-def write_plot(comparison: DrafterComparison, path: pathlib.Path) -> None:
-    """Writes the comparison's plot as a PNG file.
-
-    Raises:
-      SettingError: matplotlib is not installed, or the file cannot be written.
-    """
-    figure = comparison.plot()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise SettingError(
-            f"The plot {path} cannot be written ({error.strerror}); name another file."
-        ) from error
 
 
 def candidates_table(comparison: DrafterComparison) -> Table:
@@ -181,7 +166,7 @@ def differences_table(comparison: DrafterComparison) -> Table:
 
 
 def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
-    """What to know about the tables: sentences and their styles."""
+    """Notes on the tables: sentences and their styles."""
     num_ties = sum(len(candidate.divergences.differing) for candidate in comparison.candidates)
     if not comparison.holds:
         found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")

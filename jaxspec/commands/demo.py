@@ -9,10 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint.resolve import load_model
@@ -32,10 +29,12 @@ from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
+from jaxspec.runtime.report import TextTable
+from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
-# What its figures are of; see `jaxspec.runtime.freshness`.
+# The code that the figures measure; see `jaxspec.runtime.freshness`.
 MEASURES = (
     "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
     "engine/executor.py", "commands/demo.py",
@@ -44,7 +43,7 @@ NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
 
-# How a run of tokens of one origin is marked where there are no colours.
+# Marks of tokens by origin, where there are no colours.
 MARKS = {Origin.ACCEPTED: "[{}]", Origin.CORRECTED: "~{}", Origin.BONUS: "+{}"}
 
 
@@ -124,10 +123,10 @@ class DemoCommand(JsonOption):
     ) -> tuple[list[dict[str, Any]], list[Completion]]:
         """Runs of plain decoding and of every drafter, and the first drafter's completions.
 
-        All engines are compiled first; then plain and speculative runs take turns, so that a slow
-        moment of the machine falls on both.
+        All engines are compiled first. Then plain and speculative runs take turns, so that load on
+        the machine affects all of them.
         """
-        # At small batches a prompt of each domain is enough to time.
+        # At small batches one prompt per domain is enough.
         chosen = prompts if batch_size >= 8 else prompts[: max(batch_size, NUM_DOMAINS)]
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
         engines = [
@@ -142,7 +141,6 @@ class DemoCommand(JsonOption):
             for drafter in (None, *drafters)
         ]
         compile_s = [warm_up(engine) for engine in engines]
-        seconds = np.zeros((self.repeats, len(engines)))
         outputs: list[list[list[Completion]]] = [[] for _ in engines]
         num_runs = len(drafters) + self.repeats * len(engines)
         with DecodingProgress(num_runs * len(chosen)) as progress:
@@ -155,13 +153,15 @@ class DemoCommand(JsonOption):
 
             # Plain decoding in each drafter's own program: every draft marked invalid.
             plain = [decode(engine, "plain", speculate=False) for engine in engines[1:]]
-            for repeat, (index, engine) in itertools.product(
-                range(self.repeats), enumerate(engines)
-            ):
-                started_s = time.perf_counter()
-                decoded = decode(engine, _label(engine), speculate=True)
-                seconds[repeat, index] = time.perf_counter() - started_s
-                outputs[index].append(decoded)
+            turns = take_turns(
+                {
+                    index: lambda index=index, engine=engine: outputs[index].append(
+                        decode(engine, _label(engine), speculate=True)
+                    )
+                    for index, engine in enumerate(engines)
+                },
+                self.repeats,
+            )
 
         one_by_one = outputs[0][0]
         runs = []
@@ -169,7 +169,6 @@ class DemoCommand(JsonOption):
             first = outputs[index][0]
             reference = plain[index - 1] if index else one_by_one
             acceptance = Acceptance.total([completion.acceptance for completion in first])
-            run_s = float(np.median(seconds[:, index]))
             runs.append(
                 {
                     "drafter": engine.drafter.name if engine.drafter else "none",
@@ -178,22 +177,22 @@ class DemoCommand(JsonOption):
                     "engine": engine.describe(),
                     "num_prompts": len(chosen),
                     "num_tokens": acceptance.num_emitted_tokens,
-                    "tokens_per_s": acceptance.num_emitted_tokens / run_s,
-                    "speedup_vs_plain": float(np.median(seconds[:, 0] / seconds[:, index])),
+                    "tokens_per_s": acceptance.num_emitted_tokens / turns.median_s(index),
+                    "speedup_vs_plain": turns.speedup(index, over=0),
                     "rounds": acceptance.num_rounds,
                     "emitted_per_round": acceptance.emitted_per_round,
                     "per_position_acceptance": list(acceptance.per_position),
                     "equal_to_plain": all(_tokens(o) == _tokens(reference) for o in outputs[index]),
                     "num_equal_to_window_1": _num_same(first, one_by_one),
                     "compile_s": compile_s[index],
-                    "run_s": seconds[:, index].tolist(),
+                    "run_s": turns.seconds[index],
                 }
             )
         return runs, outputs[1][0]
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
-    """Token ids of 16 of the sample prompts, as many of each domain, domains in turn."""
+    """Token ids of 16 sample prompts, equally many from each domain, in alternation."""
     by_domain: dict[str, list[Prompt]] = {}
     for line in sample_prompts():
         by_domain.setdefault(line.fields["domain"], []).append(line.prompt)
@@ -206,7 +205,7 @@ def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
 def show_completions(
     console: Console, target: LanguageModel, completions: Sequence[Completion]
 ) -> None:
-    """Prints completions with their tokens marked by origin: by colours, or else by signs."""
+    """Prints completions, their tokens marked by origin: coloured, or with signs."""
     has_colours = console.color_system is not None
     legend = (
         "[green]accepted from the draft[/], [bold red]the target's correction[/], "
@@ -227,7 +226,7 @@ def show_completions(
 
 
 def marked_text(completion: Completion) -> str:
-    """The output with its tokens marked by signs, neighbouring accepted tokens together."""
+    """The output with signs that mark tokens by origin; adjacent accepted tokens share one."""
     shown = ""
     pairs = zip(completion.pieces, completion.origins, strict=True)
     for origin, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
@@ -237,33 +236,29 @@ def marked_text(completion: Completion) -> str:
     return shown
 
 
-def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
+def runs_table(runs: Sequence[dict[str, Any]]) -> TextTable:
     """The comparison, one run a line; 80 columns hold it."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("batch", "drafter", "tokens/s", "speed-up", "rounds", "emitted\n/round"):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
-    table.add_column("accepted at\n1, 2, ... (%)")
-    table.add_column("equals\nplain")
-    for index, run in enumerate(runs):
-        table.add_row(
-            str(run["batch_size"]),
-            run["label"],
-            f"{run['tokens_per_s']:.0f}",
-            f"{run['speedup_vs_plain']:.2f}x",
-            str(run["rounds"]),
-            f"{run['emitted_per_round']:.2f}",
-            " ".join(f"{100 * value:.0f}" for value in run["per_position_acceptance"]),
-            ("yes" if run["equal_to_plain"] else "NO") if run["drafter"] != "none" else "",
-            end_section=index + 1 < len(runs)
-            and runs[index + 1]["batch_size"] != run["batch_size"],
-        )
-    return table
+    columns = {
+        "batch": lambda run: run["batch_size"],
+        "drafter": lambda run: run["label"],
+        "tokens/s": lambda run: f"{run['tokens_per_s']:.0f}",
+        "speed-up": lambda run: f"{run['speedup_vs_plain']:.2f}x",
+        "rounds": lambda run: run["rounds"],
+        "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
+        "accepted at\n1, 2, ... (%)": lambda run: " ".join(
+            f"{100 * value:.0f}" for value in run["per_position_acceptance"]
+        ),
+        "equals\nplain": lambda run: (
+            "" if run["drafter"] == "none" else "yes" if run["equal_to_plain"] else "NO"
+        ),
+    }
+    return TextTable.of_columns("", columns, runs, group=lambda run: run["batch_size"])
 
 
 def remarks(
     runs: Sequence[dict[str, Any]], *, all_equal: bool, verify_length: int
 ) -> Iterable[tuple[str, str]]:
-    """What to know about the table: sentences and their styles."""
+    """Notes on the table: sentences and their styles."""
     if all_equal:
         yield "Every output equals plain decoding, token for token.", "bold"
     else:
@@ -271,17 +266,19 @@ def remarks(
     drafted = [run for run in runs if run["drafter"] != "none"]
     num_same = sum(run["num_equal_to_window_1"] for run in drafted)
     num_outputs = sum(run["num_prompts"] for run in drafted)
-    elsewhere = "" if num_same == num_outputs else "; elsewhere near-ties are rounded otherwise"
+    elsewhere = (
+        "" if num_same == num_outputs else "; in the others, near-ties are rounded differently"
+    )
     yield (
-        f"Speed-ups are over window-1 plain decoding, prefill included. It is another program than "
-        f"the drafters' window of {verify_length}, and its outputs equal theirs in {num_same} of "
+        f"Speed-ups are over window-1 plain decoding, prefill included. It is a different program "
+        f"from the drafters' window of {verify_length}; its outputs equal theirs in {num_same} of "
         f"{num_outputs} cases{elsewhere}.",
         "dim",
     )
     if jax.default_backend() == "cpu":
         yield (
-            "On a CPU a wider window costs nearly its share of arithmetic: speculation pays at "
-            "small batches, and hardly at large ones.",
+            "On a CPU the cost of a round grows almost in proportion to its window, so speculation "
+            "pays at small batches and hardly at large ones.",
             "dim",
         )
 

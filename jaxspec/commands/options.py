@@ -10,6 +10,7 @@ import pathlib
 import sys
 from typing import Any, Literal, TypeAlias
 
+from jaxspec.decode import settings
 from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
@@ -141,8 +142,5 @@ def drafter_of_command(name: str, *, dtype: str | None) -> MakeDrafter | None:
 
 def check_at_least_one(options: Any, *names: str) -> None:
     """Raises `SettingError` for the first of these fields that is given and below 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            option = name.replace("_", "-")
-            raise SettingError(f"--{option} {value} was given; it must be at least 1.")
+    values = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    settings.check_at_least_one(**{name: n for name, n in values.items() if n is not None})

@@ -9,13 +9,13 @@ those of one window except at ties within rounding.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
 from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.state import form_of
 from jaxspec.errors import SettingError
-from jaxspec.types import EngineShape
+from jaxspec.types import EngineShape, PyTree
 
 
 def window_buckets(widest: int) -> tuple[int, ...]:
@@ -47,7 +47,6 @@ def make_buckets(loop: DecodeLoop) -> dict[int, DecodeLoop]:
     return {verify_length: loop.at(verify_length) for verify_length in buckets}
 
 
-def _drafter_state(loop: DecodeLoop, shape: EngineShape) -> tuple[Any, Any]:
-    """Structure, shapes and dtypes of the drafter's state."""
-    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda: loop.drafter.init(shape)))
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+def _drafter_state(loop: DecodeLoop, shape: EngineShape) -> tuple[PyTree, list[tuple]]:
+    """The form of the drafter's state."""
+    return form_of(jax.eval_shape(lambda: loop.drafter.init(shape)))

@@ -75,7 +75,7 @@ def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo)
         logits = sampling.filtered_logits(logits, info.rows.sampling)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
-    of_token = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[..., None], axis=2)[..., 0]
+    of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
     top, top_tokens = lax.top_k(logprobs, config.num_top)
     num_written = jnp.where(state.is_running, tokens.shape[1], 0)
     new = Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))

@@ -61,23 +61,13 @@ def check_mesh(mesh: Mesh) -> Mesh:
     return Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def num_data_shards(mesh: Mesh) -> int:
-    """Shards that hold rows of their own."""
-    return mesh.shape[DATA]
-
-
-def num_model_shards(mesh: Mesh) -> int:
-    """Devices that share each shard's rows."""
-    return mesh.shape[MODEL]
-
-
 def batch_size_per_shard(batch_size: int, mesh: Mesh) -> int:
     """Rows of each data shard.
 
     Raises:
       SettingError: the shards do not divide the rows of the batch.
     """
-    num_shards = num_data_shards(mesh)
+    num_shards = mesh.shape[DATA]
     if batch_size % num_shards:
         raise SettingError(
             f"batch_size {batch_size} was given for a mesh whose {DATA} axis has {num_shards} "
@@ -89,7 +79,7 @@ def batch_size_per_shard(batch_size: int, mesh: Mesh) -> int:
 def param_shardings(owner: Any, mesh: Mesh) -> PyTree:
     """A `NamedSharding` for each of the parameters of a model or a drafter; see
     `models.base.param_specs`."""
-    specs = param_specs(owner, num_model_shards(mesh))
+    specs = param_specs(owner, mesh.shape[MODEL])
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
 
 
@@ -134,7 +124,7 @@ class ShardedLoop:
     @property
     def num_shards(self) -> int:
         """D, data shards."""
-        return num_data_shards(self.mesh)
+        return self.mesh.shape[DATA]
 
     @property
     def rows_per_shard(self) -> int:
@@ -170,7 +160,7 @@ class ShardedLoop:
         """Where each array of the state belongs."""
         by_data = NamedSharding(self.mesh, P(DATA))
         by_heads = NamedSharding(self.mesh, P(DATA, MODEL))
-        num_shards = num_model_shards(self.mesh)
+        num_shards = self.mesh.shape[MODEL]
 
         def of(state: PyTree, owner: Any) -> PyTree:
             """Shardings of `state`; a cache is split as the parameters that write it are."""

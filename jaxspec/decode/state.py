@@ -248,6 +248,12 @@ def has_rows(state: PyTree) -> PyTree:
     return jax.tree.map(of, state, is_leaf=lambda node: isinstance(node, KVCache | Shared))
 
 
+def form_of(tree: PyTree) -> tuple[PyTree, list[tuple]]:
+    """Structure, shapes and dtypes of a pytree: equal for states that one program takes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
 def check_rows(name: str, state: PyTree, num_rows: int) -> None:
     """Raises `ModelError` unless a drafter's state (or its shapes) keeps the rule of `has_rows`."""
 

@@ -1,21 +1,20 @@
-"""The drafter protocol: a record of pure functions around a state of its own.
+"""The drafter protocol: pure functions and a state.
 
 A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens, and after
-the verdict it learns what became of its draft. All functions run inside the compiled loop, so they
-are traced once; `params` is handed in, never closed over, and every shape is fixed by
-`EngineShape`.
+verification, what was accepted. All functions run inside the compiled loop, so they are traced
+once. They are given `params` and must not close over them; `EngineShape` fixes every shape.
 
 An engine may hold more rows than it decodes at a time. `init`, `admit` and `catch_up` are given a
 `shape` whose `batch_size` counts all resident rows, and `rows` of all of them; `propose` and
 `commit` those of the batch, with the state of just these. So every array of a drafter's state has
 the rows as its first axis (or is a `KVCache`, whose page table has them). What all rows share is a
-scalar, or is wrapped in `types.Shared`; an engine refuses a state that breaks this rule.
+scalar, or is wrapped in `types.Shared`; an engine refuses other states.
 
-To write one: a subclass of `DrafterBase` with a `name` and `propose` (a frozen dataclass will do),
-passed to `Engine(drafter=...)` or named on the command line as `--drafter package.module:factory`.
-Everything else has a default there, the door to the target included: what a drafter may read of it
-(`taps`, `uses_target`, `uses_target_cache`) and how it may ride in its forward pass (`score`). A
-class that follows `Drafter` alone, without the base, drafts too, and has the defaults for the rest.
+To write one, subclass `DrafterBase` and define `name` and `propose`. Pass an instance to
+`Engine(drafter=...)`, or name it on the command line as `--drafter package.module:factory`. The
+base class has defaults for everything else, such as access to the target (`taps`, `uses_target`,
+`uses_target_cache`) and drafting in its forward pass (`score`). A class that implements `Drafter`
+without the base works too, and gets the same defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chai
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A source of drafts: the part of `DrafterBase` that has no defaults by itself.
+    """A source of drafts: the least that a class without `DrafterBase` must have.
 
     Attributes:
       name: for reports.
@@ -197,13 +196,16 @@ class DrafterBase:
         row: jax.Array,
         num_kept: jax.Array,
     ) -> PyTree:
-        """State after row `row` was cut back to its first `num_kept` tokens. By default nothing is
-        forgotten, which is right where nothing is kept."""
+        """State after row `row` was cut back to its first `num_kept` tokens.
+
+        Nothing calls it yet: an engine that takes emitted tokens back will, before the row's next
+        round. By default the state stays as it is, which is right for drafters that keep nothing.
+        """
         return state
 
 
 class _WithDefaults:
-    """A drafter that leaves out optional parts of the protocol, with the defaults for these."""
+    """A drafter without `DrafterBase`, with its defaults."""
 
     def __init__(self, drafter: Drafter):
         self._drafter, self._defaults = drafter, DrafterBase()
@@ -214,7 +216,7 @@ class _WithDefaults:
 
 
 def with_defaults(drafter: Drafter) -> DrafterBase:
-    """The drafter with `DrafterBase`'s defaults for whatever it leaves out."""
+    """The drafter, with `DrafterBase`'s defaults for what it lacks."""
     if isinstance(drafter, DrafterBase):
         return drafter
     return cast(DrafterBase, _WithDefaults(drafter))

@@ -164,8 +164,8 @@ class DraftModel(DrafterBase):
         can_draft = rows.num_committed - 2 <= state.num_seen
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         is_drafting = num_valid > 0
-        # A row that drafts nothing writes nothing, and stands where it cannot lengthen the
-        # attention.
+        # A row that drafts nothing writes nothing, and takes a position that does not make
+        # attention longer.
         newest = rows.num_committed - 1
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 

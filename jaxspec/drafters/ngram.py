@@ -20,8 +20,8 @@ class NGram(DrafterBase):
     The longest match wins, then the latest. Matching runs on the device for all rows at once.
 
     Attributes:
-      prompt_lookup_min: shortest match that is used. One is worth it: the window is scored at its
-        full width whatever is drafted, so an unlikely draft costs nothing.
+      prompt_lookup_min: shortest match that is used. Matches of one token are worth it, because the
+        whole window is scored anyway, so an unlikely draft costs nothing.
       prompt_lookup_max: longest match that is tried.
     """
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.drafters.base import Drafter, DrafterBase
+from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
@@ -31,7 +31,7 @@ class Oracle(DrafterBase):
         position; a wrong token is the true one's successor in the vocabulary.
       seed: of those draws.
       cost_of: a drafter that is run in every round and whose drafts are thrown away, so that a
-        round costs what a real one does.
+        round costs what a real one does. It may not read the target.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -48,6 +48,17 @@ class Oracle(DrafterBase):
             )
         if not self.sequences:
             raise SettingError("An oracle without sequences was given; record at least one.")
+        cost = self._cost
+        if cost.taps or cost.uses_target or cost.uses_target_cache or cost.score is not None:
+            raise SettingError(
+                f"An oracle was given cost_of={cost.name}, which reads the target or rides in its "
+                "forward pass, and an oracle cannot hand that on; give a drafter that does neither."
+            )
+
+    @property
+    def _cost(self) -> DrafterBase:
+        """The drafter whose work is done and thrown away."""
+        return with_defaults(self.cost_of or NoDrafter())
 
     @property
     def name(self) -> str:
@@ -57,28 +68,26 @@ class Oracle(DrafterBase):
 
     @property
     def params(self) -> PyTree:
-        """The sequences `[R, longest]` padded with -1, and the costing drafter's parameters."""
+        """The sequences `[R, longest]` padded with -1, and the parameters of `cost_of`."""
         longest = max(len(sequence) for sequence in self.sequences)
         table = np.full((len(self.sequences), longest), -1, np.int32)
         for index, sequence in enumerate(self.sequences):
             table[index, : len(sequence)] = sequence
-        return {"table": jnp.asarray(table), "cost": self.cost_of.params if self.cost_of else ()}
+        return {"table": jnp.asarray(table), "cost": self._cost.params}
 
     def param_specs(self, num_shards: int) -> PyTree:
-        """How a mesh axis `model` splits them: the costing drafter's say."""
-        cost = param_specs(self.cost_of, num_shards) if self.cost_of else ()
-        return {"table": PartitionSpec(), "cost": cost}
+        """How a mesh axis `model` splits them: as `cost_of` says."""
+        return {"table": PartitionSpec(), "cost": param_specs(self._cost, num_shards)}
 
     def check(self, target: Model) -> None:
-        """Checks the costing drafter, if there is one."""
-        if self.cost_of:
-            self.cost_of.check(target)
+        """Checks `cost_of`, if there is one."""
+        self._cost.check(target)
 
     def init(self, shape: EngineShape) -> PyTree:
-        """The sequence each row decodes, -1 if unknown; and the costing drafter's state."""
+        """The sequence each row decodes, -1 if unknown; and the state of `cost_of`."""
         return {
             "sequence": jnp.full((shape.batch_size,), -1, jnp.int32),
-            "cost": self.cost_of.init(shape) if self.cost_of else (),
+            "cost": self._cost.init(shape),
         }
 
     def admit(self, shape, params, state, rows: BatchView, row) -> PyTree:
@@ -90,20 +99,16 @@ class Oracle(DrafterBase):
         same = (table[:, :width] == prompt[None]) | (index >= rows.num_committed[row])[None]
         fits = jnp.all(same, axis=1) & (rows.num_committed[row] <= width)
         found = jnp.where(jnp.any(fits), jnp.argmax(fits).astype(jnp.int32), -1)
-        cost = state["cost"]
-        if self.cost_of:
-            cost = self.cost_of.admit(shape, params["cost"], cost, rows, row)
+        cost = self._cost.admit(shape, params["cost"], state["cost"], rows, row)
         return {"sequence": state["sequence"].at[row].set(found), "cost": cost}
 
     def lag(self, state, rows: BatchView) -> jax.Array | None:
-        """The costing drafter's."""
-        return self.cost_of.lag(state["cost"], rows) if self.cost_of else None
+        """That of `cost_of`."""
+        return self._cost.lag(state["cost"], rows)
 
     def catch_up(self, shape, params, state, rows: BatchView, row) -> PyTree:
-        """The costing drafter's."""
-        if self.cost_of is None:
-            return state
-        cost = self.cost_of.catch_up(shape, params["cost"], state["cost"], rows, row)
+        """That of `cost_of`."""
+        cost = self._cost.catch_up(shape, params["cost"], state["cost"], rows, row)
         return {**state, "cost": cost}
 
     def propose(self, shape: EngineShape, params, state, rows: BatchView):
@@ -124,8 +129,8 @@ class Oracle(DrafterBase):
         num_known = jnp.sum(known, axis=1, dtype=jnp.int32)
         num_valid = jnp.minimum(num_known, jnp.minimum(rows.draft_limit, shape.num_nodes))
         if self.cost_of:
-            thrown_away, cost = self.cost_of.propose(shape, params["cost"], state["cost"], rows)
-            # Never true, but the compiler cannot know: it keeps the costing drafter's work alive.
+            thrown_away, cost = self._cost.propose(shape, params["cost"], state["cost"], rows)
+            # Never true, but the compiler cannot know: it keeps the work of `cost_of`.
             is_impossible = jnp.any(thrown_away.tokens < 0, axis=1)
             num_valid = jnp.where(is_impossible, 0, num_valid)
             state = {**state, "cost": cost}
@@ -137,8 +142,11 @@ class Oracle(DrafterBase):
         return draft, state
 
     def commit(self, shape, params, state, rows: BatchView, info: RoundInfo) -> PyTree:
-        """The costing drafter's."""
-        if self.cost_of is None:
-            return state
-        cost = self.cost_of.commit(shape, params["cost"], state["cost"], rows, info)
+        """That of `cost_of`."""
+        cost = self._cost.commit(shape, params["cost"], state["cost"], rows, info)
+        return {**state, "cost": cost}
+
+    def rewind(self, shape, params, state, rows: BatchView, row, num_kept) -> PyTree:
+        """That of `cost_of`; the sequence still begins with the row's prompt."""
+        cost = self._cost.rewind(shape, params["cost"], state["cost"], rows, row, num_kept)
         return {**state, "cost": cost}

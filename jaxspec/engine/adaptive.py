@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,33 +68,16 @@ class RoundTimes:
         return short_s + share * (long_s - short_s)
 
 
-class Rounds(Protocol):
-    """What `measure_round_times` runs; see `MadeUpRequests`."""
-
-    def fill(self, prompt_length: int) -> None:
-        """Fills the rows of the batch with requests of one token, the first one with so many, and
-        waits."""
-        ...
-
-    def run(self, draft_length: int, num_rounds: int) -> None:
-        """Runs rounds that draft so many tokens, and waits for them."""
-        ...
-
-    def catch_up(self) -> int:
-        """Lets the drafter read what it has not seen, and waits for it; returns chunks read."""
-        ...
-
-
-def measure_round_times(rounds: Rounds, *, longest: int, room: int) -> RoundTimes:
+def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> RoundTimes:
     """Seconds per round of every draft length, at a short context and at a long one.
 
-    Each is the least of a few measurements, taken in turns, of the difference between many rounds
-    and one, which leaves out what a call costs besides its rounds.
+    Each is the minimum of a few measurements, taken in turns, of many rounds less one round; the
+    difference leaves out the overhead of a call.
 
-    The second context is as long as there is room for, and skipped where that is short: a row of a
-    few blocks costs little more than one of a single block. Only one row is that long. That is
-    enough where attention runs over the blocks of the longest row, as our own does; a kernel that
-    pays for each row's own blocks is faster than these times say.
+    The second context is as long as there is room for. It is skipped if that is short, because a
+    row of a few blocks costs little more than one of a single block. Only one row is that long,
+    which is enough for our own attention: it reads as many blocks as the longest row has. A kernel
+    that reads only each row's own blocks is faster than these times suggest.
 
     Args:
       rounds: runs them.
@@ -412,7 +395,12 @@ def _longest_context(tickets: Mapping[int, Ticket]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MadeUpRequests:
-    """Requests that fill an executor's rows, to measure its rounds; see `Rounds`."""
+    """Requests that fill an executor's rows, to measure its rounds. All calls wait for the device.
+
+    Attributes:
+      executor: the rows.
+      draft_length: of the requests, the longest that is measured.
+    """
 
     executor: Executor
     draft_length: int
@@ -429,7 +417,7 @@ class MadeUpRequests:
         jax.block_until_ready(executor.state)
 
     def run(self, draft_length: int, num_rounds: int) -> None:
-        """Runs rounds that draft so many tokens."""
+        """Runs rounds that draft `draft_length` tokens."""
         executor = self.executor
         executor.set_draft_limits([draft_length] * executor.num_rows)
         executor.run(num_rounds, draft_length=draft_length)

@@ -1,5 +1,5 @@
-"""The engine's clock: one step gives out rows, reads prompts, runs rounds and collects what has
-ended; whoever waits for output steps until it is there."""
+"""The engine's steps: each admits requests, prefills prompts, runs rounds and collects completions.
+Callers that wait for output step the engine until it is there."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ class Executor:
 
     def compile_counts(self) -> dict[str, int]:
         """How often each program has been compiled, by name."""
-        return {name: program._cache_size() for name, program in self.programs.items()}
+        return {name: program.num_compilations() for name, program in self.programs.items()}
 
     def eval_state(self) -> DecodeState:
         """Shapes and dtypes of the state; nothing is made."""

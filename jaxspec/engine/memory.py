@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,18 +20,17 @@ from jaxspec.types import PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What an engine keeps on the device between rounds; temporaries of a round come on top.
-
-    Of an engine with a mesh, all figures are of one device.
+    """What an engine keeps on the device between rounds. A round needs temporaries besides. With a
+    mesh, all figures are per device.
 
     Attributes:
-      num_devices: that hold as much each.
+      num_devices: devices that hold this much each.
       num_rows: resident rows; a `model` axis shares them.
       max_length: slots of a row.
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
-      buffers_bytes: tokens, log-probabilities and all else that is kept per row.
-      free_bytes: of the device before the state is made; None where the device does not say.
+      buffers_bytes: tokens, log-probabilities and everything else kept per row.
+      free_bytes: free on the device before the state is made; None if it does not say.
     """
 
     num_devices: int
@@ -61,11 +62,11 @@ class Memory:
 
 
 def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
-    """What an engine with this loop needs, found from shapes; nothing is allocated.
+    """What an engine with this loop needs, computed from shapes without allocating anything.
 
     Raises:
-      SettingError: the state does not fit into the memory that is free; names the largest numbers
-        of rows and of slots that would.
+      SettingError: the state does not fit into the free memory. The message names the largest
+        batch_size and the largest max_length that would.
     """
     resident = _of_shard(loop).resident_shape
     kv_bytes, buffers_bytes = _state_bytes(loop, resident.batch_size, resident.max_length)
@@ -75,7 +76,7 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
         devices, params = [_device(loop.params)], loop.params
     free = [_free_bytes(device) for device in devices]
     free = [count for count in free if count is not None]
-    if devices[0].platform == "cpu":  # they share what the host has
+    if devices[0].platform == "cpu":  # they share the host's memory
         free = [count // len(devices) for count in free]
     memory = Memory(
         num_devices=len(devices),
@@ -97,7 +98,7 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def _free_bytes(device: Any) -> int | None:
-    """Bytes that can still be allocated on `device`, as far as it says; of a CPU, the host's."""
+    """Bytes that are free on `device`, None if it does not say; on a CPU those of the host."""
     if device.platform == "cpu":
         return psutil.virtual_memory().available
     stats = device.memory_stats() or {}
@@ -117,7 +118,7 @@ def in_units(count: int) -> str:
 
 
 def _device(params: PyTree) -> Any:
-    """Where the parameters are; the default device if they have not been placed."""
+    """The device of the parameters; the default device if they are not on one."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array):
             return min(leaf.devices(), key=lambda device: device.id)
@@ -129,8 +130,7 @@ def _of_shard(loop: DecodeLoop | ShardedLoop) -> DecodeLoop:
 
 
 def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int) -> tuple[int, int]:
-    """Bytes of the KV caches, and of all else, in a state of this shape; what one device holds of
-    that of a shard, where there are some."""
+    """Bytes of the KV caches and of everything else in a state of this shape, per device."""
     of_shard = _of_shard(loop)
     shape = dataclasses.replace(of_shard.shape, batch_size=num_rows, max_length=max_length)
     state = jax.eval_shape(lambda: of_shard.empty(shape))
@@ -142,7 +142,7 @@ def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int)
 
 
 def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory) -> str:
-    """The refusal, with the largest rows and the largest max_length that fit."""
+    """The error message, with the largest batch_size and the largest max_length that fit."""
     free = memory.free_bytes
     assert free is not None
     of_shard = _of_shard(loop)
@@ -171,13 +171,6 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory) -> str:
     )
 
 
-def _largest(fits, limit: int) -> int:
-    """The largest n from 0 to `limit` for which `fits(n)`, which holds up to some n; 0 always."""
-    least, most = 0, limit + 1
-    while most - least > 1:
-        middle = (least + most) // 2
-        if fits(middle):
-            least = middle
-        else:
-            most = middle
-    return least
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n from 0 to `limit` that fits; n fits if a larger one does, and 0 always fits."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))

@@ -7,7 +7,8 @@ parameters' dtype, as in Hugging Face's models.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,22 +33,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return jnp.expand_dims(weight, range(x.ndim - 1)) * (wide * scale).astype(x.dtype)
 
 
-class Product(Protocol):
-    """A backend of products with weights; see `product`."""
-
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        *,
-        norm: jax.Array | None = None,
-        epsilon: float = 0.0,
-        is_gated: bool = False,
-        residual: jax.Array | None = None,
-        dtype=None,
-    ) -> jax.Array:
-        """Returns `[..., out...]`."""
-        ...
+Product: TypeAlias = Callable[..., jax.Array]  # a backend with the signature of `product`
 
 
 def product(

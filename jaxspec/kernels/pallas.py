@@ -1,18 +1,17 @@
 """Attention of a short window as a GPU kernel: split over KV, each row at its own length's cost.
 
-The backend of `block_attention` for GPUs, written in Pallas for its Triton compiler; elsewhere it
-is interpreted, which is slow and meant for tests. XLA runs blocks of KV one after the other, all
-rows together and as far as the longest of them reaches. Here they run side by side, as in
-flash-decoding (Dao et al., 2023): a first kernel gives every row, KV head and split of
-`SPLIT_LENGTH` slots a program of its own, and a second one puts the splits of a row together. A
-program without a live slot ends at once and writes nothing.
+This is `block_attention` for GPUs, written for Pallas' Triton compiler. Elsewhere it is
+interpreted, which is slow and meant for tests. XLA reads blocks of KV one after the other, up to
+the end of the longest row. Here they are read in parallel, as in flash-decoding (Dao et al., 2023):
+a first kernel has one program per row, KV head and split of `SPLIT_LENGTH` slots, and a second one
+combines the splits of each row. A program without a live slot ends at once and writes nothing.
 
-No GPU has run it yet: `SPLIT_LENGTH` and the tiles are reckoned, not tuned. JAX 0.12 still takes
-Triton kernels and warns that a later version will not.
+It has not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
+accepts Triton kernels, and warns that a later version will not.
 
-A row's bits are those that `block_attention` promises. Where a split begins, and the order in which
-splits are summed, depend on absolute slots only: not on the batch, not on neighbours, not on which
-window entries are meant. What a query does not see leaves its sums exactly as they were.
+Results are as reproducible as those of `block_attention`: the splits, and the order in which they
+are summed, depend on absolute slots only, not on the batch or on other entries of the window. Slots
+that a query does not see leave its sums unchanged to the bit.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ def pallas_attention(
     sliding_window: int | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but for the order of its sums.
+    """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Trees, windows of many tokens (prefill) and heads of a size that Triton cannot tile are handed
-    to `block_attention`; see `is_supported`. Besides the result it takes scratch for the partial
-    sums of one layer, fp32, `1 / SPLIT_LENGTH` of the capacity times the padded queries.
+    Calls `block_attention` where `is_supported` says no: for trees, long windows (prefill) and head
+    sizes that Triton cannot tile. Needs scratch memory for one layer's partial sums, fp32: the
+    capacity divided by `SPLIT_LENGTH`, times the padded queries.
 
     Args:
-      queries: as in `block_attention`, like all up to `sliding_window`.
+      queries: this and the arguments up to `sliding_window` are as in `block_attention`.
       layer: KV of this layer.
       table: page numbers of the window's rows.
       window: where the queries stand.
       dtype: dtype of the KV that is read.
       sliding_window: slots that a query sees, or None for all.
-      interpret: run the kernels in Pallas's interpreter; None does so where there is no GPU.
+      interpret: run in Pallas' interpreter; None does so unless there is a GPU.
     """
     num_rows, window_length, num_query_heads, head_size = queries.shape
     num_heads, block = layer.num_heads, layer.block
@@ -74,7 +73,7 @@ def pallas_attention(
     if interpret is None:
         interpret = jax.default_backend() != "gpu"
 
-    # All queries of a KV head form one tile. Its padding stands at position -1 and sees nothing.
+    # The queries of a KV head form one tile. Padding has position -1 and sees nothing.
     num_queries = window_length * group
     padded = _padded(num_queries)
     grouped = queries.reshape(num_rows, window_length, num_heads, group, head_size)
@@ -90,7 +89,7 @@ def pallas_attention(
     tiles_per_split = max(SPLIT_LENGTH // tile, 1)
     capacity = pages.shape[1] * block
     num_splits = pl.cdiv(capacity, tiles_per_split * tile)
-    # Per row: its tiles from the first to the end, and the slot of its position 0.
+    # Per row: its first tile, one past its last, and the slot of its position 0.
     begin = first_slot
     if sliding_window is not None:
         oldest = jnp.min(window.positions, axis=1) - sliding_window + 1
@@ -169,14 +168,8 @@ def pallas_attention(
 
 
 def is_supported(window: Window, *, group: int, head_size: int) -> bool:
-    """Whether the kernel takes a window, or leaves it to `block_attention`.
-
-    Args:
-      window: a chain; the queries of a KV head, `T * group`, padded to a power of two, are
-        at most `MAX_QUERIES`.
-      group: query heads of a KV head.
-      head_size: a power of two from 16.
-    """
+    """Whether the kernel can be used: for chains, a head size that is a power of two from 16, and
+    at most `MAX_QUERIES` queries per KV head (`T * group`, padded to a power of two)."""
     is_tileable = head_size >= _MIN_SIZE and head_size == pl.next_power_of_2(head_size)
     num_queries = _padded(window.positions.shape[1] * group)
     is_chain = window.paths is None and window.ends is None
@@ -204,7 +197,7 @@ def _attend_split(
     dtype: jnp.dtype,
     sliding_window: int | None,
 ):
-    """One row, KV head and split: the highest score, and the sums below the softmax's fraction."""
+    """One row, KV head and split: the highest score, the total weight, and the weighted values."""
     row, head, split = (pl.program_id(axis) for axis in range(3))
     first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
     end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)
@@ -226,7 +219,7 @@ def _attend_split(
             k = _from_storage(k_ref[page, head, inside, :], dtype)
             v = _from_storage(v_ref[page, head, inside, :], dtype)
             held = slot + jnp.arange(tile, dtype=jnp.int32) - first_slot
-            # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
+            # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
             is_live = (held >= 0) & (held < row_end)
             v = jnp.where(is_live[:, None], v, jnp.zeros_like(v))
             visible = (held[None, :] <= positions[:, None]) & (held >= 0)[None, :]
@@ -257,7 +250,7 @@ def _combine_splits(
     *,
     tiles_per_split: int,
 ):
-    """One row and KV head: the live splits put together, in the order of their slots."""
+    """One row and KV head: combines the live splits, in the order of their slots."""
     row = pl.program_id(0)
     first = extents_ref[row, 0] // tiles_per_split
     end = (extents_ref[row, 1] + tiles_per_split - 1) // tiles_per_split
@@ -278,7 +271,7 @@ def _combine_splits(
 
 
 def _nothing(num_queries: int, head_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Highest score, total weight and output of no slots."""
+    """Highest score, total weight and output before any slot."""
     return (
         jnp.full((num_queries,), _LOWEST, jnp.float32),
         jnp.zeros((num_queries,), jnp.float32),

@@ -8,7 +8,8 @@ decoder.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import chex
 import jax
@@ -23,21 +24,7 @@ from jaxspec.types import Window
 _LOWEST = -1e30
 
 
-class Attention(Protocol):
-    """An attention backend; see `block_attention`."""
-
-    def __call__(
-        self,
-        queries: jax.Array,
-        layer: kv.LayerCache,
-        table: kv.Table,
-        window: Window,
-        *,
-        dtype: jnp.dtype,
-        sliding_window: int | None = None,
-    ) -> jax.Array:
-        """Returns `[B, T, Q, H]`."""
-        ...
+Attention: TypeAlias = Callable[..., jax.Array]  # a backend, called as `block_attention` is
 
 
 def block_attention(

@@ -1,9 +1,9 @@
-"""What the decode loop needs of a model, and the package's own model record.
+"""What the decode loop needs from a model, and the package's own model.
 
-`Model` is a Protocol: anything that is a function of parameters, tokens, a window and our cache
-plugs in (an NNX or Linen module, a hand-written decoder). A cache with one scalar cursor for the
-whole batch cannot be used: rows of a speculative batch stand at different offsets after the first
-round.
+`Model` is a Protocol: any function of parameters, tokens, a window and our cache will do (an NNX or
+Linen module, a hand-written decoder). It must accept per-row cache offsets, because the rows of a
+speculative batch have different lengths after the first round; a cache with one scalar index for
+the whole batch cannot be used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jaxspec.types import PyTree, Window
 class Model(Protocol):
     """A language model as pure functions.
 
-    A model may also have a method `param_specs(num_shards)`: the `PartitionSpec` of each of its
-    `params` over a mesh axis `model` of so many devices (see `LanguageModel`). Without it every
-    device of such an axis holds, and runs, all of the model. With `num_layers` and
-    `forward_features` (see `TappedModel`) drafters may read its residual stream between layers.
+    A model may also have a method `param_specs(num_shards)` that returns the `PartitionSpec` of
+    each of its `params` over a mesh axis `model` of that size (see `LanguageModel`); without it,
+    every device of the axis runs the whole model. With `num_layers` and `forward_features` (see
+    `TappedModel`) drafters can read its residual stream between layers.
 
     Attributes:
       name: for reports.
-      params: pytree of arrays; handed back to the functions below, never closed over.
+      params: pytree of arrays, which is passed to the functions below.
       vocab_size: V of the logits.
       eos_token_ids: tokens that end an output unless a request says otherwise.
       tokenizer: a `TextTokenizer`, or None if prompts come as token ids only.
@@ -68,8 +68,8 @@ class Model(Protocol):
     def forward(
         self, params: PyTree, tokens: jax.Array, window: Window, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        """Hidden states `[B, T, E]` of `tokens` `[B, T]`; writes the window's KV before it
-        reads."""
+        """Hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache with the window's KV, which
+        is written before attention reads it."""
         ...
 
     def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
@@ -109,7 +109,7 @@ def check_taps(model: Model, taps: tuple[int, ...], reader: str) -> None:
     """Raises `ModelError` unless these boundaries of the model can be read.
 
     Args:
-      reader: who wants to, for the message.
+      reader: what reads them, for the message.
     """
     is_tapped = isinstance(model, TappedModel)
     for tap in taps:
@@ -134,8 +134,8 @@ def forward_features(
     cache: kv.KVCache,
     taps: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None, kv.KVCache]:
-    """`model.forward` with the residual stream `[B, T, n, E]` at `taps`, None without any. The last
-    boundary alone needs nothing but `forward`."""
+    """`model.forward`, with the residual stream `[B, T, n, E]` at `taps` (None without taps). The
+    last boundary needs only `forward`."""
     inner = ()
     if isinstance(model, TappedModel):
         taps = tuple(model.num_layers if tap == LAST else tap for tap in taps)
@@ -147,7 +147,7 @@ def forward_features(
 
 
 def param_specs(owner: Any, num_shards: int) -> PyTree:
-    """How a mesh axis `model` splits `owner.params`: what its method of that name says, or nowhere.
+    """How a mesh axis `model` splits `owner.params`: as its own `param_specs` says, or not at all.
 
     Args:
       owner: a model, or a drafter.
@@ -171,15 +171,15 @@ class LanguageModel:
       params: parameters in the compute dtype, which is also the KV cache's.
       eos_token_ids: from the checkpoint's generation config.
       tokenizer: None for random presets.
-      generation_config: the checkpoint's generation defaults, as read; nothing applies them
-        silently.
-      kernels: `xla`; `native` for products and attention in C++ on a CPU (`native`); or `pallas`
-        for the attention of `attention_pallas`, for GPUs (elsewhere it is interpreted, for tests).
-        They sum in other orders, so outputs differ at ties within rounding. On a mesh that splits
-        the model `native` leaves all to `xla`, and `pallas` is refused.
+      generation_config: the checkpoint's generation defaults; they apply only where
+        `SamplingParams.from_generation_config` is called.
+      kernels: `xla`; `native`, products and attention in C++ on a CPU; or `pallas`, attention for
+        GPUs (interpreted elsewhere, for tests). They sum in different orders, so outputs differ at
+        ties within rounding. On a mesh that splits the model, `native` falls back to `xla`, and
+        `pallas` is refused.
 
     Raises:
-      SettingError: unknown kernels, or such as cannot be used here.
+      SettingError: unknown kernels, or kernels that cannot be used here.
     """
 
     name: str
@@ -192,8 +192,8 @@ class LanguageModel:
 
     def __post_init__(self):
         check_kernels(self.kernels)
-        # XLA:CPU multiplies a few rows by a transposed matrix three times slower, so there a tied
-        # head is kept a second time, transposed.
+        # XLA:CPU is three times slower at products of a few rows with a transposed matrix, so on a
+        # CPU a tied head is also kept transposed.
         if "head" not in self.params and jax.default_backend() == "cpu":
             params = {**self.params, "head": self.params["embedding"].T}
             object.__setattr__(self, "params", params)

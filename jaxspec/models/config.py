@@ -1,7 +1,7 @@
-"""What varies between model families, as data.
+"""The configuration of a model.
 
-One decoder serves Llama, Vicuna, Mistral, Qwen2, Qwen3 and GLM-4-0414; their differences are the
-fields below. `convert` fills them from a Hugging Face `config.json`.
+One decoder serves Llama, Vicuna, Mistral, Qwen2, Qwen3 and GLM-4-0414. They differ in the fields
+below, which `convert` fills from a Hugging Face `config.json`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ class RopeConfig:
 
     Attributes:
       theta: base of the frequencies.
-      rotary_size: leading components of a head that are rotated (all of them, or half for GLM-4).
+      rotary_size: leading components of a head that are rotated (all, or half of them for GLM-4).
       is_interleaved: pairs are (0, 1), (2, 3), ... (GLM-4) instead of (i, i + rotary_size / 2).
       scaling: `none`, `linear`, `llama3` (Llama 3.1) or `yarn` (2309.00071).
       factor: extension factor of the rule.
-      original_max_length: context the model was first trained for (`llama3`, `yarn`).
+      original_max_length: context length of the original training (`llama3`, `yarn`).
       low_frequency_factor: `llama3` only.
       high_frequency_factor: `llama3` only.
-      beta_fast: `yarn` only, rotations over the original context above which nothing is scaled.
-      beta_slow: `yarn` only, rotations below which everything is.
+      beta_fast: `yarn` only; frequencies that make more rotations than this over the original
+        context are not scaled.
+      beta_slow: `yarn` only; those that make fewer are scaled fully.
       attention_factor: `yarn` only, multiplies cos and sin; None means 0.1 ln(factor) + 1.
       is_truncated: `yarn` only, whether the ramp's bounds are rounded to whole components.
     """
@@ -86,10 +87,10 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a decoder. Hashable, so it can be static under `jax.jit`.
+    """Architecture of a decoder. Hashable, so that it can be static under `jax.jit`.
 
     Attributes:
-      family: `llama`, `mistral`, `qwen2`, `qwen3` or `glm4`; for reports only, nothing reads it.
+      family: `llama`, `mistral`, `qwen2`, `qwen3` or `glm4`; for reports only.
       vocab_size: V, rows of the embedding (which may be padded beyond the tokenizer's).
       width: E.
       feed_forward_width: F.
@@ -97,7 +98,7 @@ class ModelConfig:
       num_query_heads: Q.
       num_kv_heads: K, a divisor of Q.
       head_size: H.
-      max_length: positions the model was made for.
+      max_length: context length of the model.
       norm_epsilon: of every RMS norm.
       rope: rotary embedding.
       has_qkv_bias: q, k and v projections have a bias (Qwen2, GLM-4).
@@ -153,11 +154,11 @@ class ModelConfig:
         return self.sliding_windows[layer_index] if self.sliding_windows else None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
+        """The fields, as `from_json` takes them."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
-        """The configuration that `to_json` wrote."""
+        """The inverse of `to_json`."""
         windows = tuple(fields.get("sliding_windows", ()))
         return cls(**{**fields, "rope": RopeConfig(**fields["rope"]), "sliding_windows": windows})

@@ -1,7 +1,8 @@
-"""What comes out of an engine: completions, and the stop strings that end their text."""
+"""Completions, and the stop strings that end their text."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import html
 import itertools
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from jaxspec.models.base import Model
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.telemetry.counters import Acceptance
-from jaxspec.telemetry.frames import TracedRequest, rounds_frame, tokens_frame
+from jaxspec.telemetry.frames import rounds_frame, tokens_frame
 from jaxspec.types import Finish, Origin, Trace
 
 if TYPE_CHECKING:
@@ -29,28 +30,28 @@ ORIGIN_STYLES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A finished request. In a notebook it shows itself with its tokens coloured by origin.
+    """A finished request. A notebook shows its tokens coloured by origin.
 
     Attributes:
       request_id: of the request.
-      prompt_token_ids: what was decoded from, special prefix included.
-      token_ids: the output; the stop token, if one ended it, is its last.
+      prompt_token_ids: the prompt, with its special prefix.
+      token_ids: the output, including the stop token that ended it, if any.
       text: the output without special tokens, or None if the model has no tokenizer.
       finish_reason: `stop` (a stop token or string), `length` (max_tokens or max_length) or
         `abort`.
       stop_reason: the stop token's id, the stop string, `max_length`, `non-finite`, or None.
-      acceptance: what became of the drafts; those that a stop string cut off are counted too.
+      acceptance: counts of drafted and accepted tokens, including those after a stop string.
       index: which of the prompt's `n` completions this is.
       seed: of the request's draws; None for a greedy one.
-      logprobs: for each output token, log-probabilities by token id: the emitted token's and the
-        likeliest ones'; None unless asked for.
+      logprobs: for each output token, log-probabilities by token id, of the emitted token and of
+        the likeliest ones; None unless asked for.
       logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the
         distribution that was sampled from), as in vLLM.
       origins: `Origin` of each output token.
-      pieces: text of each output token, for display; bytes of a split character are shown apart.
-      trace: its rounds and drafted tokens, NumPy arrays with rounds first (`Completions.rounds` and
-        `.tokens` make frames of them); None unless the engine records them. Rounds after a stop
-        string are in it too.
+      pieces: text of each output token, for display.
+      trace: its rounds and drafted tokens, including those after a stop string, as NumPy arrays
+        with rounds first (`Completions.rounds` and `.tokens` make frames of them); None unless the
+        engine records them.
     """
 
     request_id: str
@@ -127,8 +128,8 @@ class Completion:
 
 
 class Completions(list[Completion]):
-    """Completions in the order of their requests: a list, and the data of an acceptance study. In a
-    notebook it shows all of them with their tokens coloured by origin.
+    """Completions in the order of their requests: a list that also makes pandas frames. A notebook
+    shows all of them, with their tokens coloured by origin.
 
     Frames need an engine that records (`Engine(trace=...)`) and pandas (the `analysis` extra).
     """
@@ -171,8 +172,8 @@ class Completions(list[Completion]):
           drafted: drafted tokens; 0 where the round decoded plainly.
           draft_depth: depth that the draft reached; equals `drafted` unless it was a tree.
           accepted: drafted tokens that were accepted and kept.
-          emitted: tokens the output grew by: `accepted`, and one of the target's own unless a stop
-            token or the limit came first. Rounds that emitted nothing are left out.
+          emitted: new tokens: `accepted`, plus the target's own token unless a stop token or the
+            limit came first. Rounds that emitted nothing are left out.
 
         Sums over a request equal its `Acceptance`.
 
@@ -183,7 +184,7 @@ class Completions(list[Completion]):
         Raises:
           SettingError: there is no trace, no pandas, or a column does not fit.
         """
-        return rounds_frame(self._traced(), columns)
+        return rounds_frame(self, columns)
 
     def tokens(self, **columns: Iterable[Any]) -> pandas.DataFrame:
         """A frame with one row per drafted token, rejected ones included.
@@ -191,7 +192,7 @@ class Completions(list[Completion]):
         p is the distribution that the row is sampled from, after penalties, temperature and
         filters. q is the draft model's distribution at the same settings. A greedy row is traced at
         temperature 1: p is then the softmax of the model's own logits (penalised, if penalties were
-          asked for).
+        asked for).
 
         Its columns, whole numbers int32, others fp32 unless stated:
           request_id, index, round: as in `rounds`.
@@ -206,7 +207,7 @@ class Completions(list[Completion]):
           accepted: bool, accepted and kept.
           reached: bool, whether its acceptance was decided on: every node above it was kept, and
             the output did not end before it. Conditional acceptance is the mean of `accepted` over
-            these.
+            these rows.
           entropy_p, entropy_q: in nats; only with `trace='distributions'`.
           overlap: sum of min(p, q), the probability that rejection sampling keeps a token of q;
             only with `trace='distributions'`. The distribution of a deterministic drafter is a
@@ -218,13 +219,7 @@ class Completions(list[Completion]):
         Raises:
           SettingError: there is no trace of tokens, no pandas, or a column does not fit.
         """
-        return tokens_frame(self._traced(), columns)
-
-    def _traced(self) -> list[TracedRequest]:
-        return [
-            TracedRequest(request_id=one.request_id, index=one.index, trace=one.trace)
-            for one in self
-        ]
+        return tokens_frame(self, columns)
 
 
 def counted(number: int, noun: str) -> str:
@@ -251,8 +246,8 @@ class StopMatch:
     """Where a stop string ended an output.
 
     Attributes:
-      num_tokens: tokens up to the one that completes the string.
-      text: what stands before it.
+      num_tokens: tokens up to and including the one that completes the string.
+      text: the text before the string.
       stop: the string.
     """
 
@@ -264,12 +259,10 @@ class StopMatch:
 def find_stop(
     tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str], *, min_tokens: int
 ) -> StopMatch | None:
-    """The stop string that is complete first in the text of `token_ids`, if any.
-
-    Strings that are complete within the first `min_tokens` tokens do not count.
-    """
+    """The stop string that is completed first in the text of `token_ids`, if any. Strings that are
+    complete within the first `min_tokens` tokens do not count."""
     text = tokenizer.decode(token_ids)
-    # A character whose bytes are not complete decodes to something else: it is not there yet.
+    # An incomplete character decodes to something else, so only the common part is final.
     early = tokenizer.decode(token_ids[:min_tokens]) if min_tokens else ""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, early, strict=False))
     too_early = len(list(same))
@@ -281,21 +274,18 @@ def find_stop(
     if not found:
         return None
     end, start, string = min(found)
-    least, most = 0, len(token_ids)  # the text of `least` tokens is too short, of `most` enough
-    while most - least > 1:
-        middle = (least + most) // 2
-        if tokenizer.decode(token_ids[:middle]).startswith(text[:end]):
-            most = middle
-        else:
-            least = middle
-    return StopMatch(num_tokens=most, text=text[:start], stop=string)
+    # The fewest tokens whose text holds the string.
+    num_tokens = 1 + bisect.bisect_left(
+        range(1, len(token_ids)),
+        True,
+        key=lambda n: tokenizer.decode(token_ids[:n]).startswith(text[:end]),
+    )
+    return StopMatch(num_tokens=num_tokens, text=text[:start], stop=string)
 
 
 def settled_text(tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The part of the text of `token_ids` that further tokens leave as it is.
-
-    Held back are characters whose bytes are not complete, and an end that may become a stop string.
-    """
+    """The part of the text of `token_ids` that further tokens cannot change: without incomplete
+    characters, and without an end that may become a stop string."""
     text = tokenizer.decode(token_ids).rstrip("\ufffd")
     begun = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
     return text[: len(text) - max(begun, default=0)]
@@ -315,8 +305,8 @@ def make_completion(
     logprobs_mode: str | None = None,
     trace: Trace | None = None,
 ) -> Completion:
-    """The completion of a row that has ended, cut at a stop string if it was `stopped`; without
-    text if it is `Finish.TOKENIZER_ERROR`."""
+    """The completion of a row that has ended, cut off at its stop string if it was `stopped`.
+    After `Finish.TOKENIZER_ERROR` it has no text."""
     if stopped is not None:
         token_ids = token_ids[: stopped.num_tokens]
         origins = origins[: stopped.num_tokens]

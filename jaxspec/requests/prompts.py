@@ -36,7 +36,7 @@ class PromptLine:
     Attributes:
       prompt: text, token ids or messages.
       fields: the line's other fields (`question_id`, `category`, `domain`, ...).
-      number: line of the file, counted from 1; 0 if the prompt is of no file.
+      number: line of the file, counted from 1; 0 if the prompt is not from a file.
     """
 
     prompt: Prompt
@@ -57,12 +57,12 @@ class PromptLine:
 def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
     """Prompts of a file, one a line.
 
-    A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench: the first turn is
-    used), `prompt`, `prompt_token_ids` or `messages`. In a file named `.jsonl` or `.json` every
-    line is JSON, elsewhere those that begin with a brace. Blank lines are skipped.
+    A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench; only the first
+    turn is used), `prompt`, `prompt_token_ids` or `messages`. In a `.jsonl` or `.json` file every
+    line is JSON, in other files those that begin with a brace. Blank lines are skipped.
 
     Raises:
-      PromptError: the file cannot be read or holds no prompt, or a line (it is named) is malformed.
+      PromptError: the file cannot be read or has no prompt, or a line is malformed.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8-sig")
@@ -73,7 +73,7 @@ def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
             "one prompt a line."
         ) from error
     is_json = os.fspath(path).endswith((".jsonl", ".json"))
-    # Not splitlines: JSON text may hold other line separators as they are.
+    # Not splitlines: JSON strings may contain other line separators unescaped.
     prompts = [
         _parse_line(line, number, is_json=is_json)
         for number, line in enumerate(text.split("\n"), start=1)
@@ -156,7 +156,7 @@ def sample_prompts() -> list[PromptLine]:
 
 
 def chat_template(name: str | None) -> str | None:
-    """The Jinja template after `--chat-template`: `vicuna`, or a file; None stays None.
+    """The Jinja template that `--chat-template` names, `vicuna` or a file; None for None.
 
     Raises:
       PromptError: no such file.
@@ -188,7 +188,7 @@ def encode_prompts(
 
     Args:
       max_prompt_tokens: longer prompts are cut to their first tokens.
-      is_chat: text is the user's message of a chat, put through the chat template.
+      is_chat: put text through the chat template, as the user's message.
       template: a Jinja template instead of the tokenizer's own.
       template_kwargs: further variables of the template.
 

@@ -1,4 +1,4 @@
-"""A prompt on its way into an engine."""
+"""Requests: prompts as token ids, with how to decode them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Params: TypeAlias = SamplingParams | Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt on its way into an engine.
+    """One completion to decode.
 
     Attributes:
-      request_id: position among the prompts of a call, unless the caller chose another; with
-        `n` above 1, also the number of the sample: `3-0`, `3-1`.
+      request_id: the prompt's index in its call, unless the caller chose a name; with `n` above 1
+        followed by the index of the completion: `3-0`, `3-1`.
       prompt_token_ids: at least one.
-      params: how to decode it; a sampled request has a seed.
+      params: how to decode it; with a seed if it is sampled.
       index: which of the prompt's `n` completions this is.
     """
 
@@ -45,20 +45,21 @@ def make_requests(
     chat_template: str | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Request]:
-    """Requests `0, 1, ...` of prompts given as text, token ids or chat messages; with `n` above 1
-    `0-0, 0-1, ...`.
+    """Requests named `0, 1, ...` for prompts given as text, token ids or chat messages; with `n`
+    above 1 `0-0, 0-1, ...`.
 
     Args:
       params: one for all prompts, or one each, as `SamplingParams` or dicts of its fields; default
         `SamplingParams()`.
-      longest: prompt tokens the engine can take.
+      longest: most tokens of a prompt.
       chat_template: Jinja template for messages instead of the tokenizer's own.
       names: what errors call each prompt; default `Prompt 0`, `Prompt 1`, ...
 
     Raises:
-      PromptError: a prompt is empty, too long, out of the vocabulary, or in a form that `model` has
-        no tokenizer or template for.
-      SettingError: not one `params` per prompt, or stops that the model cannot emit or read.
+      PromptError: a prompt is empty, too long, outside the vocabulary, or needs a tokenizer or a
+        chat template that `model` lacks.
+      SettingError: not one `params` per prompt; a stop token outside the vocabulary; or stop
+        strings without a tokenizer.
     """
     if isinstance(prompts, str):
         raise PromptError(
@@ -92,10 +93,10 @@ def make_requests(
 def params_of_prompts(
     params: Params | Sequence[Params] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """`SamplingParams` of each prompt, of one for all (or None), or one each.
+    """`SamplingParams` for each prompt.
 
     Raises:
-      SettingError: they are not as many as prompts, or are none.
+      SettingError: a sequence of another length than the prompts, or no sampling parameters.
     """
     if not isinstance(params, Sequence):
         return [as_sampling_params(params)] * num_prompts
@@ -116,8 +117,8 @@ def make_request(
     request_id: str,
     chat_template: str | None = None,
 ) -> Request:
-    """The request of one prompt, under an id of the caller's. Raises as `make_requests`, and
-    `SettingError` where the parameters ask for more than one completion."""
+    """The request of one prompt, with the caller's id. Raises as `make_requests`, and
+    `SettingError` for more than one completion (`n`)."""
     params = as_sampling_params(params)
     if params.n != 1:
         raise SettingError(
@@ -136,7 +137,7 @@ def make_request(
 
 
 def _samples(request_id: str, ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
-    """The `n` requests of one prompt, each with a seed of its own if it is sampled."""
+    """The `n` requests of one prompt, each with its own seed if it is sampled."""
     if params.temperature == 0:
         return [Request(request_id=request_id, prompt_token_ids=ids, params=params)]
     first = secrets.randbits(62) if params.seed is None else params.seed

@@ -24,8 +24,8 @@ LARGEST_COUNT = 2**30  # tokens; the device counts in int32
 @refuse_other_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded, in vLLM's names. Where it is asked for, a dict of its fields will
-    do: `{"max_tokens": 64}`.
+    """How one request is decoded, in vLLM's names. Functions that take it also take a dict of its
+    fields: `{"max_tokens": 64}`.
 
     The order of operations is that of `jaxspec.sampling`: penalties, `min_tokens`, temperature,
     top-k, top-p, min-p.
@@ -37,10 +37,10 @@ class SamplingParams:
       top_k: keep the k likeliest tokens, and what ties with the last; 0 and -1 are off.
       top_p: keep the likeliest tokens that reach this mass together; 1 is off.
       min_p: keep tokens at least this fraction as likely as the likeliest; 0 is off.
-      seed: of the request's draws; None draws one, which the completion names.
+      seed: of the request's draws; None chooses one, which the completion reports.
       n: completions of the prompt; the i-th has the seed `seed + i`.
-      stop: strings that end the output; text is cut before the string, tokens after the one that
-        completes it.
+      stop: strings that end the output. The text ends before the string, the tokens with the one
+        that completes it.
       stop_token_ids: tokens that end the output besides the model's EOS tokens.
       ignore_eos: do not stop at the model's EOS tokens.
       logprobs: log-probabilities of this many likeliest tokens, and of the emitted one, at each
@@ -70,12 +70,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self):
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            is_left_out = value is None and name in ("seed", "logprobs")
-            if not (is_left_out or isinstance(value, kind)):
-                wanted = "a whole number" if kind is numbers.Integral else "a number"
-                raise SettingError(f"{name} {value!r} was given; it must be {wanted}.")
+        for field in dataclasses.fields(self):
+            value, is_whole = getattr(self, field.name), field.type in ("int", "int | None")
+            if not (is_whole or field.type == "float") or (value is None and field.default is None):
+                continue
+            if not isinstance(value, numbers.Integral if is_whole else numbers.Real):
+                wanted = "a whole number" if is_whole else "a number"
+                raise SettingError(f"{field.name} {value!r} was given; it must be {wanted}.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
@@ -121,11 +122,11 @@ class SamplingParams:
     def from_generation_config(cls, model: LanguageModel, **changes: Any) -> SamplingParams:
         """The defaults that the checkpoint's authors recommend, with `changes`.
 
-        Only what the checkpoint's `generation_config.json` holds is read. (Hugging Face's
-        `generate` fills in `top_k` 50 where the file has none; here that stays off.)
+        Only what `generation_config.json` states is used. (Hugging Face's `generate` adds `top_k`
+        50 if the file has none; here top-k stays off.)
 
         Raises:
-          SettingError: the file asks for something that this decoder does not do.
+          SettingError: the file asks for something that is not supported.
         """
         config = model.generation_config
         for name, neutral in _NOT_SUPPORTED.items():
@@ -143,7 +144,7 @@ class SamplingParams:
         return cls(**(defaults | read | changes))
 
     def of_row(self, *, prompt_length: int) -> RowSampling:
-        """What the loop knows of these parameters: a `RowSampling` of scalars, for one row."""
+        """The parameters as the decode loop takes them: a `RowSampling` of one row's scalars."""
         values: dict[str, Any] = {
             "temperature": np.float32(self.temperature),
             "top_k": np.int32(max(self.top_k, 0)),
@@ -165,7 +166,7 @@ class SamplingParams:
 
 
 def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-    """Sampling parameters of a dict of their fields, or of None; others as they are.
+    """`SamplingParams` from a dict of its fields or from None; `SamplingParams` are returned as is.
 
     Raises:
       SettingError: there is no such field, or a value is out of range.
@@ -189,21 +190,6 @@ def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> Sam
             f"There is no sampling parameter {unknown!r}; choose from {', '.join(names)}."
         ) from error
 
-
-_KINDS = {
-    "max_tokens": numbers.Integral,
-    "min_tokens": numbers.Integral,
-    "temperature": numbers.Real,
-    "top_k": numbers.Integral,
-    "top_p": numbers.Real,
-    "min_p": numbers.Real,
-    "n": numbers.Integral,
-    "seed": numbers.Integral,
-    "logprobs": numbers.Integral,
-    "repetition_penalty": numbers.Real,
-    "presence_penalty": numbers.Real,
-    "frequency_penalty": numbers.Real,
-}
 
 # Fields of a generation config by what they are called here; the latter only where it samples.
 _READ_ALWAYS = {

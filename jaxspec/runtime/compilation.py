@@ -1,9 +1,9 @@
 """Compiled programs that report long compilations and can be compiled ahead of time.
 
-A decode loop of a large model compiles for a minute or more, and a program that is silent for so
-long looks hung. So whatever may take seconds to compile is a `Program`: a jitted function with a
-name. After two seconds of compiling it logs what it is compiling, and at the end how long that took
-and whether the persistent cache had it:
+The decode loop of a large model compiles for a minute or more, and a silent program looks hung. So
+functions that may take seconds to compile are `Program`s: jitted functions with a name. After two
+seconds a `Program` logs what it is compiling, and at the end how long that took and whether the
+persistent cache had it:
 
     compiling 4 of 5: the decode round of my-model, batch size 8, verify length 5
     compiled 4 of 5: the decode round of my-model, batch size 8, verify length 5 in 41.3 s
@@ -160,7 +160,7 @@ class Program:
         """The jitted function's `lower`."""
         return self._function.lower(*args, **kwargs)
 
-    def _cache_size(self) -> int:
+    def num_compilations(self) -> int:
         """How many programs the function has been compiled to."""
         return self._function._cache_size()
 

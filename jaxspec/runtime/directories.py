@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from jaxspec.errors import CheckpointError, SettingError
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
@@ -47,7 +49,7 @@ def check_free_space(directory: str | os.PathLike, num_bytes: int, *, what: str)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file, making its directory where needed.
+    """Writes a file, whole or not at all, and makes its directory where needed.
 
     Raises:
       SettingError: it cannot be written.
@@ -57,6 +59,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
             try:
                 file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
                 file.close()
                 os.chmod(file.name, 0o644)
                 os.replace(file.name, path)
@@ -150,18 +154,8 @@ def _remove_stale(destination: Path) -> None:
         if not left.name.startswith(prefix):
             continue
         pid, _, _ = left.name.removeprefix(prefix).partition("-")
-        if pid.isdecimal() and not _is_alive(int(pid)):
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _move_into_place(working: Path, destination: Path, *, overwrite: bool) -> None:

@@ -22,7 +22,7 @@ def make_document(
       command: e.g. `generate`.
       options: the command's dataclass.
       measures: modules and folders of the package whose code the figures are of; the document then
-        carries their digest, by which `runtime.freshness` tells a result that has become old.
+        carries their digest, by which `runtime.freshness` recognizes a stale result.
       **fields: what it found.
     """
     found = {"command": command, "config": dataclasses.asdict(options), **fields, **provenance()}

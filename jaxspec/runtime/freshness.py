@@ -64,11 +64,10 @@ def _digest_of(file: pathlib.Path) -> str:
 class _Bare(ast.NodeTransformer):
     """A syntax tree without docstrings and imports."""
 
-    def visit_Import(self, node: ast.Import) -> None:
+    def visit_Import(self, node: ast.AST) -> None:
         """Left out."""
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Left out."""
+    visit_ImportFrom = visit_Import
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         """A string that stands alone documents what is above it."""

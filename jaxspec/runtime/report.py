@@ -192,17 +192,19 @@ def new_figure(
 
 
 def save_figure(figure: Any, path: str | os.PathLike) -> None:
-    """Writes a matplotlib figure; the suffix of `path` names the format.
+    """Writes a matplotlib figure, making its directory where needed; the suffix of `path` names the
+    format.
 
     Raises:
       SettingError: the file cannot be written.
     """
     try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise SettingError(
             f"The plot cannot be written to {os.fspath(path)} ({error}); name a file like "
-            "rates.png in a directory that exists."
+            "rates.png."
         ) from error
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from jaxspec.errors import SettingError
+from jaxspec.errors import named
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.schedulers.continuous import Continuous
 from jaxspec.schedulers.pool import Pool
@@ -23,13 +23,7 @@ def make_scheduler(scheduler: Scheduler | str) -> Scheduler:
     Raises:
       SettingError: there is none of that name.
     """
-    if not isinstance(scheduler, str):
-        return scheduler
-    if scheduler not in SCHEDULERS:
-        raise SettingError(
-            f"There is no scheduler {scheduler!r}; choose one of {', '.join(SCHEDULERS)}."
-        )
-    return SCHEDULERS[scheduler]()
+    return named("scheduler", scheduler, SCHEDULERS)() if isinstance(scheduler, str) else scheduler
 
 
 __all__ = [

@@ -18,7 +18,7 @@ from jaxspec.types import DecodeState
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """A rule for filling batch_size.
+    """A rule for choosing the rows of a batch.
 
     Attributes:
       name: for reports and the command line.
@@ -41,15 +41,15 @@ class Scheduler(Protocol):
         ...
 
     def num_residents(self, batch_size: int) -> int:
-        """Rows held by an engine with this many rows, at least as many.
+        """Rows that are resident in an engine with this batch size, at least as many.
 
         Raises:
-          SettingError: fewer were asked for.
+          SettingError: the scheduler has fewer.
         """
         ...
 
     def min_running(self, batch_size: int) -> int:
-        """While requests are queued, the host admits some when fewer rows than this are running."""
+        """While requests are queued, the host admits some once fewer rows than this are running."""
         ...
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
@@ -63,8 +63,8 @@ class Scheduler(Protocol):
         ...
 
     def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
-        """`[batch_size]` int32, distinct rows for the next round; rows that have ended may fill a
-        row that no one wants."""
+        """`[batch_size]` int32, distinct rows for the next round. If fewer are running, rows that
+        have ended fill the rest."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Continuous batch_size: a row that ends is replaced in the very next round, inside the loop."""
+"""Continuous batching: a row that ends is replaced in the next round, inside the loop."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxspec.types import DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class Continuous:
-    """First come, first served: the row that has waited longest takes the first free row.
+    """First come, first served: the request that has waited longest takes the first free row.
 
     Attributes:
-      waiting: rows whose prompts are read in advance, besides those in the batch, and held in the
-        KV cache; default a quarter of the rows of the batch, but at least one. The host is asked
-        for more when the last of them has been seated and another row ends.
-      longest_first: admit the requests of an offline list by falling `max_tokens`, so that no long
-        one is left over at the end, when other rows are empty; otherwise in input order.
+      waiting: rows besides the batch whose prompts are prefilled in advance and stay in the KV
+        cache; default a quarter of the batch size, at least one. The host admits more when all of
+        them have joined the batch and another row ends.
+      longest_first: admit the requests of a list by descending `max_tokens`, so that no long one
+        runs alone at the end; otherwise in input order.
     """
 
     waiting: int | None = None
@@ -39,11 +39,11 @@ class Continuous:
         return batch_size + (max(1, batch_size // 4) if self.waiting is None else self.waiting)
 
     def min_running(self, batch_size: int) -> int:
-        """Otherwise a row of the batch would stay empty."""
+        """All of them: with fewer a row of the batch would be empty."""
         return batch_size
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """Input order, or by falling `max_tokens`: a round costs the same whatever the prompts."""
+        """Input order, or by descending `max_tokens`; prompt lengths do not affect rounds."""
         order = input_order(prompt_lengths, max_tokens)
         return sorted(order, key=lambda i: -max_tokens[i]) if self.longest_first else order
 

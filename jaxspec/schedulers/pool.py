@@ -17,21 +17,18 @@ from jaxspec.types import DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Of a window of resident rows, in order of arrival, the first group of equal length that fills
-    all rows of the batch is decoded; without one the first rows of the window, whatever their
-    lengths.
+    """Decodes a batch of rows of equal length if the pool has one, else its first rows.
 
-    The window is scanned in order of arrival, and the first length that as many rows have as there
-    are rows wins; a smaller group is never decoded alone. Length is what 2510.22876 groups
-    by: padding counts where rows are padded (the `aligned` layout), since rows that are padded to
-    one length need no realignment. Unlike the published code, a row that joins makes no other one's
-    prompt be read again, and completions come back in input order also when sorted.
+    The pool is scanned in order of arrival, and the first length that `batch_size` rows share wins;
+    a smaller group is never decoded alone. As in 2510.22876, length includes padding in the
+    `aligned` layout, since rows padded to one length need no realignment. Unlike the published
+    code, no prompt is prefilled again when another row joins, and completions come back in input
+    order even if the requests were sorted.
 
     Attributes:
-      window_size: resident rows, at least as many as there are rows; the paper takes 32 and
-        48.
-      sort_by_length: admit the requests of an offline list by rising prompt length.
-      strategy: `cross_batch` looks for groups; `batch` always takes the first rows of the window.
+      window_size: resident rows, at least `batch_size`; the paper uses 32 and 48.
+      sort_by_length: admit the requests of a list by ascending prompt length.
+      strategy: `cross_batch` looks for groups; `batch` always takes the first rows of the pool.
     """
 
     window_size: int = 32
@@ -48,7 +45,7 @@ class Pool:
             )
 
     def num_residents(self, batch_size: int) -> int:
-        """The window."""
+        """The pool."""
         if self.window_size < batch_size:
             raise SettingError(
                 f"A pool of {self.window_size} rows was given for a batch_size of {batch_size}; it "
@@ -57,11 +54,11 @@ class Pool:
         return self.window_size
 
     def min_running(self, batch_size: int) -> int:
-        """The window is kept full."""
+        """The pool is kept full."""
         return self.window_size
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """Input order, or by rising prompt length."""
+        """Input order, or by ascending prompt length."""
         order = input_order(prompt_lengths, max_tokens)
         return sorted(order, key=lambda i: prompt_lengths[i]) if self.sort_by_length else order
 

@@ -14,14 +14,14 @@ from jaxspec.types import DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Every resident row has a row, and keeps it until the whole batch has ended."""
+    """Every resident row is in the batch, and stays there until the whole batch has ended."""
 
     name: str = dataclasses.field(default="static", init=False)
     refills_rows: bool = dataclasses.field(default=False, init=False)
     regroups: bool = dataclasses.field(default=False, init=False)
 
     def num_residents(self, batch_size: int) -> int:
-        """As many as there are batch_size."""
+        """The batch."""
         return batch_size
 
     def min_running(self, batch_size: int) -> int:

@@ -1,40 +1,38 @@
-"""Prefill, insert, generate, free: the shape in which JAX serving stacks drive an engine.
+"""Prefill, insert, generate, free: the functions by which JAX serving stacks drive an engine.
 
-`jaxspec.Engine` owns its requests and its clock. A serving stack has both already; what it wants is
-compiled functions and a state that it carries itself:
+`jaxspec.Engine` owns its requests and decides when to step. A serving stack does both itself; it
+needs compiled functions, and a state that it carries from call to call:
 
-    prefilled = engine.prefill(prompt, params)          a row of its own, on any thread, ahead
-    state = engine.insert(prefilled, state, row)       into the batch, while others are running
-    state, result = engine.generate(state)              one round for every row of the batch
-    state = engine.free(state, row)                    at any time
+    prefilled = engine.prefill(prompt, params)          one row, on any thread, ahead of time
+    state = engine.insert(prefilled, state, row)        into the batch, while other rows run
+    state, result = engine.generate(state)              one round for all rows
+    state = engine.free(state, row)                     at any time
 
-Here is what a step returns for three rows and a draft length of 3: row 0 had two drafts
-accepted, row 1 none, and row 2 has ended (or no one sits there):
+With a draft length of 3, a step may return this for three rows. In row 0 two drafts were accepted,
+in row 1 none, and row 2 has ended (or is empty):
 
     row    tokens          num_new   done
     0        7  3  9 -1     3         no
     1       12 -1 -1 -1     1         no
     2       -1 -1 -1 -1     0         yes
 
-Prefill emits no token (it ends before the prompt's last one, which the first round scores), so the
-first ones come from the first `generate` after `insert`.
+Prefill emits no token. It stops before the prompt's last token, which the first round scores; so a
+request's first tokens come from the first `generate` after its `insert`.
 
-**Fewer tokens in this step is not the end.** Stacks whose step has a fixed number of tokens per
-slot, each with a `valid` flag, may take a token that is not valid for the end of the request:
-JetStream's orchestrator does, as it does a stop token. An adapter that turns `num_new` into such
-flags ends requests at the first rejected draft. It has to hold tokens back instead: keep a queue
-per row, append `tokens[row, :num_new[row]]` after each step, and hand on as many columns as the
-shortest queue of a running row is long, all of them valid. The width varies from call to call, and
-is at least one, as a running row emits at least one token per round. Seats whose row is `done` hand
-on what is left in their queue, and only then the invalid column that ends them; until then their
-row is not given away. A stack that needs one width for ever takes a single column per call, and
-the engine is stepped only when the queue of some running row is empty.
+**Fewer new tokens do not mean that a request has ended.** Some stacks expect a fixed number of
+tokens per slot, each with a `valid` flag. JetStream's orchestrator, for one, takes an invalid token
+for the end of the request, so an adapter that turned `num_new` into such flags would end requests
+at their first rejected draft. Buffer tokens instead: append `tokens[row, :num_new[row]]` to a queue
+per row after each step, and return as many columns as the shortest queue of a running row holds,
+all of them valid. A running row emits at least one token per round, so there is at least one
+column. A row that is `done` first empties its queue; only then send the invalid column that ends
+it, and give its row away. A stack that needs a constant width takes one column per call, and steps
+the engine only when the queue of a running row is empty.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,7 +46,7 @@ from jaxspec.decode.settings import (
     check_draft_length,
     make_loop,
 )
-from jaxspec.decode.state import Admission, has_rows, mark_prefilled
+from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
@@ -69,15 +67,15 @@ ONE = np.int32(1)
 
 
 class Prefilled(struct.PyTreeNode, kw_only=True):
-    """A prompt that has been read, ready for a row of any engine of this shape.
+    """A prefilled prompt, ready for a row of any engine of this shape.
 
-    A pytree: it may be moved to other devices, kept, and inserted more than once.
+    It is a pytree, so it can be moved to other devices, kept, and inserted more than once.
 
     Attributes:
       admission: the row's settings and tokens.
       cache: the target's KV of the prompt, in a cache of one row.
       drafter: the drafter's state for one row.
-      request: static, what was read; a sampled request's seed is in it.
+      request: static; names the seed of a sampled request.
       shape: static, the engine's, with one row.
     """
 
@@ -92,15 +90,15 @@ class StepResult(struct.PyTreeNode, kw_only=True):
     """What one round did, row by row.
 
     Attributes:
-      tokens: `[B, N + 1]` int32, the new tokens; -1 after the first `num_new`. A stop token that
-        ends a row is its last.
-      num_new: `[B]` int32, at least 1 for a row that was running and whose scores are finite, 0 for
+      tokens: `[B, N + 1]` int32, the new tokens, a final stop token included; -1 after the first
+        `num_new`.
+      num_new: `[B]` int32, at least 1 for rows that were running and whose logits are finite, 0 for
         the others.
-      done: `[B]` bool, rows that are not running after the round, empty batch_size among them.
+      done: `[B]` bool, rows that are not running after the round; empty rows are among them.
       finish: `[B]` int32, `types.Finish`: why.
       num_drafted: `[B]` int32, tokens drafted in this round.
-      num_accepted: `[B]` int32, how many of them are among the new tokens. The totals of a row
-        since it was inserted are in `DecodeState.counts`; see `requests.Acceptance.of_row`.
+      num_accepted: `[B]` int32, how many of them are among the new tokens. `DecodeState.counts` has
+        a row's totals since it was inserted; see `Acceptance.of_row`.
     """
 
     tokens: jax.Array
@@ -113,16 +111,15 @@ class StepResult(struct.PyTreeNode, kw_only=True):
 
 @refuse_other_names
 class ServingEngine:
-    """Compiled functions over a `DecodeState` that the caller holds; the engine itself holds none.
+    """Compiled functions over a `DecodeState` that the caller holds.
 
-    A request's tokens are those of `jaxspec.Engine` with the same settings, bit for bit, whoever
-    sits in the other rows and whenever it was inserted, with the verifiers of which that
-    holds there (`coupled`). Every function is compiled once. `insert`, `generate` and `free` donate
-    the state they are given: go on with the one they return. `prefill` touches no state and may run
-    on another thread while a round runs.
+    With a `coupled` verifier a request's tokens are those of `jaxspec.Engine` with the same
+    settings, bit for bit, whatever the other rows hold and whenever it was inserted. Every function
+    is compiled once. `insert`, `generate` and `free` donate the state they are given, so use the
+    one they return. `prefill` touches no state and may run on another thread during a round.
 
-    To read prompts on another device, make a second engine with the model's parameters there: a
-    `Prefilled` of the same shape fits, and is moved when it is inserted.
+    To prefill on another device, make a second engine whose parameters are there. A `Prefilled` of
+    the same shape fits this engine too, and is moved when it is inserted.
 
     Args:
       target: the model whose output this is.
@@ -132,7 +129,7 @@ class ServingEngine:
       verify_length: T, tokens scored per round; default `draft_length + 1`.
       batch_size: B, rows of the batch.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `verify_length` slots. Each `Prefilled` holds a row of them too.
+        round of a row needs `verify_length` slots. Each `Prefilled` has as many.
       prefill_chunk: prompt tokens read per call.
 
     Raises:
@@ -183,7 +180,7 @@ class ServingEngine:
         )
         self.shape = loop.shape
         self.draft_length = draft_length if drafter is not None else 0
-        # A prompt is read by the same functions, in a state of one row.
+        # Prompts are prefilled by the same functions, in a state of one row.
         one_row = dataclasses.replace(self.shape, batch_size=1)
         self._batch = Executor(loop)
         self._row = Executor(dataclasses.replace(loop, shape=one_row))
@@ -199,7 +196,8 @@ class ServingEngine:
             "free": program("freeing of a row", _free_row, donate_argnums=0),
         }
         compilation.numbered(*self.programs.values())
-        self._form = _form(self._row.eval_state())
+        row = self._row.eval_state()
+        self._form = form_of((row.cache, row.drafter))
 
     @property
     def longest_prompt(self) -> int:
@@ -207,18 +205,8 @@ class ServingEngine:
         return self._batch.longest_prompt
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
-        """Compiles every function of the engine, so that the first request waits for none.
-
-        Nothing is decoded and no state is made. Functions that take long say so
-        (`jaxspec.runtime.compilation`). May be called by any thread.
-
-        Args:
-          on_program: called before each is compiled, with a name for `str`, `number` and
-            `num_programs`.
-
-        Returns:
-          of each its name, the seconds it took, and whether the persistent cache held it.
-        """
+        """Compiles every function ahead of the first request; see `Executor.warm_up`. Can be called
+        on any thread."""
         number = np.int32(0)
         admission = make_admission(
             self._make_request([0], SamplingParams(seed=0)), self._batch.loop, draft_length=0
@@ -226,7 +214,7 @@ class ServingEngine:
         home = self._batch.home
         state = compilation.shapes_at(self._batch.eval_state(), home)
         row = compilation.shapes_at(self._row.eval_state(), home)
-        # An admission that is inserted has been put where the state is.
+        # `insert` puts an admission where the state is.
         placed = admission if home is None else jax.device_put(admission, home)
         arguments = {
             "init": (),
@@ -253,20 +241,20 @@ class ServingEngine:
     ) -> Prefilled:
         """The prompt's KV, for target and drafter, with the row's settings.
 
-        It is read in chunks of one shape, each a program of its own, so rounds of a batch on the
-        same device take turns with them; the call returns before the device has finished.
+        Each chunk of the prompt is one program call, so rounds of a batch on the same device run
+        between chunks. Returns before the device has finished.
 
         Args:
           prompt: token ids, text or chat messages.
-          params: default `SamplingParams()`. A sampled request without a seed is given one here:
-            `Prefilled.request` names it.
-          draft_length: of this row instead of the engine's, up to `verify_length - 1`; 0 decodes it
-            plainly in the same program, to the same tokens.
+          params: default `SamplingParams()`. A sampled request without a seed gets one, which
+            `Prefilled.request` names.
+          draft_length: instead of the engine's, up to `verify_length - 1`; 0 decodes plainly in the
+            same program, to the same tokens.
 
         Raises:
           PromptError: the prompt is empty, too long or malformed.
-          SettingError: a parameter out of range, or one that needs a host which reads text or makes
-            several rows of a prompt: stop strings, `n`, log-probabilities.
+          SettingError: a parameter out of range, or one that this engine leaves to its caller: stop
+            strings, `n`, log-probabilities.
         """
         params = SamplingParams() if params is None else params
         _refuse_host_settings(params)
@@ -289,38 +277,34 @@ class ServingEngine:
         )
 
     def insert(self, prefilled: Prefilled, state: DecodeState, row: int) -> DecodeState:
-        """`state` (donated) with the prompt in `row`, from the next round on.
+        """`state` (donated) with the prompt in `row`, to be decoded from the next round on.
 
-        Its KV is copied on the device, as many blocks of it as are live. Whoever sat there has
-        left: nothing of the predecessor is read, nothing has to be cleared.
+        Copies the live blocks of its KV on the device. A previous request in `row` need not be
+        cleared: nothing of it is read.
 
         Raises:
-          SettingError: there is no such row, or the prompt was read by an engine of another shape.
+          SettingError: there is no such row, or an engine of another shape prefilled the prompt.
         """
         self._check_row(row)
-        if prefilled.shape != self._row.shape or _form(prefilled) != self._form:
+        parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
+        if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
                 "A prompt was inserted that an engine with another model, drafter, verifier, "
-                f"window, max_length or prefill chunk has read ({prefilled.shape}, here "
-                f"{self._row.shape}); read it with an engine of these settings."
+                f"verify_length, max_length or prefill chunk has prefilled ({prefilled.shape}, not "
+                f"{self._row.shape}); prefill it with an engine of these settings."
             )
-        parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if self._batch.home is not None:
-            parts = jax.device_put(parts, self._batch.home)  # does nothing to what is there already
+            parts = jax.device_put(parts, self._batch.home)  # no copy if it is there already
         return self.programs["insert"](self.params, state, np.int32(row), *parts)
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:
-        """`state` (donated) after one round, and what the round did.
-
-        Nothing is waited for: fetch the result with `jax.device_get`. With no row running the
-        target is not even called.
-        """
+        """`state` (donated) after one round, and what the round did. Does not wait for the device:
+        fetch the result with `jax.device_get`. If no row is running, the target is not called."""
         return self.programs["generate"](self.params, state, ONE)
 
     def free(self, state: DecodeState, row: int) -> DecodeState:
-        """`state` (donated) with `row` empty: a row that was running is cancelled.
-
-        Seats whose row has ended may also be inserted into right away.
+        """`state` (donated) with `row` empty; a request that is running there is cancelled. A row
+        that has ended need not be freed before the next `insert`.
 
         Raises:
           SettingError: there is no such row.
@@ -329,7 +313,7 @@ class ServingEngine:
         return self.programs["free"](state, np.int32(row))
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """The one request that a prompt makes, with a seed if it is sampled."""
+        """The request of a prompt, with a seed if it is sampled."""
         (request,) = make_requests(
             [prompt], params, self.target, longest=self.longest_prompt, names=["The prompt"]
         )
@@ -351,10 +335,8 @@ class ServingEngine:
         cache: PyTree,
         drafter: PyTree,
     ) -> DecodeState:
-        """State with a request in `row`, its prompt read: what `admit` leaves open comes along.
-
-        State that a drafter shares among rows stays the batch's own.
-        """
+        """State with a prefilled request in `row`. What a drafter shares among rows stays as the
+        batch has it."""
         state = self._batch.loop.admit(params, state, row, admission)
         state = mark_prefilled(state, row, jnp.asarray(admission.length) - 1)
         is_per_row = has_rows(state)
@@ -371,9 +353,10 @@ class ServingEngine:
     def _step(
         self, params: PyTree, before: DecodeState, one: jax.Array
     ) -> tuple[DecodeState, StepResult]:
-        """State after one round of the very loop that `jaxspec.Engine` runs, and the difference.
+        """State after one round of the loop that `jaxspec.Engine` runs, and what has changed.
 
-        That it ends after `one` round is a value: the compiler cannot unroll it into other sums.
+        The number of rounds is an argument, so that the compiler cannot unroll the loop and sum in
+        another order.
         """
         state = self._batch.loop.run(params, before, one, one)
         num_new = state.num_committed - before.num_committed
@@ -393,27 +376,20 @@ class ServingEngine:
 
 
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:
-    """State in which no one sits in `row`; what is stored there is garbage now."""
+    """State with `row` empty; what is stored there is garbage."""
     return state.replace(finish=state.finish.at[row].set(jnp.int32(Finish.EMPTY_ROW)))
 
 
-def _form(row: DecodeState | Prefilled) -> tuple[PyTree, Sequence[tuple]]:
-    """What tells one-row states of different models and drafters apart without reading them."""
-    leaves, structure = jax.tree.flatten((row.cache, row.drafter))
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
 def _refuse_host_settings(params: SamplingParams) -> None:
-    """Raises `SettingError` for parameters that only a host can honour."""
+    """Raises `SettingError` for parameters that `Engine` handles on the host."""
     if params.n > 1:
         raise SettingError(
-            f"n {params.n} was given, and a prompt that is read becomes one row; read it once for "
-            "each seed."
+            f"n {params.n} was given, and prefill makes one row of a prompt; call it once per seed."
         )
     if params.stop:
         raise SettingError(
-            f"The stop strings {params.stop} were given, and this engine sees tokens only; look "
-            "for them in the text of its output and free the row, or name stop_token_ids."
+            f"The stop strings {params.stop} were given, and this engine does not read text; look "
+            "for them in the output and free the row, or name stop_token_ids."
         )
     if params.logprobs is not None:
         raise SettingError(

@@ -14,7 +14,7 @@ from jaxspec.types import AcceptanceCounts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What became of a request's drafts.
+    """How much was drafted and accepted for a request.
 
     Attributes:
       num_rounds: rounds the request took.
@@ -92,14 +92,9 @@ class Acceptance:
 
     def to_json(self) -> dict:
         """Counts, and the figures derived from them."""
-        counts = dataclasses.asdict(self)
-        per_position = (
-            "num_drafts_per_pos",
-            "num_accepted_tokens_per_pos",
-            "num_accepted_tokens_per_node",
-        )
-        return counts | {
-            **{name: list(counts[name]) for name in per_position},
+        counts = dataclasses.asdict(self).items()
+        return {
+            **{name: list(n) if isinstance(n, tuple) else n for name, n in counts},
             "emitted_per_round": self.emitted_per_round,
             "per_position_acceptance": list(self.per_position),
         }
@@ -126,7 +121,7 @@ class Metrics:
             self._running = Acceptance.total(running)
 
     def abandon(self) -> None:
-        """Keeps what running rows have done, which no one will finish."""
+        """Keeps the counts of running rows, which will not be finished."""
         with self._lock:
             self._ended += self._running
             self._running = Acceptance()
@@ -138,12 +133,9 @@ class Metrics:
         (rounds that accepted at least so many)."""
         with self._lock:
             total, num_requests = self._ended + self._running, self._num_requests
+        names = ("num_rounds", "num_emitted_tokens", "num_drafts", "num_draft_tokens")
         return {
             "num_requests": num_requests,
-            "num_rounds": total.num_rounds,
-            "num_emitted_tokens": total.num_emitted_tokens,
-            "num_drafts": total.num_drafts,
-            "num_draft_tokens": total.num_draft_tokens,
-            "num_accepted_tokens": total.num_accepted_tokens,
+            **{name: getattr(total, name) for name in (*names, "num_accepted_tokens")},
             "num_accepted_tokens_per_pos": list(total.num_accepted_tokens_per_pos),
         }

@@ -1,43 +1,25 @@
-"""pandas frames of recorded rounds and drafted tokens."""
+"""pandas frames of the rounds and drafted tokens that completions recorded."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.errors import SettingError
-from jaxspec.types import (
-    Trace,
-)
+from jaxspec.runtime.extras import import_extra
+from jaxspec.types import Trace
 
 if TYPE_CHECKING:
     import pandas
-from jaxspec.runtime.extras import import_extra
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TracedRequest:
-    """A row of frames: whose history it is.
-
-    Attributes:
-      request_id: of the request.
-      index: which of the prompt's `n` completions it is.
-      trace: its history.
-    """
-
-    request_id: str
-    index: int
-    trace: Trace | None
 
 
 def rounds_frame(
-    requests: Sequence[TracedRequest], columns: Mapping[str, Iterable[Any]]
+    completions: Sequence[Any], columns: Mapping[str, Iterable[Any]]
 ) -> pandas.DataFrame:
     """One row per request and round, in order; see `Completions.rounds`."""
-    traces = _traces(requests)
+    traces = _traces(completions)
     lengths = [len(trace.rounds.emitted) for trace in traces]
     names = ("engine_round", "context_length", "drafted", "draft_depth", "accepted", "emitted")
     fields = {
@@ -47,20 +29,20 @@ def rounds_frame(
             for name in names
         },
     }
-    return _frame(requests, lengths, fields, columns)
+    return _frame(completions, lengths, fields, columns)
 
 
 def tokens_frame(
-    requests: Sequence[TracedRequest], columns: Mapping[str, Iterable[Any]]
+    completions: Sequence[Any], columns: Mapping[str, Iterable[Any]]
 ) -> pandas.DataFrame:
     """One row per drafted token, in order; see `Completions.tokens`."""
-    parts = [_tokens_of(trace) for trace in _traces(requests)]
+    parts = [_tokens_of(trace) for trace in _traces(completions)]
     lengths = [len(part["node"]) for part in parts]
     fields = {}
     for name, dtype in _TOKEN_COLUMNS.items():
         if name not in _DISTRIBUTION_COLUMNS or (parts and all(name in part for part in parts)):
             fields[name] = _joined([part[name] for part in parts], dtype)
-    return _frame(requests, lengths, fields, columns)
+    return _frame(completions, lengths, fields, columns)
 
 
 _DISTRIBUTION_COLUMNS = ("entropy_p", "entropy_q", "overlap")
@@ -123,12 +105,12 @@ def _tokens_of(trace: Trace) -> dict[str, np.ndarray]:
     return {name: np.asarray(values)[is_drafted] for name, values in columns.items()}
 
 
-def _traces(requests: Sequence[TracedRequest]) -> list[Trace]:
-    traces = [request.trace for request in requests if request.trace is not None]
-    if len(traces) < len(requests):
+def _traces(completions: Sequence[Any]) -> list[Trace]:
+    traces = [one.trace for one in completions if one.trace is not None]
+    if len(traces) < len(completions):
         raise SettingError(
-            f"{len(requests) - len(traces)} of {len(requests)} completions have no trace; make the "
-            "engine with trace='rounds', 'tokens' or 'distributions'."
+            f"{len(completions) - len(traces)} of {len(completions)} completions have no trace; "
+            "make the engine with trace='rounds', 'tokens' or 'distributions'."
         )
     return traces
 
@@ -138,7 +120,7 @@ def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 def _frame(
-    requests: Sequence[TracedRequest],
+    completions: Sequence[Any],
     lengths: Sequence[int],
     fields: Mapping[str, np.ndarray],
     columns: Mapping[str, Iterable[Any]],
@@ -146,33 +128,33 @@ def _frame(
     """A frame of `lengths` rows for each request: who it is, its own `columns`, then `fields`."""
     pd = import_extra("pandas", "frames")
     of_request = {
-        "request_id": np.array([request.request_id for request in requests], object),
-        "index": np.array([request.index for request in requests], np.int32),
+        "request_id": np.array([one.request_id for one in completions], object),
+        "index": np.array([one.index for one in completions], np.int32),
     }
     for name, values in columns.items():
         if name in of_request or name in fields:
             raise SettingError(
                 f"The column {name!r} was given, and the frame has one of its own; rename it."
             )
-        of_request[name] = _per_request(name, list(values), requests)
+        of_request[name] = _per_request(name, list(values), completions)
     repeated = {name: np.repeat(values, lengths) for name, values in of_request.items()}
     return pd.DataFrame(repeated | dict(fields))
 
 
-def _per_request(name: str, values: list[Any], requests: Sequence[TracedRequest]) -> np.ndarray:
+def _per_request(name: str, values: list[Any], completions: Sequence[Any]) -> np.ndarray:
     """Values of a column, one per request; one per prompt is enough."""
-    prompt = np.cumsum([request.index == 0 for request in requests], dtype=np.int64) - 1
+    prompt = np.cumsum([one.index == 0 for one in completions], dtype=np.int64) - 1
     num_prompts = int(prompt[-1]) + 1 if len(prompt) else 0
-    if len(values) not in (len(requests), num_prompts):
-        expected = f"{len(requests)}, one per completion"
-        if num_prompts != len(requests):
+    if len(values) not in (len(completions), num_prompts):
+        expected = f"{len(completions)}, one per completion"
+        if num_prompts != len(completions):
             expected += f", or {num_prompts}, one per prompt"
         raise SettingError(
             f"The column {name!r} was given {len(values)} values; it must have {expected}."
         )
     column = np.empty((len(values),), object)
     column[:] = values
-    column = column if len(values) == len(requests) else column[np.maximum(prompt, 0)]
+    column = column if len(values) == len(completions) else column[np.maximum(prompt, 0)]
     kinds = {type(value) for value in values}
     # Numbers and truth values keep a dtype of their own; anything else stays an object.
     return np.array(column.tolist()) if kinds in ({bool}, {int}, {float}) else column

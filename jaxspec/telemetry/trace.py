@@ -137,19 +137,21 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
 
         logits = before_nodes(sampling.adjust(info.scores.logits, info.rows, info.context))
         p = jax.nn.log_softmax(sampling.filtered_logits(logits, info.rows.sampling), axis=-1)
-        logit = _of_tokens(logits, draft.tokens)[..., None]
+        logit = sampling.of_tokens(logits, draft.tokens)[..., None]
         has_probs = None
         logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
         if draft.q is not None:
             # A drafter may leave the distribution of a greedy row zero: that draft is deterministic
             # too.
             has_probs = jnp.sum(draft.q, axis=-1) > 0
-            logprob_q = jnp.where(has_probs, jnp.log(_of_tokens(draft.q, draft.tokens)), jnp.nan)
+            logprob_q = jnp.where(
+                has_probs, jnp.log(sampling.of_tokens(draft.q, draft.tokens)), jnp.nan
+            )
         tokens = TokenTrace(
             token_id=draft.tokens,
             parent=draft.parents.astype(jnp.int16),
             is_accepted=is_accepted,
-            logprob_p=_of_tokens(p, draft.tokens),
+            logprob_p=sampling.of_tokens(p, draft.tokens),
             logprob_q=logprob_q,
             rank=1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32),
         )
@@ -160,11 +162,6 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     )
 
 
-def _of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`values` `[B, N, V]` at `tokens` `[B, N]`."""
-    return jnp.take_along_axis(values, tokens[..., None], axis=2)[..., 0]
-
-
 def _compare_distributions(
     log_p: jax.Array, draft: Draft, has_probs: jax.Array | None
 ) -> DistributionTrace:
@@ -173,7 +170,7 @@ def _compare_distributions(
     of_point_mass = DistributionTrace(
         entropy_p=-jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=-1),
         entropy_q=jnp.zeros(draft.tokens.shape, jnp.float32),
-        overlap=_of_tokens(p, draft.tokens),
+        overlap=sampling.of_tokens(p, draft.tokens),
     )
     if draft.q is None or has_probs is None:
         return of_point_mass

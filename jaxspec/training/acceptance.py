@@ -52,13 +52,8 @@ def measure_acceptance(
             f"The target has {target[0].vocab_size} vocabulary entries and the draft "
             f"{draft[0].vocab_size}; measure models that share a tokenizer."
         )
-    num_rows, length = windows.shape[0], windows.shape[1] - 1
-    size = max(1, 4096 // length)
-    sums = np.zeros(3)
-    for start in range(0, num_rows, size):
-        batch = data.pack(windows[start : start + size], end_of_text)
-        sums += np.array(_SUMS(target[0], draft[0], target[1], draft[1], batch), np.float64)
-    sampled, greedy, num_tokens = sums.tolist()
+    sums = functools.partial(_SUMS, target[0], draft[0], target[1], draft[1])
+    sampled, greedy, num_tokens = data.add_up(sums, windows, end_of_text, 3)
     count = max(num_tokens, 1.0)
     return TextAcceptance(
         sampled=sampled / count, greedy=greedy / count, num_tokens=int(num_tokens)

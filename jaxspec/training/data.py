@@ -1,8 +1,8 @@
 """Text to packed training batches.
 
-Documents are read per domain, tokenized once into flat files (each ended by the end-of-text token)
-and cut into windows. Which window stands in which row of which step is a function of the seed
-and known before the first step, so a resumed run sees the same rows as an uninterrupted one.
+Documents are read per domain, tokenized once into flat files, each document followed by an
+end-of-text token, and cut into windows. The seed alone decides, before the first step, which window
+goes into which row of which step, so a resumed run sees the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxspec.errors import SettingError
 END_OF_TEXT = "<|endoftext|>"
 _HELD_OUT_PERCENT = 3
 _STDLIB = "stdlib"
-# Tests and installed packages; then tables, and prose in string literals, rather than code.
+# Tests and installed packages; tables, and prose in string literals.
 _STDLIB_LEFT_OUT = {"test", "tests", "site-packages", "encodings", "pydoc_data"}
 
 
@@ -87,8 +87,8 @@ def discover_domains(corpora: pathlib.Path) -> list[Domain]:
 def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = ()) -> Documents:
     """The documents of a domain, without those whose source contains a string of `exclude`.
 
-    A directory's `valid.jsonl` is held out. Where there is none, some 3 % of the documents are,
-    chosen by a hash of their source and text, or else the last tenth of the last document.
+    A directory's `valid.jsonl` is held out. Without one, about 3 % of the documents are, chosen by
+    a hash of source and text, or if that selects none, the last tenth of the last document.
 
     Raises:
       SettingError: the source does not exist, holds no document, or a line is not as expected.
@@ -122,8 +122,8 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of `vocab_size` entries; id 0 ends a text. A digit is a pre-token
-    of its own (with the space before it, if any), which suits arithmetic."""
+    """A byte-level BPE of `vocab_size` entries, whose id 0 is end-of-text. Every digit is its own
+    pre-token (with the space before it, if any), which helps with arithmetic."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -146,13 +146,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 def write_tokens(
     path: pathlib.Path, texts: Iterable[str], tokenizer: tokenizers.Tokenizer
 ) -> np.ndarray:
-    """Writes the token ids of `texts`, each text ended by end-of-text, and maps them read-only."""
+    """Writes the token ids of `texts`, end-of-text after each; returns them mapped read-only."""
     end = np.array([end_of_text_id(tokenizer)], np.uint32)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:
         for text in texts:
-            # Pieces tokenize as the whole does: no merge crosses where they are cut.
+            # No merge crosses a cut, so the pieces have the tokens of the whole.
             for encoding in tokenizer.encode_batch(list(_pieces(text))):
                 np.array(encoding.ids, np.uint32).tofile(file)
             end.tofile(file)
@@ -204,9 +204,21 @@ def pack(windows: np.ndarray, end_of_text: int) -> Batch:
     )
 
 
+def add_up(
+    sums: Callable[[Batch], Sequence[jax.Array]], windows: np.ndarray, end_of_text: int, size: int
+) -> list[float]:
+    """The `size` scalars that `sums` returns for a batch, added up over all `windows`
+    `[num_rows, T + 1]` in batches of some 4096 tokens."""
+    num_rows = max(1, 4096 // (windows.shape[1] - 1))
+    totals = np.zeros(size)
+    for start in range(0, len(windows), num_rows):
+        totals += np.array(sums(pack(windows[start : start + num_rows], end_of_text)), np.float64)
+    return totals.tolist()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where every row of a phase is cut from: `stream[num_steps, B]` and `start[num_steps, B]`."""
+    """Stream and first token `[num_steps, B]` of every row of a phase, and the rows' length."""
 
     length: int
     stream: np.ndarray
@@ -222,9 +234,8 @@ def plan_rows(
     length: int,
     seed: tuple[int, ...],
 ) -> Plan:
-    """Draws a stream per row by weight; within a stream, passes over all windows in random order.
-
-    Each pass over a stream shifts the window boundaries, so that no pass cuts where another did.
+    """Draws each row's stream by weight. Within a stream, windows come in random order, all of them
+    once per pass, with other boundaries in every pass.
 
     Raises:
       SettingError: a stream is shorter than one window.
@@ -321,9 +332,8 @@ def _is_held_out(source: str, text: str) -> bool:
 
 
 def _pieces(text: str, length: int = 20_000) -> Iterator[str]:
-    """Pieces of a text of about `length` characters, cut before a line that begins with a letter.
-
-    A line end between a non-space and a letter is a pre-token of its own: the cut changes no token.
+    """Pieces of a text of about `length` characters, cut before a line that begins with a letter. A
+    line end between a non-space and a letter is its own pre-token, so a cut there changes no token.
     """
     start = 0
     while len(text) - start > length:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 import tokenizers
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
 from jaxspec.models.config import ModelConfig
@@ -132,26 +133,19 @@ def _tokenizer_fields(config: ModelConfig) -> dict:
 def _write_tensors(
     directory: pathlib.Path, tensors: dict[str, np.ndarray], dtype, max_shard_bytes: int
 ) -> None:
-    shards: list[dict[str, np.ndarray]] = [{}]
-    shard_bytes = 0
-    for name, tensor in tensors.items():
-        tensor = np.ascontiguousarray(tensor.astype(dtype))
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            shard_bytes = 0
-        shards[-1][name] = tensor
-        shard_bytes += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for index, shard in enumerate(shards, 1):
-        name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, name)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    index_fields = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(directory / "model.safetensors.index.json", index_fields)
+    tensors = {name: np.ascontiguousarray(tensor.astype(dtype)) for name, tensor in tensors.items()}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name] for name in names}
+        save_file(shard, directory / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index_fields = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(directory / "model.safetensors.index.json", index_fields)
 
 
 def _write_json(path: pathlib.Path, fields: dict) -> None:

@@ -13,11 +13,10 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import data, export
 from jaxspec.training.acceptance import measure_acceptance
 from jaxspec.types import PyTree
@@ -288,20 +288,10 @@ def train_step(
 def held_out_loss(
     model: ModelConfig, params: PyTree, windows: np.ndarray, end_of_text: int
 ) -> float:
-    """Mean loss in nats per token over windows `[num_rows, T + 1]`, some 4096 tokens at a time."""
-    num_rows, length = windows.shape[0], windows.shape[1] - 1
-    total = weight = 0.0
-    for rows in batches_of(num_rows, max(1, 4096 // length)):
-        batch = data.pack(windows[rows], end_of_text)
-        total += float(_LOSS_SUM(model, params, batch))
-        weight += float(batch.weights.sum())
-    return total / weight if weight else math.nan
-
-
-def batches_of(num_rows: int, size: int) -> Iterator[slice]:
-    """Slices of `size` rows; the last one is shorter if it must."""
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))
+    """Mean loss in nats per token over windows `[num_rows, T + 1]`; NaN without any."""
+    sums = functools.partial(_LOSS_SUMS, model, params)
+    loss, weight = data.add_up(sums, windows, end_of_text, 2)
+    return loss / weight if weight else math.nan
 
 
 def train_lm(
@@ -337,7 +327,8 @@ def train_lm(
         tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
     )
     plans = _plans(config, domains, [len(stream) for stream in streams])
-    num_steps = sum(len(plan.start) for plan in plans)
+    steps = [(plan, index) for plan in plans for index in range(len(plan.start))]
+    num_steps = len(steps)
     optimizer = make_optimizer(
         learning_rate=config.learning_rate,
         warmup_fraction=config.warmup_fraction,
@@ -370,8 +361,8 @@ def train_lm(
     metrics: dict[str, float] = {"loss": math.nan}
     with _progress(config, num_steps, first_step) as report:
         for step in range(first_step, num_steps):
-            plan, local = _locate(plans, step)
-            batch = data.pack(data.cut(plan, streams, local), end_of_text)
+            plan, index = steps[step]
+            batch = data.pack(data.cut(plan, streams, index), end_of_text)
             state, measured = step_function(state, batch)
             metrics = {name: float(value) for name, value in measured.items()}
             if not math.isfinite(metrics["loss"]):
@@ -416,7 +407,7 @@ def save_checkpoint(
     step: int,
     fingerprint: dict[str, Any],
 ) -> None:
-    """Writes a checkpoint, complete or not at all: to a temporary name, then renamed."""
+    """Writes a checkpoint, complete or not at all."""
     record = {
         "step": step,
         "model": json.dumps(model.to_json()),
@@ -424,12 +415,7 @@ def save_checkpoint(
         "params": _to_arrays(state.params),
         "optimizer": _to_arrays(state.optimizer),
     }
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        file.write(serialization.msgpack_serialize(record))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, serialization.msgpack_serialize(record))
 
 
 def load_run(directory: pathlib.Path) -> Run:
@@ -497,13 +483,13 @@ def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _loss_sum(model: ModelConfig, params: PyTree, batch: data.Batch) -> jax.Array:
+def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[jax.Array, ...]:
     logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    return jnp.sum(losses * batch.weights)
+    return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
 
 
-_LOSS_SUM = Program(_loss_sum, "the held-out loss", shapes_vary=True)
+_LOSS_SUMS = Program(_loss_sums, "the held-out loss", shapes_vary=True)
 
 
 def _check_out(config: TrainConfig) -> bool:
@@ -589,14 +575,6 @@ def _plans(
             "or lower batch_tokens."
         )
     return plans
-
-
-def _locate(plans: Sequence[data.Plan], step: int) -> tuple[data.Plan, int]:
-    for plan in plans:
-        if step < len(plan.start):
-            return plan, step
-        step -= len(plan.start)
-    raise IndexError(step)
 
 
 def _fingerprint(

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from jaxspec.errors import SettingError
+from jaxspec.errors import named
 from jaxspec.verifiers.base import Verifier
 from jaxspec.verifiers.block import Block
 from jaxspec.verifiers.coupled import Coupled
@@ -27,13 +27,7 @@ def make_verifier(verifier: Verifier | str) -> Verifier:
     Raises:
       SettingError: there is none of that name.
     """
-    if not isinstance(verifier, str):
-        return verifier
-    if verifier not in VERIFIERS:
-        raise SettingError(
-            f"There is no verifier {verifier!r}; choose one of {', '.join(VERIFIERS)}."
-        )
-    return VERIFIERS[verifier]()
+    return named("verifier", verifier, VERIFIERS)() if isinstance(verifier, str) else verifier
 
 
 __all__ = [

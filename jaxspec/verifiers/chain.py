@@ -38,6 +38,30 @@ class ChainDistributions(struct.PyTreeNode, kw_only=True):
 Accept = Callable[[ChainDistributions, jax.Array], tuple[jax.Array, jax.Array]]
 
 
+class ChainVerifier:
+    """Base of the rules for chains: a rule is an `accept`, and what it promises."""
+
+    promise = "tokens of the target's distribution (greedy rows: the target's own tokens)"
+    is_lossless = True
+    is_coupled = False
+    is_noise_shared = False
+    needs_draft_probs = True
+    takes_trees = False
+
+    def accept(
+        self, distributions: ChainDistributions, draws: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """How many leading nodes are accepted, and from what the next token is drawn; see
+        `verify_chain`."""
+        raise NotImplementedError(f"{type(self).__name__} has no accept")
+
+    def verify(
+        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
+    ) -> Verdict:
+        """The verdict on a chain; see `Verifier.verify`."""
+        return verify_chain(self.accept, logits, draft, rows, prefix)
+
+
 def verify_chain(
     accept: Accept, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
 ) -> Verdict:
@@ -94,14 +118,10 @@ def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
     return ChainDistributions(
         p=p,
         q=jnp.pad(q, ((0, 0), (0, 1), (0, 0))),
-        p_token=_of_tokens(p[:, :num_nodes], draft.tokens),
-        q_token=jnp.where(is_node, _of_tokens(q, draft.tokens), 1),
+        p_token=sampling.of_tokens(p[:, :num_nodes], draft.tokens),
+        q_token=jnp.where(is_node, sampling.of_tokens(q, draft.tokens), 1),
         is_node=is_node,
     )
-
-
-def _of_tokens(probabilities: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(probabilities, tokens[..., None], axis=2)[..., 0]
 
 
 def at_node(values: jax.Array, node: jax.Array) -> jax.Array:

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import SettingError
-from jaxspec.types import BatchView, Draft, DraftContext, Verdict
-from jaxspec.verifiers.chain import ChainDistributions, at_node, verify_chain
+from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier, at_node
 
 
 @dataclasses.dataclass(frozen=True)
-class Typical:
+class Typical(ChainVerifier):
     """Accepts drafted tokens that the target finds likely enough: `p(x) > min(epsilon, delta
     exp(-H(p)))`. **Lossy:** the output does not follow the target's distribution (greedy rows do).
 
@@ -27,10 +26,7 @@ class Typical:
     name = "typical (lossy)"
     promise = "lossy: tokens that the target finds typical, not its distribution"
     is_lossless = False
-    is_coupled = False
-    is_noise_shared = False
     needs_draft_probs = False
-    takes_trees = False
 
     def __post_init__(self):
         for field, value in (("epsilon", self.epsilon), ("delta", self.delta)):
@@ -40,15 +36,10 @@ class Typical:
                     "on probabilities."
                 )
 
-    def verify(
-        self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
-    ) -> Verdict:
-        """Accepts the leading drafts that are typical."""
-        return verify_chain(self._accept, logits, draft, rows, prefix)
-
-    def _accept(
+    def accept(
         self, distributions: ChainDistributions, draws: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        """Accepts the leading drafts that are typical, and draws from p after them."""
         before = distributions.p[:, :-1]
         surprise = jnp.where(before > 0, -jnp.log(jnp.where(before > 0, before, 1)), 0)
         entropy = jnp.sum(before * surprise, axis=2)

@@ -269,7 +269,7 @@ def test_one_program_serves_all_lengths_and_parameters():
     for length, params in zip(LENGTHS, (*EACH.values(), *EACH.values()), strict=True):
         list(scorer.segments(toy.prompts([length])[0], [1, 2, 3], params))
     programs = (scorer._read_wide, scorer._read_own, scorer._score, *scorer._rescore.values())
-    assert [program._cache_size() for program in programs] == [1] * len(programs)
+    assert [program.num_compilations() for program in programs] == [1] * len(programs)
 
 
 def test_noise_is_that_of_the_dtype(fp32, bf16):

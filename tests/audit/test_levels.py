@@ -112,12 +112,12 @@ def test_rejection_promises_the_distribution_only():
 
 
 def test_a_verifier_that_accepts_everything_breaks_the_distribution(monkeypatch):
-    def accept_all(distributions, draws):
-        del draws
+    def accept_all(self, distributions, draws):
+        del self, draws
         num_accepted = jnp.sum(distributions.is_node, axis=1, dtype=jnp.int32)
         return num_accepted, rejection.at_node(distributions.p, num_accepted)
 
-    monkeypatch.setattr(rejection, "accept_leading", accept_all)
+    monkeypatch.setattr(rejection.Rejection, "accept", accept_all)
     target = toy.model(num_layers=1)
     stranger = jaxspec.DraftModel(toy.model(seed=9, num_layers=1))
     engine = Engine(

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxspec import cli
 from jaxspec.checkpoint.format import leaf_shapes, load_converted, read_manifest
-from jaxspec.convert import command, conversion, writer
+from jaxspec.convert import conversion, writer
 from jaxspec.convert import convert as run_conversion
 from jaxspec.errors import CheckpointError
 
@@ -220,9 +221,10 @@ def test_python_m_convert_in_a_checkout(whole, tmp_path):
     assert read_manifest(tmp_path / "out")["config"]["family"] == "llama"
 
 
-def test_command_line(whole, tmp_path, capsys):
+def test_command_line(whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "prepare_process", lambda: None)
     options = ["--dtype", "bfloat16", "--json"]
-    assert command.main([str(whole / "hf"), str(tmp_path / "out"), *options]) == 0
+    assert cli.main(["convert", str(whole / "hf"), str(tmp_path / "out"), *options]) == 0
     printed = capsys.readouterr().out
     assert "in bfloat16" in printed
     document = json.loads(printed.splitlines()[-1])
@@ -231,7 +233,7 @@ def test_command_line(whole, tmp_path, capsys):
     assert str(tmp_path / "out") in printed
     assert read_manifest(tmp_path / "out")["dtype"] == "bfloat16"
 
-    assert command.main([str(whole / "hf"), str(tmp_path / "out")]) == 1
+    assert cli.main(["convert", str(whole / "hf"), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert "exists already" in error
     assert error.count("\n") == 1

@@ -13,7 +13,7 @@ from jaxspec import SamplingParams
 from jaxspec.decode import round as decode_round
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import ModelError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LAST, forward_features
 from jaxspec.requests.requests import Request
 from jaxspec.serving import ServingEngine
@@ -239,6 +239,12 @@ def test_a_chain_is_counted_alike_by_position_and_by_node(target):
     for completion in Engine(target, oracle, **SMALL).generate(PROMPTS, PARAMS):
         counts = completion.acceptance
         assert counts.num_accepted_tokens_per_pos == counts.num_accepted_tokens_per_node
+
+
+@pytest.mark.parametrize("name", ["head", "riding"])
+def test_an_oracle_cannot_stand_in_for_a_drafter_that_reads_the_target(target, name):
+    with pytest.raises(SettingError, match=rf"cost_of={drafter(name, target).name}, which reads"):
+        jaxspec.Oracle([[1, 2, 3]], cost_of=drafter(name, target))
 
 
 @dataclasses.dataclass(frozen=True)

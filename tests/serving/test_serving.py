@@ -214,7 +214,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
     sizes = []
     for seed in range(2):
         served = serve(engine, requests, seed=seed)
-        sizes.append({name: one._cache_size() for name, one in engine.programs.items()})
+        sizes.append({name: one.num_compilations() for name, one in engine.programs.items()})
         assert tokens_of(served) == tokens_of(wanted)
         assert [request.finish for request in served] == [Finish.MAX_TOKENS] * 5 + [
             Finish.MAX_LENGTH,
@@ -477,8 +477,8 @@ def test_settings_out_of_range(target, settings, message):
         ([61], {}, PromptError, "The prompt holds the token id 61"),
         ([1] * 253, {}, PromptError, "253 tokens, and the engine's max_length leaves room for 252"),
         ("text", {}, PromptError, "has no tokenizer"),
-        ([1], {"stop": "x"}, SettingError, "this engine sees tokens only"),
-        ([1], {"n": 2, "temperature": 1.0}, SettingError, "becomes one row"),
+        ([1], {"stop": "x"}, SettingError, "this engine does not read text"),
+        ([1], {"n": 2, "temperature": 1.0}, SettingError, "makes one row of a prompt"),
         ([1], {"logprobs": 1}, SettingError, "keeps none"),
         ([1], {"stop_token_ids": (99,)}, SettingError, "the stop token 99"),
         ([1], {"stop_token_ids": range(9)}, SettingError, "9 stop tokens"),

@@ -49,5 +49,5 @@ for engine in (reader, decoder):
     assert state.tokens.devices() == {first}
     outputs.append(output)
 assert outputs[0] == outputs[1], outputs
-assert [decoder.programs[name]._cache_size() for name in ("insert", "generate")] == [1, 1]
+assert [decoder.programs[name].num_compilations() for name in ("insert", "generate")] == [1, 1]
 print("equal", len(outputs[0]))

@@ -1,8 +1,10 @@
 """Training: data, schedule, resume, distillation, export and acceptance, on a corpus made here."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -352,12 +354,13 @@ def test_checkpoint_survives_an_interrupted_write(tmp_path, trained, monkeypatch
     before = path.read_bytes()
 
     def fail(_):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(lm.os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SettingError, match="disk full"):
         lm.save_checkpoint(path, run.config, state, 4, {})
     assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_mistakes_are_named(tmp_path, corpora, trained):

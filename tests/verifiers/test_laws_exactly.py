@@ -179,18 +179,18 @@ def test_position_only_keys_happen_to_leave_rejection_alone(monkeypatch):
 
 def loosened(distributions, draws):
     """`u q <= 1.1 p`."""
-    return rejection.accept_leading(distributions, draws / 1.1)
+    return rejection.Rejection().accept(distributions, draws / 1.1)
 
 
 def without_residual(distributions, draws):
     """The token after a rejected draft comes from p."""
-    num_accepted, _ = rejection.accept_leading(distributions, draws)
+    num_accepted, _ = rejection.Rejection().accept(distributions, draws)
     return num_accepted, chain.at_node(distributions.p, num_accepted)
 
 
 def residual_of_the_wrong_node(distributions, draws):
     """The residual one node too early."""
-    num_accepted, weights = block.accept_longest(distributions, draws)
+    num_accepted, weights = block.Block().accept(distributions, draws)
     early = jnp.maximum(num_accepted - 1, 0)
     residual = jnp.maximum(
         chain.at_node(distributions.p, early) - chain.at_node(distributions.q, early), 0
@@ -200,7 +200,7 @@ def residual_of_the_wrong_node(distributions, draws):
 
 def residual_without_reach(distributions, draws):
     """`max(p - q, 0)`, as if block verification were token by token."""
-    num_accepted, weights = block.accept_longest(distributions, draws)
+    num_accepted, weights = block.Block().accept(distributions, draws)
     p, q = (
         chain.at_node(distribution, num_accepted)
         for distribution in (distributions.p, distributions.q)

@@ -217,20 +217,9 @@ def attend(
     epsilon: float,
     sliding_window: int | None,
 ) -> tuple[jax.Array, kv.LayerCache]:
-    """Heads `[B, T, Q, H]` and the layer's KV, as `Kernels.attend`.
-
-    Args:
-      qkv: `[B, T, K, G + 2, H]` projections, fp32 or bf16, which is also the KV's dtype.
-      layer: KV of this layer; it is written in place.
-      table: `[B, S / block]` page numbers of the window's rows.
-      window: where the queries stand, and where their KV goes.
-      cos: `[B, T, rotary_size / 2]` fp32, of each pair's angle; so is `sin`.
-      is_interleaved: pairs are neighbours, not halves.
-      bias: `[K, G + 2, H]`, or None.
-      query_norm: `[H]` weight of the queries' RMS norm, or None; so is `key_norm`.
-      epsilon: of these norms.
-      sliding_window: slots that a query sees, or None for all.
-    """
+    """Heads `[B, T, Q, H]` and the layer's KV, which is written in place; as `Kernels.attend`, with
+    the angles' cos and sin `[B, T, rotary_size / 2]` fp32, and projections in the KV's dtype, fp32
+    or bf16."""
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
     nothing = jnp.zeros((0,), qkv.dtype)

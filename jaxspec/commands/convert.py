@@ -1,39 +1,33 @@
-"""The command line of the conversion, for `python -m convert` and for `jaxspec convert`."""
+"""`jaxspec convert`, and `python -m convert` in a checkout."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from jaxspec.errors import JaxspecError
-
-from .conversion import convert
+from jaxspec.commands.options import DtypeName, JsonOption
+from jaxspec.convert import convert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertCommand:
+class ConvertCommand(JsonOption):
     """Convert a Hugging Face checkpoint to a jaxspec directory (config, parameters, tokenizer)."""
 
     src: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """Local Hugging Face directory, or a hub id."""
     dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """Directory to write."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: DtypeName | None = None
     """Of the stored parameters; the checkpoint's own if not given."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    overwrite: bool = False
     """Replace the destination if it exists."""
-    verify: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    verify: bool = False
     """Compare logits with torch before the destination appears (needs the `parity` extra)."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """End with one line of JSON on standard output."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Converts and prints the summary; returns the JSON document."""
@@ -47,16 +41,3 @@ class ConvertCommand:
         )
         console.print(str(summary), markup=False, highlight=False, soft_wrap=True)
         return {"command": "convert", **summary.to_json()}
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Runs `python -m convert`; returns the exit status, 1 after a mistake of the user."""
-    command = tyro.cli(ConvertCommand, prog="python -m convert", args=args)
-    try:
-        document = command.run(Console())
-    except JaxspecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if command.json:
-        print(json.dumps(document))
-    return 0
