@@ -54,7 +54,8 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
         stages, inputs = _speculative_stages(loop, state)
 
     def target_stage(params, fixed, cache):
-        return _score(loop.target, params["target"], *fixed, cache)
+        tokens, window = fixed
+        return _score(loop.target, params["target"], tokens, window, cache)
 
     def whole_round(params, bare, moving):
         """The same round over and over: caches move on, all else is as it was."""
