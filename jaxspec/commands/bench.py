@@ -5,7 +5,6 @@ Another bench is one line in `BenchCommand.bench`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -364,15 +363,25 @@ def parse_batches(text: str) -> list[int]:
     Raises:
       SettingError: neither of them.
     """
-    first, *last = text.split("..")
-    with contextlib.suppress(ValueError):
-        sizes = [int(size) for size in (last or first.split(","))]
-        if last:
-            doubling = [int(first) << n for n in range(sizes[-1].bit_length())]
-            sizes = [size for size in doubling if size < sizes[-1]] + sizes
-        if min(sizes) >= 1 and (not last or (len(last) == 1 and int(first) <= sizes[-1])):
-            return sizes
-    raise SettingError(f"--batch {text} was given; write 1..64 for sizes that double, or 1,8,32.")
+    first, dots, last = text.partition("..")
+    try:
+        if dots:
+            sizes, size = [], int(first)
+            while 0 < size < int(last):
+                sizes.append(size)
+                size *= 2
+            sizes.append(int(last))
+            is_good = 1 <= int(first) <= int(last)
+        else:
+            sizes = [int(size) for size in text.split(",")]
+            is_good = min(sizes) >= 1
+    except ValueError:
+        is_good, sizes = False, []
+    if not is_good:
+        raise SettingError(
+            f"--batch {text} was given; write 1..64 for sizes that double, or 1,8,32."
+        )
+    return sizes
 
 
 def model_config(name: str) -> ModelConfig:
