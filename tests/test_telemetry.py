@@ -13,6 +13,7 @@ import pytest
 import toy
 
 import jaxspec
+from jaxspec.decode import recorders
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.completions import Completions
@@ -390,7 +391,7 @@ def test_nothing_is_recorded_unless_asked_for(target, draft, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("something was recorded")
 
-    monkeypatch.setattr(telemetry, "record_round", refuse)
+    monkeypatch.setattr(recorders, "record_round", refuse)
     for drafter in (jaxspec.DraftModel(draft), None):
         settings = {} if drafter else {"draft_length": 1}
         engine = make_engine(target, drafter, trace=None, **settings)
