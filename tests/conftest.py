@@ -40,6 +40,7 @@ COMPILE_FAST = {
     "xla_cpu_use_fusion_emitters": False,
 }
 AS_SHIPPED = (
+    "drafters/test_draft_model.py",
     "equivalence/test_equivalence.py",
     "equivalence/test_sampled.py",
     "golden",

@@ -50,9 +50,9 @@ def test_nothing_is_compiled_after_the_first_batch():
     ("dtype", "scheduler", "bytes_per_slot"),
     [
         (jnp.float32, Static(), 4),
-        (jnp.bfloat16, Static(), 4),
-        (jnp.float16, Static(), 4),
-        (jnp.float32, Continuous(), 5),
+        pytest.param(jnp.bfloat16, Static(), 4, marks=pytest.mark.slow),
+        pytest.param(jnp.float16, Static(), 4, marks=pytest.mark.slow),
+        pytest.param(jnp.float32, Continuous(), 5, marks=pytest.mark.slow),
     ],
 )
 def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
@@ -81,8 +81,8 @@ def whole_cache_moves(text, sizes):
     ]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_no_instruction_copies_or_converts_a_whole_cache(dtype, batch_size):
     for engine in engines(dtype, 2048, batch_size=batch_size):
         state = engine.executor.eval_state()

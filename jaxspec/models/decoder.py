@@ -28,10 +28,6 @@ from jaxspec.types import Window
 
 Params = Mapping[str, Any]
 
-# For programs that run once. LLVM's higher levels unroll the random draws of small matrices and
-# take five times as long, for the same bits.
-_RUNS_ONCE = {"xla_backend_optimization_level": 1}
-
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
     """The parameter pytree with a shape tuple at each leaf."""
@@ -132,11 +128,11 @@ def init_params(
     if isinstance(sharding, Mapping):
         of_layer, of_outer = sharding["layers"][0], {name: sharding[name] for name in outer}
 
-    @functools.partial(jax.jit, out_shardings=of_layer, compiler_options=_RUNS_ONCE)
+    @functools.partial(jax.jit, out_shardings=of_layer)
     def make_layer(key):
         return _init_leaves(config, shapes["layers"][0], key, dtype, stddev)
 
-    @functools.partial(jax.jit, out_shardings=of_outer, compiler_options=_RUNS_ONCE)
+    @functools.partial(jax.jit, out_shardings=of_outer)
     def make_outer(key):
         return _init_leaves(config, outer, key, dtype, stddev)
 
