@@ -91,6 +91,9 @@ def propose(
     drafter = parts.drafter
     reads = {"target_cache": state.cache} if drafter.uses_target_cache else {}
     own = function_params(drafter, params)
+    if drafter.drafts_last_token and rows.remaining is not None:
+        is_near_end = rows.draft_limit == rows.remaining - 1  # held back by the row's end
+        rows = rows.replace(draft_limit=jnp.where(is_near_end, rows.remaining, rows.draft_limit))
     draft, drafter_state = drafter.propose(parts.round_shape, own, state.drafter, rows, **reads)
     wanted = jnp.minimum(rows.draft_limit, draft.tokens.shape[1])
     num_valid = jnp.clip(draft.num_valid, 0, wanted)

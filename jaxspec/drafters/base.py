@@ -111,6 +111,8 @@ class DrafterBase:
       uses_target: whether its functions get `{"own": params, "target": the target's}` instead of
         its own parameters alone. Nothing is copied.
       uses_target_cache: whether `propose` is given the target's cache, as `target_cache`, to read.
+      drafts_last_token: whether it may draft the last token that a row may still emit, which is the
+        target's own in any case unless the verifier adds no bonus token.
     """
 
     name: str
@@ -122,6 +124,7 @@ class DrafterBase:
     taps: tuple[int, ...] = ()
     uses_target: bool = False
     uses_target_cache: bool = False
+    drafts_last_token: bool = False
 
     def check(self, target: Model) -> None:
         """Drafts for any target."""

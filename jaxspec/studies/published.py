@@ -118,6 +118,7 @@ class BatchMinimum:
     """
 
     inner: Drafter
+    drafts_last_token: bool = dataclasses.field(default=True, init=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -134,9 +135,7 @@ class BatchMinimum:
         remaining = rows.remaining
         assert remaining is not None, "rows of a decode loop say what remains"
         is_running = remaining > 0
-        is_near_end = rows.draft_limit == remaining - 1  # held back by the row's end, not by k
-        own = jnp.where(is_near_end, remaining, rows.draft_limit)
-        fewest = jnp.min(jnp.where(is_running, own, shape.num_nodes))
+        fewest = jnp.min(jnp.where(is_running, rows.draft_limit, shape.num_nodes))
         return self.inner.propose(
             shape, params, state, rows.replace(draft_limit=jnp.where(is_running, fewest, 0))
         )
