@@ -307,8 +307,8 @@ class DrafterUnderTest:
       prompts: on which it should draft something.
       max_length: slots per row.
       seed: of the requests and draws.
-      is_noise_shared: as the drafter is told by the engine.
-      needs_draft_probs: as the drafter is told by the engine.
+      is_noise_shared: what the engine's shape says to the drafter.
+      needs_draft_probs: likewise.
     """
 
     drafter: Drafter

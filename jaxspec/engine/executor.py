@@ -169,7 +169,7 @@ class Executor:
         if not self.loop.is_plain:
             models = f"{models} with {self.loop.drafter.name}"
         window = self.shape.verify_length if verify_length is None else verify_length
-        sizes = f"batch {self.shape.batch_size}, window {window}"
+        sizes = f"batch size {self.shape.batch_size}, verify length {window}"
         return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
 
     def _on_mesh(self, loop: DecodeLoop) -> Any:
