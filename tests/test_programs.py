@@ -312,7 +312,7 @@ def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     assert shown == [
         f"{index + 1} of {len(compiled)}: {record.name}" for index, record in enumerate(compiled)
     ]
-    assert any("decode round of toy0" in name and "batch 2" in name for name in shown)
+    assert any("decode round of toy0" in name and "batch size 2" in name for name in shown)
     assert all(record.seconds > 0 for record in compiled)
     before = num_compiled()
     use(engine)
