@@ -4,7 +4,8 @@ A test belongs to the tier of its file, which is a marker too (`pytest -m core`)
 
     core    functions and records; no engine is built
     engine  executors, engines and serving, on small models
-    system  commands, conversions, notebooks, meshes, benches: other processes, whole programs
+    system  whole programs: commands, conversions, notebooks, meshes, benches, statistics, programs
+            as XLA compiles them for users
 
 `pytest` alone runs the first two; `pytest -m system` and `pytest -m slow` the rest.
 """
@@ -32,44 +33,33 @@ from jax._src import compiler
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Tests compile in a third of the time with these, but for files whose subject is what the compiler
-# makes of a program (its bits, its HLO, its cost), and those that run for long.
+# With these XLA compiles in a third of the time. Tests of what it makes of a program (its bits, its
+# HLO, its cost), and those that run for long, are marked `as_shipped` and do without.
 COMPILE_FAST = {
     "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
     "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
 }
-AS_SHIPPED = (
-    "drafters/test_draft_model.py",
-    "equivalence/test_equivalence.py",
-    "equivalence/test_sampled.py",
-    "golden",
-    "property",
-    "test_compilation.py",
-    "test_layouts.py",
-    "test_native.py",
-    "test_programs.py",
-    "test_soak.py",
-    "training",
-)
+_options: dict[str, bool | int] = {}
+_as_configured = compiler.get_compile_options
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast(request):
-    """Sets `COMPILE_FAST` for one file, in this process; options of `jax.jit` come before it."""
-    if is_under(request.path, AS_SHIPPED):
-        yield
-        return
-    as_configured = compiler.get_compile_options
+def _with_options(*args, env_options_overrides=None, **kwargs):
+    """`get_compile_options` with those of the running test; options of `jax.jit` come before."""
+    options = _options | (env_options_overrides or {})
+    return _as_configured(*args, env_options_overrides=options, **kwargs)
 
-    def with_fast(*args, env_options_overrides=None, **kwargs):
-        options = COMPILE_FAST | (env_options_overrides or {})
-        return as_configured(*args, env_options_overrides=options, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if jax.default_backend() == "cpu":
-            patch.setattr(compiler, "get_compile_options", with_fast)
-        yield
+compiler.get_compile_options = _with_options
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Chooses how a test and the fixtures made for it are compiled."""
+    _options.clear()
+    if jax.default_backend() == "cpu" and item.get_closest_marker("as_shipped") is None:
+        _options.update(COMPILE_FAST)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -87,37 +77,45 @@ TIERS = {
         "audit/test_outputs.py",
         "audit/test_report.py",
         "audit/test_snippets.py",
+        "cache/test_pages.py",
         "drafters/test_names.py",
         "golden",
+        "kernels/test_attention.py",
+        "kernels/test_attention_pallas.py",
+        "kernels/test_cpu.py",
         "models",
-        "test_attention.py",
-        "test_attention_pallas.py",
-        "test_cache.py",
-        "test_native.py",
-        "test_prompts.py",
-        "test_requests.py",
+        "requests",
+        "runtime/test_turns.py",
         "test_sampling.py",
-        "test_turns.py",
         "verifiers/test_coupled.py",
         "verifiers/test_laws_exactly.py",
     ),
     "system": (
+        "analysis/test_compare.py",
         "audit/test_controls.py",
+        "audit/test_levels.py",
         "bench",
+        "checkpoint",
         "commands",
         "conversion",
+        "engine/test_compilation.py",
+        "engine/test_devices.py",
+        "engine/test_soak.py",
+        "equivalence/test_as_shipped.py",
         "equivalence/test_hf_sampling.py",
+        "equivalence/test_laws.py",
+        "kernels/test_cpu_build.py",
+        "kernels/test_cpu_models.py",
         "notebooks",
+        "property",
+        "runtime/test_environment.py",
         "serving/test_host_loop.py",
         "serving/test_two_devices.py",
         "sharding",
-        "test_checkpoint.py",
-        "test_devices.py",
         "test_documents.py",
-        "test_environment.py",
         "test_imports.py",
-        "test_soak.py",
         "training",
+        "verifiers/test_laws_sampled.py",
     ),
 }
 

@@ -27,7 +27,7 @@ from jaxspec.types import BatchView, Draft, chain_parents
 PROMPT_LENGTH = 3
 LARGEST_DRAW = 1 - 2**-24  # of fp32 draws in [0, 1)
 NEVER = 1e-7  # probability below the resolution of such draws
-NUM_STEPS = 64  # of a search for a threshold, refined four times
+NUM_STEPS, NUM_REFINEMENTS = 8, 8  # of a search for a threshold, to 2**-24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ class ChainRound:
         num_rows, num_nodes = self.drafts.shape
         low, width = np.zeros((num_nodes, num_rows)), 1.0
         grid = np.arange(NUM_STEPS) / NUM_STEPS
-        for _ in range(4):
+        for _ in range(NUM_REFINEMENTS):
             draws = np.zeros((NUM_STEPS, num_nodes, num_rows, num_nodes))
             for node in range(num_nodes):
                 draws[:, node, :, node + 1 :] = LARGEST_DRAW
@@ -504,10 +504,8 @@ def probs_error(bench: Bench, case: Case, *, num_rounds: int = 2) -> float:
 def expected_accepted(bench: Bench, case: Case) -> float:
     """Expected accepted tokens of a first round, from the production decisions."""
     num_nodes, total = case.num_nodes, 0.0
-    decisions = decide(bench, case)
-    for (emitted, _, drafts), m in decisions.index.items():
-        if emitted > 0:
-            continue
+    decisions = decide(bench, case, num_rounds=1)
+    for (_, _, drafts), m in decisions.index.items():
         weight = 1.0
         if decisions.draft_probs is not None:
             distributions = decisions.draft_probs[m].astype(np.float64)

@@ -15,6 +15,8 @@ from jaxspec.convert import convert
 from jaxspec.convert.conversion import FAMILIES
 from jaxspec.models.prefill import chain_window
 
+pytestmark = pytest.mark.as_shipped
+
 TOLERANCE = 2e-4
 GOLDEN_FILES = sorted(Path(__file__).parent.glob("*.npz"))
 

@@ -24,6 +24,8 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Static
 from jaxspec.types import Draft, Origin, Window, chain_parents
 
+pytestmark = pytest.mark.as_shipped
+
 BATCH_SIZE, MAX_LENGTH, WINDOW, SIZE = 3, 128, 6, 17
 
 

@@ -17,6 +17,8 @@ from jaxspec.models import decoder
 from jaxspec.training import data, export, lm
 from jaxspec.training.acceptance import measure_acceptance
 
+pytestmark = pytest.mark.as_shipped
+
 NOUNS = ("fox", "miller", "river", "castle", "king", "lamp")
 VERBS = ("sees", "builds", "loses", "finds")
 

@@ -15,6 +15,8 @@ import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.errors import QueueFullError
 
+pytestmark = pytest.mark.as_shipped
+
 NUM_REQUESTS = 10_000
 TEXTS = ("Once upon a time", "def main():", "The sum of 3 and 4 is", "To install", "a")
 

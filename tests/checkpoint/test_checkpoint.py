@@ -391,7 +391,7 @@ def test_two_conversions_at_once_share_the_first(hf, monkeypatch):
 def test_processes_that_convert_the_same_model_at_once(hf, cache):
     code = "import sys; from jaxspec.checkpoint.resolve import load_model; load_model(sys.argv[1])"
     running = [
-        subprocess.Popen([sys.executable, "-c", code, str(hf)], cwd=Path(__file__).parents[1])
+        subprocess.Popen([sys.executable, "-c", code, str(hf)], cwd=Path(__file__).parents[2])
         for _ in range(3)
     ]
     assert [process.wait() for process in running] == [0, 0, 0]

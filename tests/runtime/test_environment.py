@@ -62,7 +62,7 @@ def git(directory, *arguments):
 @pytest.fixture
 def checkout(tmp_path):
     """A repository with the package's setup.py and next to nothing else."""
-    root = pathlib.Path(__file__).parent.parent
+    root = pathlib.Path(__file__).parents[2]
     checkout = tmp_path / "checkout"
     (checkout / "jaxspec").mkdir(parents=True)
     (checkout / "jaxspec" / "__init__.py").write_text("")
@@ -122,7 +122,10 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
         "print(len(hits))\n"
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    environ |= {"JAXSPEC_CACHE": str(tmp_path), "PYTHONPATH": str(pathlib.Path(__file__).parent)}
+    environ |= {
+        "JAXSPEC_CACHE": str(tmp_path),
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[1]),
+    }
 
     def run(**more):
         command = [sys.executable, "-c", code]

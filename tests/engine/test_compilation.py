@@ -3,6 +3,7 @@
 import math
 import re
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Static
 
+pytestmark = pytest.mark.as_shipped
+
 SMALL = {"num_kv_heads": 1, "num_query_heads": 2, "head_size": 8}  # one KV head: the hard layout
 
 
@@ -24,10 +27,6 @@ def engines(dtype, max_length, *, batch_size=4, scheduler=None):
         yield Engine(
             target, drafter, batch_size=batch_size, max_length=max_length, scheduler=scheduler
         )
-
-
-def compiled(engine):
-    return engine.executor.lower_run().compile()
 
 
 def test_nothing_is_compiled_after_the_first_batch():
@@ -61,7 +60,7 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
     figures = []
     for max_length in (256, 4096):
         for engine in engines(dtype, max_length, scheduler=scheduler):
-            memory = compiled(engine).memory_analysis()
+            memory = hlo.compiled(engine).memory_analysis()
             state = engine.executor.eval_state()
             num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
             assert memory.alias_size_in_bytes >= num_bytes
@@ -73,14 +72,6 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
         assert after - before <= allowed, (engine, before, after)
 
 
-def whole_cache_moves(text, sizes):
-    """Instructions of an HLO text that copy, convert or re-lay an array as large as a cache."""
-    moves = re.findall(r"= (?:f32|bf16|u16)\[([\d,]+)\]\S* (copy|convert|transpose|gather)\(", text)
-    return [
-        (shape, kind) for shape, kind in moves if math.prod(map(int, shape.split(","))) in sizes
-    ]
-
-
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_no_instruction_copies_or_converts_a_whole_cache(dtype, batch_size):
@@ -89,7 +80,9 @@ def test_no_instruction_copies_or_converts_a_whole_cache(dtype, batch_size):
         layers = state.cache.layers
         if isinstance(engine.drafter, jaxspec.DraftModel):
             layers += state.drafter.cache.layers
-        found = whole_cache_moves(compiled(engine).as_text(), {layer.k.size for layer in layers})
+        found = hlo.whole_cache_moves(
+            hlo.compiled(engine).as_text(), {layer.k.size for layer in layers}
+        )
         assert not found, (engine.describe()["drafter"], found)
 
 
@@ -101,12 +94,12 @@ def test_the_check_above_catches_a_copy():
 
     copying = jax.jit(lambda k: doubles(k).swapaxes(0, 1) + 1)
     text = copying.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
-    assert whole_cache_moves(text, {math.prod(shape)})
+    assert hlo.whole_cache_moves(text, {math.prod(shape)})
 
 
 def test_the_params_of_both_models_are_arguments_not_constants():
     for engine in engines(jnp.float32, 256):
-        text = compiled(engine).as_text()
+        text = hlo.compiled(engine).as_text()
         biggest = max(
             (int(np.prod([int(n) for n in dims.split(",") if n] or [1])))
             for dims in re.findall(r"= f32\[([\d,]*)\]\S* constant\(", text)

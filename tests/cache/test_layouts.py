@@ -157,12 +157,14 @@ def compiled_text(engine):
     return engine.executor.lower_run().compile().as_text()
 
 
+@pytest.mark.as_shipped
 def test_only_the_aligned_program_holds_a_realignment(setting):
     scope = re.compile(r'op_name="[^"]*\brealign\b')
     assert scope.search(compiled_text(engine_for(setting, "aligned")))
     assert not scope.search(compiled_text(engine_for(setting, "ragged")))
 
 
+@pytest.mark.as_shipped
 def test_realignment_is_a_function_whose_cost_can_be_measured_alone(setting):
     target = setting[0]
     cache = kv.aligned(target.init_cache(BATCH_SIZE, MAX_LENGTH))

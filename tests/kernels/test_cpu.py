@@ -2,21 +2,14 @@
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ties
 import toy
-from test_compilation import compiled, whole_cache_moves
 
-import jaxspec
-from jaxspec import Engine, NGram, SamplingParams, load_model
+from jaxspec import load_model
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
 from jaxspec.kernels import base
@@ -309,128 +302,6 @@ def test_a_value_that_is_no_number_is_seen_by_those_behind_it_only():
     np.testing.assert_array_equal(np.delete(ill, 1, axis=0), np.delete(healthy, 1, axis=0))
 
 
-# Models
-
-
-@pytest.fixture(scope="module")
-def pair():
-    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)}
-    target = toy.model(kernels="native", **shape)
-    draft = toy.model(seed=1, kernels="native", num_layers=1, **shape)
-    return target, draft
-
-
-def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
-    target, draft = pair
-    prompts, params = toy.prompts((3, 140, 20, 60)), SamplingParams(max_tokens=40)
-    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, batch_size=2, max_length=256)
-    completions = ours.generate(prompts, params)
-    xla = dataclasses.replace(target, kernels="xla")
-    theirs = Engine(xla, batch_size=2, max_length=256).generate(prompts, params)
-    assert len(ties.divergences(xla, completions, theirs, params)) < len(prompts)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_speculation_changes_no_bit(dtype):
-    model = load_model("demo-target", dtype=dtype)
-    assert model.kernels == "native"
-    drafter = jaxspec.DraftModel(load_model("demo-draft", dtype=dtype))
-    engine = Engine(model, drafter, draft_length=4, batch_size=3, max_length=256)
-    prompts = ["Once upon a time", "def main():", "The sum of", "A", "In the beginning"]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    drafted = engine.generate(prompts, params)
-    assert sum(done.acceptance.num_accepted_tokens for done in drafted) > 50
-    plain = engine.generate(prompts, params, speculate=False)
-    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
-
-
-def committed(engine, prompts, params):
-    """Tokens of each request, and the bits of its KV in every layer."""
-    done = engine.generate(prompts, params)
-    state = engine.state
-    slots = jnp.arange(state.cache.capacity, dtype=jnp.int32)
-    every = jnp.broadcast_to(slots, state.cache.table.shape[:1] + slots.shape)
-    bits = []
-    for layer in state.cache.layers:
-        parts = kv.read_slots(layer, state.cache.table, every, state.cache.dtype)
-        bits.append(np.stack([np.asarray(part, np.float32) for part in parts]))
-    longest = [len(x.prompt_token_ids) + len(x.token_ids) - 1 for x in done]
-    of_rows = [np.stack(bits)[:, :, row, :length] for row, length in enumerate(longest)]
-    return [x.token_ids for x in done], of_rows
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype):
-    target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
-    prompts = ["Once upon a time", "def main():", "The sum of"]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"batch_size": 3, "max_length": 256, "scheduler": jaxspec.Static()}
-    tokens, bits = committed(Engine(target, **shape), prompts, params)
-    for draft_length in (1, 6):
-        engine = Engine(target, jaxspec.DraftModel(draft), draft_length=draft_length, **shape)
-        drafted, drafted_bits = committed(engine, prompts, params)
-        assert drafted == tokens
-        for ours, theirs in zip(drafted_bits, bits, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    # Nor does it matter who else is decoded.
-    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, batch_size=1, max_length=256)
-    assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
-
-
-FAMILIES = {
-    "llama": {"has_qk_norm": False},
-    "mistral": {"has_qk_norm": False, "sliding_windows": (16, 16)},
-    "qwen2": {"has_qk_norm": False, "has_qkv_bias": True},
-    "qwen3": {},
-    "glm4": {
-        "has_qk_norm": False,
-        "has_qkv_bias": True,
-        "has_sandwich_norms": True,
-        "rope": RopeConfig(theta=1e4, rotary_size=32, is_interleaved=True),
-    },
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_windows_give_the_same_bits_in_every_family(family):
-    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)} | FAMILIES[family]
-    target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
-    prompts = toy.prompts((3, 40, 20))
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static()}
-    tokens, bits = committed(Engine(target, **shape), prompts, params)
-    drafter = jaxspec.Oracle(
-        [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
-        acceptance=0.7,
-    )
-    drafted, drafted_bits = committed(Engine(target, drafter, **shape), prompts, params)
-    assert drafted == tokens
-    for ours, theirs in zip(drafted_bits, bits, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
-    target, draft = (load_model(name, kernels="xla") for name in ("demo-target", "demo-draft"))
-    prompts, params = ["Once upon a time"], SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"batch_size": 1, "max_length": 256, "scheduler": jaxspec.Static()}
-    _, (plain,) = committed(Engine(target, **shape), prompts, params)
-    drafted = Engine(target, jaxspec.DraftModel(draft), draft_length=6, **shape)
-    _, (other,) = committed(drafted, prompts, params)
-    assert np.any(plain != other)
-
-
-def test_no_instruction_copies_a_whole_cache(pair):
-    target, draft = pair
-    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, max_length=2048)
-    state = engine.executor.eval_state()
-    program = compiled(engine)
-    text = program.as_text()
-    assert "jaxspec_attention" in text
-    assert not whole_cache_moves(text, {state.cache.layers[0].k.size})
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
-    assert program.memory_analysis().alias_size_in_bytes >= num_bytes
-
-
 def test_what_the_kernels_cannot_do_is_left_to_xla():
     case = CASES["chain"]
     _, _, qkv, layer, table, window = attention_inputs(case)
@@ -451,61 +322,6 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     gated = jnp.zeros((native.MAX_ROWS, 2, 8))
     assert native.is_product_supported(gated, weight, is_gated=True)
     assert not native.is_product_supported(x[1:], weight.astype(jnp.bfloat16))
-    # They are handed on, and so are models of such shapes.
-    half = toy.model(dtype=jnp.float16, kernels="native")
-    done = Engine(half, NGram(), batch_size=1, max_length=256).generate(
-        toy.prompts((80,)), SamplingParams(max_tokens=5)
-    )
-    assert len(done[0].token_ids) == 5
-
-
-ON_A_MESH = """
-import jax, numpy as np
-import jaxspec
-target = jaxspec.load_model("demo-target")
-prompts, params = ["Once upon a time", "def main():"], jaxspec.SamplingParams(max_tokens=12)
-for shape in ((1, 1), (2, 1), (1, 2)):
-    mesh = jax.make_mesh(shape, ("data", "model")) if shape != (1, 1) else None
-    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, max_length=128, mesh=mesh)
-    tokens = [done.token_ids for done in engine.generate(prompts, params)]
-    text = engine.executor.lower_run().as_text()
-    print(shape, "jaxspec_attention" in text, "jaxspec_product" in text, tokens)
-"""
-
-
-def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_MESH],
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    alone, data, model = done.stdout.splitlines()
-    assert alone.startswith("(1, 1) True True")
-    assert data.startswith("(2, 1) True True")
-    assert model.startswith("(1, 2) False False")
-    assert data.split("True True")[1] == alone.split("True True")[1]
-
-
-def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
-    target, _ = pair
-    params = SamplingParams(max_tokens=30)
-    engines = [Engine(target, NGram(), batch_size=2, max_length=256) for _ in range(3)]
-    prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(3)]
-    alone = [engine.generate(asked, params) for engine, asked in zip(engines, prompts, strict=True)]
-    together = [None] * 3
-
-    def decode(index):
-        together[index] = engines[index].generate(prompts[index], params)
-
-    threads = [threading.Thread(target=decode, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for ours, theirs in zip(together, alone, strict=True):
-        assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
 
 
 def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):
@@ -522,90 +338,11 @@ def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):
     assert kernels.default_kernels() == "xla"
 
 
-# What becomes of the source
-
-CODE = (
-    "import logging; logging.basicConfig(level=logging.INFO); "
-    "from jaxspec.kernels import cpu as native; print(native.problem())"
-)
-
-
 @pytest.mark.parametrize("given", ["0", "a", "-1"])
 def test_a_number_of_threads_that_is_none_is_refused(given, monkeypatch):
     monkeypatch.setenv("JAXSPEC_NUM_THREADS", given)
     with pytest.raises(SettingError, match=f"JAXSPEC_NUM_THREADS is '{given}'; make it a whole"):
         native.num_threads()
-
-
-@pytest.mark.parametrize("given", ["1", "5"])
-def test_any_number_of_threads_gives_the_same_bits(given):
-    # The number is read once in a process, so this needs one of its own.
-    code = (
-        "import jax, sys; import test_native as t; from jaxspec.kernels import cpu as native\n"
-        "x, weight, settings = t.product_inputs((48, 128, 200), ('norm',), t.jnp.float32)\n"
-        "heads, _ = t.run(t.CASES['chain'], t.attention_inputs(t.CASES['chain']))\n"
-        "made = native.product(x, weight, **settings)\n"
-        "sys.stdout.buffer.write(t.np.asarray(made).tobytes() + t.np.asarray(heads).tobytes())\n"
-    )
-    here = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": here, "JAXSPEC_NUM_THREADS": given},
-        capture_output=True,
-        check=True,
-    )
-    x, weight, settings = product_inputs((48, 128, 200), ("norm",), jnp.float32)
-    heads, _ = run(CASES["chain"], attention_inputs(CASES["chain"]))
-    made = native.product(x, weight, **settings)
-    assert done.stdout == np.asarray(made).tobytes() + np.asarray(heads).tobytes()
-
-
-def problem_of(tmp_path, compiler):
-    environ = {**os.environ, "CXX": str(compiler), "JAXSPEC_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip(), done.stderr
-
-
-def script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_without_a_compiler_or_with_one_that_fails_there_is_a_sentence(tmp_path):
-    said, _ = problem_of(tmp_path, tmp_path / "nowhere")
-    assert said == f"no C++ compiler was found ({tmp_path / 'nowhere'})"
-    old = script(tmp_path / "old", "echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1")
-    said, _ = problem_of(tmp_path, old)
-    assert said == f"{old} could not compile kernels.cc: x.cc:1: error: unknown option -std=c++17"
-    said, _ = problem_of(tmp_path, script(tmp_path / "mute", "exit 3"))
-    assert said.endswith("could not compile kernels.cc: exit status 3")
-    assert not list((tmp_path / "cache" / ".kernels").iterdir())
-
-
-def test_they_are_compiled_once(tmp_path):
-    used = script(tmp_path / "used", f'echo once >> {tmp_path}/log; exec c++ "$@"')
-    said, announced = problem_of(tmp_path, used)
-    assert said == "None"
-    assert "compiling the CPU kernels, once on this machine" in announced
-    said, announced = problem_of(tmp_path, used)
-    assert said == "None"
-    assert announced == ""
-    assert (tmp_path / "log").read_text() == "once\n"
-    kept = list((tmp_path / "cache" / ".kernels").iterdir())
-    assert [path.suffix for path in kept] == [".so"]
-
-
-def test_a_command_that_loads_no_model_compiles_nothing(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "jaxspec", "cache", "list", "--json"],
-        env={**os.environ, "JAXSPEC_CACHE": str(tmp_path)},
-        capture_output=True,
-        check=True,
-    )
-    assert not (tmp_path / ".kernels").exists()
 
 
 def test_xla_is_what_is_left_where_there_are_none():

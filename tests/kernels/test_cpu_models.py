@@ -1,0 +1,205 @@
+"""Models on the CPU kernels: a row's bits depend on the row alone, whatever drafts, and their
+programs copy no cache. They are compiled as users compile them."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ties
+import toy
+
+import jaxspec
+from jaxspec import Engine, NGram, SamplingParams, load_model
+from jaxspec.cache import pages as kv
+from jaxspec.kernels import cpu
+from jaxspec.models.config import RopeConfig
+
+pytestmark = [
+    pytest.mark.as_shipped,
+    pytest.mark.skipif(cpu.problem() is not None, reason=f"{cpu.problem()}"),
+]
+
+DTYPES = [jnp.float32, jnp.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)}
+    target = toy.model(kernels="native", **shape)
+    draft = toy.model(seed=1, kernels="native", num_layers=1, **shape)
+    return target, draft
+
+
+def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
+    target, draft = pair
+    prompts, params = toy.prompts((3, 140, 20, 60)), SamplingParams(max_tokens=40)
+    ours = Engine(target, jaxspec.DraftModel(draft), draft_length=3, batch_size=2, max_length=256)
+    completions = ours.generate(prompts, params)
+    xla = dataclasses.replace(target, kernels="xla")
+    theirs = Engine(xla, batch_size=2, max_length=256).generate(prompts, params)
+    assert len(ties.divergences(xla, completions, theirs, params)) < len(prompts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_speculation_changes_no_bit(dtype):
+    model = load_model("demo-target", dtype=dtype)
+    assert model.kernels == "native"
+    drafter = jaxspec.DraftModel(load_model("demo-draft", dtype=dtype))
+    engine = Engine(model, drafter, draft_length=4, batch_size=3, max_length=256)
+    prompts = ["Once upon a time", "def main():", "The sum of", "A", "In the beginning"]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    drafted = engine.generate(prompts, params)
+    assert sum(done.acceptance.num_accepted_tokens for done in drafted) > 50
+    plain = engine.generate(prompts, params, speculate=False)
+    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
+
+
+def committed(engine, prompts, params):
+    """Tokens of each request, and the bits of its KV in every layer."""
+    done = engine.generate(prompts, params)
+    state = engine.state
+    slots = jnp.arange(state.cache.capacity, dtype=jnp.int32)
+    every = jnp.broadcast_to(slots, state.cache.table.shape[:1] + slots.shape)
+    bits = []
+    for layer in state.cache.layers:
+        parts = kv.read_slots(layer, state.cache.table, every, state.cache.dtype)
+        bits.append(np.stack([np.asarray(part, np.float32) for part in parts]))
+    longest = [len(x.prompt_token_ids) + len(x.token_ids) - 1 for x in done]
+    of_rows = [np.stack(bits)[:, :, row, :length] for row, length in enumerate(longest)]
+    return [x.token_ids for x in done], of_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype):
+    target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
+    prompts = ["Once upon a time", "def main():", "The sum of"]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    shape = {"batch_size": 3, "max_length": 256, "scheduler": jaxspec.Static()}
+    tokens, bits = committed(Engine(target, **shape), prompts, params)
+    for draft_length in (1, 6):
+        engine = Engine(target, jaxspec.DraftModel(draft), draft_length=draft_length, **shape)
+        drafted, drafted_bits = committed(engine, prompts, params)
+        assert drafted == tokens
+        for ours, theirs in zip(drafted_bits, bits, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    # Nor does it matter who else is decoded.
+    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, batch_size=1, max_length=256)
+    assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
+
+
+FAMILIES = {
+    "llama": {"has_qk_norm": False},
+    "mistral": {"has_qk_norm": False, "sliding_windows": (16, 16)},
+    "qwen2": {"has_qk_norm": False, "has_qkv_bias": True},
+    "qwen3": {},
+    "glm4": {
+        "has_qk_norm": False,
+        "has_qkv_bias": True,
+        "has_sandwich_norms": True,
+        "rope": RopeConfig(theta=1e4, rotary_size=32, is_interleaved=True),
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_give_the_same_bits_in_every_family(family):
+    shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)} | FAMILIES[family]
+    target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
+    prompts = toy.prompts((3, 40, 20))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static()}
+    tokens, bits = committed(Engine(target, **shape), prompts, params)
+    drafter = jaxspec.Oracle(
+        [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
+        acceptance=0.7,
+    )
+    drafted, drafted_bits = committed(Engine(target, drafter, **shape), prompts, params)
+    assert drafted == tokens
+    for ours, theirs in zip(drafted_bits, bits, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
+    target, draft = (load_model(name, kernels="xla") for name in ("demo-target", "demo-draft"))
+    prompts, params = ["Once upon a time"], SamplingParams(max_tokens=40, ignore_eos=True)
+    shape = {"batch_size": 1, "max_length": 256, "scheduler": jaxspec.Static()}
+    _, (plain,) = committed(Engine(target, **shape), prompts, params)
+    drafted = Engine(target, jaxspec.DraftModel(draft), draft_length=6, **shape)
+    _, (other,) = committed(drafted, prompts, params)
+    assert np.any(plain != other)
+
+
+def test_no_instruction_copies_a_whole_cache(pair):
+    target, draft = pair
+    engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, max_length=2048)
+    state = engine.executor.eval_state()
+    program = hlo.compiled(engine)
+    text = program.as_text()
+    assert "jaxspec_attention" in text
+    assert not hlo.whole_cache_moves(text, {state.cache.layers[0].k.size})
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+    assert program.memory_analysis().alias_size_in_bytes >= num_bytes
+
+
+ON_A_MESH = """
+import jax, numpy as np
+import jaxspec
+target = jaxspec.load_model("demo-target")
+prompts, params = ["Once upon a time", "def main():"], jaxspec.SamplingParams(max_tokens=12)
+for shape in ((1, 1), (2, 1), (1, 2)):
+    mesh = jax.make_mesh(shape, ("data", "model")) if shape != (1, 1) else None
+    engine = jaxspec.Engine(target, jaxspec.NGram(), batch_size=2, max_length=128, mesh=mesh)
+    tokens = [done.token_ids for done in engine.generate(prompts, params)]
+    text = engine.executor.lower_run().as_text()
+    print(shape, "jaxspec_attention" in text, "jaxspec_product" in text, tokens)
+"""
+
+
+def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_MESH],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    alone, data, model = done.stdout.splitlines()
+    assert alone.startswith("(1, 1) True True")
+    assert data.startswith("(2, 1) True True")
+    assert model.startswith("(1, 2) False False")
+    assert data.split("True True")[1] == alone.split("True True")[1]
+
+
+def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
+    target, _ = pair
+    params = SamplingParams(max_tokens=30)
+    engines = [Engine(target, NGram(), batch_size=2, max_length=256) for _ in range(3)]
+    prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(3)]
+    alone = [engine.generate(asked, params) for engine, asked in zip(engines, prompts, strict=True)]
+    together = [None] * 3
+
+    def decode(index):
+        together[index] = engines[index].generate(prompts[index], params)
+
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, theirs in zip(together, alone, strict=True):
+        assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
+
+
+def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
+    half = toy.model(dtype=jnp.float16, kernels="native")
+    done = Engine(half, NGram(), batch_size=1, max_length=256).generate(
+        toy.prompts((80,)), SamplingParams(max_tokens=5)
+    )
+    assert len(done[0].token_ids) == 5
