@@ -73,10 +73,6 @@ def _own_cache(tmp_path_factory):
 TIERS = {
     "core": (
         "analysis/test_cost.py",
-        "audit/test_judge.py",
-        "audit/test_outputs.py",
-        "audit/test_report.py",
-        "audit/test_snippets.py",
         "cache/test_pages.py",
         "drafters/test_names.py",
         "golden",
@@ -92,11 +88,11 @@ TIERS = {
     ),
     "system": (
         "analysis/test_compare.py",
-        "audit/test_controls.py",
-        "audit/test_levels.py",
+        "audit",
         "bench",
         "checkpoint",
         "commands",
+        "conformance/test_conformance.py",
         "conversion",
         "engine/test_compilation.py",
         "engine/test_devices.py",

@@ -3,6 +3,7 @@
 import dataclasses
 
 import door
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -162,6 +163,7 @@ class Watching(DrafterBase):
         return {"num_seen": state["num_seen"] + info.emission.num_emitted}
 
 
+@pytest.mark.as_shipped
 def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
     target = toy.model(num_layers=1)
     engine = Engine(
@@ -296,14 +298,13 @@ def test_a_state_without_rows_is_refused(target):
 
 def test_entries_see_up_to_their_end(target):
     """An entry with an end sees later entries too; the same as one whose end they lie before."""
+    forward = jax.jit(target.forward)
     tokens = jnp.asarray(toy.prompts((6,)), jnp.int32)
     window, cache = contiguous(tokens), target.init_cache(1, 128)
-    causal, _ = target.forward(target.params, tokens, window, cache)
-    same, _ = target.forward(
-        target.params, tokens, window.replace(ends=window.positions + 1), cache
-    )
+    causal, _ = forward(target.params, tokens, window, cache)
+    same, _ = forward(target.params, tokens, window.replace(ends=window.positions + 1), cache)
     np.testing.assert_array_equal(causal, same)
-    open_, _ = target.forward(
+    open_, _ = forward(
         target.params, tokens, window.replace(ends=jnp.full_like(window.positions, 6)), cache
     )
     assert np.abs(np.asarray(open_ - causal))[0, 0].max() > 1e-3
@@ -311,12 +312,12 @@ def test_entries_see_up_to_their_end(target):
 
 def test_a_path_may_lead_to_entries_of_an_earlier_call(target):
     """A tree of depth 2 scored level by level equals its path scored as a chain."""
-    prompt = toy.prompts((5,))[0]
+    forward, prompt = jax.jit(target.forward), toy.prompts((5,))[0]
     chain = jnp.asarray([[*prompt, 7, 9]], jnp.int32)
-    expected, _ = target.forward(target.params, chain, contiguous(chain), target.init_cache(1, 128))
+    expected, _ = forward(target.params, chain, contiguous(chain), target.init_cache(1, 128))
     cache = target.init_cache(1, 128)
     first = jnp.asarray([prompt], jnp.int32)
-    _, cache = target.forward(target.params, first, contiguous(first), cache)
+    _, cache = forward(target.params, first, contiguous(first), cache)
     start = jnp.asarray([4], jnp.int32)
     # Children 3 and 7 of the newest token, at offsets 1 and 2; then 9 below 7, at offset 3.
     level = Window(
@@ -325,14 +326,14 @@ def test_a_path_may_lead_to_entries_of_an_earlier_call(target):
         slots=jnp.asarray([[5, 6]], jnp.int32),
         paths=jnp.asarray([[[0, 1, 0], [0, 2, 0]]], jnp.int32),
     )
-    _, cache = target.forward(target.params, jnp.asarray([[3, 7]], jnp.int32), level, cache)
+    _, cache = forward(target.params, jnp.asarray([[3, 7]], jnp.int32), level, cache)
     below = Window(
         start=start,
         positions=jnp.asarray([[6]], jnp.int32),
         slots=jnp.asarray([[7]], jnp.int32),
         paths=jnp.asarray([[[0, 2, 3]]], jnp.int32),
     )
-    hidden, _ = target.forward(target.params, jnp.asarray([[9]], jnp.int32), below, cache)
+    hidden, _ = forward(target.params, jnp.asarray([[9]], jnp.int32), below, cache)
     np.testing.assert_allclose(hidden[0, 0], expected[0, 6], rtol=1e-4, atol=1e-4)
 
 
