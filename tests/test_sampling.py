@@ -51,7 +51,8 @@ def row_sampling(*rows: dict, seed: int = 0) -> RowSampling:
         dtype = jnp.float32 if isinstance(off, float) else jnp.int32
         columns[name] = jnp.asarray([row[name] for row in values], dtype)
     seeds = [row.get("seed", seed + index) for index, row in enumerate(rows)]
-    return RowSampling(key=jnp.stack([sampling.request_key(s) for s in seeds]), **columns)
+    keys = np.stack([sampling.request_key(of_row) for of_row in seeds])
+    return RowSampling(key=jnp.asarray(keys), **columns)
 
 
 def batch(*rows: dict, tokens=None, stop_tokens=None, seed: int = 0) -> BatchView:
