@@ -62,6 +62,13 @@ def pytest_runtest_setup(item):
         _options.update(COMPILE_FAST)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Frees what a file has compiled: a worker would hold gigabytes of it in the end."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Converted models of the suite go to a temporary cache, not the user's."""
