@@ -25,7 +25,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from scipy import optimize, special
@@ -122,6 +122,19 @@ class Pass:
             (head_bytes, 2.0 * self.head_params * num_tokens),
             (self.kv_bytes, attention_flops * c.num_layers),
         )
+
+
+class Timed(Protocol):
+    """A device, or a bound of one: what says how long passes take."""
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round besides its passes."""
+        ...
+
+    def pass_s(self, work: Pass, /) -> float:
+        """Seconds of a pass."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -371,9 +384,9 @@ class Pair:
     """
 
     target: ModelConfig
-    target_device: Device
+    target_device: Timed
     draft: ModelConfig | None
-    draft_device: Device
+    draft_device: Timed
     itemsize: int = 2
     block: int | None = None
     drafter_s: float = 0.0

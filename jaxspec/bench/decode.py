@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from jaxspec.analysis import cost
 from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
 from jaxspec.bench.measure import ROUND, Bench, Dtype, Say
-from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, round_roofline_s
+from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
 from jaxspec.decode.settings import DraftLength, Exactness
@@ -130,9 +130,8 @@ class DecodeBench:
     def models(self) -> dict[str, LanguageModel]:
         """The `target`, and the `draft` model if the drafter is one of the package's own."""
         draft = self.drafter.model if isinstance(self.drafter, DraftModel) else None
-        return {"target": self.target} | (
-            {"draft": draft} if isinstance(draft, LanguageModel) else {}
-        )
+        has_draft = isinstance(draft, LanguageModel)
+        return {"target": self.target} | ({"draft": draft} if has_draft else {})
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -173,11 +172,10 @@ class DecodeBench:
             self.say(f"measuring bandwidth and products at the size of the {name}")
             work = forward_pass(model, batch=1, window=1, context=1)
             ceilings[name] = measure_ceilings(work.weight_bytes, model.dtype)
-        runs, adaptive = [], []
-        for batch_size in self.options.batch_sizes:
-            fixed, chosen = self._compare(batch_size, ceilings)
-            runs += fixed
-            adaptive += chosen
+        roofline = pair_of(self.models, ceilings)
+        every = [run for size in self.options.batch_sizes for run in self._compare(size, roofline)]
+        adaptive = [run for run in every if run["draft_length"] == "auto"]
+        runs = [run for run in every if run["draft_length"] != "auto"]
         pair, cost_model = self._cost_model(ceilings, runs)
         plain_ms = {run["batch_size"]: run["round_ms"] for run in runs if not run["draft_length"]}
         for run in runs:
@@ -200,15 +198,17 @@ class DecodeBench:
             "cost_model": cost_model,
             "round_error": {"median": statistics.median(errors), "worst": max(errors)},
             "holds": all(
-                run["equal_to_plain"] is not False and run["num_not_ties"] == 0
-                for run in (*runs, *adaptive)
+                run["equal_to_plain"] is not False and run["num_not_ties"] == 0 for run in every
             ),
         }
 
-    def _compare(
-        self, batch_size: int, ceilings: dict[str, Ceilings]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Plain decoding and every draft length at one batch size; and those that choose theirs."""
+    def say_turn(self, batch_size: int) -> Callable[[str, int], None]:
+        """What says whose turn it is, for `take_turns`."""
+        repeats = self.options.repeats
+        return lambda name, turn: self.say(f"batch {batch_size}, {name}: run {turn} of {repeats}")
+
+    def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
+        """Plain decoding, every draft length, and those that choose theirs, at one batch size."""
         engines = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
         compile_s, references = {}, {}
         for name, engine in engines.items():
@@ -222,15 +222,12 @@ class DecodeBench:
             outputs = engine.generate(self.prompts, self.params)
             return list(outputs), int(engine.executor.state.num_rounds) - first_round
 
-        repeats = self.options.repeats
         turns = take_turns(
             {name: functools.partial(decode, engine) for name, engine in engines.items()},
-            repeats,
-            on_turn=lambda name, turn: self.say(
-                f"batch {batch_size}, {name}: run {turn} of {repeats}"
-            ),
+            self.options.repeats,
+            on_turn=self.say_turn(batch_size),
         )
-        runs, adaptive = [], []
+        runs = []
         for name, engine in engines.items():
             outputs, num_rounds = turns.results[name]
             total = Acceptance.total([done.acceptance for done in outputs])
@@ -254,22 +251,16 @@ class DecodeBench:
                 "run_s": turns.seconds[name],
             }
             if length == "auto":
-                chosen = engine.rounds_by_draft_length
-                lengths = list(engine.executor.verify_lengths)
-                adaptive.append(run | {"verify_lengths": lengths, "rounds_by_draft_length": chosen})
-                continue
-            self.say(f"batch {batch_size}, {name}: stages of a round")
-            run |= self._stages(engine, length)
-            run["roofline_ms"] = 1e3 * round_roofline_s(
-                ceilings,
-                self.models,
-                batch=batch_size,
-                draft_length=length,
-                context=self.context,
-            )
-            run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
+                run["verify_lengths"] = list(engine.executor.verify_lengths)
+                run["rounds_by_draft_length"] = engine.rounds_by_draft_length
+            else:
+                self.say(f"batch {batch_size}, {name}: stages of a round")
+                run |= self._stages(engine, length)
+                where = {"batch": batch_size, "context": self.context}
+                run["roofline_ms"] = 1e3 * roofline.round_s(draft_length=length, **where)
+                run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
             runs.append(run)
-        return runs, adaptive
+        return runs
 
     def _agreement(
         self,
@@ -345,10 +336,8 @@ class DecodeBench:
                 repeats=self.options.repeats,
             )
         kinds = " ".join(devices()["kinds"])
-        parts = [run["stages_ms"] for run in runs]
         overheads = [
-            run["round_ms"] - ms["target"] - ms["draft"]
-            for run, ms in zip(runs, parts, strict=True)
+            run["round_ms"] - run["stages_ms"]["target"] - run["stages_ms"]["draft"] for run in runs
         ]
         groups = {"all": [point for points in measured.values() for point in points], **measured}
         fits = {
@@ -362,24 +351,16 @@ class DecodeBench:
             )
             for name, points in groups.items()
         }
-        configs = {name: model.config for name, model in self.models.items()}
-        drafter_ms = [
-            ms["draft"] for run, ms in zip(runs, parts, strict=True) if run["draft_length"]
-        ]
-        pair = cost.Pair(
-            target=configs["target"],
-            target_device=fits["target"].device,
-            draft=configs.get("draft"),
-            draft_device=fits.get("draft", fits["target"]).device,
-            itemsize=self.target.dtype.itemsize,
+        drafter_ms = [run["stages_ms"]["draft"] for run in runs if run["draft_length"]]
+        pair = pair_of(
+            self.models,
+            {name: fits[name].device for name in self.models},
             block=stages.block_read_by(self.target),
-            drafter_s=0.0 if "draft" in configs else statistics.median(drafter_ms) / 1e3,
+            drafter_s=0.0 if "draft" in self.models else statistics.median(drafter_ms) / 1e3,
         )
         return pair, {
-            **{
-                name: configs[name].to_json() if name in configs else None
-                for name in ("target", "draft")
-            },
+            "target": pair.target.to_json(),
+            "draft": pair.draft and pair.draft.to_json(),
             "block": pair.block,
             "fits": {name: fit.to_json() for name, fit in fits.items()},
             "passes": {

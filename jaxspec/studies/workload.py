@@ -54,6 +54,11 @@ def of_kind(cells: Cells, prefix: str) -> list[Cell]:
     return [cell for name, cell in cells.items() if name.startswith(prefix)]
 
 
+def rounds_of(cell: Cell) -> dict[str, int]:
+    """The rounds of each system of a cell that compares several."""
+    return {name: system["schedule"]["num_rounds"] for name, system in cell["systems"].items()}
+
+
 def nearest(wanted: int, sizes: Iterable[int]) -> int:
     """The size that is nearest to the one that is wanted."""
     return min(sizes, key=lambda size: abs(size - wanted))
