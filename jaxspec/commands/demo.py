@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,7 +31,7 @@ from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
-from jaxspec.runtime.report import TextTable
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
@@ -78,12 +80,12 @@ class DemoCommand(JsonOption):
             "tokens each, greedy.",
             highlight=False,
         )
-        drafters: list[Drafter] = [DraftModel(draft), NGram()]
-        measurements = [
-            self._measure(target, drafters, prompts, batch_size) for batch_size in self.batch_sizes
-        ]
-        runs = [run for measured, _ in measurements for run in measured]
-        _, completions = measurements[-1]
+        runs, completions = [], []
+        for batch_size in self.batch_sizes:
+            found, completions = self._measure(
+                target, (DraftModel(draft), NGram()), prompts, batch_size
+            )
+            runs += found
         show_completions(console, target, completions[:NUM_DOMAINS])
         all_equal = all(run["equal_to_plain"] for run in runs)
         console.print(runs_table(runs))
@@ -141,34 +143,31 @@ class DemoCommand(JsonOption):
             for drafter in (None, *drafters)
         ]
         compile_s = [warm_up(engine) for engine in engines]
+        # Of each engine; the first is plain decoding by its program, every draft marked invalid.
         outputs: list[list[list[Completion]]] = [[] for _ in engines]
         num_runs = len(drafters) + self.repeats * len(engines)
         with DecodingProgress(num_runs * len(chosen)) as progress:
             starts = itertools.count(0, len(chosen))
 
-            def decode(engine: Engine, what: str, *, speculate: bool) -> list[Completion]:
+            def decode(index: int, *, speculate: bool = True) -> None:
+                what = _label(engines[index]) if speculate else "plain"
                 progress.describe(f"batch {batch_size}, {what}")
                 on_progress = progress.batch_at(next(starts))
-                return engine.generate(chosen, params, speculate=speculate, on_progress=on_progress)
-
-            # Plain decoding in each drafter's own program: every draft marked invalid.
-            plain = [decode(engine, "plain", speculate=False) for engine in engines[1:]]
-            turns = take_turns(
-                {
-                    index: lambda index=index, engine=engine: outputs[index].append(
-                        decode(engine, _label(engine), speculate=True)
+                outputs[index].append(
+                    engines[index].generate(
+                        chosen, params, speculate=speculate, on_progress=on_progress
                     )
-                    for index, engine in enumerate(engines)
-                },
-                self.repeats,
-            )
+                )
 
-        one_by_one = outputs[0][0]
+            for index in range(1, len(engines)):
+                decode(index, speculate=False)
+            contenders = {i: functools.partial(decode, i) for i in range(len(engines))}
+            turns = take_turns(contenders, self.repeats)
+
+        tokens = [[[done.token_ids for done in run] for run in each] for each in outputs]
         runs = []
-        for index, engine in enumerate(engines):
-            first = outputs[index][0]
-            reference = plain[index - 1] if index else one_by_one
-            acceptance = Acceptance.total([completion.acceptance for completion in first])
+        for index, (engine, own) in enumerate(zip(engines, tokens, strict=True)):
+            acceptance = Acceptance.total([done.acceptance for done in outputs[index][-1]])
             runs.append(
                 {
                     "drafter": engine.drafter.name if engine.drafter else "none",
@@ -182,13 +181,13 @@ class DemoCommand(JsonOption):
                     "rounds": acceptance.num_rounds,
                     "emitted_per_round": acceptance.emitted_per_round,
                     "per_position_acceptance": list(acceptance.per_position),
-                    "equal_to_plain": all(_tokens(o) == _tokens(reference) for o in outputs[index]),
-                    "num_equal_to_window_1": _num_same(first, one_by_one),
+                    "equal_to_plain": all(each == own[0] for each in own),
+                    "num_equal_to_window_1": sum(map(operator.eq, own[-1], tokens[0][0])),
                     "compile_s": compile_s[index],
                     "run_s": turns.seconds[index],
                 }
             )
-        return runs, outputs[1][0]
+        return runs, outputs[1][-1]
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
@@ -238,13 +237,13 @@ def marked_text(completion: Completion) -> str:
 
 def runs_table(runs: Sequence[dict[str, Any]]) -> TextTable:
     """The comparison, one run a line; 80 columns hold it."""
-    columns = {
-        "batch": lambda run: run["batch_size"],
-        "drafter": lambda run: run["label"],
-        "tokens/s": lambda run: f"{run['tokens_per_s']:.0f}",
-        "speed-up": lambda run: f"{run['speedup_vs_plain']:.2f}x",
-        "rounds": lambda run: run["rounds"],
-        "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
+    columns: Columns = {
+        "batch": "{batch_size}",
+        "drafter": "{label}",
+        "tokens/s": "{tokens_per_s:.0f}",
+        "speed-up": "{speedup_vs_plain:.2f}x",
+        "rounds": "{rounds}",
+        "emitted\n/round": "{emitted_per_round:.2f}",
         "accepted at\n1, 2, ... (%)": lambda run: " ".join(
             f"{100 * value:.0f}" for value in run["per_position_acceptance"]
         ),
@@ -291,11 +290,3 @@ def _label(engine: Engine) -> str:
 
 def _millions(model: LanguageModel) -> str:
     return f"{num_params(model.config) / 1e6:.2f} M"
-
-
-def _tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in completions]
-
-
-def _num_same(a: Sequence[Completion], b: Sequence[Completion]) -> int:
-    return sum(x == y for x, y in zip(_tokens(a), _tokens(b), strict=True))
