@@ -12,6 +12,7 @@ prompts, in runs that take turns, and is given as the ratio of two runs of one t
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -382,23 +383,17 @@ def compare(
         for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
     }
     each = params_of_prompts(params, len(prompts))
-    requests = make_requests(
-        prompts,
-        each,
-        model,
-        longest=min(engine.longest_prompt for engine in engines.values()),
-    )
-    compile_s = {}
+    longest = min(engine.longest_prompt for engine in engines.values())
+    requests = make_requests(prompts, each, model, longest=longest)
+    compile_s, plain, warm = {}, {}, {}
     for label, engine in engines.items():
         started_s = time.perf_counter()
         engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
         compile_s[label] = time.perf_counter() - started_s
-    plain = {}
-    for label, engine in engines.items():
         if engine.drafter is not None:
             tell(f"{label}: the same program, drafts marked invalid")
-            plain[label] = list(engine.run(requests, speculate=False))
+            plain[label] = [one.token_ids for one in engine.run(requests, speculate=False)]
 
     def empty(label: str) -> None:
         engines[label].reset()
@@ -413,8 +408,6 @@ def compare(
         prepare=empty,
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
-    outputs = turns.results
-    warm = {}
     for label, engine in engines.items():
         if engine.executor.loop.drafter.shares_state:
             tell(f"{label}: with what it has learned")
@@ -422,20 +415,19 @@ def compare(
 
     tell("judging outputs")
     first = next(iter(engines))
-    expected = [completion.token_ids for completion in outputs[first]]
+    tokens = {label: [one.token_ids for one in each] for label, each in turns.results.items()}
     drawn_by = [request.params for request in requests]
     candidates = []
     for label, engine in engines.items():
-        found = judge_all(model, outputs[label], expected, drawn_by)
+        found = judge_all(model, turns.results[label], tokens[first], drawn_by)
         num_unequal = None
         if label in plain:
-            pairs = zip(outputs[label], plain[label], strict=True)
-            num_unequal = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
+            num_unequal = sum(map(operator.ne, tokens[label], plain[label]))
         candidates.append(
             Candidate(
                 label=label,
                 engine=engine.describe(),
-                completions=tuple(outputs[label]),
+                completions=tuple(turns.results[label]),
                 run_s=tuple(turns.seconds[label]),
                 compile_s=compile_s[label],
                 num_unequal_to_plain=num_unequal,
