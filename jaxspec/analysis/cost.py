@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from scipy import optimize, special
+from scipy import optimize
 
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
@@ -481,8 +481,8 @@ def closed_form_speed_up(acceptance: float, draft_length: int, cost_ratio: float
 def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
     """The draft length that maximises `closed_form_speed_up`; 0 where none gains.
 
-    With x = -ln a, its derivative vanishes at N = (-1 - W(-exp(-1 - x (1 / c - 1)))) / x - 1 / c on
-    the lower branch of Lambert's W; the better of the whole numbers around it is taken.
+    One more token gains while what it emits, a^(N+1), is to what N tokens emit as what it costs, c,
+    is to what they cost. It gains ever less, so the first that does not gain ends the search.
 
     Args:
       acceptance: a, in [0, 1).
@@ -496,15 +496,7 @@ def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
             f"An acceptance of {acceptance:g} and a cost ratio of {cost_ratio:g} were given; the "
             "first must be from 0 up to, not including, 1, and the second above 0."
         )
-    # A draft of one token gains a against c; longer ones do not gain where it does not.
-    if acceptance <= cost_ratio:
-        return 0
-    x = -math.log(acceptance)
-    # W(-exp(-y)) for y so large that exp underflows: its expansion -y - ln y.
-    y = 1 + x * (1 / cost_ratio - 1)
-    w = special.lambertw(-math.exp(-y), -1).real if y < 700 else -y - math.log(y)
-    peak = (-1 - w) / x - 1 / cost_ratio
-    around = {max(1, math.floor(peak)), max(1, math.ceil(peak))}
-    return max(
-        sorted(around), key=lambda length: closed_form_speed_up(acceptance, length, cost_ratio)
-    )
+    length, emitted, more = 0, 1.0, acceptance
+    while more * (length * cost_ratio + 1.0) > emitted * cost_ratio:
+        length, emitted, more = length + 1, emitted + more, more * acceptance
+    return length
