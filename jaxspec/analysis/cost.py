@@ -237,14 +237,6 @@ def ceiling(device: Device) -> Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A forward pass and the seconds it took."""
-
-    work: Pass
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
     """A device fitted to measurements.
 
@@ -272,7 +264,7 @@ class Fit:
 
 
 def fit_device(
-    measured: Sequence[Measured],
+    measured: Sequence[tuple[Pass, float]],
     *,
     name: str,
     source: str,
@@ -286,7 +278,8 @@ def fit_device(
     kind of work that the measurements say nothing about gets the ceiling instead of infinity.
 
     Args:
-      measured: at least 6 passes; several batches, windows and contexts tell the constants apart.
+      measured: at least 6 passes and the seconds that each took; several batches, windows and
+        contexts tell the constants apart.
       name: of the device.
       source: of the measurements, in words.
       most_bytes_per_s: measured ceiling of the bandwidth.
@@ -305,7 +298,7 @@ def fit_device(
     fitted, held_out = ([point for point, out in pairs if out == which] for which in (False, True))
     # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a least value, and a
     # step takes at most what the quickest pass leaves for each of its own.
-    quickest = min(p.seconds / p.work.num_steps for p in fitted)
+    quickest = min(seconds / work.num_steps for work, seconds in fitted)
     lowest = np.log([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 1e-9])
     highest = np.append(lowest[:3] + np.log(1e4), max(np.log(quickest), lowest[3] + 1))
 
@@ -321,8 +314,8 @@ def fit_device(
             source=source,
         )
 
-    def errors(device: Device, points: Sequence[Measured]) -> np.ndarray:
-        return np.array([device.pass_s(p.work) / p.seconds - 1 for p in points])
+    def errors(device: Device, points: Sequence[tuple[Pass, float]]) -> np.ndarray:
+        return np.array([device.pass_s(work) / seconds - 1 for work, seconds in points])
 
     # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
     # by one of these factors, each with expensive and with cheap steps.
@@ -348,8 +341,8 @@ def fit_device(
 
 def is_held_out(num_points: int) -> list[bool]:
     """Which of so many measurements a fit leaves out: a third, drawn without regard to order."""
-    chosen = np.random.default_rng(0).permutation(num_points)[: num_points // 3]
-    return [index in set(chosen.tolist()) for index in range(num_points)]
+    drawn = np.random.default_rng(0).permutation(num_points)
+    return np.isin(np.arange(num_points), drawn[: num_points // 3]).tolist()
 
 
 def geometric(acceptance: float, draft_length: int) -> tuple[float, ...]:

@@ -366,14 +366,16 @@ class DecodeBench:
             "passes": {
                 name: [
                     {
-                        "batch_size": point.work.batch,
-                        "window": point.work.window,
-                        "context": point.work.context,
-                        "ms": 1e3 * point.seconds,
-                        "predicted_ms": 1e3 * fits[name].device.pass_s(point.work),
+                        "batch_size": work.batch,
+                        "window": work.window,
+                        "context": work.context,
+                        "ms": 1e3 * seconds,
+                        "predicted_ms": 1e3 * fits[name].device.pass_s(work),
                         "is_held_out": is_out,
                     }
-                    for point, is_out in zip(points, cost.is_held_out(len(points)), strict=True)
+                    for (work, seconds), is_out in zip(
+                        points, cost.is_held_out(len(points)), strict=True
+                    )
                 ]
                 for name, points in measured.items()
             },

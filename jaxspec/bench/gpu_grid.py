@@ -25,14 +25,7 @@ import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.bench.cells import CellStore
-from jaxspec.bench.measure import (
-    Say,
-    fill,
-    peak_bytes,
-    random_prompts,
-    run_rounds,
-    tiny_config,
-)
+from jaxspec.bench.measure import Say, fill, peak_bytes, random_prompts, run_rounds, tiny_config
 from jaxspec.bench.roofline import Ceilings, measure_ceilings, pair_of
 from jaxspec.decode.settings import make_loop
 from jaxspec.drafters.draft_model import DraftModel
@@ -368,7 +361,6 @@ def plot_grid(document: Mapping[str, Any]) -> Any:
     gains.set(title="speed-up over plain", xlim=(0, None))
     gains.plot([], [], "|", color="black", markersize=10, label="were both at their rooflines")
     gains.legend(loc="upper left", bbox_to_anchor=(0, -0.1))
-    names = [" ".join(f"{cell[name]}" for name in CELL) for cell in cells]
-    plain.set_yticks(y, names)
+    plain.set_yticks(y, map(_name, cells))
     plain.invert_yaxis()
     return figure
