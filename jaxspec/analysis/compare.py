@@ -12,7 +12,6 @@ prompts, in runs that take turns, and is given as the ratio of two runs of one t
 from __future__ import annotations
 
 import dataclasses
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -77,11 +76,12 @@ class Candidate:
     Attributes:
       label: as it was given.
       engine: `Engine.describe()`.
-      completions: one per request, in order.
+      completions: one per request, in order; of the last timed run.
       run_s: seconds of each timed run over all requests, prompts read included.
       compile_s: seconds before the first run.
-      num_unequal_to_plain: outputs that differ from the same program with every draft marked
-        invalid; None for plain decoding itself, which is that program's window-1 counterpart.
+      num_unequal_to_plain: outputs that in any run differ from the same program with every draft
+        marked invalid; None for plain decoding itself, which is that program's window-1
+        counterpart.
       divergences: from the first candidate's outputs, by index of the request.
       must_be_equal: whether not even a tie may make them differ from the first candidate's: both
         verify windows of one length, and the start-up probe found that bits do not depend on
@@ -316,6 +316,7 @@ def compare(
     verify_length: int | None = None,
     batch_size: int = 8,
     max_length: int = 1024,
+    prefill_chunk: int = 128,
     repeats: int = 5,
     seed: int = 0,
     on_stage: Callable[[str], None] | None = None,
@@ -343,6 +344,7 @@ def compare(
       verify_length: tokens scored per round by all that draft; default `draft_length + 1`.
       batch_size: prompts decoded together.
       max_length: slots per row for prompt and output.
+      prefill_chunk: prompt tokens read per call.
       repeats: timed runs of each; candidates take turns.
       seed: of the bootstrap.
       on_stage: called with the name of each stage as it begins.
@@ -379,6 +381,7 @@ def compare(
             verify_length=verify_length if drafter is not None else None,
             batch_size=min(batch_size, len(prompts)),
             max_length=max_length,
+            prefill_chunk=prefill_chunk,
         )
         for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
     }
@@ -399,9 +402,10 @@ def compare(
         engines[label].reset()
         jax.block_until_ready(engines[label].executor.state)
 
+    outputs: dict[str, list[list[Completion]]] = {label: [] for label in engines}
     turns = take_turns(
         {
-            label: lambda engine=engine: list(engine.run(requests))
+            label: lambda own=outputs[label], engine=engine: own.append(list(engine.run(requests)))
             for label, engine in engines.items()
         },
         repeats,
@@ -415,19 +419,20 @@ def compare(
 
     tell("judging outputs")
     first = next(iter(engines))
-    tokens = {label: [one.token_ids for one in each] for label, each in turns.results.items()}
+    expected = [one.token_ids for one in outputs[first][-1]]
     drawn_by = [request.params for request in requests]
     candidates = []
     for label, engine in engines.items():
-        found = judge_all(model, turns.results[label], tokens[first], drawn_by)
+        found = judge_all(model, outputs[label][-1], expected, drawn_by)
         num_unequal = None
         if label in plain:
-            num_unequal = sum(map(operator.ne, tokens[label], plain[label]))
+            tokens = [[one.token_ids for one in run] for run in outputs[label]]
+            num_unequal = sum(len(set(ids)) > 1 for ids in zip(plain[label], *tokens, strict=True))
         candidates.append(
             Candidate(
                 label=label,
                 engine=engine.describe(),
-                completions=tuple(turns.results[label]),
+                completions=tuple(outputs[label][-1]),
                 run_s=tuple(turns.seconds[label]),
                 compile_s=compile_s[label],
                 num_unequal_to_plain=num_unequal,

@@ -206,16 +206,8 @@ def _distribution(axes: Any, frame: pandas.DataFrame) -> None:
     counts = frame.emitted.value_counts(normalize=True).sort_index()
     axes.bar(counts.index, counts, color=BLUE, width=0.8)
     mean = frame.emitted.mean()
-    axes.axvline(mean, color=ORANGE, linewidth=1.5)
-    axes.annotate(
-        f"mean {mean:.2f}",
-        (mean, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -4),
-        textcoords="offset points",
-        va="top",
-        color=ORANGE,
-    )
+    axes.axvline(mean, color=ORANGE, linewidth=1.5, label=f"mean {mean:.2f}")
+    axes.legend(frameon=False, labelcolor=ORANGE)
     axes.set(
         xlabel="emitted tokens per round",
         ylabel="share of rounds",

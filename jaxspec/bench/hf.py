@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -175,8 +174,3 @@ def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, 
             }
         )
     return found
-
-
-def is_directory(name: str) -> bool:
-    """Whether a model's name is a Hugging Face directory (its `config.json` says so)."""
-    return (pathlib.Path(name) / "config.json").is_file()

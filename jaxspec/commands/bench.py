@@ -19,7 +19,7 @@ from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
-from jaxspec.bench.hf import HuggingFace, compare, is_directory
+from jaxspec.bench.hf import HuggingFace, compare
 from jaxspec.bench.kernels import KernelsBench
 from jaxspec.bench.measure import ROUND, Bench, check_at_least_one, load_prompts
 from jaxspec.bench.plots import plot_decode
@@ -145,7 +145,8 @@ class DecodeCommand(DecodeOptions):
         check_at_least_one(self, *names)
         check_draft_length(max(self.draft_lengths), max(self.draft_lengths) + 1)
         if self.against == "hf":
-            if not all(is_directory(name) for name in (self.target, draft) if name is not None):
+            models = [name for name in (self.target, draft) if name is not None]
+            if not all((pathlib.Path(name) / "config.json").is_file() for name in models):
                 raise SettingError(
                     "--against hf was given with a model that is no Hugging Face directory; name "
                     "directories with a config.json, so that both sides read the same weights."

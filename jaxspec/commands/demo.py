@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import operator
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from jaxspec.analysis.compare import Candidate, DrafterComparison, compare
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, check_at_least_one
-from jaxspec.commands.progress import DecodingProgress, warm_up, working
+from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
-from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
@@ -32,14 +31,12 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.runtime.turns import take_turns
-from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
 
 # The code that the figures measure; see `jaxspec.runtime.freshness`.
 MEASURES = (
     "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
-    "engine/executor.py", "commands/demo.py",
+    "engine/executor.py", "analysis/compare.py", "commands/demo.py",
 )  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
@@ -80,14 +77,27 @@ class DemoCommand(JsonOption):
             "tokens each, greedy.",
             highlight=False,
         )
-        runs, completions = [], []
+        comparisons = []
         for batch_size in self.batch_sizes:
-            found, completions = self._measure(
-                target, (DraftModel(draft), NGram()), prompts, batch_size
-            )
-            runs += found
-        show_completions(console, target, completions[:NUM_DOMAINS])
-        all_equal = all(run["equal_to_plain"] for run in runs)
+            # At small batches one prompt per domain is enough.
+            num_prompts = len(prompts) if batch_size >= 8 else max(batch_size, NUM_DOMAINS)
+            with working("") as status:
+                found = compare(
+                    target,
+                    {"plain": None, "draft model": DraftModel(draft), "n-gram": NGram()},
+                    prompts[:num_prompts],
+                    SamplingParams(max_tokens=self.max_tokens, ignore_eos=True),
+                    draft_length=self.draft_length,
+                    batch_size=batch_size,
+                    max_length=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
+                    prefill_chunk=64,  # the prompts are short
+                    repeats=self.repeats,
+                    on_stage=lambda stage, n=batch_size: status.update(f"batch {n}, {stage}"),
+                )
+            comparisons.append(found)
+        runs = [run_of(found, own) for found in comparisons for own in found.candidates]
+        all_equal = all(found.holds for found in comparisons)
+        show_completions(console, target, comparisons[-1].candidates[1].completions[:NUM_DOMAINS])
         console.print(runs_table(runs))
         for text, style in remarks(runs, all_equal=all_equal, verify_length=self.draft_length + 1):
             console.print(text, style=style, highlight=False)
@@ -116,78 +126,28 @@ class DemoCommand(JsonOption):
                 "of prompts."
             )
 
-    def _measure(
-        self,
-        target: LanguageModel,
-        drafters: Sequence[Drafter],
-        prompts: Sequence[tuple[int, ...]],
-        batch_size: int,
-    ) -> tuple[list[dict[str, Any]], list[Completion]]:
-        """Runs of plain decoding and of every drafter, and the first drafter's completions.
 
-        All engines are compiled first. Then plain and speculative runs take turns, so that load on
-        the machine affects all of them.
-        """
-        # At small batches one prompt per domain is enough.
-        chosen = prompts if batch_size >= 8 else prompts[: max(batch_size, NUM_DOMAINS)]
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-        engines = [
-            Engine(
-                target,
-                drafter,
-                draft_length=self.draft_length,
-                batch_size=batch_size,
-                max_length=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
-                prefill_chunk=64,  # the prompts are short
-            )
-            for drafter in (None, *drafters)
-        ]
-        compile_s = [warm_up(engine) for engine in engines]
-        # Of each engine; the first is plain decoding by its program, every draft marked invalid.
-        outputs: list[list[list[Completion]]] = [[] for _ in engines]
-        num_runs = len(drafters) + self.repeats * len(engines)
-        with DecodingProgress(num_runs * len(chosen)) as progress:
-            starts = itertools.count(0, len(chosen))
-
-            def decode(index: int, *, speculate: bool = True) -> None:
-                what = _label(engines[index]) if speculate else "plain"
-                progress.describe(f"batch {batch_size}, {what}")
-                on_progress = progress.batch_at(next(starts))
-                outputs[index].append(
-                    engines[index].generate(
-                        chosen, params, speculate=speculate, on_progress=on_progress
-                    )
-                )
-
-            for index in range(1, len(engines)):
-                decode(index, speculate=False)
-            contenders = {i: functools.partial(decode, i) for i in range(len(engines))}
-            turns = take_turns(contenders, self.repeats)
-
-        tokens = [[[done.token_ids for done in run] for run in each] for each in outputs]
-        runs = []
-        for index, (engine, own) in enumerate(zip(engines, tokens, strict=True)):
-            acceptance = Acceptance.total([done.acceptance for done in outputs[index][-1]])
-            runs.append(
-                {
-                    "drafter": engine.drafter.name if engine.drafter else "none",
-                    "label": _label(engine),
-                    "batch_size": batch_size,
-                    "engine": engine.describe(),
-                    "num_prompts": len(chosen),
-                    "num_tokens": acceptance.num_emitted_tokens,
-                    "tokens_per_s": acceptance.num_emitted_tokens / turns.median_s(index),
-                    "speedup_vs_plain": turns.speedup(index, over=0),
-                    "rounds": acceptance.num_rounds,
-                    "emitted_per_round": acceptance.emitted_per_round,
-                    "per_position_acceptance": list(acceptance.per_position),
-                    "equal_to_plain": all(each == own[0] for each in own),
-                    "num_equal_to_window_1": sum(map(operator.eq, own[-1], tokens[0][0])),
-                    "compile_s": compile_s[index],
-                    "run_s": turns.seconds[index],
-                }
-            )
-        return runs, outputs[1][-1]
+def run_of(comparison: DrafterComparison, own: Candidate) -> dict[str, Any]:
+    """The figures of one drafter, or of plain decoding, at one batch size."""
+    total = own.acceptance
+    tokens_per_s = total.num_emitted_tokens / statistics.median(own.run_s)
+    return {
+        "drafter": own.engine["drafter"],
+        "label": own.label,
+        "batch_size": own.engine["batch_size"],
+        "engine": own.engine,
+        "num_prompts": len(own.completions),
+        "num_tokens": total.num_emitted_tokens,
+        "tokens_per_s": tokens_per_s,
+        "speedup_vs_plain": float(np.median(comparison.speedups(own.label))),
+        "rounds": total.num_rounds,
+        "emitted_per_round": total.emitted_per_round,
+        "per_position_acceptance": list(total.per_position),
+        "equal_to_plain": not own.num_unequal_to_plain,
+        "num_equal_to_window_1": own.divergences.num_equal,
+        "compile_s": own.compile_s,
+        "run_s": list(own.run_s),
+    }
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
@@ -265,9 +225,7 @@ def remarks(
     drafted = [run for run in runs if run["drafter"] != "none"]
     num_same = sum(run["num_equal_to_window_1"] for run in drafted)
     num_outputs = sum(run["num_prompts"] for run in drafted)
-    elsewhere = (
-        "" if num_same == num_outputs else "; in the others, near-ties are rounded differently"
-    )
+    elsewhere = "" if num_same == num_outputs else "; in the others, a tie is rounded differently"
     yield (
         f"Speed-ups are over window-1 plain decoding, prefill included. It is a different program "
         f"from the drafters' window of {verify_length}; its outputs equal theirs in {num_same} of "
@@ -280,12 +238,6 @@ def remarks(
             "pays at small batches and hardly at large ones.",
             "dim",
         )
-
-
-def _label(engine: Engine) -> str:
-    if isinstance(engine.drafter, DraftModel):
-        return "draft model"
-    return "n-gram" if engine.drafter else "plain"
 
 
 def _millions(model: LanguageModel) -> str:

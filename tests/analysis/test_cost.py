@@ -67,11 +67,7 @@ def test_a_pass_is_bound_by_bytes_at_small_batches_and_by_products_at_large_ones
 
 
 def test_a_fit_finds_the_constants_that_made_the_times():
-    measured = [
-        (work, DEVICE.pass_s(work))
-        for config in (TARGET, DRAFT)
-        for work in grid(config)
-    ]
+    measured = [(work, DEVICE.pass_s(work)) for config in (TARGET, DRAFT) for work in grid(config)]
     fit = fit_to(measured)
     for name in ("bytes_per_s", "kv_bytes_per_s", "flops_per_s", "step_s"):
         assert getattr(fit.device, name) == pytest.approx(getattr(DEVICE, name), rel=1e-3), name
@@ -97,8 +93,7 @@ def test_noisy_times_are_fitted_to_about_the_noise():
     works = [work for config in (TARGET, DRAFT) for work in grid(config)]
     noise = np.exp(rng.normal(0, 0.1, len(works)))
     measured = [
-        (work, DEVICE.pass_s(work) * factor)
-        for work, factor in zip(works, noise, strict=True)
+        (work, DEVICE.pass_s(work) * factor) for work, factor in zip(works, noise, strict=True)
     ]
     assert np.median(fit_to(measured).held_out_errors) < 0.15
 
