@@ -106,6 +106,15 @@ class Candidate:
         return Acceptance.total([completion.acceptance for completion in self.completions])
 
     @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens over the median run."""
+        return self.acceptance.num_emitted_tokens / float(np.median(self.run_s))
+
+    def speedups(self, over: Candidate) -> np.ndarray:
+        """`[repeats]` float64: another's seconds over this one's, turn by turn."""
+        return np.array(over.run_s) / np.array(self.run_s)
+
+    @property
     def holds(self) -> bool:
         """Whether the outputs are what they must be."""
         found = self.divergences
@@ -160,7 +169,7 @@ class DrafterComparison:
 
     def speedups(self, label: str) -> np.ndarray:
         """`[repeats]` float64: the first candidate's seconds over this one's, turn by turn."""
-        return np.array(self.baseline.run_s) / np.array(self._named(label).run_s)
+        return self._named(label).speedups(self.baseline)
 
     def _named(self, label: str) -> Candidate:
         return next(candidate for candidate in self.candidates if candidate.label == label)
@@ -386,15 +395,41 @@ def compare(
         for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
     }
     each = params_of_prompts(params, len(prompts))
+    candidates = run_candidates(engines, prompts, each, repeats=repeats, tell=tell)
+    # A prompt that asks for n completions is n requests.
+    of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
+    return DrafterComparison(
+        candidates=candidates,
+        categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
+        seed=seed,
+    )
+
+
+def run_candidates(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[Prompt],
+    params: Params | Sequence[Params],
+    *,
+    repeats: int,
+    is_judged: bool = True,
+    tell: Callable[[str], None],
+) -> tuple[Candidate, ...]:
+    """The runs of engines of one target, by label, as `compare` does them.
+
+    Args:
+      is_judged: False compares no outputs: those of a verifier that keeps only the target's
+        distribution are different draws.
+    """
+    target = next(iter(engines.values())).target
     longest = min(engine.longest_prompt for engine in engines.values())
-    requests = make_requests(prompts, each, model, longest=longest)
+    requests = make_requests(prompts, params, target, longest=longest)
     compile_s, plain, warm = {}, {}, {}
     for label, engine in engines.items():
         started_s = time.perf_counter()
         engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
         compile_s[label] = time.perf_counter() - started_s
-        if engine.drafter is not None:
+        if engine.drafter is not None and is_judged:
             tell(f"{label}: the same program, drafts marked invalid")
             plain[label] = [one.token_ids for one in engine.run(requests, speculate=False)]
 
@@ -423,7 +458,8 @@ def compare(
     drawn_by = [request.params for request in requests]
     candidates = []
     for label, engine in engines.items():
-        found = judge_all(model, outputs[label][-1], expected, drawn_by)
+        among = None if is_judged else ()
+        found = judge_all(target, outputs[label][-1], expected, drawn_by, among=among)
         num_unequal = None
         if label in plain:
             tokens = [[one.token_ids for one in run] for run in outputs[label]]
@@ -443,13 +479,7 @@ def compare(
                 warm=warm.get(label),
             )
         )
-    # A prompt that asks for n completions is n requests.
-    of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
-    return DrafterComparison(
-        candidates=tuple(candidates),
-        categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
-        seed=seed,
-    )
+    return tuple(candidates)
 
 
 def _check(

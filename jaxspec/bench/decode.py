@@ -8,13 +8,15 @@ with the window-1 loop (equal, or a proven tie within rounding).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from jaxspec.analysis import cost
+from jaxspec.analysis.compare import run_candidates
 from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
 from jaxspec.bench.measure import ROUND, Bench, Dtype, Say
@@ -30,9 +32,8 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import devices
-from jaxspec.runtime.turns import take_turns, time_loops
+from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static, make_scheduler
-from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import make_verifier
 
 PLAIN = "plain"
@@ -202,53 +203,51 @@ class DecodeBench:
             ),
         }
 
-    def say_turn(self, batch_size: int) -> Callable[[str, int], None]:
-        """What says whose turn it is, for `take_turns`."""
-        repeats = self.options.repeats
-        return lambda name, turn: self.say(f"batch {batch_size}, {name}: run {turn} of {repeats}")
-
     def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
         """Plain decoding, every draft length, and those that choose theirs, at one batch size."""
         engines = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
-        compile_s, references = {}, {}
-        for name, engine in engines.items():
-            self.say(f"batch {batch_size}, {name}: compiling")
-            compile_s[name] = measure.seconds_to_compile(engine)
-            # Plain decoding in the engine's own program, which also warms up.
-            references[name] = engine.generate(self.prompts, self.params, speculate=False)
-
-        def decode(engine: Engine) -> tuple[list[Completion], int]:
-            first_round = int(engine.executor.state.num_rounds)
-            outputs = engine.generate(self.prompts, self.params)
-            return list(outputs), int(engine.executor.state.num_rounds) - first_round
-
-        turns = take_turns(
-            {name: functools.partial(decode, engine) for name, engine in engines.items()},
-            self.options.repeats,
-            on_turn=self.say_turn(batch_size),
+        # Verifiers that keep only the target's distribution draw other tokens when they sample:
+        # nothing to compare.
+        verifier = make_verifier(self.options.verifier)
+        keeps_tokens = verifier.is_lossless and not self.options.temperature
+        is_judged = verifier.is_coupled or keeps_tokens
+        candidates = run_candidates(
+            engines,
+            self.prompts,
+            self.params,
+            repeats=self.options.repeats,
+            is_judged=is_judged,
+            tell=lambda stage: self.say(f"batch {batch_size}, {stage}"),
         )
-        runs = []
-        for name, engine in engines.items():
-            outputs, num_rounds = turns.results[name]
-            total = Acceptance.total([done.acceptance for done in outputs])
+        plain, runs = candidates[0], []
+        for own, (name, engine) in zip(candidates, engines.items(), strict=True):
+            total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
+            # Rows that are aligned, or scored in several widths, round otherwise: ties only.
+            is_one_program = (
+                self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
+            )
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
                 "batch_size": batch_size,
                 "draft_length": length,
                 "verify_length": engine.shape.verify_length,
                 "exactness": engine.exactness,
-                "promise": engine.describe()["promise"],
-                "tokens_per_s": total.num_emitted_tokens / turns.median_s(name),
-                "plain_tokens_per_s": total.num_emitted_tokens / turns.median_s(PLAIN),
-                "speedup_vs_plain": turns.speedup(name, over=PLAIN),
+                "promise": own.engine["promise"],
+                "tokens_per_s": own.tokens_per_s,
+                "plain_tokens_per_s": plain.tokens_per_s,
+                "speedup_vs_plain": float(np.median(own.speedups(plain))),
                 "num_tokens": total.num_emitted_tokens,
-                "loop_rounds": num_rounds,
+                "loop_rounds": int(engine.executor.state.num_rounds),
                 "emitted_per_round": total.emitted_per_round,
                 "per_position_acceptance": list(total.per_position),
-                **self._agreement(engine, outputs, references[name], turns.results[PLAIN][0]),
-                "compile_s": compile_s[name],
-                "run_s": turns.seconds[name],
+                "equal_to_plain": (
+                    not own.num_unequal_to_plain if is_judged and is_one_program else None
+                ),
+                "num_equal_to_window_1": found.num_equal if is_judged else None,
+                "num_not_ties": len(found.differing) - found.count(Finding.TIE),
+                "compile_s": own.compile_s,
+                "run_s": list(own.run_s),
             }
             if length == "auto":
                 run["verify_lengths"] = list(engine.executor.verify_lengths)
@@ -261,34 +260,6 @@ class DecodeBench:
                 run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
             runs.append(run)
         return runs
-
-    def _agreement(
-        self,
-        engine: Engine,
-        outputs: Sequence[Completion],
-        references: Sequence[Completion],
-        window_1: Sequence[Completion],
-    ) -> dict[str, Any]:
-        """How outputs agree with plain decoding in the same program and in the window-1 loop.
-
-        Verifiers that keep only the target's distribution draw other tokens when they sample:
-        nothing to compare.
-        """
-        verifier = make_verifier(self.options.verifier)
-        if not verifier.is_coupled and (not verifier.is_lossless or self.options.temperature):
-            return {"equal_to_plain": None, "num_equal_to_window_1": None, "num_not_ties": 0}
-        # Rows that are aligned, or scored in several widths, round otherwise: ties only.
-        is_one_program = (
-            self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
-        )
-        same = [done.token_ids for done in outputs] == [done.token_ids for done in references]
-        expected = [done.token_ids for done in window_1]
-        num_equal, num_not_ties = agreement(self.target, outputs, expected)
-        return {
-            "equal_to_plain": same if is_one_program else None,
-            "num_equal_to_window_1": num_equal,
-            "num_not_ties": num_not_ties,
-        }
 
     def _stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
         """Milliseconds of a round and of its stages on a state in mid-decode, and memory.

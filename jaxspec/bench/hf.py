@@ -150,7 +150,7 @@ def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, 
         },
         bench.options.repeats,
         num_warm_ups=1,
-        on_turn=bench.say_turn(batch_size),
+        on_turn=lambda name, turn: bench.say(f"batch {batch_size}, {name}: run {turn}"),
     )
     num_tokens = len(bench.prompts) * max_tokens
     found = []

@@ -120,9 +120,7 @@ def tables(comparison: DrafterComparison) -> list[TextTable]:
     and drafter; the paired differences of every two drafters. Means over prompts and intervals."""
     candidates: Columns = {
         "drafter": "{label}",
-        "tokens/s": lambda one: (
-            f"{one.acceptance.num_emitted_tokens / float(np.median(one.run_s)):.0f}"
-        ),
+        "tokens/s": lambda one: f"{one.tokens_per_s:.0f}",
         "speed-up": lambda one: f"{np.median(comparison.speedups(one.label)):.2f}x",
         "(range)": lambda one: "{:.2f}-{:.2f}".format(
             *np.quantile(comparison.speedups(one.label), (0, 1))

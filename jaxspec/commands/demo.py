@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -130,7 +129,6 @@ class DemoCommand(JsonOption):
 def run_of(comparison: DrafterComparison, own: Candidate) -> dict[str, Any]:
     """The figures of one drafter, or of plain decoding, at one batch size."""
     total = own.acceptance
-    tokens_per_s = total.num_emitted_tokens / statistics.median(own.run_s)
     return {
         "drafter": own.engine["drafter"],
         "label": own.label,
@@ -138,7 +136,7 @@ def run_of(comparison: DrafterComparison, own: Candidate) -> dict[str, Any]:
         "engine": own.engine,
         "num_prompts": len(own.completions),
         "num_tokens": total.num_emitted_tokens,
-        "tokens_per_s": tokens_per_s,
+        "tokens_per_s": own.tokens_per_s,
         "speedup_vs_plain": float(np.median(comparison.speedups(own.label))),
         "rounds": total.num_rounds,
         "emitted_per_round": total.emitted_per_round,

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer
-from jaxspec.bench.measure import PairBench, load_prompts, seconds_to_compile
+from jaxspec.bench.measure import PairBench, load_prompts
 from jaxspec.cache.layouts import LAYOUTS, Layout
 from jaxspec.checkpoint.format import is_converted, read_manifest
 from jaxspec.checkpoint.resolve import cached_models, load_model
@@ -248,7 +248,8 @@ class Workload:
             prefill_chunk=64 if self.options.quick else 128,
             **settings,
         )
-        seconds_to_compile(engine)
+        engine.warm_up()
+        engine.generate([[0, 0]], SamplingParams(max_tokens=2))
         return engine
 
     def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
