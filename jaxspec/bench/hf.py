@@ -130,6 +130,7 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
 
 def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, Any]]:
     max_tokens, lengths = bench.options.max_tokens, bench.options.draft_lengths
+    repeats = bench.options.repeats
     ours = {name: bench.engine(batch_size, **each) for name, each in bench.settings.items()}
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
@@ -148,9 +149,11 @@ def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, 
             name: functools.partial(engine.generate, bench.prompts, bench.params)
             for name, engine in ours.items()
         },
-        bench.options.repeats,
+        repeats,
         num_warm_ups=1,
-        on_turn=lambda name, turn: bench.say(f"batch {batch_size}, {name}: run {turn}"),
+        on_turn=lambda name, turn: bench.say(
+            f"batch {batch_size}, {name}: run {turn} of {repeats}"
+        ),
     )
     num_tokens = len(bench.prompts) * max_tokens
     found = []
