@@ -118,13 +118,15 @@ def category_of(line: PromptLine) -> str:
 def tables(comparison: DrafterComparison) -> list[TextTable]:
     """One drafter a line; where there are several categories, emitted tokens per round by category
     and drafter; the paired differences of every two drafters. Means over prompts and intervals."""
+
+    def range_of(ratios: np.ndarray) -> str:
+        return f"{ratios.min():.2f}-{ratios.max():.2f}"
+
     candidates: Columns = {
         "drafter": "{label}",
         "tokens/s": lambda one: f"{one.tokens_per_s:.0f}",
         "speed-up": lambda one: f"{np.median(comparison.speedups(one.label)):.2f}x",
-        "(range)": lambda one: "{:.2f}-{:.2f}".format(
-            *np.quantile(comparison.speedups(one.label), (0, 1))
-        ),
+        "(range)": lambda one: range_of(comparison.speedups(one.label)),
         "rounds": lambda one: one.acceptance.num_rounds,
         "emitted\n/round": lambda one: f"{one.acceptance.emitted_per_round:.2f}",
         "accepted at\n1, 2, ... (%)": lambda one: " ".join(
