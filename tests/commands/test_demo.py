@@ -103,7 +103,10 @@ class ScriptedEngine:
     max_length: int
     prefill_chunk: int
     is_wrong = False
-    longest_prompt = 200
+
+    @property
+    def longest_prompt(self):
+        return self.max_length
 
     @property
     def shape(self):
