@@ -9,17 +9,12 @@ from typing import Any
 
 import numpy as np
 import tyro
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from jaxspec.analysis.compare import (
-    CONFIDENCE,
-    METRICS,
-    Candidate,
-    DrafterComparison,
-    Interval,
-    compare,
-)
-from jaxspec.audit.judge import Finding
+from jaxspec.analysis.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
+from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
     EngineOptions,
@@ -34,7 +29,7 @@ from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.report import Columns, TextTable, save_figure
+from jaxspec.runtime.report import save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
 
@@ -94,7 +89,11 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 seed=self.seed,
                 on_stage=status.update,
             )
-        for table in tables(comparison):
+        for table in (
+            candidates_table(comparison),
+            *([categories_table(comparison)] if len(comparison.category_names) > 1 else []),
+            differences_table(comparison),
+        ):
             console.print(table)
         for text, style in remarks(comparison):
             console.print(text, style=style, highlight=False)
@@ -115,49 +114,46 @@ def category_of(line: PromptLine) -> str:
     return str(next((line.fields[name] for name in CATEGORY_FIELDS if name in line.fields), "all"))
 
 
-def tables(comparison: DrafterComparison) -> list[TextTable]:
-    """One drafter a line; where there are several categories, emitted tokens per round by category
-    and drafter; the paired differences of every two drafters. Means over prompts and intervals."""
-
-    def range_of(ratios: np.ndarray) -> str:
-        return f"{ratios.min():.2f}-{ratios.max():.2f}"
-
-    candidates: Columns = {
-        "drafter": "{label}",
-        "tokens/s": lambda one: f"{one.tokens_per_s:.0f}",
-        "speed-up": lambda one: f"{np.median(comparison.speedups(one.label)):.2f}x",
-        "(range)": lambda one: range_of(comparison.speedups(one.label)),
-        "rounds": lambda one: one.acceptance.num_rounds,
-        "emitted\n/round": lambda one: f"{one.acceptance.emitted_per_round:.2f}",
-        "accepted at\n1, 2, ... (%)": lambda one: " ".join(
-            f"{100 * share:.0f}" for share in one.acceptance.per_position
-        ),
-        "equal": _equality,
-    }
-    labels = [candidate.label for candidate in comparison.candidates]
-    by_category = [
-        (category, label, comparison.values("emitted per round", label, category))
-        for category in (*comparison.category_names, None)
-        for label in labels
-    ]
-    categories: Columns = {
-        "category (prompts)": lambda row: (
-            f"{row[0] or 'all'} ({row[2].num_prompts})" if row[1] == labels[0] else ""
-        ),
-        "emitted per round": lambda row: _interval(row[2]),
-        "drafter": lambda row: row[1],
-    }
-    differences: Columns = {"on the same prompt": " - ".join} | {
-        f"difference in\n{metric}": lambda pair, metric=metric: _interval(
-            comparison.difference(metric, *pair), signed=True
+def candidates_table(comparison: DrafterComparison) -> Table:
+    """One drafter a line."""
+    table = _table("drafter", "tokens/s", "speed-up\n(range)", "rounds", "emitted\n/round")
+    table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
+    for candidate in comparison.candidates:
+        total = candidate.acceptance
+        ratios = comparison.speedups(candidate.label)
+        table.add_row(
+            candidate.label,
+            f"{candidate.tokens_per_s:.0f}",
+            f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})",
+            str(total.num_rounds),
+            f"{total.emitted_per_round:.2f}",
+            " ".join(f"{100 * share:.0f}" for share in total.per_position),
+            _equality(candidate.divergences, holds=candidate.holds),
         )
-        for metric in METRICS
-    }
-    of = TextTable.of_columns
-    found = [of("", candidates, comparison.candidates)]
-    if len(comparison.category_names) > 1:
-        found.append(of("", categories, by_category, group=lambda row: row[0]))
-    return [*found, of("", differences, comparison.pairs())]
+    return table
+
+
+def categories_table(comparison: DrafterComparison) -> Table:
+    """Emitted tokens per round by category and drafter: mean over prompts and interval."""
+    table = _table("category (prompts)", "emitted per round")
+    table.add_column("drafter", overflow="fold")
+    for category in (*comparison.category_names, None):
+        for index, candidate in enumerate(comparison.candidates):
+            found = comparison.values("emitted per round", candidate.label, category)
+            name = "" if index else f"{category or 'all'} ({found.num_prompts})"
+            table.add_row(name, _interval(found), candidate.label)
+        table.add_section()
+    return table
+
+
+def differences_table(comparison: DrafterComparison) -> Table:
+    """Paired differences of every two drafters."""
+    table = _table("on the same prompt", *(f"difference in\n{metric}" for metric in METRICS))
+    for label, other in comparison.pairs():
+        found = [comparison.difference(metric, label, other) for metric in METRICS]
+        table.add_row(f"{label} - {other}", *(_interval(one, signed=True) for one in found))
+    return table
 
 
 def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
@@ -196,6 +192,14 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
     ]
 
 
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def _interval(interval: Interval, *, signed: bool = False) -> str:
     sign = "+" if signed else ""
     if np.isnan(interval.low):
@@ -203,8 +207,8 @@ def _interval(interval: Interval, *, signed: bool = False) -> str:
     return f"{interval.mean:{sign}.2f} ({interval.low:{sign}.2f}, {interval.high:{sign}.2f})"
 
 
-def _equality(candidate: Candidate) -> str:
-    if not candidate.holds:
+def _equality(divergences: Divergences, *, holds: bool) -> str:
+    if not holds:
         return "NO"
-    num_ties = candidate.divergences.count(Finding.TIE)
+    num_ties = divergences.count(Finding.TIE)
     return f"{num_ties} ties" if num_ties else "yes"
