@@ -76,11 +76,12 @@ class Candidate:
     Attributes:
       label: as it was given.
       engine: `Engine.describe()`.
-      completions: one per request, in order.
+      completions: one per request, in order; of the last timed run.
       run_s: seconds of each timed run over all requests, prompts read included.
       compile_s: seconds before the first run.
-      num_unequal_to_plain: outputs that differ from the same program with every draft marked
-        invalid; None for plain decoding itself, which is that program's window-1 counterpart.
+      num_unequal_to_plain: outputs that in any run differ from the same program with every draft
+        marked invalid; None for plain decoding itself, which is that program's window-1
+        counterpart.
       divergences: from the first candidate's outputs, by index of the request.
       must_be_equal: whether not even a tie may make them differ from the first candidate's: both
         verify windows of one length, and the start-up probe found that bits do not depend on
@@ -103,6 +104,15 @@ class Candidate:
     def acceptance(self) -> Acceptance:
         """Totals over all requests."""
         return Acceptance.total([completion.acceptance for completion in self.completions])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Emitted tokens over the median run."""
+        return self.acceptance.num_emitted_tokens / float(np.median(self.run_s))
+
+    def speedups(self, over: Candidate) -> np.ndarray:
+        """`[repeats]` float64: another's seconds over this one's, turn by turn."""
+        return np.array(over.run_s) / np.array(self.run_s)
 
     @property
     def holds(self) -> bool:
@@ -159,7 +169,7 @@ class DrafterComparison:
 
     def speedups(self, label: str) -> np.ndarray:
         """`[repeats]` float64: the first candidate's seconds over this one's, turn by turn."""
-        return np.array(self.baseline.run_s) / np.array(self._named(label).run_s)
+        return self._named(label).speedups(self.baseline)
 
     def _named(self, label: str) -> Candidate:
         return next(candidate for candidate in self.candidates if candidate.label == label)
@@ -315,6 +325,7 @@ def compare(
     verify_length: int | None = None,
     batch_size: int = 8,
     max_length: int = 1024,
+    prefill_chunk: int = 128,
     repeats: int = 5,
     seed: int = 0,
     on_stage: Callable[[str], None] | None = None,
@@ -342,6 +353,7 @@ def compare(
       verify_length: tokens scored per round by all that draft; default `draft_length + 1`.
       batch_size: prompts decoded together.
       max_length: slots per row for prompt and output.
+      prefill_chunk: prompt tokens read per call.
       repeats: timed runs of each; candidates take turns.
       seed: of the bootstrap.
       on_stage: called with the name of each stage as it begins.
@@ -378,43 +390,63 @@ def compare(
             verify_length=verify_length if drafter is not None else None,
             batch_size=min(batch_size, len(prompts)),
             max_length=max_length,
+            prefill_chunk=prefill_chunk,
         )
         for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
     }
     each = params_of_prompts(params, len(prompts))
-    requests = make_requests(
-        prompts,
-        each,
-        model,
-        longest=min(engine.longest_prompt for engine in engines.values()),
+    candidates = run_candidates(engines, prompts, each, repeats=repeats, tell=tell)
+    # A prompt that asks for n completions is n requests.
+    of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
+    return DrafterComparison(
+        candidates=candidates,
+        categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
+        seed=seed,
     )
-    compile_s = {}
+
+
+def run_candidates(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[Prompt],
+    params: Params | Sequence[Params],
+    *,
+    repeats: int,
+    is_judged: bool = True,
+    tell: Callable[[str], None],
+) -> tuple[Candidate, ...]:
+    """The runs of engines of one target, by label, as `compare` does them.
+
+    Args:
+      is_judged: False compares no outputs: those of a verifier that keeps only the target's
+        distribution are different draws.
+    """
+    target = next(iter(engines.values())).target
+    longest = min(engine.longest_prompt for engine in engines.values())
+    requests = make_requests(prompts, params, target, longest=longest)
+    compile_s, plain, warm = {}, {}, {}
     for label, engine in engines.items():
         started_s = time.perf_counter()
         engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
         compile_s[label] = time.perf_counter() - started_s
-    plain = {}
-    for label, engine in engines.items():
-        if engine.drafter is not None:
+        if engine.drafter is not None and is_judged:
             tell(f"{label}: the same program, drafts marked invalid")
-            plain[label] = list(engine.run(requests, speculate=False))
+            plain[label] = [one.token_ids for one in engine.run(requests, speculate=False)]
 
     def empty(label: str) -> None:
         engines[label].reset()
         jax.block_until_ready(engines[label].executor.state)
 
+    outputs: dict[str, list[list[Completion]]] = {label: [] for label in engines}
     turns = take_turns(
         {
-            label: lambda engine=engine: list(engine.run(requests))
+            label: lambda own=outputs[label], engine=engine: own.append(list(engine.run(requests)))
             for label, engine in engines.items()
         },
         repeats,
         prepare=empty,
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
-    outputs = turns.results
-    warm = {}
     for label, engine in engines.items():
         if engine.executor.loop.drafter.shares_state:
             tell(f"{label}: with what it has learned")
@@ -422,20 +454,21 @@ def compare(
 
     tell("judging outputs")
     first = next(iter(engines))
-    expected = [completion.token_ids for completion in outputs[first]]
+    expected = [one.token_ids for one in outputs[first][-1]]
     drawn_by = [request.params for request in requests]
     candidates = []
     for label, engine in engines.items():
-        found = judge_all(model, outputs[label], expected, drawn_by)
+        among = None if is_judged else ()
+        found = judge_all(target, outputs[label][-1], expected, drawn_by, among=among)
         num_unequal = None
         if label in plain:
-            pairs = zip(outputs[label], plain[label], strict=True)
-            num_unequal = sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
+            tokens = [[one.token_ids for one in run] for run in outputs[label]]
+            num_unequal = sum(len(set(ids)) > 1 for ids in zip(plain[label], *tokens, strict=True))
         candidates.append(
             Candidate(
                 label=label,
                 engine=engine.describe(),
-                completions=tuple(outputs[label]),
+                completions=tuple(outputs[label][-1]),
                 run_s=tuple(turns.seconds[label]),
                 compile_s=compile_s[label],
                 num_unequal_to_plain=num_unequal,
@@ -446,13 +479,7 @@ def compare(
                 warm=warm.get(label),
             )
         )
-    # A prompt that asks for n completions is n requests.
-    of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
-    return DrafterComparison(
-        candidates=tuple(candidates),
-        categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
-        seed=seed,
-    )
+    return tuple(candidates)
 
 
 def _check(

@@ -25,10 +25,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from scipy import optimize, special
+from scipy import optimize
 
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
@@ -122,6 +122,19 @@ class Pass:
             (head_bytes, 2.0 * self.head_params * num_tokens),
             (self.kv_bytes, attention_flops * c.num_layers),
         )
+
+
+class Timed(Protocol):
+    """A device, or a bound of one: what says how long passes take."""
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round besides its passes."""
+        ...
+
+    def pass_s(self, work: Pass, /) -> float:
+        """Seconds of a pass."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,14 +237,6 @@ def ceiling(device: Device) -> Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A forward pass and the seconds it took."""
-
-    work: Pass
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
     """A device fitted to measurements.
 
@@ -259,7 +264,7 @@ class Fit:
 
 
 def fit_device(
-    measured: Sequence[Measured],
+    measured: Sequence[tuple[Pass, float]],
     *,
     name: str,
     source: str,
@@ -273,7 +278,8 @@ def fit_device(
     kind of work that the measurements say nothing about gets the ceiling instead of infinity.
 
     Args:
-      measured: at least 6 passes; several batches, windows and contexts tell the constants apart.
+      measured: at least 6 passes and the seconds that each took; several batches, windows and
+        contexts tell the constants apart.
       name: of the device.
       source: of the measurements, in words.
       most_bytes_per_s: measured ceiling of the bandwidth.
@@ -292,7 +298,7 @@ def fit_device(
     fitted, held_out = ([point for point, out in pairs if out == which] for which in (False, True))
     # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a least value, and a
     # step takes at most what the quickest pass leaves for each of its own.
-    quickest = min(p.seconds / p.work.num_steps for p in fitted)
+    quickest = min(seconds / work.num_steps for work, seconds in fitted)
     lowest = np.log([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 1e-9])
     highest = np.append(lowest[:3] + np.log(1e4), max(np.log(quickest), lowest[3] + 1))
 
@@ -308,8 +314,8 @@ def fit_device(
             source=source,
         )
 
-    def errors(device: Device, points: Sequence[Measured]) -> np.ndarray:
-        return np.array([device.pass_s(p.work) / p.seconds - 1 for p in points])
+    def errors(device: Device, points: Sequence[tuple[Pass, float]]) -> np.ndarray:
+        return np.array([device.pass_s(work) / seconds - 1 for work, seconds in points])
 
     # A sum of maxima has kinks, where a search may end: several starts, each rate below its ceiling
     # by one of these factors, each with expensive and with cheap steps.
@@ -335,8 +341,8 @@ def fit_device(
 
 def is_held_out(num_points: int) -> list[bool]:
     """Which of so many measurements a fit leaves out: a third, drawn without regard to order."""
-    chosen = np.random.default_rng(0).permutation(num_points)[: num_points // 3]
-    return [index in set(chosen.tolist()) for index in range(num_points)]
+    drawn = np.random.default_rng(0).permutation(num_points)
+    return np.isin(np.arange(num_points), drawn[: num_points // 3]).tolist()
 
 
 def geometric(acceptance: float, draft_length: int) -> tuple[float, ...]:
@@ -371,9 +377,9 @@ class Pair:
     """
 
     target: ModelConfig
-    target_device: Device
+    target_device: Timed
     draft: ModelConfig | None
-    draft_device: Device
+    draft_device: Timed
     itemsize: int = 2
     block: int | None = None
     drafter_s: float = 0.0
@@ -468,8 +474,8 @@ def closed_form_speed_up(acceptance: float, draft_length: int, cost_ratio: float
 def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
     """The draft length that maximises `closed_form_speed_up`; 0 where none gains.
 
-    With x = -ln a, its derivative vanishes at N = (-1 - W(-exp(-1 - x (1 / c - 1)))) / x - 1 / c on
-    the lower branch of Lambert's W; the better of the whole numbers around it is taken.
+    One more token gains while what it emits, a^(N+1), is to what N tokens emit as what it costs, c,
+    is to what they cost. It gains ever less, so the first that does not gain ends the search.
 
     Args:
       acceptance: a, in [0, 1).
@@ -483,15 +489,7 @@ def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
             f"An acceptance of {acceptance:g} and a cost ratio of {cost_ratio:g} were given; the "
             "first must be from 0 up to, not including, 1, and the second above 0."
         )
-    # A draft of one token gains a against c; longer ones do not gain where it does not.
-    if acceptance <= cost_ratio:
-        return 0
-    x = -math.log(acceptance)
-    # W(-exp(-y)) for y so large that exp underflows: its expansion -y - ln y.
-    y = 1 + x * (1 / cost_ratio - 1)
-    w = special.lambertw(-math.exp(-y), -1).real if y < 700 else -y - math.log(y)
-    peak = (-1 - w) / x - 1 / cost_ratio
-    around = {max(1, math.floor(peak)), max(1, math.ceil(peak))}
-    return max(
-        sorted(around), key=lambda length: closed_form_speed_up(acceptance, length, cost_ratio)
-    )
+    length, emitted, more = 0, 1.0, acceptance
+    while more * (length * cost_ratio + 1.0) > emitted * cost_ratio:
+        length, emitted, more = length + 1, emitted + more, more * acceptance
+    return length

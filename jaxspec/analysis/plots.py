@@ -161,17 +161,8 @@ def _by_position_and_group(axes: Any, frame: pandas.DataFrame, by: str, name: st
 
 def _draw_shares(axes: Any, at: Any, share: Any, error: Any, label: str, **style: Any) -> None:
     """Shares with whiskers that end at 0 and 1."""
-    ends = np.array([np.minimum(error, share), np.minimum(error, 1 - share)])
-    axes.errorbar(
-        at,
-        share,
-        yerr=np.nan_to_num(ends),
-        marker="o",
-        markersize=4,
-        capsize=3,
-        label=label,
-        **style,
-    )
+    ends = np.nan_to_num([np.minimum(error, share), np.minimum(error, 1 - share)])
+    axes.errorbar(at, share, yerr=ends, fmt="o-", markersize=4, capsize=3, label=label, **style)
 
 
 def _by_context(axes: Any, frame: pandas.DataFrame) -> None:
@@ -180,9 +171,8 @@ def _by_context(axes: Any, frame: pandas.DataFrame) -> None:
     edges = np.unique(np.quantile(frame.context_length, np.linspace(0, 1, num_bins + 1)))
     index = np.clip(np.searchsorted(edges, frame.context_length, side="right") - 1, 0, None)
     bins = np.minimum(index, max(len(edges) - 2, 0))
-    means, errors = _emitted(frame, bins)
-    centres = frame.groupby(bins).context_length.mean()
-    axes.errorbar(centres, means, yerr=errors, marker="o", capsize=3, color=BLUE)
+    found, centres = _emitted(frame, bins), frame.groupby(bins).context_length.mean()
+    axes.errorbar(centres, found["mean"], yerr=found.error, marker="o", capsize=3, color=BLUE)
     axes.set(
         xlabel="context length (tokens)",
         ylabel="emitted tokens per round",
@@ -192,18 +182,11 @@ def _by_context(axes: Any, frame: pandas.DataFrame) -> None:
 
 
 def _by_group(axes: Any, frame: pandas.DataFrame, by: str) -> None:
-    means, errors = _emitted(frame, by)
-    order = np.argsort(means.to_numpy())
-    axes.barh(
-        [str(means.index[n]) for n in order],
-        means.to_numpy()[order],
-        xerr=errors.to_numpy()[order],
-        color=BLUE,
-        ecolor=GREY,
-        capsize=3,
-    )
-    for place, n in enumerate(order):
-        axes.text(0.05, place, f"{means.iloc[n]:.2f}", va="center", color="white", fontsize=9)
+    found = _emitted(frame, by).sort_values("mean")
+    names = list(found.index.astype(str))
+    axes.barh(names, found["mean"], xerr=found.error, color=BLUE, ecolor=GREY, capsize=3)
+    for place, mean in enumerate(found["mean"]):
+        axes.text(0.05, place, f"{mean:.2f}", va="center", color="white", fontsize=9)
     axes.set(xlabel="emitted tokens per round", title=f"By {by}")
     axes.grid(visible=False)
     axes.grid(axis="x", alpha=0.25)
@@ -223,16 +206,8 @@ def _distribution(axes: Any, frame: pandas.DataFrame) -> None:
     counts = frame.emitted.value_counts(normalize=True).sort_index()
     axes.bar(counts.index, counts, color=BLUE, width=0.8)
     mean = frame.emitted.mean()
-    axes.axvline(mean, color=ORANGE, linewidth=1.5)
-    axes.annotate(
-        f"mean {mean:.2f}",
-        (mean, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -4),
-        textcoords="offset points",
-        va="top",
-        color=ORANGE,
-    )
+    axes.axvline(mean, color=ORANGE, linewidth=1.5, label=f"mean {mean:.2f}")
+    axes.legend(frameon=False, labelcolor=ORANGE)
     axes.set(
         xlabel="emitted tokens per round",
         ylabel="share of rounds",
@@ -241,13 +216,12 @@ def _distribution(axes: Any, frame: pandas.DataFrame) -> None:
     axes.set_xticks(range(1, int(frame.emitted.max()) + 1))
 
 
-def _emitted(frame: pandas.DataFrame, by: Any) -> tuple[Any, Any]:
-    """Means of emitted tokens per round by group, in the order of their first rounds, and half
-    their intervals; 0 where there is none."""
+def _emitted(frame: pandas.DataFrame, by: Any) -> pandas.DataFrame:
+    """The `mean` of emitted tokens per round by group, in the order of their first rounds, and
+    half its interval, `error`; 0 where there is none."""
     pd = import_extra("pandas", "frames")
     found = {
         name: clustered_mean(own.emitted, own.request_id)
         for name, own in frame.groupby(by, sort=not isinstance(by, str))
     }
-    table = pd.DataFrame.from_dict(found, orient="index", columns=["mean", "error"])
-    return table["mean"], table.error.fillna(0)
+    return pd.DataFrame.from_dict(found, orient="index", columns=["mean", "error"]).fillna(0)

@@ -8,17 +8,19 @@ with the window-1 loop (equal, or a proven tie within rounding).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from jaxspec.analysis import cost
+from jaxspec.analysis.compare import run_candidates
 from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
 from jaxspec.bench.measure import ROUND, Bench, Dtype, Say
-from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, round_roofline_s
+from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
 from jaxspec.decode.settings import DraftLength, Exactness
@@ -30,9 +32,8 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import devices
-from jaxspec.runtime.turns import take_turns, time_loops
+from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static, make_scheduler
-from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import make_verifier
 
 PLAIN = "plain"
@@ -130,9 +131,8 @@ class DecodeBench:
     def models(self) -> dict[str, LanguageModel]:
         """The `target`, and the `draft` model if the drafter is one of the package's own."""
         draft = self.drafter.model if isinstance(self.drafter, DraftModel) else None
-        return {"target": self.target} | (
-            {"draft": draft} if isinstance(draft, LanguageModel) else {}
-        )
+        has_draft = isinstance(draft, LanguageModel)
+        return {"target": self.target} | ({"draft": draft} if has_draft else {})
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -173,11 +173,10 @@ class DecodeBench:
             self.say(f"measuring bandwidth and products at the size of the {name}")
             work = forward_pass(model, batch=1, window=1, context=1)
             ceilings[name] = measure_ceilings(work.weight_bytes, model.dtype)
-        runs, adaptive = [], []
-        for batch_size in self.options.batch_sizes:
-            fixed, chosen = self._compare(batch_size, ceilings)
-            runs += fixed
-            adaptive += chosen
+        roofline = pair_of(self.models, ceilings)
+        every = [run for size in self.options.batch_sizes for run in self._compare(size, roofline)]
+        adaptive = [run for run in every if run["draft_length"] == "auto"]
+        runs = [run for run in every if run["draft_length"] != "auto"]
         pair, cost_model = self._cost_model(ceilings, runs)
         plain_ms = {run["batch_size"]: run["round_ms"] for run in runs if not run["draft_length"]}
         for run in runs:
@@ -200,104 +199,67 @@ class DecodeBench:
             "cost_model": cost_model,
             "round_error": {"median": statistics.median(errors), "worst": max(errors)},
             "holds": all(
-                run["equal_to_plain"] is not False and run["num_not_ties"] == 0
-                for run in (*runs, *adaptive)
+                run["equal_to_plain"] is not False and run["num_not_ties"] == 0 for run in every
             ),
         }
 
-    def _compare(
-        self, batch_size: int, ceilings: dict[str, Ceilings]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Plain decoding and every draft length at one batch size; and those that choose theirs."""
+    def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
+        """Plain decoding, every draft length, and those that choose theirs, at one batch size."""
         engines = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
-        compile_s, references = {}, {}
-        for name, engine in engines.items():
-            self.say(f"batch {batch_size}, {name}: compiling")
-            compile_s[name] = measure.seconds_to_compile(engine)
-            # Plain decoding in the engine's own program, which also warms up.
-            references[name] = engine.generate(self.prompts, self.params, speculate=False)
-
-        def decode(engine: Engine) -> tuple[list[Completion], int]:
-            first_round = int(engine.executor.state.num_rounds)
-            outputs = engine.generate(self.prompts, self.params)
-            return list(outputs), int(engine.executor.state.num_rounds) - first_round
-
-        repeats = self.options.repeats
-        turns = take_turns(
-            {name: functools.partial(decode, engine) for name, engine in engines.items()},
-            repeats,
-            on_turn=lambda name, turn: self.say(
-                f"batch {batch_size}, {name}: run {turn} of {repeats}"
-            ),
+        # Verifiers that keep only the target's distribution draw other tokens when they sample:
+        # nothing to compare.
+        verifier = make_verifier(self.options.verifier)
+        keeps_tokens = verifier.is_lossless and not self.options.temperature
+        is_judged = verifier.is_coupled or keeps_tokens
+        candidates = run_candidates(
+            engines,
+            self.prompts,
+            self.params,
+            repeats=self.options.repeats,
+            is_judged=is_judged,
+            tell=lambda stage: self.say(f"batch {batch_size}, {stage}"),
         )
-        runs, adaptive = [], []
-        for name, engine in engines.items():
-            outputs, num_rounds = turns.results[name]
-            total = Acceptance.total([done.acceptance for done in outputs])
+        plain, runs = candidates[0], []
+        for own, (name, engine) in zip(candidates, engines.items(), strict=True):
+            total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
+            # Rows that are aligned, or scored in several widths, round otherwise: ties only.
+            is_one_program = (
+                self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
+            )
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
                 "batch_size": batch_size,
                 "draft_length": length,
                 "verify_length": engine.shape.verify_length,
                 "exactness": engine.exactness,
-                "promise": engine.describe()["promise"],
-                "tokens_per_s": total.num_emitted_tokens / turns.median_s(name),
-                "plain_tokens_per_s": total.num_emitted_tokens / turns.median_s(PLAIN),
-                "speedup_vs_plain": turns.speedup(name, over=PLAIN),
+                "promise": own.engine["promise"],
+                "tokens_per_s": own.tokens_per_s,
+                "plain_tokens_per_s": plain.tokens_per_s,
+                "speedup_vs_plain": float(np.median(own.speedups(plain))),
                 "num_tokens": total.num_emitted_tokens,
-                "loop_rounds": num_rounds,
+                "loop_rounds": int(engine.executor.state.num_rounds),
                 "emitted_per_round": total.emitted_per_round,
                 "per_position_acceptance": list(total.per_position),
-                **self._agreement(engine, outputs, references[name], turns.results[PLAIN][0]),
-                "compile_s": compile_s[name],
-                "run_s": turns.seconds[name],
+                "equal_to_plain": (
+                    not own.num_unequal_to_plain if is_judged and is_one_program else None
+                ),
+                "num_equal_to_window_1": found.num_equal if is_judged else None,
+                "num_not_ties": len(found.differing) - found.count(Finding.TIE),
+                "compile_s": own.compile_s,
+                "run_s": list(own.run_s),
             }
             if length == "auto":
-                chosen = engine.rounds_by_draft_length
-                lengths = list(engine.executor.verify_lengths)
-                adaptive.append(run | {"verify_lengths": lengths, "rounds_by_draft_length": chosen})
-                continue
-            self.say(f"batch {batch_size}, {name}: stages of a round")
-            run |= self._stages(engine, length)
-            run["roofline_ms"] = 1e3 * round_roofline_s(
-                ceilings,
-                self.models,
-                batch=batch_size,
-                draft_length=length,
-                context=self.context,
-            )
-            run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
+                run["verify_lengths"] = list(engine.executor.verify_lengths)
+                run["rounds_by_draft_length"] = engine.rounds_by_draft_length
+            else:
+                self.say(f"batch {batch_size}, {name}: stages of a round")
+                run |= self._stages(engine, length)
+                where = {"batch": batch_size, "context": self.context}
+                run["roofline_ms"] = 1e3 * roofline.round_s(draft_length=length, **where)
+                run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
             runs.append(run)
-        return runs, adaptive
-
-    def _agreement(
-        self,
-        engine: Engine,
-        outputs: Sequence[Completion],
-        references: Sequence[Completion],
-        window_1: Sequence[Completion],
-    ) -> dict[str, Any]:
-        """How outputs agree with plain decoding in the same program and in the window-1 loop.
-
-        Verifiers that keep only the target's distribution draw other tokens when they sample:
-        nothing to compare.
-        """
-        verifier = make_verifier(self.options.verifier)
-        if not verifier.is_coupled and (not verifier.is_lossless or self.options.temperature):
-            return {"equal_to_plain": None, "num_equal_to_window_1": None, "num_not_ties": 0}
-        # Rows that are aligned, or scored in several widths, round otherwise: ties only.
-        is_one_program = (
-            self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
-        )
-        same = [done.token_ids for done in outputs] == [done.token_ids for done in references]
-        expected = [done.token_ids for done in window_1]
-        num_equal, num_not_ties = agreement(self.target, outputs, expected)
-        return {
-            "equal_to_plain": same if is_one_program else None,
-            "num_equal_to_window_1": num_equal,
-            "num_not_ties": num_not_ties,
-        }
+        return runs
 
     def _stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
         """Milliseconds of a round and of its stages on a state in mid-decode, and memory.
@@ -345,10 +307,8 @@ class DecodeBench:
                 repeats=self.options.repeats,
             )
         kinds = " ".join(devices()["kinds"])
-        parts = [run["stages_ms"] for run in runs]
         overheads = [
-            run["round_ms"] - ms["target"] - ms["draft"]
-            for run, ms in zip(runs, parts, strict=True)
+            run["round_ms"] - run["stages_ms"]["target"] - run["stages_ms"]["draft"] for run in runs
         ]
         groups = {"all": [point for points in measured.values() for point in points], **measured}
         fits = {
@@ -362,37 +322,31 @@ class DecodeBench:
             )
             for name, points in groups.items()
         }
-        configs = {name: model.config for name, model in self.models.items()}
-        drafter_ms = [
-            ms["draft"] for run, ms in zip(runs, parts, strict=True) if run["draft_length"]
-        ]
-        pair = cost.Pair(
-            target=configs["target"],
-            target_device=fits["target"].device,
-            draft=configs.get("draft"),
-            draft_device=fits.get("draft", fits["target"]).device,
-            itemsize=self.target.dtype.itemsize,
+        drafter_ms = [run["stages_ms"]["draft"] for run in runs if run["draft_length"]]
+        pair = pair_of(
+            self.models,
+            {name: fits[name].device for name in self.models},
             block=stages.block_read_by(self.target),
-            drafter_s=0.0 if "draft" in configs else statistics.median(drafter_ms) / 1e3,
+            drafter_s=0.0 if "draft" in self.models else statistics.median(drafter_ms) / 1e3,
         )
         return pair, {
-            **{
-                name: configs[name].to_json() if name in configs else None
-                for name in ("target", "draft")
-            },
+            "target": pair.target.to_json(),
+            "draft": pair.draft and pair.draft.to_json(),
             "block": pair.block,
             "fits": {name: fit.to_json() for name, fit in fits.items()},
             "passes": {
                 name: [
                     {
-                        "batch_size": point.work.batch,
-                        "window": point.work.window,
-                        "context": point.work.context,
-                        "ms": 1e3 * point.seconds,
-                        "predicted_ms": 1e3 * fits[name].device.pass_s(point.work),
+                        "batch_size": work.batch,
+                        "window": work.window,
+                        "context": work.context,
+                        "ms": 1e3 * seconds,
+                        "predicted_ms": 1e3 * fits[name].device.pass_s(work),
                         "is_held_out": is_out,
                     }
-                    for point, is_out in zip(points, cost.is_held_out(len(points)), strict=True)
+                    for (work, seconds), is_out in zip(
+                        points, cost.is_held_out(len(points)), strict=True
+                    )
                 ]
                 for name, points in measured.items()
             },

@@ -25,15 +25,8 @@ import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.bench.cells import CellStore
-from jaxspec.bench.measure import (
-    Say,
-    fill,
-    peak_bytes,
-    random_prompts,
-    run_rounds,
-    tiny_config,
-)
-from jaxspec.bench.roofline import Ceilings, measure_ceilings, round_roofline_s
+from jaxspec.bench.measure import Say, fill, peak_bytes, random_prompts, run_rounds, tiny_config
+from jaxspec.bench.roofline import Ceilings, measure_ceilings, pair_of
 from jaxspec.decode.settings import make_loop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
@@ -192,19 +185,17 @@ def _measure(
         name: dataclasses.replace(model, kernels=cell["kernels"]) for name, model in models.items()
     }
     target, draft = models["target"], models["draft"]
-    pair = _pair(target, draft)
+    kind = jax.local_devices()[0].device_kind.lower()
+    device = next((device for name, device in cost.DEVICES.items() if name in kind.split()), None)
+    predicted = device and pair_of(models, dict.fromkeys(models, device))  # by its datasheet
+    roofline = pair_of(models, dict.fromkeys(models, ceilings))
+    where = {"batch": batch, "context": context}
 
     def result(rounds: _Rounds, draft_length: int) -> dict[str, Any]:
         turns, emitted = rounds.time(repeats)
         seconds = turns.median_s("rounds")
         ms = 1e3 * seconds / plan.num_rounds
-        roofline_ms = 1e3 * round_roofline_s(
-            dict.fromkeys(models, ceilings),
-            models,
-            batch=batch,
-            draft_length=draft_length,
-            context=context,
-        )
+        roofline_ms = 1e3 * roofline.round_s(draft_length=draft_length, **where)
         return {
             "draft_length": draft_length,
             "round_ms": ms,
@@ -236,10 +227,8 @@ def _measure(
                 "speedup_at_roofline": run["emitted_per_round"]
                 * plain["roofline_ms"]
                 / run["roofline_ms"],
-                "speedup_predicted": pair
-                and pair.speed_up_of(
-                    run["emitted_per_round"], batch=batch, draft_length=length, context=context
-                ),
+                "speedup_predicted": predicted
+                and predicted.speed_up_of(run["emitted_per_round"], draft_length=length, **where),
             }
         )
     return {
@@ -248,19 +237,6 @@ def _measure(
         "peak_bytes_in_process": peak_bytes(),
         "is_beyond_max_length": context > target.config.max_length,
     }
-
-
-def _pair(target: LanguageModel, draft: LanguageModel) -> cost.Pair | None:
-    """The cost model with the datasheet's constants; None for a device that has none."""
-    kind = jax.local_devices()[0].device_kind.lower()
-    device = next((device for name, device in cost.DEVICES.items() if name in kind.split()), None)
-    return device and cost.Pair(
-        target=target.config,
-        target_device=device,
-        draft=draft.config,
-        draft_device=device,
-        itemsize=jnp.dtype(target.dtype).itemsize,
-    )
 
 
 class _Rounds:
@@ -385,7 +361,6 @@ def plot_grid(document: Mapping[str, Any]) -> Any:
     gains.set(title="speed-up over plain", xlim=(0, None))
     gains.plot([], [], "|", color="black", markersize=10, label="were both at their rooflines")
     gains.legend(loc="upper left", bbox_to_anchor=(0, -0.1))
-    names = [" ".join(f"{cell[name]}" for name in CELL) for cell in cells]
-    plain.set_yticks(y, names)
+    plain.set_yticks(y, map(_name, cells))
     plain.invert_yaxis()
     return figure

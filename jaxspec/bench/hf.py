@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ class HuggingFace:
     """
 
     target: Any
-    draft: Any | None
+    draft: Any
 
     @classmethod
     def load(cls, target: str, draft: str | None, *, dtype: str) -> HuggingFace:
@@ -68,17 +67,28 @@ class HuggingFace:
         return cls(target=load(target), draft=load(draft) if draft else None)
 
     def greedy(
-        self, prompts: Sequence[Sequence[int]], *, batch_size: int, max_tokens: int
+        self, prompts: Sequence[Sequence[int]], *, batch_size: int = 1, **settings: Any
     ) -> list[list[int]]:
-        """Outputs of consecutive batches, padded on the left."""
-        return [
-            output
-            for first in range(0, len(prompts), batch_size)
-            for output in self._generate(prompts[first : first + batch_size], max_tokens=max_tokens)
-        ]
+        """Outputs of consecutive batches, padded on the left; `settings` are those of `generate`,
+        `max_new_tokens` among them."""
+        import torch
+
+        outputs = []
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            longest = max(map(len, batch))
+            padding = [longest - len(prompt) for prompt in batch]
+            ids = [[0] * n + [*prompt] for n, prompt in zip(padding, batch, strict=True)]
+            mask = [[0] * n + [1] * (longest - n) for n in padding]
+            with torch.inference_mode():
+                output = self.target.generate(
+                    input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask), **settings
+                )
+            outputs += output[:, longest:].tolist()
+        return outputs
 
     def assisted(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, draft_length: int | None
+        self, prompts: Sequence[Sequence[int]], *, draft_length: int | None, **settings: Any
     ) -> list[list[int]]:
         """Outputs of assisted generation, one prompt at a time.
 
@@ -86,53 +96,32 @@ class HuggingFace:
           draft_length: drafted in every round, on a constant schedule and at threshold 0; None for
             the defaults.
         """
-        assert self.draft is not None
-        kept = self.draft.generation_config
         # A copy: the default schedule moves its length from call to call, and no run hands it on.
-        config = self.draft.generation_config = copy.deepcopy(kept)
+        draft = copy.copy(self.draft)
+        draft.generation_config = config = copy.deepcopy(draft.generation_config)
         if draft_length is not None:
             config.num_assistant_tokens = draft_length
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = 0.0
-        try:
-            return self._one_by_one(prompts, max_tokens=max_tokens, assistant_model=self.draft)
-        finally:
-            self.draft.generation_config = kept
+        return self.greedy(prompts, assistant_model=draft, **settings)
 
     def lookup(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, draft_length: int | None
+        self, prompts: Sequence[Sequence[int]], *, draft_length: int | None, **settings: Any
     ) -> list[list[int]]:
         """Outputs of prompt lookup, one prompt at a time; `draft_length` as in `assisted`."""
-        settings: dict[str, Any] = {"prompt_lookup_num_tokens": draft_length or LOOKUP_TOKENS}
+        settings["prompt_lookup_num_tokens"] = draft_length or LOOKUP_TOKENS
         if draft_length is not None:
             settings["max_matching_ngram_size"] = NGram().prompt_lookup_max
-        return self._one_by_one(prompts, max_tokens=max_tokens, **settings)
-
-    def _one_by_one(self, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
-        return [self._generate([prompt], **settings)[0] for prompt in prompts]
-
-    def _generate(
-        self, batch: Sequence[Sequence[int]], *, max_tokens: int, **settings: Any
-    ) -> list[list[int]]:
-        import torch
-
-        longest = max(map(len, batch))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        with torch.inference_mode():
-            output = self.target.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, **settings
-            )
-        return output[:, longest:].tolist()
+        return self.greedy(prompts, **settings)
 
 
 def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
     """Both libraries in turns, A B A B; ratios are medians over the turns.
 
     At every batch size: greedy against the window-1 loop, every draft length, and the draft length
-    that is chosen by itself under both promises. At batch 1 also
-    assisted generation and prompt lookup, by their defaults and with each draft length matched,
-    against the same engines and against the n-gram drafter's.
+    that is chosen by itself under both promises. At batch 1 also assisted generation and prompt
+    lookup, by their defaults and with each draft length matched, against the same engines and
+    against the n-gram drafter's.
     """
     return [
         found for batch_size in bench.options.batch_sizes for found in _at(bench, hf, batch_size)
@@ -140,33 +129,26 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
 
 
 def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, Any]]:
-    max_tokens, repeats = bench.options.max_tokens, bench.options.repeats
+    max_tokens, lengths = bench.options.max_tokens, bench.options.draft_lengths
+    repeats = bench.options.repeats
     ours = {name: bench.engine(batch_size, **each) for name, each in bench.settings.items()}
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
-        ours |= {
-            f"n-gram {length}": ngram.engine(1, length) for length in bench.options.draft_lengths
-        }
-    theirs = {
-        "hf greedy": lambda: hf.greedy(bench.prompts, batch_size=batch_size, max_tokens=max_tokens)
-    }
-    if batch_size == 1:
-        for length in (None, *bench.options.draft_lengths):
-            setting = "defaults" if length is None else f"matched {length}"
-            if hf.draft is not None:
-                theirs[f"hf assisted, {setting}"] = lambda length=length: hf.assisted(
-                    bench.prompts, max_tokens=max_tokens, draft_length=length
-                )
-            theirs[f"hf lookup, {setting}"] = lambda length=length: hf.lookup(
-                bench.prompts, max_tokens=max_tokens, draft_length=length
-            )
-
-    decoders = theirs | {
-        name: functools.partial(engine.generate, bench.prompts, bench.params)
-        for name, engine in ours.items()
-    }
+        ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths}
+    settings: dict[str, Any] = {"prompts": bench.prompts, "max_new_tokens": max_tokens}
+    theirs = {"hf greedy": functools.partial(hf.greedy, batch_size=batch_size, **settings)}
+    for length in (None, *lengths) if batch_size == 1 else ():
+        setting = "defaults" if length is None else f"matched {length}"
+        settings["draft_length"] = length
+        if hf.draft is not None:
+            theirs[f"hf assisted, {setting}"] = functools.partial(hf.assisted, **settings)
+        theirs[f"hf lookup, {setting}"] = functools.partial(hf.lookup, **settings)
     turns = take_turns(
-        decoders,
+        theirs
+        | {
+            name: functools.partial(engine.generate, bench.prompts, bench.params)
+            for name, engine in ours.items()
+        },
         repeats,
         num_warm_ups=1,
         on_turn=lambda name, turn: bench.say(
@@ -176,8 +158,7 @@ def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, 
     num_tokens = len(bench.prompts) * max_tokens
     found = []
     for name, own in itertools.product(theirs, ours):
-        outputs, references = turns.results[own], turns.results[name]
-        num_equal, num_not_ties = agreement(bench.target, outputs, references)
+        num_equal, num_not_ties = agreement(bench.target, turns.results[own], turns.results[name])
         found.append(
             {
                 "batch_size": batch_size,
@@ -196,8 +177,3 @@ def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, 
             }
         )
     return found
-
-
-def is_directory(name: str) -> bool:
-    """Whether a model's name is a Hugging Face directory (its `config.json` says so)."""
-    return (pathlib.Path(name) / "config.json").is_file()

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -21,7 +20,6 @@ from jax import lax
 from rich.console import Console
 
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel, Model
@@ -286,14 +284,6 @@ def fill_mid_decode(
     if "lag" in executor.programs:
         # The last round of a row that has room for one token drafts nothing, so the drafter lags.
         executor.catch_up(dict(enumerate(executor.lags().tolist())))
-
-
-def seconds_to_compile(engine: Engine) -> float:
-    """Compiles all programs of an engine and runs each once; seconds of both."""
-    started_s = time.perf_counter()
-    engine.warm_up()
-    engine.generate([[0, 0]], SamplingParams(max_tokens=2))
-    return time.perf_counter() - started_s
 
 
 def run_rounds(executor: Executor, num_rounds: int) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.analysis.cost import Pass
+from jaxspec.analysis.cost import Pair, Pass, Timed
 from jaxspec.bench.measure import Repeated, Stage
 from jaxspec.kernels.base import precision_of
 from jaxspec.models.base import LanguageModel
@@ -46,8 +47,13 @@ class Ceilings:
         """The larger of the two bandwidths: no program here read or wrote faster."""
         return max(self.copy_bytes_per_s, self.read_bytes_per_s)
 
-    def roofline_s(self, work: Pass) -> float:
-        """Seconds below which nothing can read and compute what the pass must."""
+    @property
+    def round_s(self) -> float:
+        """Nothing: a round's roofline is that of its passes."""
+        return 0.0
+
+    def pass_s(self, work: Pass) -> float:
+        """The roofline: seconds below which nothing can read and compute what the pass must."""
         return max(work.num_bytes / self.bytes_per_s, work.num_flops / self.matmul_flops_per_s)
 
 
@@ -69,28 +75,25 @@ def forward_pass(
     )
 
 
-def round_roofline_s(
-    ceilings: Mapping[str, Ceilings],
-    models: Mapping[str, LanguageModel],
-    *,
-    batch: int,
-    draft_length: int,
-    context: int,
-) -> float:
-    """Roofline of a round: the sum over its forward passes, which follow one another.
+def pair_of(
+    models: Mapping[str, LanguageModel], devices: Mapping[str, Timed], **others: Any
+) -> Pair:
+    """The pair of `target` and `draft` on the device of each, or on `Ceilings`: a round then takes
+    its roofline, the sum over its forward passes, which follow one another. Without a `draft`, a
+    drafter that has no model, its time is not counted.
 
     Args:
-      ceilings: of each model.
-      models: `target`, and `draft` unless the drafter has no model; its time is then not counted.
-      draft_length: 0 is a step of plain decoding.
+      others: fields of the pair.
     """
-    where = {"batch": batch, "context": context}
-    work = forward_pass(models["target"], window=draft_length + 1, **where)
-    seconds = ceilings["target"].roofline_s(work)
-    if "draft" in models:
-        step = forward_pass(models["draft"], window=1, **where)
-        seconds += draft_length * ceilings["draft"].roofline_s(step)
-    return seconds
+    draft = models.get("draft")
+    return Pair(
+        target=models["target"].config,
+        target_device=devices["target"],
+        draft=draft and draft.config,
+        draft_device=devices.get("draft", devices["target"]),
+        itemsize=jnp.dtype(models["target"].dtype).itemsize,
+        **others,
+    )
 
 
 def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:

@@ -13,29 +13,19 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxspec.analysis.cost import Measured, Pass
+from jaxspec.analysis.cost import Pass
 from jaxspec.bench.measure import Repeated, Run
 from jaxspec.bench.roofline import forward_pass
 from jaxspec.cache import layouts
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
-from jaxspec.decode.round import (
-    commit,
-    draft_and_verify,
-    emit,
-    propose,
-)
+from jaxspec.decode.round import commit, draft_and_verify, emit, propose
 from jaxspec.decode.state import batch_view, newest_token
 from jaxspec.drafters.base import function_params
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import time_loops
-from jaxspec.types import (
-    DecodeState,
-    PyTree,
-    Scores,
-    Window,
-)
+from jaxspec.types import DecodeState, PyTree, Scores, Window
 
 
 def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
@@ -170,8 +160,8 @@ def measure_passes(
     contexts: Sequence[int],
     max_length: int,
     repeats: int,
-) -> list[Measured]:
-    """Median seconds of forward passes at every combination, all of them timed in turns."""
+) -> list[tuple[Pass, float]]:
+    """Forward passes at every combination and their median seconds, all of them timed in turns."""
     passes = [
         pair
         for batch, window in itertools.product(batches, windows)
@@ -180,6 +170,4 @@ def measure_passes(
         )
     ]
     turns = time_loops({index: run for index, (_, run) in enumerate(passes)}, repeats)
-    return [
-        Measured(work=work, seconds=turns.median_s(index)) for index, (work, _) in enumerate(passes)
-    ]
+    return [(work, turns.median_s(index)) for index, (work, _) in enumerate(passes)]

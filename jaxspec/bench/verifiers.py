@@ -174,15 +174,14 @@ def overlaps(
         return jnp.sum(jnp.minimum(p, q), axis=-1)[0]
 
     overlap = Program(of_row, f"the overlap of {target.name} and {draft.name}")
-    longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
+    outputs = [(c.prompt_token_ids + c.token_ids, len(c.prompt_token_ids)) for c in completions]
+    longest = max(len(ids) for ids, _ in outputs)
     found = []
-    for completion in completions:
-        ids = completion.prompt_token_ids + completion.token_ids
-        tokens = np.zeros((1, longest), np.int32)
-        tokens[0, : len(ids)] = ids
+    for ids, first in outputs:
+        tokens = np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids))))
         each = np.asarray(overlap(target.params, draft.params, tokens))
         # The logits after token i are of token i + 1.
-        found.append(float(np.mean(each[len(completion.prompt_token_ids) - 1 : len(ids) - 1])))
+        found.append(float(np.mean(each[first - 1 : len(ids) - 1])))
     return found
 
 

@@ -19,14 +19,9 @@ from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
-from jaxspec.bench.hf import HuggingFace, compare, is_directory
+from jaxspec.bench.hf import HuggingFace, compare
 from jaxspec.bench.kernels import KernelsBench
-from jaxspec.bench.measure import (
-    ROUND,
-    Bench,
-    check_at_least_one,
-    load_prompts,
-)
+from jaxspec.bench.measure import ROUND, Bench, check_at_least_one, load_prompts
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.step_cost import StepCostBench
@@ -40,6 +35,7 @@ from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts
+from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.rounds import SchedulersBench
 from jaxspec.studies.study import Study
@@ -149,7 +145,8 @@ class DecodeCommand(DecodeOptions):
         check_at_least_one(self, *names)
         check_draft_length(max(self.draft_lengths), max(self.draft_lengths) + 1)
         if self.against == "hf":
-            if not all(is_directory(name) for name in (self.target, draft) if name is not None):
+            models = [name for name in (self.target, draft) if name is not None]
+            if not all((pathlib.Path(name) / "config.json").is_file() for name in models):
                 raise SettingError(
                     "--against hf was given with a model that is no Hugging Face directory; name "
                     "directories with a config.json, so that both sides read the same weights."
@@ -365,23 +362,17 @@ def parse_batches(text: str) -> list[int]:
     """
     first, dots, last = text.partition("..")
     try:
-        if dots:
-            sizes, size = [], int(first)
-            while 0 < size < int(last):
-                sizes.append(size)
-                size *= 2
-            sizes.append(int(last))
-            is_good = 1 <= int(first) <= int(last)
-        else:
-            sizes = [int(size) for size in text.split(",")]
-            is_good = min(sizes) >= 1
+        sizes = [int(size) for size in ((first, last) if dots else text.split(","))]
     except ValueError:
-        is_good, sizes = False, []
-    if not is_good:
+        sizes = []
+    if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
         raise SettingError(
             f"--batch {text} was given; write 1..64 for sizes that double, or 1,8,32."
         )
-    return sizes
+    if not dots:
+        return sizes
+    low, high = sizes
+    return [low << n for n in range(high.bit_length()) if low << n < high] + [high]
 
 
 def model_config(name: str) -> ModelConfig:
@@ -406,21 +397,17 @@ def find_devices(
         return cost.DEVICES[name], cost.DEVICES[name], None
     try:
         text = pathlib.Path(name).read_text(encoding="utf-8")
-        document = read_document(text)
-        model = document["cost_model"]
+        model = read_document(text)["cost_model"]
         block = model["block"]
-        fits = {kind: fit["device"] for kind, fit in model["fits"].items()}
-        is_same = (model["target"], model["draft"]) == tuple(
-            json.loads(json.dumps(config.to_json())) for config in (target, draft)
-        )
+        pair = [as_json(config.to_json()) for config in (target, draft)]
+        kinds = ("target", "draft") if [model["target"], model["draft"]] == pair else ("all", "all")
+        of_target, of_draft = (model["fits"][kind]["device"] for kind in kinds)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingError(
             f"--device {name} is neither one of {', '.join(cost.DEVICES)} nor a document that "
             "`jaxspec bench decode --json` printed; name one of these."
         ) from error
-    names = ("target", "draft") if is_same else ("all", "all")
-    of_target, of_draft = (cost.Device.from_json(fits[kind]) for kind in names)
-    return of_target, of_draft, block
+    return cost.Device.from_json(of_target), cost.Device.from_json(of_draft), block
 
 
 def read_document(text: str) -> Any:

@@ -13,13 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.analysis.compare import (
-    CONFIDENCE,
-    METRICS,
-    DrafterComparison,
-    Interval,
-    compare,
-)
+from jaxspec.analysis.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
 from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
@@ -33,10 +27,7 @@ from jaxspec.commands.options import (
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.requests.prompts import (
-    PromptLine,
-    encode_prompts,
-)
+from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import save_figure
 
@@ -133,7 +124,7 @@ def candidates_table(comparison: DrafterComparison) -> Table:
         ratios = comparison.speedups(candidate.label)
         table.add_row(
             candidate.label,
-            f"{total.num_emitted_tokens / float(np.median(candidate.run_s)):.0f}",
+            f"{candidate.tokens_per_s:.0f}",
             f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})",
             str(total.num_rounds),
             f"{total.emitted_per_round:.2f}",

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from jaxspec.analysis.compare import Candidate, DrafterComparison, compare
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, check_at_least_one
-from jaxspec.commands.progress import DecodingProgress, warm_up, working
+from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
-from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
@@ -29,15 +29,13 @@ from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
-from jaxspec.runtime.report import TextTable
-from jaxspec.runtime.turns import take_turns
-from jaxspec.telemetry.counters import Acceptance
+from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.types import Origin
 
 # The code that the figures measure; see `jaxspec.runtime.freshness`.
 MEASURES = (
     "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
-    "engine/executor.py", "commands/demo.py",
+    "engine/executor.py", "analysis/compare.py", "commands/demo.py",
 )  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
@@ -78,14 +76,27 @@ class DemoCommand(JsonOption):
             "tokens each, greedy.",
             highlight=False,
         )
-        drafters: list[Drafter] = [DraftModel(draft), NGram()]
-        measurements = [
-            self._measure(target, drafters, prompts, batch_size) for batch_size in self.batch_sizes
-        ]
-        runs = [run for measured, _ in measurements for run in measured]
-        _, completions = measurements[-1]
-        show_completions(console, target, completions[:NUM_DOMAINS])
-        all_equal = all(run["equal_to_plain"] for run in runs)
+        comparisons = []
+        for batch_size in self.batch_sizes:
+            # At small batches one prompt per domain is enough.
+            num_prompts = len(prompts) if batch_size >= 8 else max(batch_size, NUM_DOMAINS)
+            with working("") as status:
+                found = compare(
+                    target,
+                    {"plain": None, "draft model": DraftModel(draft), "n-gram": NGram()},
+                    prompts[:num_prompts],
+                    SamplingParams(max_tokens=self.max_tokens, ignore_eos=True),
+                    draft_length=self.draft_length,
+                    batch_size=batch_size,
+                    max_length=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
+                    prefill_chunk=64,  # the prompts are short
+                    repeats=self.repeats,
+                    on_stage=lambda stage, n=batch_size: status.update(f"batch {n}, {stage}"),
+                )
+            comparisons.append(found)
+        runs = [run_of(found, own) for found in comparisons for own in found.candidates]
+        all_equal = all(found.holds for found in comparisons)
+        show_completions(console, target, comparisons[-1].candidates[1].completions[:NUM_DOMAINS])
         console.print(runs_table(runs))
         for text, style in remarks(runs, all_equal=all_equal, verify_length=self.draft_length + 1):
             console.print(text, style=style, highlight=False)
@@ -114,81 +125,27 @@ class DemoCommand(JsonOption):
                 "of prompts."
             )
 
-    def _measure(
-        self,
-        target: LanguageModel,
-        drafters: Sequence[Drafter],
-        prompts: Sequence[tuple[int, ...]],
-        batch_size: int,
-    ) -> tuple[list[dict[str, Any]], list[Completion]]:
-        """Runs of plain decoding and of every drafter, and the first drafter's completions.
 
-        All engines are compiled first. Then plain and speculative runs take turns, so that load on
-        the machine affects all of them.
-        """
-        # At small batches one prompt per domain is enough.
-        chosen = prompts if batch_size >= 8 else prompts[: max(batch_size, NUM_DOMAINS)]
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-        engines = [
-            Engine(
-                target,
-                drafter,
-                draft_length=self.draft_length,
-                batch_size=batch_size,
-                max_length=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
-                prefill_chunk=64,  # the prompts are short
-            )
-            for drafter in (None, *drafters)
-        ]
-        compile_s = [warm_up(engine) for engine in engines]
-        outputs: list[list[list[Completion]]] = [[] for _ in engines]
-        num_runs = len(drafters) + self.repeats * len(engines)
-        with DecodingProgress(num_runs * len(chosen)) as progress:
-            starts = itertools.count(0, len(chosen))
-
-            def decode(engine: Engine, what: str, *, speculate: bool) -> list[Completion]:
-                progress.describe(f"batch {batch_size}, {what}")
-                on_progress = progress.batch_at(next(starts))
-                return engine.generate(chosen, params, speculate=speculate, on_progress=on_progress)
-
-            # Plain decoding in each drafter's own program: every draft marked invalid.
-            plain = [decode(engine, "plain", speculate=False) for engine in engines[1:]]
-            turns = take_turns(
-                {
-                    index: lambda index=index, engine=engine: outputs[index].append(
-                        decode(engine, _label(engine), speculate=True)
-                    )
-                    for index, engine in enumerate(engines)
-                },
-                self.repeats,
-            )
-
-        one_by_one = outputs[0][0]
-        runs = []
-        for index, engine in enumerate(engines):
-            first = outputs[index][0]
-            reference = plain[index - 1] if index else one_by_one
-            acceptance = Acceptance.total([completion.acceptance for completion in first])
-            runs.append(
-                {
-                    "drafter": engine.drafter.name if engine.drafter else "none",
-                    "label": _label(engine),
-                    "batch_size": batch_size,
-                    "engine": engine.describe(),
-                    "num_prompts": len(chosen),
-                    "num_tokens": acceptance.num_emitted_tokens,
-                    "tokens_per_s": acceptance.num_emitted_tokens / turns.median_s(index),
-                    "speedup_vs_plain": turns.speedup(index, over=0),
-                    "rounds": acceptance.num_rounds,
-                    "emitted_per_round": acceptance.emitted_per_round,
-                    "per_position_acceptance": list(acceptance.per_position),
-                    "equal_to_plain": all(_tokens(o) == _tokens(reference) for o in outputs[index]),
-                    "num_equal_to_window_1": _num_same(first, one_by_one),
-                    "compile_s": compile_s[index],
-                    "run_s": turns.seconds[index],
-                }
-            )
-        return runs, outputs[1][0]
+def run_of(comparison: DrafterComparison, own: Candidate) -> dict[str, Any]:
+    """The figures of one drafter, or of plain decoding, at one batch size."""
+    total = own.acceptance
+    return {
+        "drafter": own.engine["drafter"],
+        "label": own.label,
+        "batch_size": own.engine["batch_size"],
+        "engine": own.engine,
+        "num_prompts": len(own.completions),
+        "num_tokens": total.num_emitted_tokens,
+        "tokens_per_s": own.tokens_per_s,
+        "speedup_vs_plain": float(np.median(comparison.speedups(own.label))),
+        "rounds": total.num_rounds,
+        "emitted_per_round": total.emitted_per_round,
+        "per_position_acceptance": list(total.per_position),
+        "equal_to_plain": not own.num_unequal_to_plain,
+        "num_equal_to_window_1": own.divergences.num_equal,
+        "compile_s": own.compile_s,
+        "run_s": list(own.run_s),
+    }
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
@@ -238,13 +195,13 @@ def marked_text(completion: Completion) -> str:
 
 def runs_table(runs: Sequence[dict[str, Any]]) -> TextTable:
     """The comparison, one run a line; 80 columns hold it."""
-    columns = {
-        "batch": lambda run: run["batch_size"],
-        "drafter": lambda run: run["label"],
-        "tokens/s": lambda run: f"{run['tokens_per_s']:.0f}",
-        "speed-up": lambda run: f"{run['speedup_vs_plain']:.2f}x",
-        "rounds": lambda run: run["rounds"],
-        "emitted\n/round": lambda run: f"{run['emitted_per_round']:.2f}",
+    columns: Columns = {
+        "batch": "{batch_size}",
+        "drafter": "{label}",
+        "tokens/s": "{tokens_per_s:.0f}",
+        "speed-up": "{speedup_vs_plain:.2f}x",
+        "rounds": "{rounds}",
+        "emitted\n/round": "{emitted_per_round:.2f}",
         "accepted at\n1, 2, ... (%)": lambda run: " ".join(
             f"{100 * value:.0f}" for value in run["per_position_acceptance"]
         ),
@@ -266,9 +223,7 @@ def remarks(
     drafted = [run for run in runs if run["drafter"] != "none"]
     num_same = sum(run["num_equal_to_window_1"] for run in drafted)
     num_outputs = sum(run["num_prompts"] for run in drafted)
-    elsewhere = (
-        "" if num_same == num_outputs else "; in the others, near-ties are rounded differently"
-    )
+    elsewhere = "" if num_same == num_outputs else "; in the others, a tie is rounded differently"
     yield (
         f"Speed-ups are over window-1 plain decoding, prefill included. It is a different program "
         f"from the drafters' window of {verify_length}; its outputs equal theirs in {num_same} of "
@@ -283,19 +238,5 @@ def remarks(
         )
 
 
-def _label(engine: Engine) -> str:
-    if isinstance(engine.drafter, DraftModel):
-        return "draft model"
-    return "n-gram" if engine.drafter else "plain"
-
-
 def _millions(model: LanguageModel) -> str:
     return f"{num_params(model.config) / 1e6:.2f} M"
-
-
-def _tokens(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in completions]
-
-
-def _num_same(a: Sequence[Completion], b: Sequence[Completion]) -> int:
-    return sum(x == y for x, y in zip(_tokens(a), _tokens(b), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -135,11 +136,17 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         with working("loading the drafter"):
             drafter = make_drafter(target) if make_drafter is not None else None
         engine = self._engine(target, drafter, num_requests=len(lines) * self.n)
-        params = self._params(target)
+        if self.generation_config:
+            params = SamplingParams.from_generation_config(target, **self.given_sampling())
+        else:
+            params = self.sampling_params()
         num_prompts = len(lines)
         requests = make_requests(
             encoded,
-            [_for_prompt(params, index) for index in range(num_prompts)],
+            [
+                dataclasses.replace(params, seed=self.seed + index * params.n)
+                for index in range(num_prompts)
+            ],
             target,
             longest=engine.longest_prompt,
             names=[line.name for line in lines],
@@ -226,10 +233,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         """Raises unless the options fit drafting, or plain decoding."""
         if not is_plain:
             if self.draft_length != "auto":
-                verify_length = self.verify_length
-                if verify_length is None:
-                    verify_length = self.draft_length + 1
-                check_draft_length(self.draft_length, verify_length)
+                check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         elif self.verify_length not in (None, 1):
             raise SettingError(
                 f"--verify-length {self.verify_length} was given without a drafter; add "
@@ -260,12 +264,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             max_logprobs=self.logprobs,
             trace=self.trace_level if self.trace is not None else None,
         )
-
-    def _params(self, target: LanguageModel) -> SamplingParams:
-        """Of the first prompt; see `_for_prompt`."""
-        if self.generation_config:
-            return SamplingParams.from_generation_config(target, **self.given_sampling())
-        return self.sampling_params()
 
     def _decode(
         self,
@@ -302,38 +300,30 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         self, lines: Sequence[PromptLine]
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Chat template and its variables."""
+        given, text = self.chat_template, self.chat_template_kwargs
         is_used = self.chat or any(line.is_chat for line in lines)
-        for option, value in (
-            ("--chat-template", self.chat_template),
-            ("--chat-template-kwargs", self.chat_template_kwargs),
-        ):
-            if value is not None and not is_used:
-                raise SettingError(
-                    f"{option} was given, but no prompt is a chat; add --chat, which makes text "
-                    "the user's message."
-                )
-        if self.chat_template_kwargs is None:
-            return chat_template(self.chat_template), None
-        try:
-            kwargs = json.loads(self.chat_template_kwargs)
-        except json.JSONDecodeError:
-            kwargs = None
-        if not isinstance(kwargs, dict):
+        if not is_used and (given is not None or text is not None):
+            option = "--chat-template" if given is not None else "--chat-template-kwargs"
             raise SettingError(
-                f"--chat-template-kwargs {self.chat_template_kwargs!r} was given; it must be a "
-                "JSON object."
+                f"{option} was given, but no prompt is a chat; add --chat, which makes text the "
+                "user's message."
             )
-        return chat_template(self.chat_template), kwargs
+        kwargs = None
+        if text is not None:
+            with contextlib.suppress(json.JSONDecodeError):
+                kwargs = json.loads(text)
+            if not isinstance(kwargs, dict):
+                raise SettingError(
+                    f"--chat-template-kwargs {text!r} was given; it must be a JSON object."
+                )
+        return chat_template(given), kwargs
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
         """Raises unless the output can be written in the format asked for."""
         if self.output is None:
-            for option, is_given in (
-                ("--resume", self.resume),
-                ("--format spec-bench", self.format != "jsonl"),
-            ):
-                if is_given:
-                    raise SettingError(f"{option} was given without --output; name the file.")
+            if self.resume or self.format != "jsonl":
+                option = "--resume" if self.resume else f"--format {self.format}"
+                raise SettingError(f"{option} was given without --output; name the file.")
             return
         if self.format == "spec-bench":
             for line in lines:
@@ -398,13 +388,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         for path, frame in frames.items():
             write_parquet(frame, path)
         return [str(path) for path in frames]
-
-
-def _for_prompt(params: SamplingParams, index: int) -> SamplingParams:
-    """Sampling parameters of the prompt at `index`: with seeds of its own."""
-    if params.seed is None:
-        raise ValueError("a run that can be resumed has a seed")
-    return dataclasses.replace(params, seed=params.seed + index * params.n)
 
 
 def show_completions(console: Console, completions: Sequence[Completion]) -> None:

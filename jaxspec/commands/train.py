@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.commands.options import JsonOption
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.report import TextTable
 from jaxspec.training.lm import TrainConfig, train_lm
 
 
@@ -34,14 +34,14 @@ class TrainCommand(JsonOption):
         return make_document(f"train {self.kind}", self.config, **results)
 
 
-def results_table(results: Mapping[str, Any]) -> Table:
+def results_table(results: Mapping[str, Any]) -> TextTable:
     """Results, those of a domain on a line of their own."""
-    table = Table("name", "value", show_header=False)
-    table.columns[1].overflow = "fold"
-    for name, value in _flatten(results):
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else shown)
-    return table
+    forms = {float: "{:.4g}", int: "{:,}"}
+    shown = {
+        name.replace("_", " "): forms.get(type(value), "{}").format(value)
+        for name, value in _flatten(results)
+    }
+    return TextTable.of_values("", shown)
 
 
 def _flatten(results: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

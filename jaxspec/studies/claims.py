@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 
 from jaxspec.studies import published_figures as theirs
 from jaxspec.studies.published import BROKEN
-from jaxspec.studies.workload import NAMED, PLAIN, Cell, Cells, nearest, of_kind
+from jaxspec.studies.workload import NAMED, PLAIN, Cell, Cells, nearest, of_kind, rounds_of
 
 Answer: TypeAlias = Literal["yes", "no", "in part", "not measured"]
-Check: TypeAlias = Callable[[Cells], tuple[str, Answer, str]]
+Check: TypeAlias = Callable[[Cells], tuple[str, Answer]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,28 +28,28 @@ class Claim:
       paper: its figures, and where they stand.
       ours: what this study measured.
       reproduced: whether ours agree.
-      why: why not, or what the figures mean; may be empty.
+      why: why not, or what the figures mean.
     """
 
     claim: str
     paper: str
-    ours: str
-    reproduced: Answer
-    why: str = ""
+    ours: str = ""
+    reproduced: Answer = "not measured"
+    why: str
 
 
 class _Missing(Exception):
     """The study has no cell for a claim."""
 
 
-_CHECKS: list[tuple[str, str, Check]] = []
+_CHECKS: list[tuple[Claim, Check]] = []
 
 
-def _claim(claim: str, *, paper: str) -> Callable[[Check], Check]:
-    """Adds a check to the table. It returns ours, whether that reproduces the claim, and why."""
+def _claim(claim: str, *, paper: str, why: str) -> Callable[[Check], Check]:
+    """Adds a check to the table. It returns ours, and whether that reproduces the claim."""
 
     def add(check: Check) -> Check:
-        _CHECKS.append((claim, paper, check))
+        _CHECKS.append((Claim(claim=claim, paper=paper, why=why), check))
         return check
 
     return add
@@ -58,12 +58,13 @@ def _claim(claim: str, *, paper: str) -> Callable[[Check], Check]:
 def check_claims(cells: Cells) -> list[Claim]:
     """All claims, as far as the study's cells answer them."""
     found = []
-    for claim, paper, check in _CHECKS:
+    for claim, check in _CHECKS:
         try:
-            ours, reproduced, why = check(cells)
+            ours, reproduced = check(cells)
+            found.append(dataclasses.replace(claim, ours=ours, reproduced=reproduced))
         except _Missing as missing:
-            ours, reproduced, why = "", "not measured", f"no cell of {missing} in this study"
-        found.append(Claim(claim=claim, paper=paper, ours=ours, reproduced=reproduced, why=why))
+            why = f"no cell of {missing} in this study"
+            found.append(dataclasses.replace(claim, why=why))
     return found
 
 
@@ -88,8 +89,11 @@ def _graded(value: float, *, yes: float, in_part: float) -> Answer:
 @_claim(
     "BSP and DSD do not emit the target's output",
     paper=f"exact match: BSP {_range('BSP')}, DSD {_range('DSD')} (table 1)",
+    why="Their mistakes are rebuilt as faults of this package's loop. The same program without "
+    "them is the control run. A model that takes its positions from the attention mask (OPT) would "
+    "not suffer from BSP's.",
 )
-def _broken_systems(cells: Cells) -> tuple[str, Answer, str]:
+def _broken_systems(cells: Cells) -> tuple[str, Answer]:
     found = [
         (name, cell["batch_size"], cell["systems"][name]["exact_tokens"])
         for cell in of_kind(cells, "controls-")
@@ -99,26 +103,21 @@ def _broken_systems(cells: Cells) -> tuple[str, Answer, str]:
         raise _Missing("BSP and DSD")
     listed = ", ".join(f"{name} {share:.0%} at batch {size}" for name, size, share in found)
     worst = max(share for _, _, share in found)
-    why = (
-        "Their mistakes are rebuilt as faults of this package's loop. The same program without "
-        "them is the control run. A model that takes its positions from the attention mask "
-        "(OPT) would not suffer from BSP's."
-    )
-    answer: Answer = "yes" if worst < 0.1 else "in part" if worst < 0.5 else "no"
-    return f"exact match: {listed}", answer, why
+    return f"exact match: {listed}", "yes" if worst < 0.1 else "in part" if worst < 0.5 else "no"
 
 
 def _is_exact(system: str, why: str) -> None:
     @_claim(
         f"{system} emits the target's output, up to rounding",
         paper=f"exact match: {_range(system)} (table 1)",
+        why=why,
     )
-    def check(cells: Cells) -> tuple[str, Answer, str]:
+    def check(cells: Cells) -> tuple[str, Answer]:
         found = [cell["equivalence"] for cell in _decoding(cells, system).values()]
         num_faults = sum(each["num_faults"] for each in found)
         lowest = min(each["exact_tokens"] for each in found)
         ours = f"at least {lowest:.1%} exact; {num_faults} outputs differ otherwise than at ties"
-        return ours, "yes" if num_faults == 0 else "no", why
+        return ours, "yes" if num_faults == 0 else "no"
 
 
 _is_exact(
@@ -132,24 +131,25 @@ _is_exact("EXSPEC", "As for EQSPEC.")
 @_claim(
     "Realignment is an inherent cost of correct batched speculation",
     paper="stated (section 3)",
+    why="With an offset per row nothing has to be moved: slot i of a row holds position i, and "
+    "rejected slots are overwritten.",
 )
-def _realignment_is_needed(cells: Cells) -> tuple[str, Answer, str]:
+def _realignment_is_needed(cells: Cells) -> tuple[str, Answer]:
     found = _decoding(cells, "jaxspec").values()
     moved = sum(cell["schedule"]["num_realignments"] for cell in found)
     faults = sum(cell["equivalence"]["num_faults"] for cell in found)
-    why = (
-        "With an offset per row nothing has to be moved: slot i of a row holds position i, and "
-        "rejected slots are overwritten."
-    )
     ours = f"jaxspec: {moved} realignments, {faults} wrong outputs"
-    return ours, "no" if moved == faults == 0 else "in part", why
+    return ours, "no" if moved == faults == 0 else "in part"
 
 
 @_claim(
     "Realignment takes a large share of the time",
     paper="EQSPEC: 27.7 % of the time at batch 4 (table 2), up to 40 % at 8 or 32 (1, 3.2, 5b)",
+    why="Their code copies rows one by one with several waits for the device per row and layer; "
+    "here a realignment is one compiled gather. The paper's own figures differ from section to "
+    "section.",
 )
-def _realignment_costs(cells: Cells) -> tuple[str, Answer, str]:
+def _realignment_costs(cells: Cells) -> tuple[str, Answer]:
     shares = {
         size: cell["time_breakdown"]["seconds"]["align"] / cell["time_breakdown"]["wall_s"]
         for size, cell in _decoding(cells, "EQSPEC").items()
@@ -158,12 +158,7 @@ def _realignment_costs(cells: Cells) -> tuple[str, Answer, str]:
     if not shares:
         raise _Missing("EQSPEC with a time breakdown")
     ours = ", ".join(f"{share:.1%} at batch {size}" for size, share in shares.items())
-    why = (
-        "Their code copies rows one by one with several waits for the device per row and "
-        "layer; here a realignment is one compiled gather. The paper's own figures differ from "
-        "section to section."
-    )
-    return ours, "yes" if max(shares.values()) > 0.2 else "no", why
+    return ours, "yes" if max(shares.values()) > 0.2 else "no"
 
 
 def _times(faster: dict[str, Any], slower: dict[str, Any], name: str) -> float:
@@ -178,33 +173,34 @@ def _times(faster: dict[str, Any], slower: dict[str, Any], name: str) -> float:
             for name in ("tokens_per_s", "calls")
         )
     ),
+    why="The rounds saved do not depend on the machine; the time saved does.",
 )
-def _exspec_is_faster(cells: Cells) -> tuple[str, Answer, str]:
+def _exspec_is_faster(cells: Cells) -> tuple[str, Answer]:
     found = {name: _decoding(cells, name) for name in ("EQSPEC", "EXSPEC")}
     eqspec, exspec = (by_size[nearest(4, by_size)] for by_size in found.values())
     ratio = _times(exspec, eqspec, "tokens_per_s")
     rounds = _times(exspec["schedule"], eqspec["schedule"], "num_rounds")
     ours = f"{ratio:.2f}x at batch {eqspec['batch_size']}, in {rounds:.2f}x the rounds"
-    why = "The rounds saved do not depend on the machine; the time saved does."
-    return ours, _graded(ratio, yes=1.3, in_part=1.05), why
+    return ours, _graded(ratio, yes=1.3, in_part=1.05)
 
 
-@_claim("EXSPEC gains by grouping rows of one length", paper="stated (section 3.3)")
-def _grouping_is_why(cells: Cells) -> tuple[str, Answer, str]:
+@_claim(
+    "EXSPEC gains by grouping rows of one length",
+    paper="stated (section 3.3)",
+    why="Rounds are saved by filling a row as soon as it is free. The log in the paper's "
+    "repository says the same: 40 of 952 calls were groups.",
+)
+def _grouping_is_why(cells: Cells) -> tuple[str, Answer]:
     for cell in of_kind(cells, "rounds-"):
-        schedules = {name: system["schedule"] for name, system in cell["systems"].items()}
-        rounds = {name: schedule["num_rounds"] for name, schedule in schedules.items()}
-        grouped = schedules["EXSPEC"]["num_grouped_rounds"] / rounds["EXSPEC"]
+        rounds = rounds_of(cell)
+        num_grouped = cell["systems"]["EXSPEC"]["schedule"]["num_grouped_rounds"]
+        grouped = num_grouped / rounds["EXSPEC"]
         ours = (
             f"batch {cell['batch_size']}: {grouped:.1%} of EXSPEC's rounds are groups; rounds: "
             f"EQSPEC {rounds['EQSPEC']}, EXSPEC {rounds['EXSPEC']}, jaxspec, which groups nothing, "
             f"{rounds['jaxspec']}"
         )
-        why = (
-            "Rounds are saved by filling a row as soon as it is free. The log in the paper's "
-            "repository says the same: 40 of 952 calls were groups."
-        )
-        return ours, "no" if grouped < 0.5 else "yes", why
+        return ours, "no" if grouped < 0.5 else "yes"
     raise _Missing("rounds")
 
 
@@ -212,8 +208,9 @@ def _grouping_is_why(cells: Cells) -> tuple[str, Answer, str]:
     "Groups become rare as the batch grows",
     paper=", ".join(f"{r:.1f} % at {n}" for n, r in theirs.GROUPING["random lengths"].items())
     + " (figure 5c)",
+    why="Which rows meet at one length depends on prompts and acceptance.",
 )
-def _grouping_rates(cells: Cells) -> tuple[str, Answer, str]:
+def _grouping_rates(cells: Cells) -> tuple[str, Answer]:
     grouping = cells.get("grouping")
     if not grouping or not grouping["rates"]:
         raise _Missing("grouping")
@@ -226,8 +223,7 @@ def _grouping_rates(cells: Cells) -> tuple[str, Answer, str]:
     }
     ours = ", ".join(f"{rate:.1%} at {size}" for size, rate in rates.items())
     falls = len(rates) > 1 and rates[min(rates)] > rates[max(rates)]
-    why = "Which rows meet at one length depends on prompts and acceptance."
-    return f"pool of {window}: {ours}", "yes" if falls else "no", why
+    return f"pool of {window}: {ours}", "yes" if falls else "no"
 
 
 def paper_window(grouping: Cell) -> int:
@@ -238,31 +234,29 @@ def paper_window(grouping: Cell) -> int:
 @_claim(
     "EXSPEC's throughput grows with the batch",
     paper="3x its own batch 1 at batch 8 (figure 1); plain decoding not shown",
+    why="What a batch gains depends on how many cores stand idle at batch 1.",
 )
-def _exspec_scales(cells: Cells) -> tuple[str, Answer, str]:
+def _exspec_scales(cells: Cells) -> tuple[str, Answer]:
     found = _decoding(cells, "EXSPEC")
     if not {1, 8} <= set(found):
         raise _Missing("EXSPEC at batch 1 and 8")
     own, plain = (_times(found[8], found[1], f"{s}tokens_per_s") for s in ("", "plain_"))
     ours = f"{own:.1f}x its own batch 1 at batch 8; plain decoding {plain:.1f}x"
-    why = "What a batch gains depends on how many cores stand idle at batch 1."
-    return ours, _graded(own, yes=2.5, in_part=1.5), why
+    return ours, _graded(own, yes=2.5, in_part=1.5)
 
 
 @_claim(
     "With continuous batching, speculation is slower than plain decoding at every batch size",
     paper="vLLM and SGLang (figure 6); its own systems beside plain decoding not shown",
+    why="Speculation trades arithmetic for memory traffic; it pays until the batch alone keeps the "
+    "machine busy, here from the batch size on where the ratio falls below 1.",
 )
-def _speculation_pays(cells: Cells) -> tuple[str, Answer, str]:
+def _speculation_pays(cells: Cells) -> tuple[str, Answer]:
     ratios = {n: cell["ratio_to_plain"] for n, cell in _decoding(cells, "jaxspec").items()}
     listed = ", ".join(f"{ratio:.2f}x at {size}" for size, ratio in ratios.items())
     wins = [ratio > 1 for ratio in ratios.values()]
-    answer: Answer = "no" if all(wins) else "yes" if not any(wins) else "in part"
-    why = (
-        "Speculation trades arithmetic for memory traffic; it pays until the batch alone keeps "
-        "the machine busy, here from the batch size on where the ratio falls below 1."
-    )
-    return f"jaxspec over plain: {listed}", answer, why
+    answer: Answer = "no" if all(wins) else "in part" if any(wins) else "yes"
+    return f"jaxspec over plain: {listed}", answer
 
 
 @_claim(
@@ -270,13 +264,13 @@ def _speculation_pays(cells: Cells) -> tuple[str, Answer, str]:
     paper="batch 4, P90 s: "
     + ", ".join(f"{name} {by_size[4]['p90']:.2f}" for name, by_size in theirs.SERVING.items())
     + " (table 4)",
+    why="Arrivals here are a Poisson process at 70 % of the slowest system's throughput.",
 )
-def _serving(cells: Cells) -> tuple[str, Answer, str]:
+def _serving(cells: Cells) -> tuple[str, Answer]:
     found = {cell["system"]: cell for cell in of_kind(cells, "serving-")}
     if not set(NAMED) <= set(found):
         raise _Missing("serving")
     p90 = {name: found[name]["latency_s"]["p90"] for name in NAMED}
     listed = ", ".join(f"{'plain' if n == PLAIN else n} {s:.2f}" for n, s in p90.items())
-    why = "Arrivals here are a Poisson process at 70 % of the slowest system's throughput."
     ours = f"batch {found['EXSPEC']['batch_size']}, P90 s: {listed}"
-    return ours, "yes" if p90["EXSPEC"] > p90["EQSPEC"] else "no", why
+    return ours, "yes" if p90["EXSPEC"] > p90["EQSPEC"] else "no"

@@ -21,7 +21,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Request
 from jaxspec.runtime.turns import take_turns
 from jaxspec.studies.published import BROKEN, as_broken
-from jaxspec.studies.replay import Row, emitted_by_round, list_scheduling, replay_pool
+from jaxspec.studies.replay import emitted_by_round, list_scheduling, replay_pool
 from jaxspec.studies.rounds import count, count_rounds
 from jaxspec.studies.time_breakdown import break_down
 from jaxspec.studies.workload import (
@@ -257,8 +257,8 @@ def measure_grouping(workload: Workload, cells: Cells) -> Cell:
         (cell for cell in cells.values() if cell.get("system") == "jaxspec"),
         key=lambda cell: cell["num_requests"],
     )
-    rows = _rows(widest)
-    equal = [dataclasses.replace(row, prompt_length=EQUAL_LENGTH) for row in rows]
+    rows = widest["rows"]
+    equal = [[EQUAL_LENGTH, *emitted] for _, *emitted in rows]
     rates = []
     histories = {"random lengths": rows, "equal lengths": equal}
     for lengths, layout, size in itertools.product(
@@ -293,7 +293,7 @@ def measure_grouping(workload: Workload, cells: Cells) -> Cell:
 def _replayed(cell: Cell) -> dict[str, Any]:
     """A compiled pool's counters beside the replay's."""
     replayed = replay_pool(
-        _rows(cell),
+        cell["rows"],
         batch_size=cell["batch_size"],
         window_size=cell["engine"]["num_residents"],
         layout=cell["layout"],
@@ -304,10 +304,6 @@ def _replayed(cell: Cell) -> dict[str, Any]:
         "compiled": {field: cell["schedule"][field] for field in fields},
         "replayed": fields,
     }
-
-
-def _rows(cell: Cell) -> list[Row]:
-    return [Row(prompt_length=first, emitted=tuple(rest)) for first, *rest in cell["rows"]]
 
 
 def _chunked(requests: Sequence[Request], chunk: int) -> int:

@@ -8,8 +8,6 @@ and ours without saying so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 SOURCE = "Batch Speculative Decoding Done Right, arXiv 2510.22876v3"
 HARDWARE = (
     "NVIDIA A100 80 GB, PyTorch 2.7, transformers 4.51.3, fp16, greedy, draft length 5; raw first "
@@ -32,19 +30,13 @@ DSD                         0.0/8.1    0.0/2.2    0.2/2.2    0.0/0.6    0.0/1.0 
 BSP                         1.9/39.7   0.2/31.3   3.5/19.9   2.1/12.6   1.0/15.3   0.6/8.1
 """
 _CASES = [(model, batch) for model in MODELS for batch in (1, 4)]  # the columns
-
-
-def _exact_and_partial(cells: Sequence[str]) -> dict[tuple[str, int], tuple[float, float]]:
-    found = {}
-    for case, cell in zip(_CASES, cells, strict=True):
-        if cell != "-":
-            exact, partial = map(float, cell.split("/"))
-            found[case] = exact, partial
-    return found
-
-
 EQUIVALENCE = {
-    line[:28].strip(): _exact_and_partial(line[28:].split()) for line in _TABLE_1.splitlines()
+    line[:28].strip(): {
+        case: tuple(map(float, cell.split("/")))
+        for case, cell in zip(_CASES, line[28:].split(), strict=True)
+        if cell != "-"
+    }
+    for line in _TABLE_1.splitlines()
 }
 
 # Table 2: Vicuna, batch 4, 100 prompts of at most 128 new tokens. Shares in per cent.

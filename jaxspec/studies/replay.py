@@ -17,20 +17,7 @@ from typing import Literal
 from jaxspec.types import Origin
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """A request's history.
-
-    Attributes:
-      prompt_length: tokens before its first round.
-      emitted: tokens of each of its rounds.
-    """
-
-    prompt_length: int
-    emitted: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Schedule:
     """What a schedule amounts to; see `types.ScheduleCounts`.
 
@@ -41,10 +28,10 @@ class Schedule:
       num_grouped_rows: rows decoded that had the length of another row of their round.
     """
 
-    num_rounds: int
-    num_rows: int
-    num_grouped_rounds: int
-    num_grouped_rows: int
+    num_rounds: int = 0
+    num_rows: int = 0
+    num_grouped_rounds: int = 0
+    num_grouped_rows: int = 0
 
     @property
     def grouping_by_calls(self) -> float:
@@ -82,7 +69,7 @@ def list_scheduling(rounds: Sequence[int], batch_size: int) -> int:
 
 
 def replay_pool(
-    rows: Sequence[Row],
+    rows: Sequence[Sequence[int]],
     *,
     batch_size: int,
     window_size: int,
@@ -92,22 +79,19 @@ def replay_pool(
     in a window of resident rows, or else its first rows.
 
     Args:
-      rows: in order of arrival.
+      rows: of each request, in order of arrival, its prompt's length and what its rounds emit.
       batch_size: rows of a round.
       window_size: resident rows; a row that ends is replaced before the next round.
       layout: `aligned` counts padding as length, as the published code does: rows decoded together
         without being a group are padded to the longest of them, and keep that padding.
     """
-    queue = [row for row in rows if row.emitted]
-    length = [row.prompt_length for row in queue]  # with padding, if there is any
+    length = [first for first, *_ in rows]  # with padding, if there is any
     num_committed = length.copy()
-    emits = [collections.deque(row.emitted) for row in queue]
-    num_rounds = num_rows = num_grouped_rounds = num_grouped_rows = 0
-    while True:
-        waiting = (row for row in range(len(queue)) if emits[row])
+    emits = [collections.deque(rest) for _, *rest in rows]
+    schedule = Schedule()
+    while any(emits):
+        waiting = (row for row, rest in enumerate(emits) if rest)
         window = list(itertools.islice(waiting, window_size))
-        if not window:
-            break
         chosen = window[:batch_size]
         groups: dict[int, list[int]] = {}
         for row in window:
@@ -117,10 +101,10 @@ def replay_pool(
                 chosen = group
                 break
         of_length = collections.Counter(length[row] for row in chosen)
-        num_rounds += 1
-        num_rows += len(chosen)
-        num_grouped_rounds += len(of_length) == 1 and len(chosen) == batch_size
-        num_grouped_rows += sum(n for n in of_length.values() if n > 1)
+        schedule.num_rounds += 1
+        schedule.num_rows += len(chosen)
+        schedule.num_grouped_rounds += len(of_length) == 1 and len(chosen) == batch_size
+        schedule.num_grouped_rows += sum(n for n in of_length.values() if n > 1)
         longest = max(num_committed[row] for row in chosen)
         for row in chosen:
             if layout == "aligned" and len(of_length) > 1:
@@ -128,9 +112,4 @@ def replay_pool(
             num_emitted = emits[row].popleft()
             num_committed[row] += num_emitted
             length[row] += num_emitted
-    return Schedule(
-        num_rounds=num_rounds,
-        num_rows=num_rows,
-        num_grouped_rounds=num_grouped_rounds,
-        num_grouped_rows=num_grouped_rows,
-    )
+    return schedule

@@ -7,16 +7,15 @@ their own, with the hardware named.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
+from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.report import Plot, TextTable, new_figure, write_page
 from jaxspec.studies import published_figures as theirs
 from jaxspec.studies.claims import check_claims, paper_window
@@ -28,7 +27,7 @@ from jaxspec.studies.tables import (
     rounds_rows,
     shares,
 )
-from jaxspec.studies.workload import NAMED, PLAIN, Cells, nearest, of_kind
+from jaxspec.studies.workload import NAMED, PLAIN, Cells, nearest, of_kind, rounds_of
 
 COLOURS = {
     "EQSPEC": "#b5651d",
@@ -122,19 +121,17 @@ def findings(cells: Cells) -> list[str]:
             f"batch-1 plain decoding in every token, {num_ties} diverge from it at proven ties, "
             f"and {num_faults} otherwise."
         )
-    digests: dict[int, list[str]] = {}
-    for cell in decoded:
-        if cell["layout"] == "ragged" and cell["speculates"]:
-            digests.setdefault(cell["batch_size"], []).append(cell["outputs_sha256"])
-    if any(len(each) > 1 for each in digests.values()):
-        holds = all(len(set(each)) == 1 for each in digests.values())
+    ragged = [cell for cell in decoded if cell["layout"] == "ragged" and cell["speculates"]]
+    sizes = {cell["batch_size"] for cell in ragged}
+    if len(ragged) > len(sizes):
+        holds = len({(cell["batch_size"], cell["outputs_sha256"]) for cell in ragged}) == len(sizes)
         found.append(
             "Scheduling changes no token: at each batch size the ragged layout's outputs are "
             + ("the same under every scheduler." if holds else "NOT the same: this is a bug.")
         )
     for cell in of_kind(cells, "rounds-"):
         systems, ideal = cell["systems"], cell["ideal_rounds"]
-        rounds = {name: system["schedule"]["num_rounds"] for name, system in systems.items()}
+        rounds = rounds_of(cell)
         listed = ", ".join(f"{name} {n}" for name, n in rounds.items())
         over = rounds["jaxspec"] / ideal - 1
         read = systems["jaxspec"]["draft_positions"]
@@ -219,22 +216,17 @@ def _log_2(axes: Any, label: str) -> None:
 
 
 def _plot_throughput(cells: Cells) -> Plot | None:
-    rates: dict[str, dict[int, float]] = {}
-    for cell in of_kind(cells, "decode-"):
-        if cell["system"] in COLOURS:
-            rates.setdefault(cell["system"], {})[cell["batch_size"]] = cell["tokens_per_s"]
-    if not rates:
+    decoded = [cell for cell in of_kind(cells, "decode-") if cell["system"] in COLOURS]
+    if not decoded:
         return None
-    there = {
-        system: {size: found["tokens_per_s"] for size, found in by_size.items()}
-        for system, by_size in theirs.SERVING.items()
-    }
+    pd = import_extra("pandas", "plots")
+    ours = pd.DataFrame(decoded).pivot(index="batch_size", columns="system", values="tokens_per_s")
+    there = pd.DataFrame(theirs.SERVING).map(lambda found: found["tokens_per_s"])
     figure, axes = _panels("measured here", "published: simulated serving, A100")
-    for each, by_system, marker in zip(axes, (rates, there), "os", strict=True):
-        for system, by_size in by_system.items():
+    for each, rates, marker in zip(axes, (ours, there), "os", strict=True):
+        for system in rates:
             style = f"{marker}--" if system == PLAIN else f"{marker}-"
-            sizes, values = zip(*sorted(by_size.items()), strict=True)
-            each.plot(sizes, values, style, color=COLOURS[system], label=system)
+            each.plot(rates[system].dropna(), style, color=COLOURS[system], label=system)
         _log_2(each, "batch size")
         each.set(ylabel="tokens/s", ylim=(0, None))
         each.legend(frameon=False, fontsize=8)
@@ -248,10 +240,7 @@ def _plot_rounds(cells: Cells) -> Plot | None:
     titles = [f"batch {cell['batch_size']}" for cell in found]
     figure, axes = _panels(*titles, width_ratios=[1] * len(found))
     for each, cell in zip(axes, found, strict=True):
-        rounds = {
-            name: system["schedule"]["num_rounds"] for name, system in cell["systems"].items()
-        }
-        rounds["ideal"] = cell["ideal_rounds"]
+        rounds = rounds_of(cell) | {"ideal": cell["ideal_rounds"]}
         colours = [COLOURS.get(name, "#bdc3c7") for name in rounds]
         bars = each.barh(list(rounds), list(rounds.values()), color=colours)
         each.bar_label(bars, padding=3, fontsize=8)
@@ -267,31 +256,25 @@ def _plot_time_breakdown(cells: Cells) -> Plot | None:
     found = [cell for cell in broken_down(cells) if cell["system"] in NAMED]
     if not found:
         return None
+    pd = import_extra("pandas", "plots")
+    ours = {
+        f"{cell['system']}, batch {cell['batch_size']}": shares(cell["time_breakdown"])
+        for cell in sorted(found, key=lambda cell: cell["batch_size"])
+    }
+    published = pd.DataFrame(theirs.TIME_BREAKDOWN).loc[["draft", "verify", "overhead"]]
     figure, axes = _panels(
         "measured here: shares of the wall time",
         "published: Vicuna-7B, A100, batch 4",
         height=1.8 + 0.24 * len(found),
     )
-    ours = {
-        f"{cell['system']}, batch {cell['batch_size']}": shares(cell["time_breakdown"])
-        for cell in sorted(found, key=lambda cell: cell["batch_size"])
-    }
-    published = {
-        system: {
-            "draft": parts["draft"] / 100,
-            "verify": parts["verify"] / 100,
-            "overhead (published)": parts["overhead"] / 100,
-        }
-        for system, parts in theirs.TIME_BREAKDOWN.items()
-    }
     handles = {}
-    for each, bars in zip(axes, (ours, published), strict=True):
-        left = np.zeros(len(bars))
-        for part in next(iter(bars.values())):
-            # What is negative (parts that are cheaper inside the loop) has no length to draw.
-            widths = np.array([max(of[part], 0.0) for of in bars.values()]) * 100
-            handles[part] = each.barh(list(bars), widths, left=left, color=PART_COLOURS[part])
-            left += widths
+    # What is negative (parts that are cheaper inside the loop) has no length to draw.
+    for each, per_cent in (
+        (axes[0], 100 * pd.DataFrame(ours).clip(lower=0)),
+        (axes[1], published.rename({"overhead": "overhead (published)"})),
+    ):
+        per_cent.T.plot.barh(ax=each, stacked=True, color=PART_COLOURS, width=0.8, legend=False)
+        handles |= {bars.get_label(): bars for bars in each.containers}
         each.set_xlabel("% of the time")
         each.tick_params(axis="y", labelsize=8)
         each.invert_yaxis()
@@ -302,30 +285,23 @@ def _plot_time_breakdown(cells: Cells) -> Plot | None:
 
 
 def _plot_grouping(cells: Cells) -> Plot | None:
-    rates = cells.get("grouping", {}).get("rates")
-    if not rates:
+    if not cells.get("grouping", {}).get("rates"):
         return None
-    window = paper_window(cells["grouping"])
-    middle = nearest(8, {rate["batch_size"] for rate in rates})
+    rates = import_extra("pandas", "plots").DataFrame(cells["grouping"]["rates"])
+    window, middle = paper_window(cells["grouping"]), nearest(8, rates.batch_size.unique())
     titles = f"here, pool of {window}", f"here, batch {middle}", "published: Multi30k, pool of 50"
     figure, axes = _panels(*titles, width_ratios=(1, 1, 1), height=4.3)
     styles = {"ragged": "-", "aligned": "--"}
     colours = {"random lengths": "#2980b9", "equal lengths": "#d35400"}
-    for axis, fixed, wanted, along in (
-        (axes[0], "window_size", window, "batch_size"),
-        (axes[1], "batch_size", middle, "window_size"),
+    for axis, chosen, along in (
+        (axes[0], rates[rates.window_size == window], "batch_size"),
+        (axes[1], rates[rates.batch_size == middle], "window_size"),
     ):
-        for lengths, layout, (kind, marker, alpha) in itertools.product(
-            colours, styles, (("by_calls", "o", 1), ("by_rows", "^", 0.45))
-        ):
-            chosen = [
-                (rate[along], 100 * rate[kind])
-                for rate in rates
-                if (rate["lengths"], rate["layout"], rate[fixed]) == (lengths, layout, wanted)
-            ]
-            label = f"{lengths.split()[0]}, {layout}, {kind[3:]}"
-            style = {"color": colours[lengths], "alpha": alpha, "markersize": 4, "label": label}
-            axis.plot(*np.reshape(chosen, (-1, 2)).T, styles[layout] + marker, **style)
+        for (lengths, layout), line in chosen.groupby(["lengths", "layout"], sort=False):
+            for kind, marker, alpha in (("by_calls", "o", 1), ("by_rows", "^", 0.45)):
+                label = f"{lengths.split()[0]}, {layout}, {kind[3:]}"
+                style = {"color": colours[lengths], "alpha": alpha, "markersize": 4, "label": label}
+                axis.plot(line[along], 100 * line[kind], styles[layout] + marker, **style)
     for lengths, by_size in theirs.GROUPING.items():
         axes[2].plot(list(by_size), list(by_size.values()), "s-", color=colours[lengths])
     for axis, label in zip(axes, ("batch size", "rows of the pool", "batch size"), strict=True):
@@ -341,22 +317,16 @@ def _plot_serving(cells: Cells) -> Plot | None:
     found = of_kind(cells, "serving-")
     if not found:
         return None
+    pd = import_extra("pandas", "plots")
     size = max(cell["batch_size"] for cell in found)
-    figure, axes = _panels(f"measured here, batch {size}", "published: A100, batch 8")
-    by_system = {cell["system"]: cell["latency_s"] for cell in found if cell["batch_size"] == size}
+    ours = {cell["system"]: cell["latency_s"] for cell in found if cell["batch_size"] == size}
     there = {system: by_size[8] for system, by_size in theirs.SERVING.items()}
-    for each, latencies in zip(axes, (by_system, there), strict=True):
-        width = 0.8 / len(latencies)
-        for index, (system, latency) in enumerate(latencies.items()):
-            each.bar(
-                np.arange(3) + width * (index - (len(latencies) - 1) / 2),
-                [latency[name] for name in ("p50", "p90", "p99")],
-                width,
-                color=COLOURS.get(system, "#34495e"),
-                label=system,
-            )
-        highest = max(latency["p99"] for latency in latencies.values())
-        each.set_xticks(range(3), ("P50", "P90", "P99"))
+    figure, axes = _panels(f"measured here, batch {size}", "published: A100, batch 8")
+    for each, by_system in zip(axes, (ours, there), strict=True):
+        latency_s = pd.DataFrame(by_system).loc[["p50", "p90", "p99"]].rename(str.upper)
+        colours = [COLOURS.get(system, "#34495e") for system in by_system]
+        latency_s.plot.bar(ax=each, rot=0, width=0.8, color=colours)
+        highest = latency_s.to_numpy().max()
         each.set(ylabel="request latency, s", ylim=(0, 1.35 * highest))  # room for the legend
         each.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     return Plot(name="serving", caption="Request latency under Poisson arrivals", figure=figure)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer
-from jaxspec.bench.measure import PairBench, load_prompts, seconds_to_compile
+from jaxspec.bench.measure import PairBench, load_prompts
 from jaxspec.cache.layouts import LAYOUTS, Layout
 from jaxspec.checkpoint.format import is_converted, read_manifest
 from jaxspec.checkpoint.resolve import cached_models, load_model
@@ -52,6 +52,11 @@ NAMED = ("EQSPEC", "EXSPEC", "jaxspec", PLAIN)  # measured at every batch size, 
 def of_kind(cells: Cells, prefix: str) -> list[Cell]:
     """The cells whose names begin so."""
     return [cell for name, cell in cells.items() if name.startswith(prefix)]
+
+
+def rounds_of(cell: Cell) -> dict[str, int]:
+    """The rounds of each system of a cell that compares several."""
+    return {name: system["schedule"]["num_rounds"] for name, system in cell["systems"].items()}
 
 
 def nearest(wanted: int, sizes: Iterable[int]) -> int:
@@ -243,7 +248,8 @@ class Workload:
             prefill_chunk=64 if self.options.quick else 128,
             **settings,
         )
-        seconds_to_compile(engine)
+        engine.warm_up()
+        engine.generate([[0, 0]], SamplingParams(max_tokens=2))
         return engine
 
     def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:

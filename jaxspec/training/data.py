@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import sysconfig
@@ -93,19 +94,17 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
     Raises:
       SettingError: the source does not exist, holds no document, or a line is not as expected.
     """
-    held_out: list[tuple[str, str]] = []
-    if domain.source == _STDLIB:
-        train = list(_read_stdlib())
-    else:
-        path = corpora / domain.source
-        if path.is_file():
-            train = list(_read_jsonl([path]))
-        else:
-            _check_directory(path)
-            train = list(_read_jsonl(p for p in sorted(path.glob("*.jsonl")) if p.stem != "valid"))
-            held_out = list(_read_jsonl(sorted(path.glob("valid.jsonl"))))
-    train = _without(train, exclude)
-    held_out = _without(held_out, exclude)
+    path = corpora / domain.source
+    in_train, in_held_out = [path], []
+    if domain.source != _STDLIB and not path.is_file():
+        _check_directory(path)
+        in_held_out = list(path.glob("valid.jsonl"))
+        in_train = sorted({*path.glob("*.jsonl")}.difference(in_held_out))
+    documents = _read_stdlib() if domain.source == _STDLIB else _read_jsonl(in_train)
+    train, held_out = (
+        [(source, text) for source, text in each if not any(word in source for word in exclude)]
+        for each in (documents, _read_jsonl(in_held_out))
+    )
     if not train:
         raise SettingError(
             f"The domain {domain.name!r} has no documents in {domain.source!r}; give JSONL files "
@@ -139,7 +138,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_in_pieces(texts), trainer)
+    tokenizer.train_from_iterator(itertools.chain.from_iterable(map(_pieces, texts)), trainer)
     return tokenizer
 
 
@@ -322,10 +321,6 @@ def _read_stdlib() -> Iterator[tuple[str, str]]:
             yield name.as_posix(), text
 
 
-def _without(documents: list[tuple[str, str]], exclude: Sequence[str]) -> list[tuple[str, str]]:
-    return [d for d in documents if not any(word in d[0] for word in exclude)]
-
-
 def _is_held_out(source: str, text: str) -> bool:
     digest = hashlib.sha256(f"{source}\0{text}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < _HELD_OUT_PERCENT
@@ -345,8 +340,3 @@ def _pieces(text: str, length: int = 20_000) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-def _in_pieces(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from _pieces(text)

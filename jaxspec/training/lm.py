@@ -216,12 +216,6 @@ def make_optimizer(
     )
 
 
-def cross_entropy(logits: jax.Array, batch: data.Batch) -> jax.Array:
-    """Mean of -log q(label) over the weighted positions of logits `[B, T, V]`, in nats."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    return _weighted_mean(losses, batch.weights)
-
-
 def distillation_loss(
     logits: jax.Array,
     teacher_logits: jax.Array,
@@ -264,16 +258,12 @@ def train_step(
     def loss_of(params):
         logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
         if teacher is None:
-            loss = cross_entropy(logits, batch)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+            loss = _weighted_mean(losses, batch.weights)
             return loss, {"loss": loss}
-        teacher_logits = decoder.training_logits(
-            teacher, teacher_params, batch.inputs, batch.segments
-        )
+        theirs = decoder.training_logits(teacher, teacher_params, batch.inputs, batch.segments)
         loss, acceptance = distillation_loss(
-            logits,
-            teacher_logits,
-            batch.weights,
-            total_variation_weight=total_variation_weight,
+            logits, theirs, batch.weights, total_variation_weight=total_variation_weight
         )
         return loss, {"loss": loss, "acceptance": acceptance}
 
@@ -315,11 +305,10 @@ def train_lm(
     """
     start_s = time.perf_counter()
     teacher = None if config.teacher is None else load_teacher(config.teacher)
-    is_resumed = _check_out(config)
+    _check_out(config)
     domains = [data.Domain.parse(text) for text in config.domains]
     domains = domains or data.discover_domains(config.corpora)
-    tokenizer = _tokenizer(config, teacher)
-    tokenizer, streams, held_out = _prepare(config, domains, tokenizer)
+    tokenizer, streams, held_out = _prepare(config, domains, _tokenizer(config, teacher))
     end_of_text = data.end_of_text_id(tokenizer)
 
     # A teacher's vocabulary may be padded beyond its tokenizer's.
@@ -337,7 +326,7 @@ def train_lm(
         num_steps=num_steps,
     )
     fingerprint = _fingerprint(config, streams, teacher)
-    state, first_step = _initial_state(config, model, optimizer, fingerprint, is_resumed)
+    state, first_step = _initial_state(config, model, optimizer, fingerprint)
     step_function = functools.partial(
         Program(train_step, "the training step", shapes_vary=True),
         teacher_params=None if teacher is None else teacher.params,
@@ -360,17 +349,15 @@ def train_lm(
 
     metrics: dict[str, float] = {"loss": math.nan}
     with _progress(config, num_steps, first_step) as report:
-        for step in range(first_step, num_steps):
-            plan, index = steps[step]
+        for num_done, (plan, index) in enumerate(steps[first_step:], start=first_step + 1):
             batch = data.pack(data.cut(plan, streams, index), end_of_text)
             state, measured = step_function(state, batch)
             metrics = {name: float(value) for name, value in measured.items()}
             if not math.isfinite(metrics["loss"]):
                 raise SettingError(
-                    f"The loss became {metrics['loss']} at step {step + 1}; lower learning_rate "
+                    f"The loss became {metrics['loss']} at step {num_done}; lower learning_rate "
                     f"({config.learning_rate}) and train again."
                 )
-            num_done = step + 1
             if num_done % config.evaluate_every == 0 and num_done < num_steps:
                 losses = evaluate(state.params, config.sequence_length, config.evaluate_tokens)
                 metrics |= {f"held_out/{name}": loss for name, loss in losses.items()}
@@ -492,8 +479,8 @@ def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[j
 _LOSS_SUMS = Program(_loss_sums, "the held-out loss", shapes_vary=True)
 
 
-def _check_out(config: TrainConfig) -> bool:
-    """Whether the run continues an earlier one."""
+def _check_out(config: TrainConfig) -> None:
+    """Raises unless a run is there to be resumed, or none is."""
     path = config.out / _CHECKPOINT
     if config.resume and not path.is_file():
         raise CheckpointError(
@@ -503,7 +490,6 @@ def _check_out(config: TrainConfig) -> bool:
         raise CheckpointError(
             f"{config.out} already holds a run; use --resume or name another directory."
         )
-    return config.resume
 
 
 def _tokenizer(config: TrainConfig, teacher: Run | None) -> tokenizers.Tokenizer | None:
@@ -601,15 +587,14 @@ def _initial_state(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     fingerprint: dict[str, Any],
-    is_resumed: bool,
 ) -> tuple[TrainState, int]:
-    """The state to start from and the steps it has after it."""
+    """The state to start from, and the steps that were taken before it."""
 
     def init():
         params = decoder.init_params(model, jax.random.key(config.seed), jnp.float32)
         return TrainState(params=params, optimizer=optimizer.init(params))
 
-    if not is_resumed:
+    if not config.resume:
         return Program(jax.jit(init), "the initial weights")(), 0
     record = _read_checkpoint(config.out / _CHECKPOINT)
     saved = json.loads(record["fingerprint"])

@@ -67,11 +67,7 @@ def test_a_pass_is_bound_by_bytes_at_small_batches_and_by_products_at_large_ones
 
 
 def test_a_fit_finds_the_constants_that_made_the_times():
-    measured = [
-        cost.Measured(work=work, seconds=DEVICE.pass_s(work))
-        for config in (TARGET, DRAFT)
-        for work in grid(config)
-    ]
+    measured = [(work, DEVICE.pass_s(work)) for config in (TARGET, DRAFT) for work in grid(config)]
     fit = fit_to(measured)
     for name in ("bytes_per_s", "kv_bytes_per_s", "flops_per_s", "step_s"):
         assert getattr(fit.device, name) == pytest.approx(getattr(DEVICE, name), rel=1e-3), name
@@ -84,7 +80,7 @@ def test_held_out_errors_are_of_points_that_were_not_fitted():
     # Sabotage: every held-out time is twice what it was. The fit must not notice, its error must.
     is_out = cost.is_held_out(len(works))
     measured = [
-        cost.Measured(work=work, seconds=DEVICE.pass_s(work) * (2 if out else 1))
+        (work, DEVICE.pass_s(work) * (2 if out else 1))
         for work, out in zip(works, is_out, strict=True)
     ]
     fit = fit_to(measured)
@@ -97,8 +93,7 @@ def test_noisy_times_are_fitted_to_about_the_noise():
     works = [work for config in (TARGET, DRAFT) for work in grid(config)]
     noise = np.exp(rng.normal(0, 0.1, len(works)))
     measured = [
-        cost.Measured(work=work, seconds=DEVICE.pass_s(work) * factor)
-        for work, factor in zip(works, noise, strict=True)
+        (work, DEVICE.pass_s(work) * factor) for work, factor in zip(works, noise, strict=True)
     ]
     assert np.median(fit_to(measured).held_out_errors) < 0.15
 
@@ -110,7 +105,7 @@ def test_a_rate_nothing_is_known_of_stays_at_its_ceiling():
         for config in PRESETS.values()
         for size in (2, 4)
     ]
-    measured = [cost.Measured(work=work, seconds=DEVICE.pass_s(work)) for work in works]
+    measured = [(work, DEVICE.pass_s(work)) for work in works]
     fit = fit_to(measured)
     assert fit.device.flops_per_s <= 1e15 * (1 + 1e-9)
     assert fit.device.bytes_per_s == pytest.approx(DEVICE.bytes_per_s, rel=0.05)
@@ -124,7 +119,7 @@ def fit_to(measured):
 
 def test_too_few_measurements_are_refused():
     with pytest.raises(SettingError, match="at least 6"):
-        fit_to([cost.Measured(work=work, seconds=1.0) for work in list(grid(TARGET))[:5]])
+        fit_to([(work, 1.0) for work in list(grid(TARGET))[:5]])
 
 
 def test_closed_form_is_the_best_of_all_draft_lengths():

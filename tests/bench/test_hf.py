@@ -35,7 +35,7 @@ def hf(names):
 
 @pytest.fixture(scope="module")
 def greedy(hf):
-    return hf.greedy(PROMPTS, batch_size=1, max_tokens=MAX_TOKENS)
+    return hf.greedy(PROMPTS, batch_size=1, max_new_tokens=MAX_TOKENS)
 
 
 def test_outputs_have_the_length_that_was_asked_for(greedy):
@@ -43,19 +43,19 @@ def test_outputs_have_the_length_that_was_asked_for(greedy):
 
 
 def test_left_padding_changes_no_output(hf, greedy):
-    assert hf.greedy(PROMPTS, batch_size=3, max_tokens=MAX_TOKENS) == greedy
+    assert hf.greedy(PROMPTS, batch_size=3, max_new_tokens=MAX_TOKENS) == greedy
 
 
 @pytest.mark.parametrize("draft_length", [None, 3])
 def test_assistance_changes_no_output(hf, greedy, draft_length):
-    settings = {"max_tokens": MAX_TOKENS, "draft_length": draft_length}
+    settings = {"max_new_tokens": MAX_TOKENS, "draft_length": draft_length}
     assert hf.assisted(PROMPTS, **settings) == greedy
     assert hf.lookup(PROMPTS, **settings) == greedy
 
 
 def test_a_matched_run_leaves_the_defaults_as_they_were(hf):
     before = hf.draft.generation_config.to_dict()
-    hf.assisted(PROMPTS[:1], max_tokens=4, draft_length=3)
+    hf.assisted(PROMPTS[:1], max_new_tokens=4, draft_length=3)
     assert hf.draft.generation_config.to_dict() == before
 
 

@@ -6,14 +6,10 @@ import toy
 import jaxspec
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.studies.replay import Row, emitted_by_round, replay_pool
+from jaxspec.studies.replay import emitted_by_round, replay_pool
 from jaxspec.types import Origin
 
 BATCH_SIZE, WINDOW_SIZE = 2, 4
-
-
-def rows(*histories):
-    return [Row(prompt_length=first, emitted=tuple(rest)) for first, *rest in histories]
 
 
 def test_emitted_by_round_splits_at_the_target_s_own_tokens():
@@ -30,26 +26,26 @@ def test_emitted_by_round_splits_at_the_target_s_own_tokens():
 
 def test_the_first_group_that_fills_the_seats_is_decoded():
     # The third row has the first one's length; the second waits.
-    schedule = replay_pool(rows([5, 1], [7, 1], [5, 1]), batch_size=2, window_size=3)
+    schedule = replay_pool([[5, 1], [7, 1], [5, 1]], batch_size=2, window_size=3)
     assert (schedule.num_rounds, schedule.num_grouped_rounds) == (2, 1)
     assert (schedule.num_rows, schedule.num_grouped_rows) == (3, 2)
     # A window of two does not see it.
-    narrow = replay_pool(rows([5, 1], [7, 1], [5, 1]), batch_size=2, window_size=2)
+    narrow = replay_pool([[5, 1], [7, 1], [5, 1]], batch_size=2, window_size=2)
     assert (narrow.num_rounds, narrow.num_grouped_rounds) == (2, 0)
 
 
 def test_padding_makes_rows_a_group_until_they_accept_differently():
-    same = rows([5, 2, 2, 2], [7, 2, 2, 2])
+    same = [[5, 2, 2, 2], [7, 2, 2, 2]]
     assert replay_pool(same, batch_size=2, window_size=2).num_grouped_rounds == 0
     aligned = replay_pool(same, batch_size=2, window_size=2, layout="aligned")
     assert aligned.num_grouped_rounds == 2  # all but the first, which pads them
-    other = rows([5, 2, 1, 3, 2], [7, 2, 2, 2, 2])
+    other = [[5, 2, 1, 3, 2], [7, 2, 2, 2, 2]]
     aligned = replay_pool(other, batch_size=2, window_size=2, layout="aligned")
     assert aligned.num_grouped_rounds == 1  # the second: after it lengths differ twice
 
 
 def test_with_one_seat_every_call_is_a_group():
-    schedule = replay_pool(rows([5, 1, 2], [3, 1]), batch_size=1, window_size=1)
+    schedule = replay_pool([[5, 1, 2], [3, 1]], batch_size=1, window_size=1)
     assert schedule.grouping_by_calls == 1
     assert schedule.grouping_by_rows == 0
 
@@ -76,10 +72,7 @@ def pool(request):
 
 def as_rows(completions):
     return [
-        Row(
-            prompt_length=len(completion.prompt_token_ids),
-            emitted=emitted_by_round(completion.origins),
-        )
+        [len(completion.prompt_token_ids), *emitted_by_round(completion.origins)]
         for completion in completions
     ]
 
@@ -98,7 +91,7 @@ def test_the_comparison_sees_a_wrong_replay(pool):
     layout, completions, counts = pool
     histories = as_rows(completions)
     narrow = replay_pool(histories, batch_size=BATCH_SIZE, window_size=BATCH_SIZE, layout=layout)
-    off = [Row(prompt_length=row.prompt_length, emitted=(*row.emitted, 1)) for row in histories]
+    off = [[*row, 1] for row in histories]
     longer = replay_pool(off, batch_size=BATCH_SIZE, window_size=WINDOW_SIZE, layout=layout)
     assert narrow.num_grouped_rounds != counts["num_grouped_rounds"]
     assert longer.num_rounds != counts["num_rounds"]

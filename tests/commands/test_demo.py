@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import types
 
 import pytest
 import tiny
 from rich.console import Console
 
+from jaxspec.analysis import compare
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import demo
 from jaxspec.drafters.base import Drafter
@@ -96,20 +98,41 @@ class ScriptedEngine:
     target: LanguageModel
     drafter: Drafter | None
     draft_length: int
+    verify_length: int | None
     batch_size: int
     max_length: int
     prefill_chunk: int
     is_wrong = False
 
+    @property
+    def longest_prompt(self):
+        return self.max_length
+
+    @property
+    def shape(self):
+        return types.SimpleNamespace(verify_length=self.draft_length + 1 if self.drafter else 1)
+
+    @property
+    def executor(self):
+        loop = types.SimpleNamespace(drafter=types.SimpleNamespace(shares_state=False))
+        return types.SimpleNamespace(loop=loop, state=())
+
     def warm_up(self, on_program=None):
         return ()
 
-    def describe(self):
-        return {"batch_size": self.batch_size}
+    def reset(self):
+        pass
 
-    def generate(self, prompts, params, *, speculate=True, on_progress=None):
+    def describe(self):
+        name = self.drafter.name if self.drafter else "none"
+        return {"batch_size": self.batch_size, "drafter": name}
+
+    def generate(self, prompts, params):
+        return []
+
+    def run(self, requests, *, speculate=True):
         is_wrong = self.is_wrong and speculate and isinstance(self.drafter, NGram)
-        return [self.complete(prompt, is_wrong) for prompt in prompts]
+        return [self.complete(request.prompt_token_ids, is_wrong) for request in requests]
 
     def complete(self, prompt, is_wrong):
         made = completion(["a", "b", "c"], [Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS])
@@ -130,7 +153,7 @@ class ScriptedEngine:
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_outputs_are_compared_with_plain_decoding(cli, tiny_pair, monkeypatch, is_wrong):
-    monkeypatch.setattr(demo, "Engine", ScriptedEngine)
+    monkeypatch.setattr(compare, "Engine", ScriptedEngine)
     monkeypatch.setattr(ScriptedEngine, "is_wrong", is_wrong)
     result = cli("demo", "--json")
     assert result.status == 0, result.err
