@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -175,10 +176,8 @@ class OwnOutput:
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, the shorter length if one continues the other, or
     None if they are equal."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    pairs = enumerate(itertools.zip_longest(a, b))
+    return next((index for index, (x, y) in pairs if x != y), None)
 
 
 def judge(
@@ -206,18 +205,17 @@ def judge(
     size = scorer.target.vocab_size
     if not (0 <= token < size and 0 <= expected < size):
         return Divergence(index=index, token=token, expected=expected)
-    found, log_evidence = None, 0.0
+    # What follows in a sampled output tells a draw of another seed from a fault.
     is_sampled = params.temperature > 0
-    scored = [*output_ids[: index + 1]]
-    if is_sampled:  # what follows tells a draw of another seed from a fault
-        scored = _inside(output_ids, size)
+    scored = _inside(output_ids, size) if is_sampled else output_ids[: index + 1]
+    here, log_evidence = None, 0.0
     for segment in scorer.segments(prompt_ids, scored, params):
-        if segment.first <= index < segment.end:
-            found = _examine(scorer, segment, index, expected, params)
         if segment.end > index:
+            here = here or segment
             log_evidence += float(np.sum(segment.log_bets[max(index - segment.first, 0) :]))
-    assert found is not None
-    return _with_finding(found, log_evidence if is_sampled else None)
+    assert here is not None
+    evidence = log_evidence if is_sampled else None
+    return _examine(scorer, here, index, expected, params, log_evidence=evidence)
 
 
 def judge_all(
@@ -302,9 +300,15 @@ def judge_alone(
                 break
             bets = segment.log_bets.copy()
             for row in np.flatnonzero(unexpected):
-                index, expected = segment.first + int(row), int(segment.chosen[row])
-                divergence = _examine(scorer, segment, index, expected, params, is_keyed=is_keyed)
-                divergence = _with_finding(divergence, float(bets[row]) if is_sampled else None)
+                divergence = _examine(
+                    scorer,
+                    segment,
+                    segment.first + int(row),
+                    int(segment.chosen[row]),
+                    params,
+                    log_evidence=float(bets[row]) if is_sampled else None,
+                    is_keyed=is_keyed,
+                )
                 if divergence.finding == Finding.TIE:
                     # A token that rounding may have let through a filter is no evidence.
                     bets[row] = min(bets[row], 0)
@@ -334,9 +338,11 @@ def _examine(
     expected: int,
     params: SamplingParams,
     *,
+    log_evidence: float | None,
     is_keyed: bool = True,
 ) -> Divergence:
-    """A divergence with its margin and bound; `finding` is a tie or not (then FAULT)."""
+    """A divergence with its margin, bound and verdict; `log_evidence` is None for a greedy
+    request."""
     row = index - segment.first
     token, noise = int(segment.tokens[row]), float(segment.noise[row])
     logits, gumbel = segment.logits_at(index)
@@ -349,6 +355,14 @@ def _examine(
     pair = np.array([token, expected])
     largest = float(np.max(np.abs(logits[pair][np.isfinite(logits[pair])]), initial=0.0))
     bound = 2 * (noise + scorer.rounding * largest)
+    distance = filters.distance(token) if filters.any else None
+    finding = Finding.TIE if margin <= bound else Finding.FAULT
+    if finding == Finding.FAULT and log_evidence is not None:
+        if segment.log_probs[row] > -math.inf:
+            is_possible = log_evidence <= -math.log(ALPHA)
+        else:  # within rounding of a filter, it may have been in the distribution after all
+            is_possible = distance is not None and distance <= bound
+        finding = Finding.SAMPLING if is_possible else Finding.FAULT
     return Divergence(
         index=index,
         token=token,
@@ -357,25 +371,11 @@ def _examine(
         margin=margin,
         noise=noise,
         bound=bound,
-        filter_distance=filters.distance(token) if filters.any else None,
-        log_probs=float(segment.log_probs[row]) if params.temperature > 0 else None,
-        log_evidence=None,
-        finding=Finding.TIE if margin <= bound else Finding.FAULT,
+        filter_distance=distance,
+        log_probs=None if log_evidence is None else float(segment.log_probs[row]),
+        log_evidence=log_evidence,
+        finding=finding,
     )
-
-
-def _with_finding(divergence: Divergence, log_evidence: float | None) -> Divergence:
-    """The divergence with its final verdict; `log_evidence` is None for a greedy request."""
-    finding = divergence.finding
-    if finding == Finding.FAULT and log_evidence is not None:
-        # A token within rounding of a filter may have been in the distribution after all.
-        distance = divergence.filter_distance
-        is_excluded = divergence.log_probs == -math.inf
-        is_close = distance is not None and distance <= divergence.bound
-        is_plausible = log_evidence <= -math.log(ALPHA)
-        if (is_excluded and is_close) or (not is_excluded and is_plausible):
-            finding = Finding.SAMPLING
-    return dataclasses.replace(divergence, finding=finding, log_evidence=log_evidence)
 
 
 class Filters:

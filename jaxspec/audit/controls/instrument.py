@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from unittest import mock
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decode_loop
@@ -127,9 +129,8 @@ class KvSource(struct.PyTreeNode, kw_only=True):
     is_kept: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """What an edit may look at.
+class Place(types.SimpleNamespace):
+    """What an edit may look at, as far as the place has it (see `PLACES`).
 
     Attributes:
       state: before the step.
@@ -143,17 +144,6 @@ class Place:
       admission: the request that enters.
       start: first token of the prefill chunk.
     """
-
-    state: OpenState
-    pad_token: int
-    draft: Any = None
-    verdict: Any = None
-    info: Any = None
-    chosen: Any = None
-    after: Any = None
-    row: Any = None
-    admission: Any = None
-    start: Any = None
 
 
 def _as_is(value: Any, at: Place) -> Any:
@@ -212,7 +202,7 @@ def installed(
       is_armed: False has them all on; True has on the one whose number, counted from 1, stands in
         `OpenState.armed`.
     """
-    scope: list[OpenState] = []  # the state of the round that is being traced
+    scope: list[OpenState | None] = [None]  # the state of the round that is being traced
 
     def edited(place: str, value: Any, at: Place) -> Any:
         for number, fault in enumerate(faults, start=1):
@@ -241,7 +231,7 @@ def installed(
 
         def wrapped(*arguments, **options):
             seen = {name: x for name, x in zip(names, arguments, strict=True) if name}
-            at = Place(**{"state": scope[-1] if scope else None, "pad_token": pad_token} | seen)
+            at = Place(**{"state": scope[-1], "pad_token": pad_token} | seen)
             return edited(place, prepare(real(*arguments, **options), at), at)
 
         return wrapped
@@ -255,19 +245,16 @@ def installed(
                 scope.pop()
             if not any("kv" in fault.edits for fault in faults):
                 return after
-            slot = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
-            slot = jnp.broadcast_to(slot, state.tokens.shape)
+            slot = lax.broadcasted_iota(jnp.int32, state.tokens.shape, 1)
             healthy = KvSource(slot=slot, is_kept=jnp.ones(slot.shape, bool))
             at = Place(state=state, pad_token=pad_token, after=after)
-            source = edited("kv", healthy, at)
-            return after.replace(cache=_moved(after.cache, source))
+            return after.replace(cache=_moved(after.cache, edited("kv", healthy, at)))
 
         return wrapped
 
     with contextlib.ExitStack() as stack:
-        for place, (owner, name, _, _) in PLACES.items():
-            stack.enter_context(_replaced(owner, name, functools.partial(edit, place=place)))
         for owner, name, wrap in (
+            *((*at[:2], functools.partial(edit, place=place)) for place, at in PLACES.items()),
             (decode_loop, "empty_state", empty_state),
             (decode_loop, "speculative_round", speculative_round),
             (decoder, "run_layers", _open_layers),
@@ -327,7 +314,7 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
 
 def _moved(cache: kv.KVCache, source: KvSource) -> kv.KVCache:
     """The cache with each slot's KV taken from its source."""
-    slot = jnp.broadcast_to(jnp.arange(source.slot.shape[1], dtype=jnp.int32), source.slot.shape)
+    slot = lax.broadcasted_iota(jnp.int32, source.slot.shape, 1)
     is_kept = source.is_kept[..., None, None]
 
     def move(layer):
