@@ -92,6 +92,12 @@ def json_number(value: Any) -> Any:
     return None if math.isnan(value) else str(value)
 
 
+def evidence_limit(num_outputs: int) -> float:
+    """Log of the evidence against the distribution that the largest of so many outputs exceeds with
+    probability `ALPHA` at most if all of them follow it."""
+    return math.log(max(num_outputs, 1) / ALPHA)
+
+
 def mean(values: Sequence[float]) -> float:
     """The mean; NaN of nothing."""
     return float(np.mean(values)) if len(values) else math.nan
