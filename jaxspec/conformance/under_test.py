@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
@@ -129,21 +130,13 @@ class ModelUnderTest:
           params: instead of the model's.
         """
         running = np.ones(ROWS, bool) if is_running is None else np.asarray(is_running)
-        start = np.asarray(start, np.int32)
-        start = np.where(running, start, np.max(start[running], initial=0)).astype(np.int32)
-        entry = np.arange(WINDOW, dtype=np.int32)
-        depth = np.broadcast_to(entry, (ROWS, WINDOW))
-        if paths is not None:
-            is_self = paths == entry[:, None]
-            depth = np.argmax(is_self, axis=2)
+        start = np.where(running, start, np.max(np.asarray(start)[running], initial=0))[:, None]
+        entry = np.arange(WINDOW)
+        depth = entry if paths is None else np.argmax(paths == entry[:, None], axis=2)
         if slots is None:
-            slots = np.where(running[:, None], start[:, None] + entry, -1)
-        window = Window(
-            start=jnp.asarray(start),
-            positions=jnp.asarray((start[:, None] + depth).astype(np.int32)),
-            slots=jnp.asarray(slots.astype(np.int32)),
-            paths=None if paths is None else jnp.asarray(paths.astype(np.int32)),
-        )
+            slots = np.where(running[:, None], start + entry, -1)
+        fields = {"start": start[:, 0], "positions": start + depth, "slots": slots, "paths": paths}
+        window = Window(**jax.tree.map(lambda array: jnp.asarray(array, jnp.int32), fields))
         params = self.model.params if params is None else params
         # A copy made now: JAX may read an array of numpy's later, when its owner has changed it.
         return self.forward(params, cache, np.array(tokens, np.int32), window)
@@ -176,8 +169,7 @@ class ModelUnderTest:
 
     def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
         """k and v of every layer, `[ROWS, S, K, H]` each."""
-        slot = jnp.arange(self.max_length, dtype=jnp.int32)
-        slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
+        slots = lax.broadcasted_iota(jnp.int32, (ROWS, self.max_length), 1)
         return [
             wide(part)
             for layer in cache.layers
@@ -214,8 +206,8 @@ class ModelUnderTest:
             prefill_chunk=CHUNK,
         )
         self.plain = engine.generate(self.prompts, self.requests, speculate=False)
-        known = [[*c.prompt_token_ids, *c.token_ids] for c in self.plain]
-        known = [[*one, *[0] * (self.longest - len(one))] for one in known]
+        known = [[*c.prompt_token_ids, *c.token_ids, *[0] * self.longest] for c in self.plain]
+        known = [one[: self.longest] for one in known]
         # What the drafter knows is a parameter: the compiled programs stay.
         engine.update_params(draft=Oracle(known, acceptance=0.6).params)
         self.drafted = engine.generate(self.prompts, self.requests)
@@ -283,10 +275,9 @@ class Scripted:
         for depth in range(draft.depth):
             children = is_node & (draft.parents == node[:, None])
             should_continue = jnp.any(children, axis=1) & (depth < wanted)
-            node = jnp.where(
-                should_continue, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes
-            )
-            path.append(jnp.where(should_continue, node, -1))
+            first = jnp.argmax(children, axis=1).astype(jnp.int32)
+            node = jnp.where(should_continue, first, num_nodes)
+            path.append(jnp.where(should_continue, first, -1))
         path = jnp.stack(path, axis=1)
         length = rows.num_committed[:, None]
         place = jnp.floor(draws[:, 1:] * length.astype(jnp.float32)).astype(jnp.int32)
@@ -452,8 +443,7 @@ class DrafterUnderTest:
     def is_rounded(self) -> bool:
         """Whether it computes in less than fp32, so that ties turn by chance."""
         leaves = jax.tree.leaves((self.drafter.params, self.places[0]))
-        dtypes = {leaf.dtype for leaf in leaves}
-        return any(dtype.itemsize < 4 and dtype.kind != "b" for dtype in dtypes)
+        return any(leaf.dtype.itemsize < 4 and leaf.dtype.kind != "b" for leaf in leaves)
 
     @functools.cached_property
     def with_probs(self) -> DrafterUnderTest:
