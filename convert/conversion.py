@@ -220,17 +220,14 @@ def find_family(hf: hf_config.HFConfig) -> Family:
     Raises:
       ModelError: it is not supported; lists those that are.
     """
-    named = hf.get("architectures") or []
-    for family in FAMILIES:
-        if named and named[0] in family.architectures:
-            return family
-        if not named and hf.get("model_type") == family.name:
-            return family
+    named = hf.get("architectures")
     given = named[0] if named else hf.get("model_type", "nothing")
+    for family in FAMILIES:
+        if given in (family.architectures if named else (family.name,)):
+            return family
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    hint = ""
-    if str(given).startswith("ChatGLM"):
-        hint = " (of GLM-4, the 0414 releases, which are Glm4ForCausalLM)"
+    is_chatglm = str(given).startswith("ChatGLM")
+    hint = " (of GLM-4, the 0414 releases, which are Glm4ForCausalLM)" * is_chatglm
     raise ModelError(
         f"{hf.path} names the architecture {given}, which is not supported; "
         f"choose a model of one of these: {supported}{hint}."

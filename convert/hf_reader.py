@@ -19,10 +19,10 @@ from jaxspec.errors import CheckpointError
 
 from .hf_config import HFConfig
 
-_SAFETENSORS_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+_DTYPES = {  # by the name that safetensors has for them, and torch's
+    ("F32", "torch.float32"): np.dtype(np.float32),
+    ("F16", "torch.float16"): np.dtype(np.float16),
+    ("BF16", "torch.bfloat16"): np.dtype(ml_dtypes.bfloat16),
 }
 _OTHER_DTYPE = np.dtype("V1")  # integers, fp8, float64: nothing the decoder computes in
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -143,6 +143,10 @@ class Tensors:
         return self._load[name]()
 
 
+def _dtype_named(name: str) -> np.dtype:
+    return next((dtype for names, dtype in _DTYPES.items() if name in names), _OTHER_DTYPE)
+
+
 def _read_safetensors(file: Path):
     """Yields name and (dtype, shape, how to map it) of each tensor of a safetensors file.
 
@@ -162,7 +166,7 @@ def _read_safetensors(file: Path):
         ) from error
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"], _OTHER_DTYPE)
+        dtype = _dtype_named(entry["dtype"])
         shape = tuple(entry["shape"])
         offset = 8 + header_length + entry["data_offsets"][0]
 
@@ -191,17 +195,12 @@ def _read_bin(file: Path):
             f"({str(error).strip().splitlines()[0][:160] if str(error).strip() else 'damaged'}); "
             "fetch the file again, or use the model's safetensors."
         ) from error
-    dtypes = {
-        torch.float32: np.dtype(np.float32),
-        torch.float16: np.dtype(np.float16),
-        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    }
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
                 f"{file} holds {name!r}, which is no tensor; give a state dict of the whole model."
             )
-        dtype = dtypes.get(tensor.dtype, _OTHER_DTYPE)
+        dtype = _dtype_named(str(tensor.dtype))
 
         def load(tensor=tensor, dtype=dtype):
             if tensor.dtype == torch.bfloat16:
@@ -217,28 +216,25 @@ def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], *, 
     Raises:
       CheckpointError: names what is missing, mis-shaped, unexpected or of a dtype that is no float.
     """
-    problems = []
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        problems.append(f"lacks {_some(missing)}")
-    wrong = [
-        f"{name} {list(tensors.shapes[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors.shapes[name] != shape
-    ]
-    if wrong:
-        problems.append(f"has the wrong shape for {_some(wrong)}")
-    unexpected = [
-        name for name in tensors if name not in expected and not _is_ignored(name, expected)
-    ]
-    if unexpected:
-        problems.append(f"has the unexpected tensors {_some(unexpected)}")
-    odd = [name for name in expected if name in tensors and tensors.dtypes[name] == _OTHER_DTYPE]
-    if odd:
-        problems.append(f"stores {_some(odd)} in a dtype other than float32, float16 and bfloat16")
-    if problems:
+    found = {name: shape for name, shape in expected.items() if name in tensors}
+    problems = {
+        "lacks {}": [name for name in expected if name not in found],
+        "has the wrong shape for {}": [
+            f"{name} {list(tensors.shapes[name])} instead of {list(shape)}"
+            for name, shape in found.items()
+            if tensors.shapes[name] != shape
+        ],
+        "has the unexpected tensors {}": [
+            name for name in tensors if name not in found and not _is_ignored(name, expected)
+        ],
+        "stores {} in a dtype other than float32, float16 and bfloat16": [
+            name for name in found if tensors.dtypes[name] == _OTHER_DTYPE
+        ],
+    }
+    told = [text.format(_some(names)) for text, names in problems.items() if names]
+    if told:
         raise CheckpointError(
-            f"The checkpoint in {where} {'; it '.join(problems)}; "
+            f"The checkpoint in {where} {'; it '.join(told)}; "
             "its weights and its config.json do not belong to one supported model."
         )
 

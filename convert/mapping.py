@@ -75,23 +75,16 @@ def outer_leaves(config: ModelConfig) -> list[Leaf]:
 
 def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
     """Attention projections, with the configuration's biases and head norms."""
-    heads, group, size, width = (
-        config.num_kv_heads,
-        config.group,
-        config.head_size,
-        config.width,
-    )
+    heads, group = config.num_kv_heads, config.group
+    size, width = config.head_size, config.width
     num_queries, num_keys = heads * group * size, heads * size
 
     def name(tensor: str) -> str:
         return f"model.layers.{layer}.self_attn.{tensor}"
 
     def projections(tail: str, *last: int) -> tuple[Source, ...]:
-        return (
-            Source(name(f"q_proj.{tail}"), (num_queries, *last)),
-            Source(name(f"k_proj.{tail}"), (num_keys, *last)),
-            Source(name(f"v_proj.{tail}"), (num_keys, *last)),
-        )
+        sizes = {"q": num_queries, "k": num_keys, "v": num_keys}
+        return tuple(Source(name(f"{x}_proj.{tail}"), (n, *last)) for x, n in sizes.items())
 
     def qkv(q, k, v):
         # query head k * G + g of HF is entry [k, g]; entries G and G + 1 are key and value
