@@ -149,11 +149,9 @@ class Program:
             timer.join()  # it may be logging, and its record comes first
             seconds, is_cached = time.perf_counter() - started_s, _heard.is_cached
             if is_announced.is_set():
-                cache = {None: "", True: " (from the cache)", False: " (not in the cache)"}
-                end = cache[is_cached]
-                _log.info(
-                    "%s %s in %.1f s%s", outcome, self, seconds, end, extra={"compiling": False}
-                )
+                end = {None: "", True: " (from the cache)", False: " (not in the cache)"}[is_cached]
+                told = f"{outcome} {self} in {seconds:.1f} s{end}"
+                _log.info("%s", told, extra={"compiling": False})
         return Compiled(name=self.name, seconds=seconds, is_cached=is_cached)
 
     def lower(self, *args, **kwargs) -> Any:

@@ -105,11 +105,8 @@ def main(args: Sequence[str] | None = None) -> int:
         document = json.loads(file.read_text(encoding="utf-8"))
         reason = staleness(document)
         if reason is not None and options.confirm and document.get("measures"):
-            note = {
-                "commit": commit(),
-                "code_digest": code_digest(document["measures"]),
-                "reason": options.confirm,
-            }
+            note = {"commit": commit(), "code_digest": code_digest(document["measures"])}
+            note["reason"] = options.confirm
             document["confirmed"] = [*document.get("confirmed", ()), note]
             write_atomically(file, json.dumps(document, indent=1).encode() + b"\n")
             reason = staleness(document)

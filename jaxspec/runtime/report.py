@@ -139,15 +139,17 @@ class Plot:
 
     def svg(self) -> bytes:
         """The figure as SVG, the same bytes on every day."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="svg", metadata={"Date": None})
-        return buffer.getvalue()
+        return _drawn(self.figure, "svg", metadata={"Date": None})
 
     def png(self) -> bytes:
         """The figure as PNG."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-        return buffer.getvalue()
+        return _drawn(self.figure, "png", dpi=110, metadata={"Software": None})
+
+
+def _drawn(figure: Any, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, **options)
+    return buffer.getvalue()
 
 
 def new_figure(
@@ -179,9 +181,7 @@ def new_figure(
         """Notebooks draw a figure by themselves only after pyplot has been imported."""
 
         def _repr_png_(self) -> bytes:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
+            return _drawn(self, "png")
 
     figure = Shown(figsize=size, layout="constrained")
     axes = figure.subplots(num_rows, num_columns, **options)
