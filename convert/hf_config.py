@@ -173,11 +173,8 @@ def rotary_share(config: HFConfig, default: float) -> float:
 
 
 def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, Any]:
-    """Fields of `ModelConfig` that all families read alike.
-
-    Args:
-      norm_epsilon: the family's default, or None where it is ambiguous and must be stated.
-    """
+    """Fields of `ModelConfig` that all families read alike; `norm_epsilon` is the family's default,
+    or None where it is ambiguous and must be stated."""
     heads = config.require("num_attention_heads")
     epsilon = config.get("rms_norm_eps", norm_epsilon)
     return {
@@ -195,11 +192,8 @@ def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, 
 
 
 def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
-    """The configuration of Llama and its near relatives, which rotate all of a head.
-
-    Args:
-      family: its name.
-      **fields: of `ModelConfig`, in which the family differs from Llama.
+    """The configuration of Llama and its near relatives, which rotate all of a head; `fields` are
+    those of `ModelConfig` in which the family differs from Llama.
 
     Raises:
       ModelError: only part of a head is rotated.

@@ -34,12 +34,8 @@ def stream_params(
     dtype: np.dtype,
     advance: Callable[[int], None],
 ) -> None:
-    """Writes `directory / "params"`.
-
-    Args:
-      leaves: the family's table; it must make every parameter of `config` once.
-      dtype: of the written parameters.
-      advance: called with the bytes of each parameter when it is handed over.
+    """Writes `directory / "params"` in `dtype`, by the family's table, which must make every
+    parameter of `config` once; `advance` is called with the bytes of each when it is handed over.
     """
     shapes = leaf_shapes(config)
     if {leaf.path for leaf in leaves} != set(shapes) or len(leaves) != len(shapes):

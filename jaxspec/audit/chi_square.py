@@ -62,14 +62,8 @@ def test_distribution(
     samples: Sequence[Sequence[int]],
     params: SamplingParams,
 ) -> DistributionTest | None:
-    """Tests samples of one prompt against the target's distribution; None if there are too few.
-
-    Args:
-      scorer: of the target, in the dtype of the samples.
-      prompt_ids: of all samples.
-      samples: outputs, cut after the stop token.
-      params: how all of them were drawn.
-    """
+    """Tests samples of one prompt, cut after the stop token and all drawn with `params`, against
+    the target's distribution; None if there are too few. The scorer is of the samples' dtype."""
     num_groups = degrees = 0
     statistic = noncentrality = 0.0
     is_excluded = False

@@ -196,12 +196,8 @@ def judge(
 ) -> Divergence | None:
     """Where an output differs from a reference, and why; None if it does not.
 
-    Args:
-      scorer: of the target, in the dtype of the output.
-      prompt_ids: of both.
-      output_ids: cut after the stop token.
-      reference_ids: cut after the stop token, drawn with the same parameters.
-      params: how both were drawn, with the seed of a sampled request.
+    Both follow `prompt_ids`, are cut after the stop token, and were drawn with `params` (with the
+    seed of a sampled request). The scorer is of the target, in the dtype of the output.
     """
     index = first_difference(output_ids, reference_ids)
     if index is None:
@@ -385,12 +381,8 @@ def _examine(
 
 
 class Filters:
-    """What top-k, top-p and min-p keep of one position's tokens, and how certainly.
-
-    Args:
-      logits: `[V]` float64, after penalties.
-      params: of the request.
-    """
+    """What top-k, top-p and min-p of a request keep of one position's tokens, and how certainly, by
+    their `logits` `[V]` float64, after penalties."""
 
     def __init__(self, logits: np.ndarray, params: SamplingParams):
         is_sampled = params.temperature > 0
@@ -461,13 +453,8 @@ class Filters:
 
 
 def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:
-    """How far logits must move apart for `token` to be drawn.
-
-    Args:
-      token: its id.
-      perturbed: `[V]` float64, logits with the noise of the draw.
-      filters: of the same position.
-    """
+    """How far logits must move apart for `token` to be drawn, by the filters of its position and
+    `perturbed` `[V]` float64, the logits with the noise of the draw."""
     after = perturbed - perturbed[token]
     if np.isneginf(perturbed[token]):  # barred by min_tokens: no rounding brings it back
         return math.inf

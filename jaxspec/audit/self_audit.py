@@ -387,12 +387,8 @@ def audit_engine(
 
 
 def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
-    """What an engine with this verifier promises, in words.
-
-    Args:
-      verifier: of the engine.
-      is_bit_exact: whether the start-up probe holds.
-    """
+    """What an engine with this verifier promises, in words; `is_bit_exact` says whether the
+    start-up probe holds."""
     if not is_bit_exact and verifier.is_lossless:
         kept = "tokens of plain decoding" if verifier.is_coupled else "target's distribution"
         return f"equal up to proven ties: the {kept}, as far as rounding on this machine allows"

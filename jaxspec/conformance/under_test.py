@@ -460,14 +460,9 @@ class DrafterUnderTest:
         num_draws: int,
         keys_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     ) -> Iterator[tuple[DecodeState, Draft]]:
-        """Drafts of the same rows under many keys, each with the state that it was drawn from.
-
-        Args:
-          prompts: one for each row.
-          params: sampling parameters of each row.
-          num_draws: how many.
-          keys_of: from `[ROWS, 2]` random keys to those that the rows get.
-        """
+        """Drafts of rows with these prompts and sampling parameters under `num_draws` keys, each
+        with the state that it was drawn from. `keys_of` makes the rows' keys of `[ROWS, 2]` random
+        ones."""
         pairs = enumerate(zip(prompts, params, strict=True))
         state = self.fresh([self.request(row, prompt, **own) for row, (prompt, own) in pairs])
         rng = np.random.default_rng(self.seed)

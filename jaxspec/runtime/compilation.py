@@ -176,12 +176,8 @@ def numbered(*programs: Program) -> tuple[Program, ...]:
 def warm_up(
     arguments: Mapping[Program, tuple[Any, ...]], on_program: OnProgram | None = None
 ) -> tuple[Compiled, ...]:
-    """Compiles programs for these arguments (see `Program.compile`), one after the other.
-
-    Args:
-      arguments: of each program.
-      on_program: called before each.
-    """
+    """Compiles programs for these arguments (see `Program.compile`), one after the other, each
+    after a call of `on_program`."""
     compiled = []
     for program, args in arguments.items():
         if on_program is not None:
@@ -191,11 +187,8 @@ def warm_up(
 
 
 def shapes_at(tree: Any, shardings: Any) -> Any:
-    """Shapes, as `jax.eval_shape` returns them, with the sharding that the arrays will have.
-
-    Args:
-      shardings: one for all, a pytree of them, or None for JAX's choice.
-    """
+    """Shapes, as `jax.eval_shape` returns them, with the sharding that the arrays will have: one
+    for all, a pytree of them, or None for JAX's choice."""
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(

@@ -33,11 +33,8 @@ SUFFIXES = (".py", ".cc", ".h")
 
 
 def code_digest(measures: Sequence[str], *, root: pathlib.Path = PACKAGE) -> str:
-    """A digest of the code of modules and folders; see the module's docstring.
-
-    Args:
-      measures: paths such as `decode` or `models/decoder.py`.
-      root: directory that they are relative to.
+    """A digest of the code of modules and folders (paths relative to `root`, such as `decode` or
+    `models/decoder.py`); see the module's docstring.
 
     Raises:
       FileNotFoundError: there is no such module or folder.

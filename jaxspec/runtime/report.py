@@ -161,16 +161,9 @@ def new_figure(
 ) -> tuple[Any, Any]:
     """A matplotlib figure and its axes, without the spines above and on the right.
 
-    Nothing is drawn on a screen. A notebook shows the figure.
-
-    Args:
-      num_rows: of axes.
-      num_columns: of axes.
-      size: width and height in inches.
-      options: of `Figure.subplots`, such as `width_ratios`.
-
-    Returns:
-      the figure, and one `Axes`, or an array of them as `Figure.subplots` gives it.
+    Nothing is drawn on a screen. A notebook shows the figure, whose width and height `size` are in
+    inches. With several rows or columns, the axes are an array as `Figure.subplots` gives it, which
+    takes the `options`, such as `width_ratios`.
 
     Raises:
       SettingError: matplotlib is not installed.

@@ -75,11 +75,8 @@ class Fault:
 
     @contextlib.contextmanager
     def apply(self, *, pad_token: int = 0) -> Iterator[None]:
-        """Engines that are built and first run in this context have the fault.
-
-        Args:
-          pad_token: the token that the published system pads with.
-        """
+        """Engines that are built and first run in this context have the fault; `pad_token` is what
+        the published system pads with."""
         with contextlib.ExitStack() as stack:
             for owner, name, wrap in self.patches:
                 with_pad = functools.partial(wrap, pad_token=pad_token)
@@ -264,12 +261,8 @@ def installed(
 
 
 def arm(engine: Engine, number: int) -> None:
-    """Turns on one of the faults that are `installed` with `is_armed`.
-
-    Args:
-      engine: one that was built meanwhile.
-      number: of the fault, counted from 1; 0 turns all off.
-    """
+    """Turns on the fault of this number, counted from 1, of those that were `installed` with
+    `is_armed` while the engine was built; 0 turns all off."""
     state = engine.executor.state
     assert isinstance(state, OpenState)
     armed = jax.device_put(np.int32(number), state.armed.sharding)

@@ -145,14 +145,8 @@ def run_controls(
 
 
 class ControlRuns:
-    """The engines and the requests that all controls of one target share.
-
-    Args:
-      target: as in `run_controls`.
-      drafter: as in `run_controls`.
-      faults: those with edits that will be asked for; they are compiled into one program.
-      prompts: as in `run_controls`.
-    """
+    """The engines and the requests that all controls of one target share; see `run_controls`. The
+    `faults` are those with edits that will be asked for: they are compiled into one program."""
 
     def __init__(
         self,
