@@ -149,8 +149,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 alpha=self.alpha,
                 on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
             )
-        self._show(console, report_of_outputs(audit))
-        return self._document(audit, {str(path): sha256_of(path)})
+        return self._show(console, audit, report_of_outputs(audit), {str(path): sha256_of(path)})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         if self.their_dtype is not None:
@@ -191,22 +190,16 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             audit = audit_engine(
                 engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
             )
-        self._show(console, report_of_engine(audit))
-        return self._document(audit, self.checksums())
+        return self._show(console, audit, report_of_engine(audit), self.checksums())
 
-    def _document(
-        self, audit: EngineAudit | OutputsAudit, inputs: dict[str, str]
+    def _show(
+        self,
+        console: Console,
+        audit: EngineAudit | OutputsAudit,
+        report: AuditReport,
+        inputs: dict[str, str],
     ) -> dict[str, Any]:
-        return make_document(
-            "audit",
-            self,
-            holds=audit.holds,
-            inputs=inputs,
-            audit=audit.to_json(),
-            html=self.html,
-        )
-
-    def _show(self, console: Console, report: AuditReport) -> None:
+        """Prints the report, and writes it if asked for; returns the JSON document."""
         console.print(report.title, style="bold", markup=False, highlight=False)
         console.print(f"Promise: {report.promise}.", markup=False, highlight=False)
         for table in report.all_tables:
@@ -216,3 +209,5 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         if self.html is not None:
             report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
+        found = {"holds": audit.holds, "inputs": inputs, "audit": audit.to_json()}
+        return make_document("audit", self, **found, html=self.html)
