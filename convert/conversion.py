@@ -166,7 +166,7 @@ def convert_directory(
     eos_token_ids = hf_reader.eos_token_ids(hf, generation_config)
 
     files = hf_reader.weight_files(directory)
-    tensors = hf_reader.Tensors(files)
+    tensors = hf_reader.read_tensors(files)
     leaves = family.leaves(config)
     expected = {tensor.name: tensor.shape for leaf in leaves for tensor in leaf.sources}
     hf_reader.check_tensors(tensors, expected, where=str(directory))
@@ -247,11 +247,11 @@ def read_model_config(hf: hf_config.HFConfig, family: Family) -> ModelConfig:
         ) from error
 
 
-def _common_dtype(tensors: hf_reader.Tensors, expected: dict[str, Any]) -> np.dtype:
+def _common_dtype(tensors: dict[str, hf_reader.Tensor], expected: dict[str, Any]) -> np.dtype:
     """The dtype that holds most of the parameters: a few norms may be kept wider."""
     sizes: collections.Counter[np.dtype] = collections.Counter()
     for name, shape in expected.items():
-        sizes[tensors.dtypes[name]] += int(np.prod(shape))
+        sizes[tensors[name].dtype] += int(np.prod(shape))
     return sizes.most_common(1)[0][0]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.checkpoint.format import LeafPath, leaf_shapes, write_params
 from jaxspec.models.config import ModelConfig
 
-from .hf_reader import Tensors
+from .hf_reader import Tensor
 from .mapping import Leaf
 
 _SCRATCH_FROM_BYTES = 64 * 2**20
@@ -29,7 +29,7 @@ def stream_params(
     directory: Path,
     config: ModelConfig,
     leaves: list[Leaf],
-    tensors: Tensors,
+    tensors: dict[str, Tensor],
     *,
     dtype: np.dtype,
     advance: Callable[[int], None],
@@ -52,9 +52,9 @@ def stream_params(
 
 
 def _assemble(
-    leaf: Leaf, shape: tuple[int, ...], tensors: Tensors, dtype: np.dtype, scratch: Path
+    leaf: Leaf, shape: tuple[int, ...], tensors: dict[str, Tensor], dtype: np.dtype, scratch: Path
 ) -> np.ndarray:
-    sources = [tensors[source.name] for source in leaf.sources]
+    sources = [tensors[source.name].load() for source in leaf.sources]
     if leaf.pieces is None and sources[0].dtype == dtype:
         assert sources[0].shape == shape, leaf.path
         return sources[0]
