@@ -177,10 +177,10 @@ def _static_shapes(b: DrafterUnderTest) -> str:
         function = functools.partial(getattr(b.drafter, name), b.shape)
         after = jax.eval_shape(function, b.params, state, rows, row)
         demand_same_tree(state, after, f"after {name} the state")
-    everything = b.engine.executor.params, state, rows, b.engine.state.cache
-    _, after = jax.eval_shape(b.propose_from, *everything)
+    everything = b.engine.executor.params, b.engine.state
+    _, after = jax.eval_shape(b.propose, *everything)
     demand_same_tree(state, after, "after propose the state")
-    after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
+    after = jax.eval_shape(b.loop.round, *everything).drafter
     demand_same_tree(state, after, "after commit the state")
     lag = jax.eval_shape(b.drafter.lag, state, rows)
     if lag is not None:
@@ -191,8 +191,7 @@ def _static_shapes(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C6", "parameters are handed in, not closed over")
 def _params(b: DrafterUnderTest) -> str:
     state, rows, row = b.places
-    everything = b.engine.executor.params, state, rows, b.engine.state.cache
-    demand_nothing_closed_over(b.propose_from, *everything)
+    demand_nothing_closed_over(b.propose, b.engine.executor.params, b.engine.state)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(b.drafter, name), b.shape)
         demand_nothing_closed_over(function, b.params, state, rows, row)

@@ -182,9 +182,8 @@ class ModelUnderTest:
         slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
 
         def fill(layer):
-            k, v = kv.read_slots(layer, cache.table, slots, cache.dtype)
-            k, v = jnp.full_like(k, value), jnp.full_like(v, value)
-            return kv.write(layer, cache.table, k, v, slots)
+            kv_there = kv.read_slots(layer, cache.table, slots, cache.dtype)
+            return kv.write(layer, cache.table, *(jnp.full_like(x, value) for x in kv_there), slots)
 
         return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
 
@@ -367,36 +366,26 @@ class DrafterUnderTest:
         """What the drafter sees of a state."""
         return batch_view(state, is_chain=self.drafter.is_chain)
 
-    def propose_from(
-        self, params: PyTree, state: PyTree, rows: BatchView, cache: PyTree
-    ) -> tuple[Draft, PyTree]:
-        """`propose`, given the engine's parameters and the target's cache."""
-        reads = {"target_cache": cache} if self.complete.uses_target_cache else {}
+    def propose(self, params: PyTree, state: DecodeState) -> tuple[Draft, PyTree]:
+        """The drafter's `propose` on a decode state, given the engine's parameters."""
+        reads = {"target_cache": state.cache} if self.complete.uses_target_cache else {}
         own = function_params(self.complete, params)
-        return self.drafter.propose(self.shape, own, state, rows, **reads)
+        return self.drafter.propose(self.shape, own, state.drafter, self.rows(state), **reads)
 
     @functools.cached_property
-    def propose(self):
+    def compiled_draft(self):
         """The compiled draft of a decode state, which stays as it is."""
-
-        def propose(params, state: DecodeState) -> Draft:
-            return self.propose_from(params, state.drafter, self.rows(state), state.cache)[0]
-
-        return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
+        draft = jax.jit(lambda params, state: self.propose(params, state)[0])
+        return Program(draft, f"the draft of {self.drafter.name}")
 
     def draft(self, state: DecodeState) -> Draft:
         """What the drafter proposes now, fetched to the host."""
-        return jax.device_get(self.propose(self.engine.executor.params, state))
+        return jax.device_get(self.compiled_draft(self.engine.executor.params, state))
 
     def request(self, index: int, prompt: Sequence[int], **changes: Any) -> Request:
         """The scripted request number `index`, with this prompt and changes of its parameters."""
-        params = mixed_params(
-            index,
-            max_tokens=self.max_length,
-            seed=100 * self.seed + index,
-            stop_token_ids=(self.marker,),
-            **changes,
-        )
+        fields = {"max_tokens": self.max_length, "seed": 100 * self.seed + index, **changes}
+        params = mixed_params(index, stop_token_ids=(self.marker,), **fields)
         return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
 
     def requests(self, indices: Sequence[int]) -> list[Request]:
