@@ -35,19 +35,15 @@ class AuditReport:
     """What both kinds of audit show.
 
     Attributes:
+      audit: what is shown; its promise, and whether it held.
       title: a line.
-      promise: in words.
-      sentence: what was found.
-      holds: whether the promise held.
       tables: of figures, for terminal and page.
       divergences: of all levels, with where each stands.
       curves: `prefix_shares` by what the outputs are compared with.
     """
 
+    audit: EngineAudit | OutputsAudit
     title: str
-    promise: str
-    sentence: str
-    holds: bool
     tables: list[TextTable]
     divergences: list[tuple[str, Divergence]]
     curves: Mapping[str, np.ndarray]
@@ -97,9 +93,9 @@ class AuditReport:
         write_page(
             path,
             title=self.title,
-            verdict=self.sentence,
-            holds=self.holds,
-            paragraphs=[f"Promise: {self.promise}."],
+            verdict=self.audit.sentence,
+            holds=self.audit.holds,
+            paragraphs=[f"Promise: {self.audit.promise}."],
             tables=self.all_tables,
             plots=self.plots(),
         )
@@ -128,10 +124,8 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
         title = "The published study's raw string metrics, against the reference loop"
         tables.append(TextTable.of_values(title, found))
     return AuditReport(
+        audit=audit,
         title=f"Audit of {engine['target']} with {engine['drafter']}",
-        promise=audit.promise,
-        sentence=audit.sentence,
-        holds=audit.holds,
         tables=[*tables, TextTable.of_values("Run", run)],
         divergences=[
             (f"{name}, request {request_id}", divergence)
@@ -236,10 +230,8 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
         title = "Sampled outputs under the target's distribution"
         tables.append(TextTable.of_values(title, sampled))
     return AuditReport(
+        audit=audit,
         title=f"Audit of outputs of {audit.engine} under {audit.target}",
-        promise=audit.promise,
-        sentence=audit.sentence,
-        holds=audit.holds,
         tables=tables,
         divergences=[
             (f"line {output.number}", divergence)

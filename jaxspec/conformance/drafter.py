@@ -316,8 +316,7 @@ def _row_reuse(b: DrafterUnderTest) -> str:
     _need_own_state(b)
     newcomers = b.requests(range(ROWS, 2 * ROWS))
     expected = b.draft(b.fresh(newcomers))
-    for _ in b.rounds(range(ROWS)):
-        pass
+    list(b.rounds(range(ROWS)))
     b.admit(newcomers)
     found = b.draft(b.engine.state)
     _demand_same(found, expected, "in a used row", hint=SHARES)
@@ -427,8 +426,7 @@ def _output(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C2", "nothing is compiled after the first requests")
 def _trace_count(b: DrafterUnderTest) -> str:
     for numbers in (range(ROWS), range(ROWS, 2 * ROWS)):
-        for _ in b.rounds(numbers):
-            pass
+        list(b.rounds(numbers))
     return demand_compiled_once(b.engine)
 
 

@@ -33,7 +33,7 @@ from jaxspec.conformance.report import (
     enters,
     run_checks,
 )
-from jaxspec.conformance.under_test import ModelUnderTest
+from jaxspec.conformance.under_test import ModelUnderTest, rewritten
 from jaxspec.models.base import Model
 
 MODEL_CHECKS: dict[str, Clause] = {}
@@ -274,13 +274,7 @@ def _positions(b: ModelUnderTest) -> str:
     pair = np.array([[0], [1], [0]])
     cache = b.context(np.full(ROWS, 2 * half), np.broadcast_to(pair, b.tokens.shape))
     slots = np.broadcast_to(half + np.arange(half, dtype=np.int32), (ROWS, half))
-
-    def exchange(layer):
-        k, v = kv.read_slots(layer, cache.table, jnp.asarray(slots), cache.dtype)
-        order = np.array([1, 0, 2])
-        return kv.write(layer, cache.table, k[order], v[order], jnp.asarray(slots))
-
-    cache = cache.replace(layers=tuple(exchange(layer) for layer in cache.layers))
+    cache = rewritten(cache, slots, lambda x: x[np.array([1, 0, 2])])
     next_token = np.full((ROWS, WINDOW), 2 % b.model.vocab_size)
     hidden, _, _ = b.score(cache, next_token, np.full(ROWS, 2 * half))
     states = wide(hidden[:, 0])

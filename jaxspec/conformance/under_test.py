@@ -51,6 +51,19 @@ from jaxspec.verifiers import Coupled
 NUM_ROUNDS = 8  # of scripted verdicts
 
 
+def rewritten(
+    cache: kv.KVCache, slots: np.ndarray, change: Callable[[jax.Array], jax.Array]
+) -> kv.KVCache:
+    """The cache, its k and v `[ROWS, n, K, H]` at `slots` `[ROWS, n]` changed in each layer."""
+    at = jnp.asarray(slots)
+
+    def rewrite(layer):
+        k, v = kv.read_slots(layer, cache.table, at, cache.dtype)
+        return kv.write(layer, cache.table, change(k), change(v), at)
+
+    return cache.replace(layers=tuple(map(rewrite, cache.layers)))
+
+
 class ModelUnderTest:
     """A model, a batch of `ROWS` rows in a small cache, and one compiled window of `WINDOW`."""
 
@@ -179,13 +192,8 @@ class ModelUnderTest:
     def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
         """The cache with `value` in each row's slots from `first` on."""
         slot = np.arange(self.max_length, dtype=np.int32)
-        slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
-
-        def fill(layer):
-            kv_there = kv.read_slots(layer, cache.table, slots, cache.dtype)
-            return kv.write(layer, cache.table, *(jnp.full_like(x, value) for x in kv_there), slots)
-
-        return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
+        slots = np.where(slot >= np.asarray(first)[:, None], slot, -1)
+        return rewritten(cache, slots, lambda x: jnp.full_like(x, value))
 
     def allowed(self, hidden: jax.Array) -> float:
         """Relative difference that rounding may make between two programs."""

@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+import types
 
 import numpy as np
 import pytest
@@ -32,10 +33,10 @@ def divergence(index, margin, finding):
 
 
 REPORT = AuditReport(
+    audit=types.SimpleNamespace(
+        promise="bit-exact", sentence="The promise is broken.", holds=False
+    ),
     title="Audit <of> something",
-    promise="bit-exact",
-    sentence="The promise is broken.",
-    holds=False,
     tables=[TextTable(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
     divergences=[
         ("line 2", divergence(3, 0.02, Finding.TIE)),
@@ -84,10 +85,8 @@ def test_the_page_is_self_contained(tmp_path):
 
 def test_a_report_without_divergences_has_a_curve_only(tmp_path):
     clean = AuditReport(
+        audit=types.SimpleNamespace(promise="p", sentence="s", holds=True),
         title="t",
-        promise="p",
-        sentence="s",
-        holds=True,
         tables=[],
         divergences=[],
         curves={"all": prefix_shares([(5, None)])},
