@@ -20,7 +20,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import check_free_space
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
-from .mapping import Family, Leaf
+from .mapping import Family
 from .tokenizer import convert_tokenizer
 from .writer import stream_params
 
@@ -168,7 +168,7 @@ def convert_directory(
     files = hf_reader.weight_files(directory)
     tensors = hf_reader.read_tensors(files)
     leaves = family.leaves(config)
-    expected = {tensor.name: tensor.shape for leaf in leaves for tensor in leaf.sources}
+    expected = {name: shape for leaf in leaves for name, shape in leaf.sources.items()}
     hf_reader.check_tensors(tensors, expected, where=str(directory))
 
     stored = np.dtype(
@@ -277,6 +277,3 @@ def _progress_bar(num_bytes: int, *, label: str, is_shown: bool) -> Iterator[Cal
     ) as bar:
         task = bar.add_task(label, total=num_bytes)
         yield lambda written: bar.advance(task, written)
-
-
-__all__ = ["FAMILIES", "ConversionSummary", "Leaf", "convert", "convert_directory", "find_family"]

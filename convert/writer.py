@@ -54,7 +54,7 @@ def stream_params(
 def _assemble(
     leaf: Leaf, shape: tuple[int, ...], tensors: dict[str, Tensor], dtype: np.dtype, scratch: Path
 ) -> np.ndarray:
-    sources = [tensors[source.name].load() for source in leaf.sources]
+    sources = [tensors[name].load() for name in leaf.sources]
     if leaf.pieces is None and sources[0].dtype == dtype:
         assert sources[0].shape == shape, leaf.path
         return sources[0]
