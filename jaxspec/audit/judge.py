@@ -360,7 +360,7 @@ def _examine(
     distance = filters.distance(token) if filters.any else None
     finding = Finding.TIE if margin <= bound else Finding.FAULT
     if finding == Finding.FAULT and log_evidence is not None:
-        if segment.log_probs[row] > -math.inf:
+        if segment.log_probs[row] != -math.inf:
             is_possible = log_evidence <= -math.log(ALPHA)
         else:  # within rounding of a filter, it may have been in the distribution after all
             is_possible = distance is not None and distance <= bound
@@ -385,11 +385,9 @@ class Filters:
     their `logits` `[V]` float64, after penalties."""
 
     def __init__(self, logits: np.ndarray, params: SamplingParams):
-        is_sampled = params.temperature > 0
-        self.temperature = params.temperature if is_sampled else 1.0
-        self.top_k = max(params.top_k, 0) if is_sampled else 0
-        self.top_p = params.top_p if is_sampled else 1.0
-        self.min_p = params.min_p if is_sampled else 0.0
+        own = params if params.temperature > 0 else SamplingParams(temperature=1.0)
+        self.temperature, self.top_k = own.temperature, max(own.top_k, 0)
+        self.top_p, self.min_p = own.top_p, own.min_p
         self.logits = logits
         self.highest = float(np.max(logits))
         self._ascending = np.sort(logits)
@@ -477,8 +475,5 @@ def _smallest(is_enough: Callable[[float], bool], most: float) -> float:
     least = 0.0
     for _ in range(50):
         middle = (least + most) / 2
-        if is_enough(middle):
-            most = middle
-        else:
-            least = middle
+        least, most = (least, middle) if is_enough(middle) else (middle, most)
     return most

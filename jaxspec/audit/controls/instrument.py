@@ -158,14 +158,9 @@ def _with_history(after: OpenState, at: Place) -> OpenState:
 
 def _opened(window: Window, at: Place) -> OpenWindow:
     """The same window of a chain, opened."""
-    return OpenWindow(
-        start=window.start,
-        positions=window.positions,
-        slots=window.slots,
-        rotary=window.positions,
-        limit=window.positions,
-        is_hidden=jnp.zeros(at.state.tokens.shape, bool),
-    )
+    is_hidden = jnp.zeros(at.state.tokens.shape, bool)
+    own = {"rotary": window.positions, "limit": window.positions, "is_hidden": is_hidden}
+    return OpenWindow(**vars(window), **own)
 
 
 # Where edits act: the function whose value they change, what `Place` calls its arguments (None: it
@@ -215,11 +210,9 @@ def installed(
     def empty_state(real):
         def wrapped(shape, **fields):
             state = real(shape, **fields)
-            own = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
             nothing = jnp.zeros_like(state.num_committed)
-            return OpenState(
-                **own, armed=jnp.int32(0), is_reused=nothing.astype(bool), padding=nothing
-            )
+            own = {"armed": jnp.int32(0), "is_reused": nothing.astype(bool), "padding": nothing}
+            return OpenState(**vars(state), **own)
 
         return wrapped
 
