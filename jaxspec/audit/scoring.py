@@ -172,14 +172,14 @@ class Scorer:
                 noise = np.maximum(noise, np.asarray(change))
             # Penalties scale the logits of some tokens, and their noise.
             noise = noise * max(params.repetition_penalty, 1 / params.repetition_penalty)
-            host = jax.device_get({k: scored[k][:n] for k in ("chosen", "log_probs", "log_bets")})
+            host = jax.device_get({k: scored[k] for k in ("chosen", "log_probs", "log_bets")})
             yield Segment(
                 first=start + 1 - num_prompt,
                 tokens=tokens[start + 1 : stop + 1],
                 noise=noise[:n],
                 adjusted=scored["adjusted"],
                 gumbel=scored["gumbel"],
-                **host,
+                **{name: values[:n] for name, values in host.items()},
             )
 
     def _check(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
