@@ -117,6 +117,7 @@ def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = Fals
         "original_max_position_embeddings",
         stated("original_max_position_embeddings", config.get("max_position_embeddings")),
     )
+    scaling: dict[str, Any]
     if kind == "default":
         scaling = {}
     elif kind == "linear":

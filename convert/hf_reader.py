@@ -222,10 +222,10 @@ def check_tensors(
             name for name in found if tensors[name].dtype == _OTHER_DTYPE
         ],
     }
-    told = [text.format(_some(names)) for text, names in problems.items() if names]
-    if told:
+    named = [text.format(_some(names)) for text, names in problems.items() if names]
+    if named:
         raise CheckpointError(
-            f"The checkpoint in {where} {'; it '.join(told)}; "
+            f"The checkpoint in {where} {'; it '.join(named)}; "
             "its weights and its config.json do not belong to one supported model."
         )
 

@@ -90,10 +90,10 @@ def demand_nothing_closed_over(function: Callable, params: PyTree, *arguments: A
         is_parameter = any(
             kind_of(leaf) == kind_of(array) and leaf.tobytes() == array.tobytes() for leaf in leaves
         )
-        told = f"{kind} that is a parameter was closed over instead of taken from params"
-        demand(not is_parameter, told)
-        told = f"{kind} was closed over, so it is compiled in; make it a parameter"
-        demand(array.size <= LARGEST_CONSTANT, told)
+        message = f"{kind} that is a parameter was closed over instead of taken from params"
+        demand(not is_parameter, message)
+        message = f"{kind} was closed over, so it is compiled in; make it a parameter"
+        demand(array.size <= LARGEST_CONSTANT, message)
 
 
 def _constants(closed: Any) -> list[Any]:
@@ -119,8 +119,8 @@ def demand_same_tree(before: PyTree, after: PyTree, what: str) -> None:
     for path, kind in old.items():
         demand(path in new, f"{what} lost {path or 'its leaf'}")
         demand(new[path] == kind, f"{what}{path} became {new[path]}, it was {kind}")
-    for path in new.keys() - old.keys():
-        raise Broken(f"{what} gained {path}")
+    for path in new:
+        demand(path in old, f"{what} gained {path}")
     demand(
         jax.tree.structure(before) == jax.tree.structure(after),
         f"{what} changed its structure (a list for a tuple, or a static field)",

@@ -246,8 +246,8 @@ def _draft_limit(b: DrafterUnderTest) -> str:
         num_valid = b.draft(_limited(state, limit)).num_valid
         num_drafted += int(num_valid.sum())
         for row, (most, number) in enumerate(zip(limit, num_valid.tolist(), strict=True)):
-            told = f"row {row} has {number} nodes under a draft limit of {most}"
-            demand(0 <= number <= most, told)
+            message = f"row {row} has {number} nodes under a draft limit of {most}"
+            demand(0 <= number <= most, message)
     _need_drafts(num_drafted)
     return f"limits from 0 to {b.num_nodes}, differing by row"
 

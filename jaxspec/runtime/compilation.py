@@ -150,8 +150,8 @@ class Program:
             seconds, is_cached = time.perf_counter() - started_s, _heard.is_cached
             if is_announced.is_set():
                 end = {None: "", True: " (from the cache)", False: " (not in the cache)"}[is_cached]
-                told = f"{outcome} {self} in {seconds:.1f} s{end}"
-                _log.info("%s", told, extra={"compiling": False})
+                message = f"{outcome} {self} in {seconds:.1f} s{end}"
+                _log.info("%s", message, extra={"compiling": False})
         return Compiled(name=self.name, seconds=seconds, is_cached=is_cached)
 
     def lower(self, *args, **kwargs) -> Any:

@@ -55,15 +55,14 @@ def _enters(
 
     def enter(function):
         name = function.__name__.removeprefix("_")
-        is_edit = isinstance(place, str)
         FAULTS[name] = Fault(
             name=name,
             source=source,
             invariant=invariant,
             detection=detection if detection[:1].isalpha() else _DETECTION[kind] + detection,
             kind=kind,
-            edits={place: function, **also} if is_edit else {},
-            patches=() if is_edit else [(*place, function)],
+            edits={place: function, **also} if isinstance(place, str) else {},
+            patches=() if isinstance(place, str) else [(*place, function)],
         )
         return function
 
