@@ -444,7 +444,8 @@ def _draft_probs(b: DrafterUnderTest) -> str:
     ranks, rng = [], np.random.default_rng((b.seed, 1))  # apart from that of the keys
     for draft in drafts:
         is_valid = _is_valid(draft)
-        q, tokens = draft.q[is_valid].astype(np.float64), draft.tokens[is_valid]
+        q = np.asarray(draft.q, np.float64)[is_valid]
+        tokens = np.asarray(draft.tokens)[is_valid]
         total = q.sum(axis=1)
         is_positive = np.isfinite(q).all() and (q >= 0).all()
         demand(is_positive, "q holds values that are negative or not finite")
@@ -523,7 +524,8 @@ def _shared_noise(b: DrafterUnderTest) -> str:
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):
             perturbed = np.log(draft.q) + noise
-        of_token = np.take_along_axis(perturbed, draft.tokens[..., None], axis=2)[..., 0]
+        tokens = np.asarray(draft.tokens)
+        of_token = np.take_along_axis(perturbed, tokens[..., None], axis=2)[..., 0]
         missed = (of_token < perturbed.max(axis=2) - 1e-3) & _is_valid(draft)
         num_tokens += int(draft.num_valid.sum())
         demand(
