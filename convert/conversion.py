@@ -20,7 +20,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import check_free_space
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
-from .mapping import Family, Leaf
+from .mapping import Family
 from .tokenizer import convert_tokenizer
 from .writer import stream_params
 
@@ -166,9 +166,9 @@ def convert_directory(
     eos_token_ids = hf_reader.eos_token_ids(hf, generation_config)
 
     files = hf_reader.weight_files(directory)
-    tensors = hf_reader.Tensors(files)
+    tensors = hf_reader.read_tensors(files)
     leaves = family.leaves(config)
-    expected = {tensor.name: tensor.shape for leaf in leaves for tensor in leaf.sources}
+    expected = {name: shape for leaf in leaves for name, shape in leaf.sources.items()}
     hf_reader.check_tensors(tensors, expected, where=str(directory))
 
     stored = np.dtype(
@@ -220,17 +220,14 @@ def find_family(hf: hf_config.HFConfig) -> Family:
     Raises:
       ModelError: it is not supported; lists those that are.
     """
-    named = hf.get("architectures") or []
-    for family in FAMILIES:
-        if named and named[0] in family.architectures:
-            return family
-        if not named and hf.get("model_type") == family.name:
-            return family
+    named = hf.get("architectures")
     given = named[0] if named else hf.get("model_type", "nothing")
+    for family in FAMILIES:
+        if given in (family.architectures if named else (family.name,)):
+            return family
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    hint = ""
-    if str(given).startswith("ChatGLM"):
-        hint = " (of GLM-4, the 0414 releases, which are Glm4ForCausalLM)"
+    is_chatglm = str(given).startswith("ChatGLM")
+    hint = " (of GLM-4, the 0414 releases, which are Glm4ForCausalLM)" * is_chatglm
     raise ModelError(
         f"{hf.path} names the architecture {given}, which is not supported; "
         f"choose a model of one of these: {supported}{hint}."
@@ -250,11 +247,11 @@ def read_model_config(hf: hf_config.HFConfig, family: Family) -> ModelConfig:
         ) from error
 
 
-def _common_dtype(tensors: hf_reader.Tensors, expected: dict[str, Any]) -> np.dtype:
+def _common_dtype(tensors: dict[str, hf_reader.Tensor], expected: dict[str, Any]) -> np.dtype:
     """The dtype that holds most of the parameters: a few norms may be kept wider."""
     sizes: collections.Counter[np.dtype] = collections.Counter()
     for name, shape in expected.items():
-        sizes[tensors.dtypes[name]] += int(np.prod(shape))
+        sizes[tensors[name].dtype] += int(np.prod(shape))
     return sizes.most_common(1)[0][0]
 
 
@@ -280,6 +277,3 @@ def _progress_bar(num_bytes: int, *, label: str, is_shown: bool) -> Iterator[Cal
     ) as bar:
         task = bar.add_task(label, total=num_bytes)
         yield lambda written: bar.advance(task, written)
-
-
-__all__ = ["FAMILIES", "ConversionSummary", "Leaf", "convert", "convert_directory", "find_family"]

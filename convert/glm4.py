@@ -10,9 +10,9 @@ from .hf_config import HFConfig
 from .mapping import (
     Family,
     Leaf,
-    Source,
     attention_leaves,
     down_leaf,
+    layer_leaf,
     norm_leaves,
     outer_leaves,
 )
@@ -46,10 +46,10 @@ def leaves(config: ModelConfig) -> list[Leaf]:
 
     table = outer_leaves(config)
     for layer in range(config.num_layers):
-        source = Source(f"model.layers.{layer}.mlp.gate_up_proj.weight", (2 * inner, width))
+        source = {"mlp.gate_up_proj.weight": (2 * inner, width)}
         table += norm_leaves(config, layer, norms)
         table += attention_leaves(config, layer)
-        table.append(Leaf(("layers", layer, "gate_up"), (source,), gate_up))
+        table.append(layer_leaf(layer, "gate_up", source, gate_up))
         table.append(down_leaf(config, layer))
     return table
 

@@ -51,7 +51,7 @@ class HFConfig:
         Raises:
           CheckpointError: it is absent.
         """
-        value = self.fields.get(key)
+        value = self.get(key)
         if value is None:
             raise CheckpointError(
                 f"{self.path} does not state {key!r}, which cannot be guessed; "
@@ -113,43 +113,43 @@ def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = Fals
         return rope[key]
 
     kind = stated("rope_type", stated("type", "default"))
-    base = RopeConfig(
-        theta=float(stated("rope_theta", config.get("rope_theta", 10000.0))),
-        rotary_size=rotary_size,
-        is_interleaved=is_interleaved,
-    )
     original = config.get(
         "original_max_position_embeddings",
         stated("original_max_position_embeddings", config.get("max_position_embeddings")),
     )
+    scaling: dict[str, Any]
     if kind == "default":
-        return base
-    if kind == "linear":
-        return dataclasses.replace(base, scaling="linear", factor=float(required("factor")))
-    if kind == "llama3":
-        return dataclasses.replace(
-            base,
-            scaling="llama3",
-            factor=float(required("factor")),
-            original_max_length=original,
-            low_frequency_factor=float(required("low_freq_factor")),
-            high_frequency_factor=float(required("high_freq_factor")),
-        )
-    if kind == "yarn":
+        scaling = {}
+    elif kind == "linear":
+        scaling = {"factor": float(required("factor"))}
+    elif kind == "llama3":
+        scaling = {
+            "factor": float(required("factor")),
+            "original_max_length": original,
+            "low_frequency_factor": float(required("low_freq_factor")),
+            "high_frequency_factor": float(required("high_freq_factor")),
+        }
+    elif kind == "yarn":
         factor = stated("factor") or config.require("max_position_embeddings") / original
-        return dataclasses.replace(
-            base,
-            scaling="yarn",
-            factor=float(factor),
-            original_max_length=original,
-            beta_fast=float(rope.get("beta_fast") or 32),
-            beta_slow=float(rope.get("beta_slow") or 1),
-            attention_factor=_yarn_attention_factor(rope, factor),
-            is_truncated=bool(stated("truncate", True)),
+        scaling = {
+            "factor": float(factor),
+            "original_max_length": original,
+            "beta_fast": float(rope.get("beta_fast") or 32),
+            "beta_slow": float(rope.get("beta_slow") or 1),
+            "attention_factor": _yarn_attention_factor(rope, factor),
+            "is_truncated": bool(stated("truncate", True)),
+        }
+    else:
+        raise ModelError(
+            f"{config.path} asks for {kind!r} rotary scaling, which this decoder does not compute; "
+            "it supports default, linear, llama3 and yarn."
         )
-    raise ModelError(
-        f"{config.path} asks for {kind!r} rotary scaling, which this decoder does not compute; "
-        "it supports default, linear, llama3 and yarn."
+    return RopeConfig(
+        theta=float(stated("rope_theta", config.get("rope_theta", 10000.0))),
+        rotary_size=rotary_size,
+        is_interleaved=is_interleaved,
+        scaling="none" if kind == "default" else kind,
+        **scaling,
     )
 
 
@@ -174,13 +174,10 @@ def rotary_share(config: HFConfig, default: float) -> float:
 
 
 def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, Any]:
-    """Fields of `ModelConfig` that all families read alike.
-
-    Args:
-      norm_epsilon: the family's default, or None where it is ambiguous and must be stated.
-    """
+    """Fields of `ModelConfig` that all families read alike; `norm_epsilon` is the family's default,
+    or None where it is ambiguous and must be stated."""
     heads = config.require("num_attention_heads")
-    epsilon = config.require("rms_norm_eps") if norm_epsilon is None else None
+    epsilon = config.get("rms_norm_eps", norm_epsilon)
     return {
         "vocab_size": config.require("vocab_size"),
         "width": config.require("hidden_size"),
@@ -190,19 +187,14 @@ def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, 
         "num_kv_heads": config.get("num_key_value_heads", heads),
         "head_size": config.head_size,
         "max_length": config.require("max_position_embeddings"),
-        "norm_epsilon": float(
-            config.get("rms_norm_eps", norm_epsilon) if epsilon is None else epsilon
-        ),
+        "norm_epsilon": float(config.require("rms_norm_eps") if epsilon is None else epsilon),
         "is_tied": bool(config.get("tie_word_embeddings", False)),
     }
 
 
 def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
-    """The configuration of Llama and its near relatives, which rotate all of a head.
-
-    Args:
-      family: its name.
-      **fields: of `ModelConfig`, in which the family differs from Llama.
+    """The configuration of Llama and its near relatives, which rotate all of a head; `fields` are
+    those of `ModelConfig` in which the family differs from Llama.
 
     Raises:
       ModelError: only part of a head is rotated.

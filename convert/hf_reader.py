@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
 
 from .hf_config import HFConfig
 
-_SAFETENSORS_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+_DTYPES = {  # by the name that safetensors has for them, and torch's
+    ("F32", "torch.float32"): np.dtype(np.float32),
+    ("F16", "torch.float16"): np.dtype(np.float16),
+    ("BF16", "torch.bfloat16"): np.dtype(ml_dtypes.bfloat16),
 }
 _OTHER_DTYPE = np.dtype("V1")  # integers, fp8, float64: nothing the decoder computes in
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -110,41 +111,34 @@ def _some(names: list[str]) -> str:
 # Tensors
 
 
-class Tensors:
-    """Mapped tensors of a checkpoint by name.
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, whose file is mapped when it is loaded."""
 
-    Attributes:
-      dtypes: of every tensor; the shape is in `shapes`.
-      shapes: of every tensor.
-      largest_file_bytes: size of the largest weight file.
-    """
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], np.ndarray]
 
-    def __init__(self, files: list[Path]):
-        self.dtypes: dict[str, np.dtype] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.largest_file_bytes = max(file.stat().st_size for file in files)
-        self._load = {}
-        for file in files:
-            read = _read_bin if file.suffix == ".bin" else _read_safetensors
-            for name, (dtype, shape, load) in read(file):
-                if name in self._load:
-                    raise CheckpointError(
-                        f"{file} repeats the tensor {name!r} of another shard; remove one of them."
-                    )
-                self.dtypes[name], self.shapes[name], self._load[name] = dtype, shape, load
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._load
+def read_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's weight files, by name."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        read = _read_bin if file.suffix == ".bin" else _read_safetensors
+        for name, tensor in read(file):
+            if name in found:
+                raise CheckpointError(
+                    f"{file} repeats the tensor {name!r} of another shard; remove one of them."
+                )
+            found[name] = tensor
+    return found
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._load)
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._load[name]()
+def _dtype_named(name: str) -> np.dtype:
+    return next((dtype for names, dtype in _DTYPES.items() if name in names), _OTHER_DTYPE)
 
 
 def _read_safetensors(file: Path):
-    """Yields name and (dtype, shape, how to map it) of each tensor of a safetensors file.
+    """Yields name and `Tensor` of each tensor of a safetensors file.
 
     `safe_open` validates header and length; the views are ours, since its numpy arrays are copies.
     """
@@ -162,7 +156,7 @@ def _read_safetensors(file: Path):
         ) from error
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"], _OTHER_DTYPE)
+        dtype = _dtype_named(entry["dtype"])
         shape = tuple(entry["shape"])
         offset = 8 + header_length + entry["data_offsets"][0]
 
@@ -171,11 +165,11 @@ def _read_safetensors(file: Path):
                 return np.empty(shape, dtype)
             return np.memmap(file, mode="r", dtype=dtype, offset=offset, shape=shape)
 
-        yield name, (dtype, shape, load)
+        yield name, Tensor(dtype, shape, load)
 
 
 def _read_bin(file: Path):
-    """Yields name and (dtype, shape, how to map it) of each tensor of a torch file."""
+    """Yields name and `Tensor` of each tensor of a torch file."""
     try:
         import torch
     except ImportError as error:
@@ -187,58 +181,51 @@ def _read_bin(file: Path):
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{file} cannot be read as a torch state dict of tensors "
-            f"({str(error).strip().splitlines()[0][:160] if str(error).strip() else 'damaged'}); "
+            f"{file} cannot be read as a torch state dict of tensors ({first_line(error)}); "
             "fetch the file again, or use the model's safetensors."
         ) from error
-    dtypes = {
-        torch.float32: np.dtype(np.float32),
-        torch.float16: np.dtype(np.float16),
-        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    }
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
                 f"{file} holds {name!r}, which is no tensor; give a state dict of the whole model."
             )
-        dtype = dtypes.get(tensor.dtype, _OTHER_DTYPE)
+        dtype = _dtype_named(str(tensor.dtype))
 
         def load(tensor=tensor, dtype=dtype):
             if tensor.dtype == torch.bfloat16:
                 return tensor.detach().view(torch.uint16).numpy().view(dtype)
             return tensor.detach().numpy()
 
-        yield name, (dtype, tuple(tensor.shape), load)
+        yield name, Tensor(dtype, tuple(tensor.shape), load)
 
 
-def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+def check_tensors(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, where: str
+) -> None:
     """Raises unless the checkpoint has the expected tensors, in the expected shapes, and no others.
 
     Raises:
       CheckpointError: names what is missing, mis-shaped, unexpected or of a dtype that is no float.
     """
-    problems = []
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        problems.append(f"lacks {_some(missing)}")
-    wrong = [
-        f"{name} {list(tensors.shapes[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors.shapes[name] != shape
-    ]
-    if wrong:
-        problems.append(f"has the wrong shape for {_some(wrong)}")
-    unexpected = [
-        name for name in tensors if name not in expected and not _is_ignored(name, expected)
-    ]
-    if unexpected:
-        problems.append(f"has the unexpected tensors {_some(unexpected)}")
-    odd = [name for name in expected if name in tensors and tensors.dtypes[name] == _OTHER_DTYPE]
-    if odd:
-        problems.append(f"stores {_some(odd)} in a dtype other than float32, float16 and bfloat16")
-    if problems:
+    found = {name: shape for name, shape in expected.items() if name in tensors}
+    problems = {
+        "lacks {}": [name for name in expected if name not in found],
+        "has the wrong shape for {}": [
+            f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+            for name, shape in found.items()
+            if tensors[name].shape != shape
+        ],
+        "has the unexpected tensors {}": [
+            name for name in tensors if name not in found and not _is_ignored(name, expected)
+        ],
+        "stores {} in a dtype other than float32, float16 and bfloat16": [
+            name for name in found if tensors[name].dtype == _OTHER_DTYPE
+        ],
+    }
+    named = [text.format(_some(names)) for text, names in problems.items() if names]
+    if named:
         raise CheckpointError(
-            f"The checkpoint in {where} {'; it '.join(problems)}; "
+            f"The checkpoint in {where} {'; it '.join(named)}; "
             "its weights and its config.json do not belong to one supported model."
         )
 

@@ -8,8 +8,9 @@ which HF tensors a parameter is made of, and where each goes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,13 +19,8 @@ from jaxspec.models.config import ModelConfig
 
 from .hf_config import HFConfig
 
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Name and expected shape of an HF tensor."""
-
-    name: str
-    shape: tuple[int, ...]
+Shape: TypeAlias = tuple[int, ...]
+Pieces: TypeAlias = Callable[..., Sequence[tuple[Any, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +29,14 @@ class Leaf:
 
     Attributes:
       path: in the pytree of parameters.
-      sources: the tensors it is made of.
+      sources: the tensors it is made of, HF's name and the expected shape of each.
       pieces: a function of those tensors that returns pairs (index into the parameter, view of a
         tensor), which are copied into place. None if the parameter is the single tensor as it is.
     """
 
     path: LeafPath
-    sources: tuple[Source, ...]
-    pieces: Callable[..., Sequence[tuple[Any, np.ndarray]]] | None = None
+    sources: Mapping[str, Shape]
+    pieces: Pieces | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,34 +60,31 @@ def outer_leaves(config: ModelConfig) -> list[Leaf]:
     """Embedding, final norm and head, which have the same names in every family."""
     table = (config.vocab_size, config.width)
     leaves = [
-        Leaf(("embedding",), (Source("model.embed_tokens.weight", table),)),
-        Leaf(("final_norm",), (Source("model.norm.weight", (config.width,)),)),
+        Leaf(("embedding",), {"model.embed_tokens.weight": table}),
+        Leaf(("final_norm",), {"model.norm.weight": (config.width,)}),
     ]
     if not config.is_tied:
-        head = Leaf(("head",), (Source("lm_head.weight", table),), lambda w: [(np.s_[:], w.T)])
-        leaves.append(head)
+        leaves.append(Leaf(("head",), {"lm_head.weight": table}, lambda w: [(np.s_[:], w.T)]))
     return leaves
+
+
+def layer_leaf(
+    layer: int, name: str, sources: Mapping[str, Shape], pieces: Pieces | None = None
+) -> Leaf:
+    """A parameter of a layer; `sources` are named as they are in HF's layer."""
+    full = {f"model.layers.{layer}.{tensor}": shape for tensor, shape in sources.items()}
+    return Leaf(("layers", layer, name), full, pieces)
 
 
 def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
     """Attention projections, with the configuration's biases and head norms."""
-    heads, group, size, width = (
-        config.num_kv_heads,
-        config.group,
-        config.head_size,
-        config.width,
-    )
+    heads, group = config.num_kv_heads, config.group
+    size, width = config.head_size, config.width
     num_queries, num_keys = heads * group * size, heads * size
 
-    def name(tensor: str) -> str:
-        return f"model.layers.{layer}.self_attn.{tensor}"
-
-    def projections(tail: str, *last: int) -> tuple[Source, ...]:
-        return (
-            Source(name(f"q_proj.{tail}"), (num_queries, *last)),
-            Source(name(f"k_proj.{tail}"), (num_keys, *last)),
-            Source(name(f"v_proj.{tail}"), (num_keys, *last)),
-        )
+    def projections(tail: str, *last: int) -> dict[str, Shape]:
+        sizes = {"q": num_queries, "k": num_keys, "v": num_keys}
+        return {f"self_attn.{x}_proj.{tail}": (n, *last) for x, n in sizes.items()}
 
     def qkv(q, k, v):
         # query head k * G + g of HF is entry [k, g]; entries G and G + 1 are key and value
@@ -111,62 +104,50 @@ def attention_leaves(config: ModelConfig, layer: int) -> list[Leaf]:
     def output(o):
         return [(..., o.reshape(width, heads, group, size).transpose(1, 2, 3, 0))]
 
-    path = ("layers", layer)
+    leaf = functools.partial(layer_leaf, layer)
     leaves = [
-        Leaf((*path, "qkv"), projections("weight", width), qkv),
-        Leaf((*path, "output"), (Source(name("o_proj.weight"), (width, num_queries)),), output),
+        leaf("qkv", projections("weight", width), qkv),
+        leaf("output", {"self_attn.o_proj.weight": (width, num_queries)}, output),
     ]
     if config.has_qkv_bias:
-        leaves.append(Leaf((*path, "qkv_bias"), projections("bias"), qkv_bias))
+        leaves.append(leaf("qkv_bias", projections("bias"), qkv_bias))
     if config.has_output_bias:
-        leaves.append(Leaf((*path, "output_bias"), (Source(name("o_proj.bias"), (width,)),)))
+        leaves.append(leaf("output_bias", {"self_attn.o_proj.bias": (width,)}))
     if config.has_qk_norm:
         leaves += [
-            Leaf((*path, ours), (Source(name(f"{ours}.weight"), (size,)),))
-            for ours in ("q_norm", "k_norm")
+            leaf(name, {f"self_attn.{name}.weight": (size,)}) for name in ("q_norm", "k_norm")
         ]
     return leaves
 
 
 def norm_leaves(config: ModelConfig, layer: int, names: dict[str, str]) -> list[Leaf]:
     """Norms of a layer; `names` maps our names to HF's."""
-    return [
-        Leaf(
-            ("layers", layer, ours),
-            (Source(f"model.layers.{layer}.{theirs}.weight", (config.width,)),),
-        )
-        for ours, theirs in names.items()
-    ]
+    shape = (config.width,)
+    return [layer_leaf(layer, ours, {f"{hf}.weight": shape}) for ours, hf in names.items()]
 
 
 def down_leaf(config: ModelConfig, layer: int) -> Leaf:
     """The feed-forward's down projection."""
-    shape = (config.width, config.feed_forward_width)
-    source = Source(f"model.layers.{layer}.mlp.down_proj.weight", shape)
-    return Leaf(("layers", layer, "down"), (source,), lambda down: [(..., down.T)])
+    source = {"mlp.down_proj.weight": (config.width, config.feed_forward_width)}
+    return layer_leaf(layer, "down", source, lambda down: [(..., down.T)])
 
 
 def llama_like_leaves(config: ModelConfig) -> list[Leaf]:
     """The table of Llama and its relatives: two norms per layer, separate gate and up."""
+    shape = (config.feed_forward_width, config.width)
+    norms = {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+    }
+
+    def gate_up(gate, up):
+        return [(np.s_[:, 0], gate.T), (np.s_[:, 1], up.T)]
+
     leaves = outer_leaves(config)
     for layer in range(config.num_layers):
-        shape = (config.feed_forward_width, config.width)
-        gate_and_up = tuple(
-            Source(f"model.layers.{layer}.mlp.{name}.weight", shape)
-            for name in ("gate_proj", "up_proj")
-        )
-        norms = {
-            "attention_norm": "input_layernorm",
-            "feed_forward_norm": "post_attention_layernorm",
-        }
+        sources = {"mlp.gate_proj.weight": shape, "mlp.up_proj.weight": shape}
         leaves += norm_leaves(config, layer, norms)
         leaves += attention_leaves(config, layer)
-        leaves.append(
-            Leaf(
-                ("layers", layer, "gate_up"),
-                gate_and_up,
-                lambda gate, up: [(np.s_[:, 0], gate.T), (np.s_[:, 1], up.T)],
-            )
-        )
+        leaves.append(layer_leaf(layer, "gate_up", sources, gate_up))
         leaves.append(down_leaf(config, layer))
     return leaves

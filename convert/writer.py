@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.checkpoint.format import LeafPath, leaf_shapes, write_params
 from jaxspec.models.config import ModelConfig
 
-from .hf_reader import Tensors
+from .hf_reader import Tensor
 from .mapping import Leaf
 
 _SCRATCH_FROM_BYTES = 64 * 2**20
@@ -29,17 +29,13 @@ def stream_params(
     directory: Path,
     config: ModelConfig,
     leaves: list[Leaf],
-    tensors: Tensors,
+    tensors: dict[str, Tensor],
     *,
     dtype: np.dtype,
     advance: Callable[[int], None],
 ) -> None:
-    """Writes `directory / "params"`.
-
-    Args:
-      leaves: the family's table; it must make every parameter of `config` once.
-      dtype: of the written parameters.
-      advance: called with the bytes of each parameter when it is handed over.
+    """Writes `directory / "params"` in `dtype`, by the family's table, which must make every
+    parameter of `config` once; `advance` is called with the bytes of each when it is handed over.
     """
     shapes = leaf_shapes(config)
     if {leaf.path for leaf in leaves} != set(shapes) or len(leaves) != len(shapes):
@@ -56,9 +52,9 @@ def stream_params(
 
 
 def _assemble(
-    leaf: Leaf, shape: tuple[int, ...], tensors: Tensors, dtype: np.dtype, scratch: Path
+    leaf: Leaf, shape: tuple[int, ...], tensors: dict[str, Tensor], dtype: np.dtype, scratch: Path
 ) -> np.ndarray:
-    sources = [tensors[source.name] for source in leaf.sources]
+    sources = [tensors[name].load() for name in leaf.sources]
     if leaf.pieces is None and sources[0].dtype == dtype:
         assert sources[0].shape == shape, leaf.path
         return sources[0]

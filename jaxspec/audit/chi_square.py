@@ -62,42 +62,30 @@ def test_distribution(
     samples: Sequence[Sequence[int]],
     params: SamplingParams,
 ) -> DistributionTest | None:
-    """Tests samples of one prompt against the target's distribution; None if there are too few.
-
-    Args:
-      scorer: of the target, in the dtype of the samples.
-      prompt_ids: of all samples.
-      samples: outputs, cut after the stop token.
-      params: how all of them were drawn.
-    """
+    """Tests samples of one prompt, cut after the stop token and all drawn with `params`, against
+    the target's distribution; None if there are too few. The scorer is of the samples' dtype."""
     num_groups = degrees = 0
     statistic = noncentrality = 0.0
     is_excluded = False
-    groups: list[tuple[int, ...]] = [()]
-    for position in range(NUM_POSITIONS):
-        following = []
-        for prefix in groups:
-            drawn = collections.Counter(
-                sample[position]
-                for sample in samples
-                if len(sample) > position and tuple(sample[:position]) == prefix
-            )
-            num = sum(drawn.values())
-            if num < MIN_SAMPLES:
-                continue
-            distribution, noise, excluded = _distribution_after(
-                scorer, prompt_ids, prefix, drawn, params
-            )
-            is_excluded |= excluded
-            counts = np.bincount(list(drawn), list(drawn.values()), len(distribution))
-            observed, expected = pooled(counts, distribution * num)
-            if len(expected) > 1:
-                num_groups += 1
-                statistic += float(np.sum((observed - expected) ** 2 / expected))
-                degrees += len(expected) - 1
-                noncentrality += num * (noise / params.temperature) ** 2
-            following.extend((*prefix, token) for token in drawn)
-        groups = following
+    groups = collections.defaultdict(collections.Counter)  # by prefix, how often each token came
+    for sample in samples:
+        for position, token in enumerate(sample[:NUM_POSITIONS]):
+            groups[tuple(sample[:position])][token] += 1
+    for prefix, drawn in groups.items():
+        num = drawn.total()
+        if num < MIN_SAMPLES:
+            continue
+        distribution, noise, excluded = _distribution_after(
+            scorer, prompt_ids, prefix, drawn, params
+        )
+        is_excluded |= excluded
+        counts = np.bincount(list(drawn), list(drawn.values()), len(distribution))
+        observed, expected = pooled(counts, distribution * num)
+        if len(expected) > 1:
+            num_groups += 1
+            statistic += float(np.sum((observed - expected) ** 2 / expected))
+            degrees += len(expected) - 1
+            noncentrality += num * (noise / params.temperature) ** 2
     if num_groups == 0 and not is_excluded:
         return None
     central = float(scipy.stats.chi2.sf(statistic, degrees)) if degrees else 1.0

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 from jaxspec.audit import chi_square as distributions
-from jaxspec.audit.judge import ALPHA, Finding, OwnOutput, json_number, judge_alone, mean
+from jaxspec.audit.judge import (
+    ALPHA,
+    Finding,
+    OwnOutput,
+    evidence_limit,
+    json_number,
+    judge_alone,
+    mean,
+)
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.scoring import Scorer
 from jaxspec.models.base import Model
@@ -65,12 +72,8 @@ class OutputsAudit:
     @property
     def prefix_match(self) -> float:
         """Mean share of a greedy output's tokens before the first that no tie explains."""
-        return mean(
-            [
-                1.0 if own.first is None else own.first.index / own.num_tokens
-                for _, own in self.greedy
-            ]
-        )
+        judged = [own for _, own in self.greedy]
+        return mean([own.first.index / own.num_tokens if own.first else 1.0 for own in judged])
 
     @property
     def distribution_p_value(self) -> float:
@@ -80,10 +83,9 @@ class OutputsAudit:
     @property
     def num_excluded(self) -> int:
         """Sampled outputs that speak against the distribution by themselves."""
-        threshold = math.log(max(len(self.sampled), 1) / ALPHA)
+        most = evidence_limit(len(self.sampled))
         return sum(
-            own.first is not None or (own.log_evidence or 0.0) > threshold
-            for _, own in self.sampled
+            own.first is not None or (own.log_evidence or 0.0) > most for _, own in self.sampled
         )
 
     @property
@@ -95,31 +97,22 @@ class OutputsAudit:
     @property
     def promise(self) -> str:
         """What the outputs are judged by, in words."""
-        parts = []
-        if self.greedy:
-            parts.append("greedy output is the target's own, equal up to proven ties")
-        if self.sampled:
-            parts.append("sampled output follows the target's distribution (distribution only)")
-        return "; ".join(parts)
+        greedy = "greedy output is the target's own, equal up to proven ties"
+        sampled = "sampled output follows the target's distribution (distribution only)"
+        return "; ".join([greedy] * bool(self.greedy) + [sampled] * bool(self.sampled))
 
     @property
     def sentence(self) -> str:
         """What was found, in words."""
-        parts = []
-        if self.greedy:
-            num = sum(own.first is None for _, own in self.greedy)
-            parts.append(
-                f"{num} of {len(self.greedy)} greedy outputs of {self.engine} are the target's "
-                "own up to proven ties"
-            )
-        if self.sampled:
-            found = (
-                f"{self.num_excluded} of {len(self.sampled)} sampled outputs break its distribution"
-            )
-            if self.distribution_tests:
-                found += f" (chi-square: p = {self.distribution_p_value:.2g}, alpha {self.alpha:g})"
-            parts.append(found)
-        return "; ".join(parts) + "."
+        num_own, num_excluded = sum(own.first is None for _, own in self.greedy), self.num_excluded
+        greedy = (
+            f"{num_own} of {len(self.greedy)} greedy outputs of {self.engine} are the target's own "
+            "up to proven ties"
+        )
+        sampled = f"{num_excluded} of {len(self.sampled)} sampled outputs break its distribution"
+        if self.distribution_tests:
+            sampled += f" (chi-square: p = {self.distribution_p_value:.2g}, alpha {self.alpha:g})"
+        return "; ".join([greedy] * bool(self.greedy) + [sampled] * bool(self.sampled)) + "."
 
     def to_json(self) -> dict[str, Any]:
         """The whole report."""

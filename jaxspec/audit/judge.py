@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -89,6 +90,12 @@ def json_number(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)
+
+
+def evidence_limit(num_outputs: int) -> float:
+    """Log of the evidence against the distribution that the largest of so many outputs exceeds with
+    probability `ALPHA` at most if all of them follow it."""
+    return math.log(max(num_outputs, 1) / ALPHA)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -175,10 +182,8 @@ class OwnOutput:
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, the shorter length if one continues the other, or
     None if they are equal."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    pairs = enumerate(itertools.zip_longest(a, b))
+    return next((index for index, (x, y) in pairs if x != y), None)
 
 
 def judge(
@@ -191,12 +196,8 @@ def judge(
 ) -> Divergence | None:
     """Where an output differs from a reference, and why; None if it does not.
 
-    Args:
-      scorer: of the target, in the dtype of the output.
-      prompt_ids: of both.
-      output_ids: cut after the stop token.
-      reference_ids: cut after the stop token, drawn with the same parameters.
-      params: how both were drawn, with the seed of a sampled request.
+    Both follow `prompt_ids`, are cut after the stop token, and were drawn with `params` (with the
+    seed of a sampled request). The scorer is of the target, in the dtype of the output.
     """
     index = first_difference(output_ids, reference_ids)
     if index is None:
@@ -206,18 +207,17 @@ def judge(
     size = scorer.target.vocab_size
     if not (0 <= token < size and 0 <= expected < size):
         return Divergence(index=index, token=token, expected=expected)
-    found, log_evidence = None, 0.0
+    # What follows in a sampled output tells a draw of another seed from a fault.
     is_sampled = params.temperature > 0
-    scored = [*output_ids[: index + 1]]
-    if is_sampled:  # what follows tells a draw of another seed from a fault
-        scored = _inside(output_ids, size)
+    scored = _inside(output_ids, size) if is_sampled else output_ids[: index + 1]
+    here, log_evidence = None, 0.0
     for segment in scorer.segments(prompt_ids, scored, params):
-        if segment.first <= index < segment.end:
-            found = _examine(scorer, segment, index, expected, params)
         if segment.end > index:
+            here = here or segment
             log_evidence += float(np.sum(segment.log_bets[max(index - segment.first, 0) :]))
-    assert found is not None
-    return _with_finding(found, log_evidence if is_sampled else None)
+    assert here is not None
+    evidence = log_evidence if is_sampled else None
+    return _examine(scorer, here, index, expected, params, log_evidence=evidence)
 
 
 def judge_all(
@@ -302,9 +302,15 @@ def judge_alone(
                 break
             bets = segment.log_bets.copy()
             for row in np.flatnonzero(unexpected):
-                index, expected = segment.first + int(row), int(segment.chosen[row])
-                divergence = _examine(scorer, segment, index, expected, params, is_keyed=is_keyed)
-                divergence = _with_finding(divergence, float(bets[row]) if is_sampled else None)
+                divergence = _examine(
+                    scorer,
+                    segment,
+                    segment.first + int(row),
+                    int(segment.chosen[row]),
+                    params,
+                    log_evidence=float(bets[row]) if is_sampled else None,
+                    is_keyed=is_keyed,
+                )
                 if divergence.finding == Finding.TIE:
                     # A token that rounding may have let through a filter is no evidence.
                     bets[row] = min(bets[row], 0)
@@ -334,9 +340,11 @@ def _examine(
     expected: int,
     params: SamplingParams,
     *,
+    log_evidence: float | None,
     is_keyed: bool = True,
 ) -> Divergence:
-    """A divergence with its margin and bound; `finding` is a tie or not (then FAULT)."""
+    """A divergence with its margin, bound and verdict; `log_evidence` is None for a greedy
+    request."""
     row = index - segment.first
     token, noise = int(segment.tokens[row]), float(segment.noise[row])
     logits, gumbel = segment.logits_at(index)
@@ -349,6 +357,14 @@ def _examine(
     pair = np.array([token, expected])
     largest = float(np.max(np.abs(logits[pair][np.isfinite(logits[pair])]), initial=0.0))
     bound = 2 * (noise + scorer.rounding * largest)
+    distance = filters.distance(token) if filters.any else None
+    finding = Finding.TIE if margin <= bound else Finding.FAULT
+    if finding == Finding.FAULT and log_evidence is not None:
+        if segment.log_probs[row] != -math.inf:
+            is_possible = log_evidence <= -math.log(ALPHA)
+        else:  # within rounding of a filter, it may have been in the distribution after all
+            is_possible = distance is not None and distance <= bound
+        finding = Finding.SAMPLING if is_possible else Finding.FAULT
     return Divergence(
         index=index,
         token=token,
@@ -357,41 +373,21 @@ def _examine(
         margin=margin,
         noise=noise,
         bound=bound,
-        filter_distance=filters.distance(token) if filters.any else None,
-        log_probs=float(segment.log_probs[row]) if params.temperature > 0 else None,
-        log_evidence=None,
-        finding=Finding.TIE if margin <= bound else Finding.FAULT,
+        filter_distance=distance,
+        log_probs=None if log_evidence is None else float(segment.log_probs[row]),
+        log_evidence=log_evidence,
+        finding=finding,
     )
 
 
-def _with_finding(divergence: Divergence, log_evidence: float | None) -> Divergence:
-    """The divergence with its final verdict; `log_evidence` is None for a greedy request."""
-    finding = divergence.finding
-    if finding == Finding.FAULT and log_evidence is not None:
-        # A token within rounding of a filter may have been in the distribution after all.
-        distance = divergence.filter_distance
-        is_excluded = divergence.log_probs == -math.inf
-        is_close = distance is not None and distance <= divergence.bound
-        is_plausible = log_evidence <= -math.log(ALPHA)
-        if (is_excluded and is_close) or (not is_excluded and is_plausible):
-            finding = Finding.SAMPLING
-    return dataclasses.replace(divergence, finding=finding, log_evidence=log_evidence)
-
-
 class Filters:
-    """What top-k, top-p and min-p keep of one position's tokens, and how certainly.
-
-    Args:
-      logits: `[V]` float64, after penalties.
-      params: of the request.
-    """
+    """What top-k, top-p and min-p of a request keep of one position's tokens, and how certainly, by
+    their `logits` `[V]` float64, after penalties."""
 
     def __init__(self, logits: np.ndarray, params: SamplingParams):
-        is_sampled = params.temperature > 0
-        self.temperature = params.temperature if is_sampled else 1.0
-        self.top_k = max(params.top_k, 0) if is_sampled else 0
-        self.top_p = params.top_p if is_sampled else 1.0
-        self.min_p = params.min_p if is_sampled else 0.0
+        own = params if params.temperature > 0 else SamplingParams(temperature=1.0)
+        self.temperature, self.top_k = own.temperature, max(own.top_k, 0)
+        self.top_p, self.min_p = own.top_p, own.min_p
         self.logits = logits
         self.highest = float(np.max(logits))
         self._ascending = np.sort(logits)
@@ -455,13 +451,8 @@ class Filters:
 
 
 def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:
-    """How far logits must move apart for `token` to be drawn.
-
-    Args:
-      token: its id.
-      perturbed: `[V]` float64, logits with the noise of the draw.
-      filters: of the same position.
-    """
+    """How far logits must move apart for `token` to be drawn, by the filters of its position and
+    `perturbed` `[V]` float64, the logits with the noise of the draw."""
     after = perturbed - perturbed[token]
     if np.isneginf(perturbed[token]):  # barred by min_tokens: no rounding brings it back
         return math.inf
@@ -484,8 +475,5 @@ def _smallest(is_enough: Callable[[float], bool], most: float) -> float:
     least = 0.0
     for _ in range(50):
         middle = (least + most) / 2
-        if is_enough(middle):
-            most = middle
-        else:
-            least = middle
+        least, most = (least, middle) if is_enough(middle) else (middle, most)
     return most

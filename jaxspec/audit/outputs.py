@@ -31,7 +31,6 @@ from typing import Any
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.base import Model
-from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
 
 # Of `SamplingParams`, what decides which tokens are drawn; a line's seed stands apart.
@@ -111,7 +110,7 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
             f"The outputs file {name} cannot be read ({reason}); name a JSON lines file."
         ) from error
     lines = [
-        (number, _parse(line, number))
+        _Line.parsed(number, line, target)
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
@@ -120,173 +119,166 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
             f"The outputs file {name} is empty; its first line is a header, and each further line "
             "an output."
         )
-    header = lines[0][1]
-    if not isinstance(header.get("engine"), str) or "token_ids" in header or "text" in header:
+    header, *outputs = lines
+    fields = header.fields
+    if not isinstance(fields.get("engine"), str) or "token_ids" in fields or "text" in fields:
         raise PromptError(
             f"The outputs file {name} has no header; its first line must be an object like "
             '{"engine": "vllm", "version": "0.11.0", "dtype": "bfloat16"}.'
         )
-    if len(lines) == 1:
+    if not outputs:
         raise PromptError(
             f"The outputs file {name} holds a header and no output; add a line for each output."
         )
-    _check_alike(lines[1:])
-    given = lines[1][1]
+    for line in outputs:
+        line.check_like(outputs[0])
+    given = outputs[0].fields
     if target.tokenizer is None and not {"prompt_token_ids", "token_ids"} <= given.keys():
         raise PromptError(
             f"The outputs file {name} gives text, but the model {target.name} has no tokenizer; "
             "give prompt_token_ids and token_ids."
         )
-    dtype = header.get("dtype")
-    defaults = _object(header, "sampling_params", "The header")
+    header = dataclasses.replace(header, where="The header")
+    dtype, defaults = fields.get("dtype"), header.sampling_fields()
     return OutputsFile(
-        engine=header["engine"],
-        version=str(header.get("version", "")),
-        dtype=None if dtype is None else canonical_dtype(dtype, where="The header"),
+        engine=fields["engine"],
+        version=str(fields.get("version", "")),
+        dtype=None if dtype is None else canonical_dtype(dtype, where=header.where),
         is_text="token_ids" not in given,
-        outputs=tuple(_output(number, line, defaults, target) for number, line in lines[1:]),
+        outputs=tuple(line.output(defaults) for line in outputs),
     )
 
 
-def _parse(line: str, number: int) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "depth"
-        raise PromptError(
-            f"Line {number} of the outputs file is not JSON ({where}); mend the line."
-        ) from error
-    if not isinstance(fields, dict):
-        raise PromptError(
-            f"Line {number} of the outputs file is JSON, but not an object; write one object a "
-            "line."
-        )
-    return fields
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A line of the file: its number, what messages call it, its fields, and whose ids they are."""
 
+    number: int
+    where: str
+    fields: dict[str, Any]
+    target: Model
 
-def _check_alike(lines: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Raises unless all lines give the same of prompt and output: ids, or text."""
-    kinds = ("prompt_token_ids", "prompt", "token_ids", "text")
-    first_number, first = lines[0]
-    for number, line in lines:
+    @classmethod
+    def parsed(cls, number: int, line: str, target: Model) -> _Line:
+        where = f"Line {number} of the outputs file"
+        try:
+            fields = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            is_error = isinstance(error, json.JSONDecodeError)
+            place = f"{error.msg} at column {error.colno}" if is_error else "depth"
+            raise PromptError(f"{where} is not JSON ({place}); mend the line.") from error
+        if not isinstance(fields, dict):
+            raise PromptError(f"{where} is JSON, but not an object; write one object a line.")
+        return cls(number, where, fields, target)
+
+    def wrong(self, what: str) -> PromptError:
+        return PromptError(f"{self.where} {what}")
+
+    def check_like(self, first: _Line) -> None:
+        """Raises unless this line gives the same of prompt and output as another: ids, or text."""
+        kinds = ("prompt_token_ids", "prompt", "token_ids", "text")
         for ids, text in (kinds[:2], kinds[2:]):
-            if ids not in line and text not in line:
-                raise PromptError(
-                    f"Line {number} of the outputs file has neither {ids} nor {text}; give one of "
-                    "them."
-                )
-        given, expected = ([kind for kind in kinds if kind in x] for x in (line, first))
+            if ids not in self.fields and text not in self.fields:
+                raise self.wrong(f"has neither {ids} nor {text}; give one of them.")
+        given, expected = ([k for k in kinds if k in line.fields] for line in (self, first))
         if given != expected:
             raise PromptError(
-                f"The outputs file is ragged: line {number} has {', '.join(given)}, and line "
-                f"{first_number} {', '.join(expected)}; give the same fields in every line."
+                f"The outputs file is ragged: line {self.number} has {', '.join(given)}, and line "
+                f"{first.number} {', '.join(expected)}; give the same fields in every line."
             )
 
-
-def _output(
-    number: int, line: Mapping[str, Any], defaults: Mapping[str, Any], target: Model
-) -> Output:
-    where = f"Line {number} of the outputs file"
-    params = _sampling_params(where, line, defaults)
-    tokenizer: Any = target.tokenizer  # there is one if a line gives text
-    if "prompt_token_ids" in line:
-        prompt = _ids(line, "prompt_token_ids", where, target)
-    else:
-        prompt = tuple(tokenizer.encode(_text(line, "prompt", where)))
-    if "token_ids" in line:
-        ids = _ids(line, "token_ids", where, target)
-        if "text" in line and tokenizer is not None:
-            _check_text(tokenizer, ids, _text(line, "text", where), where, target)
-    else:
-        text = _text(line, "text", where)
-        ids = tuple(tokenizer.hf.encode(text, add_special_tokens=False))
-        again = tokenizer.hf.decode(list(ids), clean_up_tokenization_spaces=False)
-        if again.strip() != text.strip():
-            raise PromptError(
-                f"{where} has a text that the tokenizer of {target.name} does not give back; the "
-                "file is of another tokenizer, so name the model that made it, or give token_ids."
+    def output(self, defaults: Mapping[str, Any]) -> Output:
+        """The output of the line, drawn with its own sampling parameters or the defaults."""
+        params = self.sampling_params(defaults)
+        tokenizer: Any = self.target.tokenizer  # there is one if a line gives text
+        if "prompt_token_ids" in self.fields:
+            prompt = self.ids("prompt_token_ids")
+        else:
+            prompt = tuple(tokenizer.encode(self.text("prompt")))
+        if "token_ids" in self.fields:
+            ids = self.ids("token_ids")
+            if "text" in self.fields and tokenizer is not None:
+                self.check_text(ids)
+        else:
+            text = self.text("text")
+            ids = tuple(tokenizer.hf.encode(text, add_special_tokens=False))
+            again = tokenizer.hf.decode(list(ids), clean_up_tokenization_spaces=False)
+            if again.strip() != text.strip():
+                raise self.wrong(
+                    f"has a text that the tokenizer of {self.target.name} does not give back; the "
+                    "file is of another tokenizer, so name the model that made it, or give "
+                    "token_ids."
+                )
+        if not prompt or not ids:
+            raise self.wrong(
+                f"has an empty {'output' if prompt else 'prompt'}; give at least one token (an "
+                "output keeps its stop token), or leave the line out."
             )
-    if not prompt or not ids:
-        raise PromptError(
-            f"{where} has an empty {'output' if prompt else 'prompt'}; give at least one token (an "
-            "output keeps its stop token), or leave the line out."
-        )
-    stops = params.stop_tokens(target)
-    end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
-    return Output(
-        number=number,
-        prompt_token_ids=prompt,
-        token_ids=ids[:end],
-        num_after_stop=len(ids) - end,
-        params=params,
-    )
-
-
-def _check_text(
-    tokenizer: TextTokenizer, ids: Sequence[int], text: str, where: str, target: Model
-) -> None:
-    """Raises unless `text` is what the ids say; a stop string may have cut it."""
-    said = [
-        tokenizer.hf.decode(
-            list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False
-        ).strip()
-        for skips in (True, False)
-    ]
-    # A character that the last token leaves unfinished may be missing, or be a replacement mark.
-    wanted = text.strip().rstrip("\ufffd")
-    if not any(one.startswith(wanted) for one in said):
-        raise PromptError(
-            f"{where} has a text that is not what the tokenizer of {target.name} reads in its "
-            "token_ids; the file is of another tokenizer, so name the model that made it."
+        stops = params.stop_tokens(self.target)
+        end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+        return Output(
+            number=self.number,
+            prompt_token_ids=prompt,
+            token_ids=ids[:end],
+            num_after_stop=len(ids) - end,
+            params=params,
         )
 
-
-def _ids(line: Mapping[str, Any], kind: str, where: str, target: Model) -> tuple[int, ...]:
-    ids = line[kind]
-    is_flat = isinstance(ids, list) and all(
-        isinstance(token, int) and not isinstance(token, bool) for token in ids
-    )
-    if not is_flat:
-        raise PromptError(
-            f"{where} has {kind} that are not one list of integers; write one output a line."
+    def check_text(self, ids: Sequence[int]) -> None:
+        """Raises unless the text is what the ids say; a stop string may have cut it."""
+        tokenizer: Any = self.target.tokenizer
+        decode = tokenizer.hf.decode
+        said = (
+            decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+            for skips in (True, False)
         )
-    outside = [token for token in ids if not 0 <= token < target.vocab_size]
-    if outside:
-        raise PromptError(
-            f"{where} holds the token id {outside[0]} in {kind}, and the vocabulary of "
-            f"{target.name} ends at {target.vocab_size - 1}; the file is of another tokenizer, so "
-            "name the model that made it."
-        )
-    return tuple(ids)
+        # A character that the last token leaves unfinished may be missing, or a replacement mark.
+        wanted = self.text("text").strip().rstrip("\ufffd")
+        if not any(one.strip().startswith(wanted) for one in said):
+            raise self.wrong(
+                f"has a text that is not what the tokenizer of {self.target.name} reads in its "
+                "token_ids; the file is of another tokenizer, so name the model that made it."
+            )
 
+    def ids(self, kind: str) -> tuple[int, ...]:
+        ids, size = self.fields[kind], self.target.vocab_size
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise self.wrong(
+                f"has {kind} that are not one list of integers; write one output a line."
+            )
+        for token in ids:
+            if not 0 <= token < size:
+                raise self.wrong(
+                    f"holds the token id {token} in {kind}, and the vocabulary of "
+                    f"{self.target.name} ends at {size - 1}; the file is of another tokenizer, so "
+                    "name the model that made it."
+                )
+        return tuple(ids)
 
-def _text(line: Mapping[str, Any], kind: str, where: str) -> str:
-    if not isinstance(line[kind], str):
-        raise PromptError(f"{where} has a {kind} that is not text; write one output a line.")
-    return line[kind]
+    def text(self, kind: str) -> str:
+        if not isinstance(self.fields[kind], str):
+            raise self.wrong(f"has a {kind} that is not text; write one output a line.")
+        return self.fields[kind]
 
+    def sampling_fields(self) -> dict[str, Any]:
+        fields = self.fields.get("sampling_params") or {}
+        if not isinstance(fields, dict):
+            raise self.wrong("has sampling_params that are not an object; write names and values.")
+        return fields
 
-def _object(line: Mapping[str, Any], kind: str, where: str) -> Mapping[str, Any]:
-    value = line.get(kind) or {}
-    if not isinstance(value, dict):
-        raise PromptError(f"{where} has {kind} that are not an object; write names and values.")
-    return value
-
-
-def _sampling_params(
-    where: str, line: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> SamplingParams:
-    given = {**defaults, **_object(line, "sampling_params", where)}
-    unknown = [name for name in given if name not in (*SAMPLING_FIELDS, "seed")]
-    if unknown:
-        raise SettingError(
-            f"{where} has the sampling parameter {unknown[0]!r}; leave it out if it changes no "
-            f"token, else it cannot be judged (known are {', '.join(SAMPLING_FIELDS)})."
-        )
-    known = {name: value for name, value in given.items() if value is not None}
-    seed = line.get("seed", known.pop("seed", None))
-    known.setdefault("max_tokens", LARGEST_COUNT)  # no limit
-    try:
-        return SamplingParams(seed=seed, **known)
-    except (SettingError, TypeError) as error:
-        raise SettingError(f"{where}: {error}") from error
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        given = {**defaults, **self.sampling_fields()}
+        unknown = [name for name in given if name not in (*SAMPLING_FIELDS, "seed")]
+        if unknown:
+            raise SettingError(
+                f"{self.where} has the sampling parameter {unknown[0]!r}; leave it out if it "
+                "changes no token, else it cannot be judged (known are "
+                f"{', '.join(SAMPLING_FIELDS)})."
+            )
+        known = {name: value for name, value in given.items() if value is not None}
+        seed = self.fields.get("seed", known.pop("seed", None))
+        known.setdefault("max_tokens", LARGEST_COUNT)  # no limit
+        try:
+            return SamplingParams(seed=seed, **known)
+        except (SettingError, TypeError) as error:
+            raise SettingError(f"{self.where}: {error}") from error

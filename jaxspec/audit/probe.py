@@ -52,13 +52,9 @@ class ProbeReport:
     @property
     def sentence(self) -> str:
         """The finding, in words."""
-        tried = {
-            "rows": self.rows,
-            "neighbours": self.neighbours,
-            "window positions": self.window_positions,
-        }
-        broken = [name for name, holds in tried.items() if holds is False]
-        fine = [name for name, holds in tried.items() if holds]
+        tried = [name for name in vars(self) if name != "num_compared"]
+        broken = [name.replace("_", " ") for name in tried if getattr(self, name) is False]
+        fine = [name.replace("_", " ") for name in tried if getattr(self, name)]
         if broken:
             return (
                 f"Bits depend on {_listed(broken)} on this machine, so outputs are promised to be "
@@ -84,17 +80,15 @@ def probe(engine: Engine) -> ProbeReport:
     length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, shape.vocab_size, (2 * shape.batch_size, length)).tolist()
-    rows = neighbours = None
+    first, others = prompts[: shape.batch_size], prompts[shape.batch_size + 1 :]
+    rows = neighbours = window_positions = None
     num_compared = 0
     if shape.batch_size > 1:
-        together = _decode(engine, prompts[: shape.batch_size])
-        reversed_ = _decode(engine, prompts[: shape.batch_size][::-1])[::-1]
-        others = [prompts[0], *prompts[shape.batch_size + 1 :]]
-        rows = all(map(_equal, together, reversed_))
-        neighbours = _equal(together[0], _decode(engine, others)[0])
-        neighbours &= _equal(together[0], _decode(engine, [prompts[0]])[0])
+        together = _decode(engine, first)
+        rows = all(map(_equal, together, _decode(engine, first[::-1])[::-1]))
+        beside_others, alone = (_decode(engine, [first[0], *x])[0] for x in (others, []))
+        neighbours = _equal(together[0], beside_others) and _equal(together[0], alone)
         num_compared += (shape.batch_size + 2) * len(together[0])
-    window_positions = None
     if shape.verify_length > 1:
         window_positions = _window_positions_agree(engine, rng)
         num_compared += shape.verify_length - 1

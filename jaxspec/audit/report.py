@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import os
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,25 +21,13 @@ COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "
 MAX_LISTED = 200  # divergences listed in a report; the JSON document holds all
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Where outputs first differ from what was expected.
-
-    Attributes:
-      label: what they are compared with.
-      lengths: tokens of each output.
-      first: index of the first difference of each, or None.
-    """
-
-    label: str
-    lengths: tuple[int, ...]
-    first: tuple[int | None, ...]
-
-    def shares(self) -> np.ndarray:
-        """Share of outputs without a difference in their first i tokens, i = 0, 1, ..."""
-        end = max(self.lengths, default=0)
-        first = np.array([end + 1 if index is None else index for index in self.first])
-        return np.array([np.mean(first >= i) for i in range(end + 1)])
+def prefix_shares(outputs: Iterable[tuple[int, Divergence | None]]) -> np.ndarray:
+    """Share of outputs, each given as its number of tokens and its first divergence, that have none
+    in their first i tokens, i = 0, 1, ..."""
+    lengths, divergences = zip(*outputs, strict=True)
+    index = np.arange(max(lengths) + 1)
+    first = np.array([d.index if d else len(index) for d in divergences])
+    return np.mean(first[:, None] >= index, axis=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,22 +35,18 @@ class AuditReport:
     """What both kinds of audit show.
 
     Attributes:
+      audit: what is shown; its promise, and whether it held.
       title: a line.
-      promise: in words.
-      sentence: what was found.
-      holds: whether the promise held.
       tables: of figures, for terminal and page.
       divergences: of all levels, with where each stands.
-      curves: shares of outputs that are equal so far.
+      curves: `prefix_shares` by what the outputs are compared with.
     """
 
+    audit: EngineAudit | OutputsAudit
     title: str
-    promise: str
-    sentence: str
-    holds: bool
     tables: list[TextTable]
     divergences: list[tuple[str, Divergence]]
-    curves: list[Curve]
+    curves: Mapping[str, np.ndarray]
 
     @property
     def all_tables(self) -> list[TextTable]:
@@ -70,23 +57,19 @@ class AuditReport:
     def divergence_table(self) -> TextTable:
         """The first `MAX_LISTED` divergences, those that no tie explains first."""
         ranked = sorted(self.divergences, key=lambda pair: pair[1].finding == Finding.TIE)
-        more = len(ranked) - MAX_LISTED
-        return TextTable(
-            title="Divergences" + f", {MAX_LISTED} of {len(ranked)}" * (more > 0),
-            header=("where", "index", "token", "expected", "gap", "margin", "bound", "verdict"),
-            rows=[
-                (
-                    where,
-                    str(d.index),
-                    "(end)" if d.token < 0 else str(d.token),
-                    "(end)" if d.expected < 0 else str(d.expected),
-                    f"{d.gap:.3g}",
-                    f"{d.margin:.3g}",
-                    f"{d.bound:.3g}",
-                    d.finding.value,
-                )
-                for where, d in ranked[:MAX_LISTED]
-            ],
+        is_cut = len(ranked) > MAX_LISTED
+        columns = {
+            "where": "{where}",
+            "index": "{index}",
+            "token": lambda d: "(end)" if d["token"] < 0 else d["token"],
+            "expected": lambda d: "(end)" if d["expected"] < 0 else d["expected"],
+            **{name: f"{{{name}:.3g}}" for name in ("gap", "margin", "bound")},
+            "verdict": "{finding}",
+        }
+        return TextTable.of_columns(
+            "Divergences" + f", {MAX_LISTED} of {len(ranked)}" * is_cut,
+            columns,
+            [{"where": where, **vars(d)} for where, d in ranked[:MAX_LISTED]],
         )
 
     def plots(self) -> list[Plot]:
@@ -95,9 +78,8 @@ class AuditReport:
         Raises:
           SettingError: matplotlib is not installed.
         """
-        found = {
-            finding: [d for _, d in self.divergences if d.finding == finding] for finding in Finding
-        }
+        every = [d for _, d in self.divergences]
+        found = {finding: [d for d in every if d.finding == finding] for finding in Finding}
         shown = {finding: divergences for finding, divergences in found.items() if divergences}
         plots = [_plot_indices(shown), _plot_margins(shown)] if shown else []
         return [*plots, _plot_curves(self.curves)] if self.curves else plots
@@ -111,9 +93,9 @@ class AuditReport:
         write_page(
             path,
             title=self.title,
-            verdict=self.sentence,
-            holds=self.holds,
-            paragraphs=[f"Promise: {self.promise}."],
+            verdict=self.audit.sentence,
+            holds=self.audit.holds,
+            paragraphs=[f"Promise: {self.audit.promise}."],
             tables=self.all_tables,
             plots=self.plots(),
         )
@@ -136,38 +118,27 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
         "emitted per round": f"{audit.acceptance.emitted_per_round:.2f}",
         "start-up probe": audit.probe.sentence,
     }
-    tables = [
-        _level_table(audit),
-        TextTable.of_values("What each level claims", claims),
-        TextTable.of_values("Run", run),
-    ]
+    tables = [_level_table(audit), TextTable.of_values("What each level claims", claims)]
     if audit.study is not None:
-        found = {
-            "exact match": percent(audit.study.exact),
-            "partial match": percent(audit.study.partial),
-        }
+        found = {f"{name} match": percent(x) for name, x in vars(audit.study).items()}
         title = "The published study's raw string metrics, against the reference loop"
-        tables.insert(2, TextTable.of_values(title, found))
+        tables.append(TextTable.of_values(title, found))
     return AuditReport(
+        audit=audit,
         title=f"Audit of {engine['target']} with {engine['drafter']}",
-        promise=audit.promise,
-        sentence=audit.sentence,
-        holds=audit.holds,
-        tables=tables,
+        tables=[*tables, TextTable.of_values("Run", run)],
         divergences=[
             (f"{name}, request {request_id}", divergence)
             for name, level in audit.levels.items()
             for request_id, divergence in level.divergences
         ],
-        curves=[
-            Curve(
-                label=f"{name}: {_COMPARED_WITH[name]}",
-                lengths=tuple(c.num_tokens for c in level.outputs),
-                first=tuple(c.divergence and c.divergence.index for c in level.outputs),
+        curves={
+            f"{name}: {_COMPARED_WITH[name]}": prefix_shares(
+                (c.num_tokens, c.divergence) for c in level.outputs
             )
             for name, level in audit.levels.items()
             if level.outputs
-        ],
+        },
     )
 
 
@@ -181,40 +152,33 @@ _COMPARED_WITH = {
 
 def _level_table(audit: EngineAudit) -> TextTable:
     """A column for each level."""
-    names = (
-        "holds",
-        "outputs",
-        "exact",
-        "prefix match",
-        "equal tokens, other bits",
-        "ties",
-        "synchronisation faults",
-        "other draws",
-        "log evidence, at most",
-    )
 
-    def cells(level: Level | DistributionLevel) -> list[str]:
+    def figures(level: Level | DistributionLevel) -> dict[str, Any]:
         if level.reason is not None:
-            return [NONE] * len(names)
-        holds = {True: "yes", False: "NO", None: "n/a"}[level.holds]
+            return {}
+        holds = {"holds": "yes" if level.holds else "NO"}
         if isinstance(level, DistributionLevel):
-            num_excluded, evidence = str(level.num_excluded), max(level.log_evidence, default=0)
-            num_outputs = str(len(level.log_evidence))
-            return [holds, num_outputs, *[NONE] * 4, num_excluded, NONE, f"{evidence:.1f}"]
-        num_ties, num_faults, num_draws = map(level.count, Finding)
-        return [
-            holds,
-            str(len(level.outputs)),
-            percent(level.exact),
-            percent(level.prefix_match),
-            *map(str, (level.num_other_bits, num_ties, num_faults, num_draws)),
-            NONE,
-        ]
+            return holds | {
+                "outputs": len(level.log_evidence),
+                "synchronisation faults": level.num_excluded,
+                "log evidence, at most": f"{max(level.log_evidence, default=0):.1f}",
+            }
+        return holds | {
+            "outputs": len(level.outputs),
+            "exact": percent(level.exact),
+            "prefix match": percent(level.prefix_match),
+            "equal tokens, other bits": level.num_other_bits,
+            "ties": level.count(Finding.TIE),
+            "synchronisation faults": level.count(Finding.FAULT),
+            "other draws": level.count(Finding.SAMPLING),
+        }
 
+    levels = {name: figures(level) for name, level in audit.every_level.items()}
+    names = dict.fromkeys(name for found in levels.values() for name in found)
     return TextTable(
         title="Levels, on token ids cut after the stop token",
-        header=("", *audit.every_level),
-        rows=list(zip(names, *map(cells, audit.every_level.values()), strict=True)),
+        header=("", *levels),
+        rows=[(name, *(str(found.get(name, NONE)) for found in levels.values())) for name in names],
     )
 
 
@@ -231,19 +195,27 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
     if audit.is_text:
         file["token ids"] = "made from text; the engine may have emitted other ids"
     tables = [TextTable.of_values("File", file)]
-    if audit.greedy:
-        count = collections.Counter(d.finding for _, own in audit.greedy for d in own.divergences)
-        greedy = {
-            "outputs": str(len(audit.greedy)),
+    greedy = [own for _, own in audit.greedy]
+    curves = {}
+    if greedy:
+        first = {
+            "first difference": lambda own: next(iter(own.divergences), None),
+            "first that no tie explains": lambda own: own.first,
+        }
+        for label, first_of in first.items():
+            curves[label] = prefix_shares((own.num_tokens, first_of(own)) for own in greedy)
+        count = collections.Counter(d.finding for own in greedy for d in own.divergences)
+        found = {
+            "outputs": str(len(greedy)),
             "exact": percent(audit.exact),
             "exact up to ties": percent(audit.exact_up_to_ties),
             "prefix match": percent(audit.prefix_match),
-            "tokens": str(sum(own.num_tokens for _, own in audit.greedy)),
+            "tokens": str(sum(own.num_tokens for own in greedy)),
             "ties": str(count[Finding.TIE]),
             "faults": str(count[Finding.FAULT]),
         }
         title = "Greedy outputs under the target, every token after the output's own"
-        tables.append(TextTable.of_values(title, greedy))
+        tables.append(TextTable.of_values(title, found))
     if audit.sampled:
         tests = audit.distribution_tests.values()
         statistic = sum(test.statistic for test in tests)
@@ -257,27 +229,16 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
         }
         title = "Sampled outputs under the target's distribution"
         tables.append(TextTable.of_values(title, sampled))
-    outputs = [own for _, own in audit.greedy]
-    first = [own.divergences[0].index if own.divergences else None for own in outputs]
-    first_wrong = [own.first.index if own.first else None for own in outputs]
-    curves = {"first difference": first, "first that no tie explains": first_wrong}
-    lengths = tuple(own.num_tokens for own in outputs)
     return AuditReport(
+        audit=audit,
         title=f"Audit of outputs of {audit.engine} under {audit.target}",
-        promise=audit.promise,
-        sentence=audit.sentence,
-        holds=audit.holds,
         tables=tables,
         divergences=[
             (f"line {output.number}", divergence)
             for output, own in zip(audit.outputs, audit.judged, strict=True)
             for divergence in own.divergences
         ],
-        curves=[
-            Curve(label=label, lengths=lengths, first=tuple(indices))
-            for label, indices in curves.items()
-            if outputs
-        ],
+        curves=curves,
     )
 
 
@@ -308,8 +269,8 @@ def _plot_margins(shown: dict[Finding, list[Divergence]]) -> Plot:
     # What no rounding explains at all (a missing token) is drawn at the edge.
     for finding, found in shown.items():
         axes.scatter(
-            [min(max(d.bound, low), high) for d in found],
-            [min(max(d.margin, low), high) for d in found],
+            np.clip([d.bound for d in found], low, high),
+            np.clip([d.margin for d in found], low, high),
             s=22,
             alpha=0.8,
             color=COLOURS[finding],
@@ -330,13 +291,12 @@ def _plot_margins(shown: dict[Finding, list[Divergence]]) -> Plot:
     return Plot(name="margins", caption=caption, figure=figure)
 
 
-def _plot_curves(curves: list[Curve]) -> Plot:
+def _plot_curves(curves: Mapping[str, np.ndarray]) -> Plot:
     figure, axes = new_figure()
-    for index, curve in enumerate(curves):
-        shares = 100 * curve.shares()
-        style = ("-", "--", "-.", ":")[index % 4]  # equal curves stay visible
-        axes.step(range(len(shares)), shares, style, where="post", label=curve.label)
-    lowest = min(float(curve.shares().min()) for curve in curves)
+    styles = itertools.cycle(("-", "--", "-.", ":"))  # equal curves stay visible
+    for (label, shares), style in zip(curves.items(), styles, strict=False):
+        axes.step(range(len(shares)), 100 * shares, style, where="post", label=label)
+    lowest = min(float(shares.min()) for shares in curves.values())
     axes.set(
         xlabel="tokens",
         ylabel="outputs without a difference so far, %",

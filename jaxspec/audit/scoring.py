@@ -9,6 +9,7 @@ this model and this very context, instead of assumed.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -175,12 +176,10 @@ class Scorer:
             yield Segment(
                 first=start + 1 - num_prompt,
                 tokens=tokens[start + 1 : stop + 1],
-                chosen=host["chosen"][:n],
                 noise=noise[:n],
-                log_probs=host["log_probs"][:n],
-                log_bets=host["log_bets"][:n],
                 adjusted=scored["adjusted"],
                 gumbel=scored["gumbel"],
+                **{name: values[:n] for name, values in host.items()},
             )
 
     def _check(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
@@ -203,16 +202,8 @@ class Scorer:
         """A cache with the KV of tokens 0 to `stop`."""
 
         def body(index, cache):
-            return prefill_chunk(
-                model,
-                params,
-                cache,
-                tokens[None],
-                row=jnp.int32(0),
-                start=index * chunk,
-                stop=stop,
-                chunk=chunk,
-            )[0]
+            place = {"row": jnp.int32(0), "start": index * chunk, "stop": stop}
+            return prefill_chunk(model, params, cache, tokens[None], **place, chunk=chunk)[0]
 
         num_chunks = (stop + chunk - 1) // chunk
         cache = model.init_cache(1, self.max_length)
@@ -259,9 +250,8 @@ class Scorer:
         def body(index, carry):
             change, cache = carry
             place = index * width
-            logits, cache = window_logits(
-                self._own, params, cache, tokens, start + place, stop, width
-            )
+            first = start + place
+            logits, cache = window_logits(self._own, params, cache, tokens, first, stop, width)
             here = lax.dynamic_slice_in_dim(reference, place, width)
             largest = jnp.max(jnp.abs(logits - here), axis=-1)
             return lax.dynamic_update_slice_in_dim(change, largest, place, axis=0), cache
@@ -285,11 +275,14 @@ def window_logits(
 
 def parameter_dtype(model: Model) -> jnp.dtype:
     """The dtype of most of a model's floating parameters."""
-    sizes: dict[Any, int] = {}
-    for leaf in jax.tree.leaves(model.params):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + leaf.size
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    sizes = collections.Counter()
+    for leaf in filter(_is_floating, jax.tree.leaves(model.params)):
+        sizes[leaf.dtype] += leaf.size
+    return sizes.most_common(1)[0][0]
+
+
+def _is_floating(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def with_dtype(model: Model, dtype: Any) -> Model:
@@ -299,8 +292,8 @@ def with_dtype(model: Model, dtype: Any) -> Model:
       ModelError: the model is not a dataclass with a field `params`.
     """
     dtype = jnp.dtype(dtype)
-    leaves = jax.tree.leaves(model.params)
-    if all(leaf.dtype == dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)):
+    floating = filter(_is_floating, jax.tree.leaves(model.params))
+    if all(leaf.dtype == dtype for leaf in floating):
         return model
     record: Any = model
     if "params" not in getattr(record, "__dataclass_fields__", {}):
@@ -308,8 +301,7 @@ def with_dtype(model: Model, dtype: Any) -> Model:
             f"The model {model.name} cannot be scored in {dtype.name}: it is not a dataclass with "
             "a field 'params' that could be cast, so make it one."
         )
-
-    def cast(leaf):
-        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return dataclasses.replace(record, params=jax.tree.map(cast, model.params))
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(dtype) if _is_floating(leaf) else leaf, model.params
+    )
+    return dataclasses.replace(record, params=params)

@@ -1,20 +1,14 @@
 """Audit of jaxspec's own runs: the levels of equality, on token ids cut after the stop token.
 
-E1  Speculative output equals the same compiled program with every draft marked invalid: tokens, the
-    log-probability of each (if the engine keeps them) and committed KV, bit for bit.
-E2  A request's output does not depend on what else is decoded: another order, and requests alone.
-E3  A sampled speculative output is the sampled plain output of the same seed.
-E4  Against the reference loop (plain decoding, one token per step: another program), outputs are
-    equal except at ties, each proven.
-distribution  Sampled outputs follow the target's distribution. Verifiers that draw other tokens
-    than plain decoding promise only this.
+`CLAIMS` says what holds at each. At E1 and E2 the bits of each token's log-probability (if the
+engine keeps them) and of the committed KV are compared too. Verifiers that draw other tokens than
+plain decoding promise the distribution only.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -24,6 +18,7 @@ from jaxspec.audit.judge import (
     ALPHA,
     Divergence,
     Finding,
+    evidence_limit,
     first_difference,
     json_number,
     judge_all,
@@ -93,8 +88,8 @@ class Level:
     @property
     def prefix_match(self) -> float:
         """Mean over outputs of the share of tokens before the first difference."""
-        firsts = [(c.divergence and c.divergence.index, c.num_tokens) for c in self.outputs]
-        return mean([1.0 if at is None else min(at / length, 1.0) for at, length in firsts])
+        pairs = [(c.divergence, c.num_tokens) for c in self.outputs]
+        return mean([min(first.index / length, 1) if first else 1 for first, length in pairs])
 
     def count(self, finding: Finding) -> int:
         """Outputs whose first divergence was found to be this."""
@@ -158,8 +153,8 @@ class DistributionLevel:
         """Whether no output speaks against the distribution; None where none was sampled."""
         if self.reason is not None:
             return None
-        threshold = math.log(max(len(self.log_evidence), 1) / ALPHA)
-        return self.num_excluded == 0 and max(self.log_evidence, default=0) <= threshold
+        is_likely = max(self.log_evidence, default=0) <= evidence_limit(len(self.log_evidence))
+        return self.num_excluded == 0 and is_likely
 
     def to_json(self) -> dict[str, Any]:
         """Figures."""
@@ -327,8 +322,8 @@ def audit_engine(
     tell("the start-up probe")
     seen = probe(engine)
     # Plain decoding draws as coupled verification does; other verifiers equal it where greedy.
-    is_own = [verifier.is_coupled or request.params.temperature == 0 for request in requests]
-    is_sampled = [request.params.temperature > 0 for request in requests]
+    sampled = [i for i, request in enumerate(requests) if request.params.temperature > 0]
+    own = [i for i in range(len(requests)) if verifier.is_coupled or i not in sampled]
 
     tell("speculative run")
     drafted = _run(engine, requests)
@@ -353,45 +348,38 @@ def audit_engine(
     longest = max(len(c.prompt_token_ids + c.token_ids) for c, _ in (*drafted, *reference))
     scorer = Scorer(engine.target, max_length=longest)
 
-    def level(name: str, is_compared: Sequence[bool], expected: _Run) -> Level:
+    def level(name: str, chosen: Sequence[int], expected: _Run) -> Level:
         """The speculative output of some requests beside what is expected."""
-        chosen = [i for i, ok in enumerate(is_compared) if ok]
         if chosen:
             found = _compare(scorer, requests, chosen, [drafted[i] for i in chosen], expected)
             # A machine on which bits depend on places can keep no more than the promise of E4.
             return Level(name=name, outputs=found, allows_ties=name == "E4" or not seen.holds)
-        if name == "E3" and not any(is_sampled):
+        if name == "E3" and not sampled:
             return Level(name=name, reason="no request is sampled")
         return Level(name=name, reason=f"{verifier.name} draws other tokens than plain decoding")
 
     independent = _compare(scorer, requests, order, shuffled, drafted)
     independent += _compare(scorer, requests, few, alone, drafted)
-    both = [own and sampled for own, sampled in zip(is_own, is_sampled, strict=True)]
     levels = {
-        "E1": level("E1", is_own, plain),
+        "E1": level("E1", own, plain),
         "E2": Level(name="E2", outputs=independent, allows_ties=not seen.holds),
-        "E3": level("E3", both, [(completion, None) for completion, _ in plain]),
-        "E4": level("E4", is_own, reference),
+        "E3": level("E3", [i for i in own if i in sampled], [(c, None) for c, _ in plain]),
+        "E4": level("E4", own, reference),
     }
     tell("the distribution of sampled outputs")
+    distribution = DistributionLevel(reason=f"{verifier.name} does not promise the distribution")
     if verifier.is_lossless:
         distribution = _distribution(scorer, requests, [c for c, _ in drafted])
-    else:
-        distribution = DistributionLevel(
-            reason=f"{verifier.name} does not promise the distribution"
-        )
     return EngineAudit(
         engine=engine.describe(),
         dtype=scorer.dtype.name,
         promise=promise_of(verifier, is_bit_exact=seen.holds),
         num_requests=len(requests),
-        num_sampled=sum(is_sampled),
+        num_sampled=len(sampled),
         levels=levels,
         distribution=distribution,
         study=StudyMetrics.of(
-            engine.target,
-            [c.token_ids for c, _ in drafted],
-            [c.token_ids for c, _ in reference],
+            engine.target, *([c.token_ids for c, _ in run] for run in (drafted, reference))
         ),
         probe=seen,
         acceptance=Acceptance.total([c.acceptance for c, _ in drafted]),
@@ -399,17 +387,11 @@ def audit_engine(
 
 
 def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
-    """What an engine with this verifier promises, in words.
-
-    Args:
-      verifier: of the engine.
-      is_bit_exact: whether the start-up probe holds.
-    """
+    """What an engine with this verifier promises, in words; `is_bit_exact` says whether the
+    start-up probe holds."""
     if not is_bit_exact and verifier.is_lossless:
-        whose = (
-            "the tokens of plain decoding" if verifier.is_coupled else "the target's distribution"
-        )
-        return f"equal up to proven ties: {whose}, as far as rounding on this machine allows"
+        kept = "tokens of plain decoding" if verifier.is_coupled else "target's distribution"
+        return f"equal up to proven ties: the {kept}, as far as rounding on this machine allows"
     if verifier.is_coupled:
         return (
             "bit-exact: the tokens of plain decoding in the same program, at any temperature; "
@@ -444,10 +426,8 @@ def _run(
 
 def _with_logprobs(requests: Sequence[Request], logprobs: int | None) -> list[Request]:
     """The requests with this number of log-probabilities asked for."""
-    return [
-        dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=logprobs))
-        for r in requests
-    ]
+    params = (dataclasses.replace(request.params, logprobs=logprobs) for request in requests)
+    return [dataclasses.replace(r, params=own) for r, own in zip(requests, params, strict=True)]
 
 
 def _compare(
@@ -455,27 +435,28 @@ def _compare(
 ) -> tuple[ComparedOutput, ...]:
     """The outputs of a run, which are those of the requests `chosen`, beside what is expected of
     each request."""
+    asked = [requests[i] for i in chosen]
     theirs = [expected[i] for i in chosen]
     found = judge_all(
         scorer,
         [completion for completion, _ in run],
         [completion.token_ids for completion, _ in theirs],
-        [requests[i].params for i in chosen],
+        [request.params for request in asked],
     )
-    compared = []
-    for place, ((ours, kv), (other, other_kv)) in enumerate(zip(run, theirs, strict=True)):
-        are_bits_equal = None
-        if kv is not None and other_kv is not None:
-            are_bits_equal = ours.logprobs == other.logprobs and kv == other_kv
-        compared.append(
-            ComparedOutput(
-                request_id=requests[chosen[place]].request_id,
-                num_tokens=len(other.token_ids),
-                are_bits_equal=are_bits_equal,
-                divergence=found.judged.get(place),
-            )
+
+    def bits_agree(ours: tuple[Completion, str | None], other: tuple[Completion, str | None]):
+        kvs = ours[1], other[1]
+        return None if None in kvs else ours[0].logprobs == other[0].logprobs and kvs[0] == kvs[1]
+
+    return tuple(
+        ComparedOutput(
+            request_id=request.request_id,
+            num_tokens=len(other[0].token_ids),
+            are_bits_equal=bits_agree(ours, other),
+            divergence=found.judged.get(place),
         )
-    return tuple(compared)
+        for place, (request, ours, other) in enumerate(zip(asked, run, theirs, strict=True))
+    )
 
 
 def _distribution(

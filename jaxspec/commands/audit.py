@@ -10,11 +10,11 @@ from rich.console import Console
 
 from jaxspec.audit.chi_square import ALPHA
 from jaxspec.audit.controls.runner import controls_table, run_controls
-from jaxspec.audit.external import OutputsAudit, audit_outputs
+from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import canonical_dtype, read_outputs
 from jaxspec.audit.report import AuditReport, report_of_engine, report_of_outputs
 from jaxspec.audit.scoring import parameter_dtype, with_dtype
-from jaxspec.audit.self_audit import EngineAudit, audit_engine
+from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
@@ -149,8 +149,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 alpha=self.alpha,
                 on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
             )
-        self._show(console, report_of_outputs(audit))
-        return self._document(audit, {str(path): sha256_of(path)})
+        return self._show(console, report_of_outputs(audit), {str(path): sha256_of(path)})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         if self.their_dtype is not None:
@@ -191,28 +190,21 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             audit = audit_engine(
                 engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
             )
-        self._show(console, report_of_engine(audit))
-        return self._document(audit, self.checksums())
+        return self._show(console, report_of_engine(audit), self.checksums())
 
-    def _document(
-        self, audit: EngineAudit | OutputsAudit, inputs: dict[str, str]
+    def _show(
+        self, console: Console, report: AuditReport, inputs: dict[str, str]
     ) -> dict[str, Any]:
-        return make_document(
-            "audit",
-            self,
-            holds=audit.holds,
-            inputs=inputs,
-            audit=audit.to_json(),
-            html=self.html,
-        )
-
-    def _show(self, console: Console, report: AuditReport) -> None:
+        """Prints the report, and writes it if asked for; returns the JSON document."""
+        audit = report.audit
         console.print(report.title, style="bold", markup=False, highlight=False)
-        console.print(f"Promise: {report.promise}.", markup=False, highlight=False)
+        console.print(f"Promise: {audit.promise}.", markup=False, highlight=False)
         for table in report.all_tables:
             console.print(table)
-        style = "bold green" if report.holds else "bold red"
-        console.print(report.sentence, style=style, markup=False, highlight=False)
+        style = "bold green" if audit.holds else "bold red"
+        console.print(audit.sentence, style=style, markup=False, highlight=False)
         if self.html is not None:
             report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
+        found = {"holds": audit.holds, "inputs": inputs, "audit": audit.to_json()}
+        return make_document("audit", self, **found, html=self.html)

@@ -12,15 +12,21 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.options import JsonOption
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.report import TextTable
 
 COMPILED = "compiled"
+COLUMNS = {
+    "name": "{name}",
+    "MiB": lambda kept: f"{kept['num_bytes'] / 2**20:.0f}",
+    "dtype": "{dtype}",
+    "source": "{source}",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +51,13 @@ class CacheCommand(JsonOption):
             num_bytes = remove_compiled() if name == COMPILED else remove_cached_model(name)
             console.print(f"removed {escape(name)} ({num_bytes / 2**20:.0f} MiB)")
         models = [dataclasses.asdict(model) for model in cached_models()]
-        if self.action == "list":
-            self._show(console, models)
+        compiled = {"name": COMPILED, "num_bytes": compiled_bytes(), "dtype": ""}
+        compiled["source"] = "compiled programs and CPU kernels"
+        listed = [*models, *[compiled] * (compiled_bytes() > 0)]
+        if self.action == "list" and listed:
+            console.print(TextTable.of_columns(escape(str(cache_directory())), COLUMNS, listed))
+        elif self.action == "list":
+            console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
         return make_document(
             f"cache {self.action}",
             self,
@@ -55,25 +66,6 @@ class CacheCommand(JsonOption):
             compiled_bytes=compiled_bytes(),
             removed=self.names,
         )
-
-    def _show(self, console: Console, models: list[dict[str, Any]]) -> None:
-        if not models and not compiled_bytes():
-            console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
-            return
-        table = Table(caption=escape(str(cache_directory())))
-        for name in ("name", "MiB", "dtype", "source"):
-            table.add_column(name, overflow="fold")
-        for model in models:
-            table.add_row(
-                escape(model["name"]),
-                f"{model['num_bytes'] / 2**20:.0f}",
-                model["dtype"],
-                escape(model["source"]),
-            )
-        if compiled_bytes():
-            mebibytes = f"{compiled_bytes() / 2**20:.0f}"
-            table.add_row(COMPILED, mebibytes, "", "compiled programs and CPU kernels")
-        console.print(table)
 
 
 def compiled_bytes() -> int:

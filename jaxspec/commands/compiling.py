@@ -6,9 +6,8 @@ import logging
 import threading
 
 from rich.markup import escape
-from rich.status import Status
 
-from jaxspec.commands.progress import standard_error
+from jaxspec.commands.progress import standard_error, working
 from jaxspec.runtime import compilation
 
 MAX_LINES = 10  # where nothing can be redrawn
@@ -32,34 +31,30 @@ class CompilingLine(logging.Handler):
         super().__init__()
         self._lock = threading.Lock()
         self._running: list[str] = []
-        self._status: Status | None = None
+        self._status = working("")
         self._num_lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Draws a record of `jaxspec.runtime.compilation`."""
-        is_start = getattr(record, "compiling", False)
+        message, is_start = record.getMessage(), getattr(record, "compiling", False)
         with self._lock:
             if standard_error().is_terminal:
-                self._draw(record, is_start)
+                self._draw(message if is_start else None)
             elif is_start:
-                self._print(record)
+                self._print(message)
 
-    def _draw(self, record: logging.LogRecord, is_start: bool) -> None:
-        if is_start:
-            self._running.append(record.getMessage())
+    def _draw(self, started: str | None) -> None:
+        if started is not None:
+            self._running.append(started)
         elif self._running:
             self._running.pop()
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._status.stop()
         if self._running:
-            self._status = standard_error().status(escape(self._running[-1]))
+            self._status = working(escape(self._running[-1]))
             self._status.start()
 
-    def _print(self, record: logging.LogRecord) -> None:
+    def _print(self, message: str) -> None:
         self._num_lines += 1
+        more = " (later ones are not shown)" * (self._num_lines == MAX_LINES)
         if self._num_lines <= MAX_LINES:
-            more = " (later ones are not shown)" if self._num_lines == MAX_LINES else ""
-            standard_error().print(
-                f"{record.getMessage()}{more}", markup=False, highlight=False, soft_wrap=True
-            )
+            standard_error().print(message + more, markup=False, highlight=False, soft_wrap=True)

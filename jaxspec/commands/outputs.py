@@ -95,14 +95,8 @@ class OutputFile:
     def append(
         self, lines: Sequence[PromptLine], batch: Sequence[Completion], first: int, share_s: float
     ) -> None:
-        """Adds a batch, and returns when it is on the disk.
-
-        Args:
-          lines: the batch's prompts.
-          batch: their completions.
-          first: number of lines before them.
-          share_s: seconds the batch took, divided by its rows.
-        """
+        """Adds a batch of completions and the prompts' lines, which `first` lines precede, and
+        returns when it is on the disk; `share_s` is the batch's seconds divided by its rows."""
         make = spec_bench_line if self.format == "spec-bench" else jsonl_line
         try:
             with open(self.path, "a", encoding="utf-8") as file:

@@ -40,12 +40,7 @@ def warm_up(engine: Engine) -> float:
 
 
 class DecodingProgress:
-    """A bar of finished prompts with tokens and tokens per second; drawn on a terminal only.
-
-    Args:
-      num_requests: prompts to decode.
-      description: what is being decoded.
-    """
+    """A bar of finished prompts with tokens and tokens per second; drawn on a terminal only."""
 
     def __init__(self, num_requests: int, description: str = "decoding"):
         console = standard_error()

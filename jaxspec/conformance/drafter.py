@@ -119,14 +119,13 @@ def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
     return prompts
 
 
-def _depth(draft: Draft) -> np.ndarray:
-    """`[B, N]`, depth of each valid node; 0 of the others."""
-    depth, parents = np.zeros(draft.tokens.shape, int), np.asarray(draft.parents)
-    for row, num_valid in enumerate(np.asarray(draft.num_valid)):
-        for node in range(num_valid):
-            parent = parents[row, node]
-            depth[row, node] = 1 + (depth[row, parent] if parent >= 0 else 0)
-    return depth
+def _deepest(draft: Draft) -> int:
+    """Depth of the deepest valid node; 0 if none is."""
+    num_rows, num_nodes = draft.tokens.shape
+    depth = np.zeros((num_rows, num_nodes + 1), int)  # the last is that of the root
+    for node, parents in enumerate(np.clip(draft.parents, -1, num_nodes).T):
+        depth[:, node] = 1 + depth[np.arange(num_rows), parents]
+    return int(np.max(depth[:, :-1][_is_valid(draft)], initial=0))
 
 
 def _is_valid(draft: Draft) -> np.ndarray:
@@ -140,10 +139,9 @@ def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
     if num_a != num_c:
         return f"{num_a} nodes, not {num_c}"
     for name in ("tokens", "parents"):
-        mine = getattr(a, name)[row_of_a, :num_a].tolist()
-        theirs = getattr(c, name)[row_of_c, :num_a].tolist()
-        if mine != theirs:
-            return f"{name} {mine}, not {theirs}"
+        mine, theirs = getattr(a, name)[row_of_a, :num_a], getattr(c, name)[row_of_c, :num_a]
+        if not np.array_equal(mine, theirs):
+            return f"{name} {mine.tolist()}, not {theirs.tolist()}"
     return None
 
 
@@ -179,10 +177,10 @@ def _static_shapes(b: DrafterUnderTest) -> str:
         function = functools.partial(getattr(b.drafter, name), b.shape)
         after = jax.eval_shape(function, b.params, state, rows, row)
         demand_same_tree(state, after, f"after {name} the state")
-    everything = b.engine.executor.params, state, rows, b.engine.state.cache
-    _, after = jax.eval_shape(b.propose_from, *everything)
+    everything = b.engine.executor.params, b.engine.state
+    _, after = jax.eval_shape(b.propose, *everything)
     demand_same_tree(state, after, "after propose the state")
-    after = jax.eval_shape(b.loop.round, b.engine.executor.params, b.engine.state).drafter
+    after = jax.eval_shape(b.loop.round, *everything).drafter
     demand_same_tree(state, after, "after commit the state")
     lag = jax.eval_shape(b.drafter.lag, state, rows)
     if lag is not None:
@@ -193,8 +191,7 @@ def _static_shapes(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C6", "parameters are handed in, not closed over")
 def _params(b: DrafterUnderTest) -> str:
     state, rows, row = b.places
-    everything = b.engine.executor.params, state, rows, b.engine.state.cache
-    demand_nothing_closed_over(b.propose_from, *everything)
+    demand_nothing_closed_over(b.propose, b.engine.executor.params, b.engine.state)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(b.drafter, name), b.shape)
         demand_nothing_closed_over(function, b.params, state, rows, row)
@@ -211,21 +208,19 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         "q": f"float32{[ROWS, b.num_nodes, b.target.vocab_size]}",
     }
     for _, draft in b.rounds(range(ROWS)):
-        for name, expected in kinds.items():
-            array = getattr(draft, name)
-            if name != "q" or array is not None:
-                kind = kind_of(array)
-                demand(kind == expected, f"{name} is {kind}, not {expected}")
+        found = {name: getattr(draft, name) for name in kinds if name != "q" or draft.q is not None}
+        for name, array in found.items():
+            kind, expected = kind_of(array), kinds[name]
+            demand(kind == expected, f"{name} is {kind}, not {expected}")
         node = np.arange(b.num_nodes)
-        is_valid = _is_valid(draft)
+        is_invalid = ~_is_valid(draft)
         is_before = (draft.parents >= -1) & (draft.parents < node)
-        demand((is_before | ~is_valid).all(), "a node comes before its parent")
-        if b.drafter.is_chain:
-            is_next = draft.parents == node - 1
-            demand((is_next | ~is_valid).all(), "is_chain is True, and a draft is no chain")
-        deepest, most = int(_depth(draft).max(initial=0)), b.loop.draft_depth
+        demand((is_before | is_invalid).all(), "a node comes before its parent")
+        is_next = (draft.parents == node - 1) | (not b.drafter.is_chain)
+        demand((is_next | is_invalid).all(), "is_chain is True, and a draft is no chain")
+        deepest, most = _deepest(draft), b.loop.draft_depth
         demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
-        num_drafted += int(is_valid.sum())
+        num_drafted += int(draft.num_valid.sum())
     _need_drafts(num_drafted)
     return f"{num_drafted} nodes in {NUM_ROUNDS} rounds of {ROWS} rows"
 
@@ -251,9 +246,8 @@ def _draft_limit(b: DrafterUnderTest) -> str:
         num_valid = b.draft(_limited(state, limit)).num_valid
         num_drafted += int(num_valid.sum())
         for row, (most, number) in enumerate(zip(limit, num_valid.tolist(), strict=True)):
-            demand(
-                0 <= number <= most, f"row {row} has {number} nodes under a draft limit of {most}"
-            )
+            message = f"row {row} has {number} nodes under a draft limit of {most}"
+            demand(0 <= number <= most, message)
     _need_drafts(num_drafted)
     return f"limits from 0 to {b.num_nodes}, differing by row"
 
@@ -288,25 +282,22 @@ def _no_drift(b: DrafterUnderTest) -> str:
     if b.complete.score is not None:
         raise NotApplicable("its drafts come from the round before, which a fresh row has not had")
     _need_own_state(b)
-    wrong, compared, after = [], 0, set()
+    wrong, compared, after, last = [], ROWS * len(b.history), set(), None
     for index, (state, draft) in enumerate(b.history):
         fresh = b.afresh(state)
         for row in range(ROWS):
-            compared += 1
-            difference = _differs(draft, fresh, row, row)
-            if index:
-                last, last_draft = b.history[index - 1]
-                kept = int(state.num_committed[row] - last.num_committed[row]) - 1
-                drafted = int(last_draft.num_valid[row])
+            outcome = "the prompt"
+            if last is not None:
+                kept = int(state.num_committed[row] - last[0].num_committed[row]) - 1
+                drafted = int(last[1].num_valid[row])
                 outcome = f"{kept} of {drafted} drafts accepted"
                 after.add((kept, drafted))
-            else:
-                outcome = "the prompt"
-            if difference:
+            if difference := _differs(draft, fresh, row, row):
                 wrong.append(
                     f"after {outcome} (round {index}, row {row}) it drafted {difference} as a "
                     "drafter that has read the same tokens afresh"
                 )
+        last = state, draft
     # Below fp32 a cache written step by step differs from one written in chunks by rounding, and a
     # tie may turn.
     allowed = compared // 10 if b.is_rounded else 0
@@ -325,8 +316,7 @@ def _row_reuse(b: DrafterUnderTest) -> str:
     _need_own_state(b)
     newcomers = b.requests(range(ROWS, 2 * ROWS))
     expected = b.draft(b.fresh(newcomers))
-    for _ in b.rounds(range(ROWS)):
-        pass
+    list(b.rounds(range(ROWS)))
     b.admit(newcomers)
     found = b.draft(b.engine.state)
     _demand_same(found, expected, "in a used row", hint=SHARES)
@@ -358,8 +348,7 @@ def _catch_up(b: DrafterUnderTest) -> str:
     lag = before = np.asarray(lag_of(state))
     for row in range(ROWS):
         for _ in range(-(-int(before[row]) // CHUNK)):
-            expected = before.copy()
-            expected[row] -= min(CHUNK, int(before[row]))
+            expected = np.where(np.arange(ROWS) == row, np.maximum(before - CHUNK, 0), before)
             state = catch_up(b.engine.executor.params, state, np.int32(row))
             after = np.asarray(lag_of(state))
             demand(
@@ -399,8 +388,8 @@ def _score(b: DrafterUnderTest) -> str:
         scores, with_score, _ = decode_round.score(
             b.loop, params, drafter_state, rows, draft, tokens, window, state.cache
         )
-        expected = hidden, kv_at(cache, window.slots)
-        return expected, (scores.hidden, kv_at(with_score, window.slots))
+        expected = hidden, *kv_at(cache, window.slots)
+        return expected, (scores.hidden, *kv_at(with_score, window.slots))
 
     def kv_at(cache: kv.KVCache, slots: jax.Array) -> list[jax.Array]:
         """k and v of each layer at `slots`, their heads flattened."""
@@ -410,8 +399,7 @@ def _score(b: DrafterUnderTest) -> str:
     farthest, allowed = 0.0, 256 * rounding_of(params)
     for _ in b.rounds(range(ROWS)):
         expected, found = jax.device_get(both(params, b.engine.state))
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-        farthest = max(farthest, *(distance_of(mine, theirs) for mine, theirs in pairs))
+        farthest = max(farthest, *map(distance_of, found, expected))
         demand(
             farthest <= allowed,
             "hidden states or KV of the target's own rows differ from those of its forward pass "
@@ -438,8 +426,7 @@ def _output(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C2", "nothing is compiled after the first requests")
 def _trace_count(b: DrafterUnderTest) -> str:
     for numbers in (range(ROWS), range(ROWS, 2 * ROWS)):
-        for _ in b.rounds(numbers):
-            pass
+        list(b.rounds(numbers))
     return demand_compiled_once(b.engine)
 
 
@@ -459,9 +446,9 @@ def _draft_probs(b: DrafterUnderTest) -> str:
         is_valid = _is_valid(draft)
         q = np.asarray(draft.q, np.float64)[is_valid]
         tokens = np.asarray(draft.tokens)[is_valid]
-        is_distribution = np.isfinite(q).all() and (q >= 0).all()
         total = q.sum(axis=1)
-        demand(is_distribution, "q holds values that are negative or not finite")
+        is_positive = np.isfinite(q).all() and (q >= 0).all()
+        demand(is_positive, "q holds values that are negative or not finite")
         demand((np.abs(total - 1) < 1e-3).all(), f"q sums to {total.tolist()[:3]}, not to 1")
         q_token = np.take_along_axis(q, tokens[:, None], axis=1)
         demand((q_token > 0).all(), "a token was drafted whose q is 0")
@@ -540,7 +527,7 @@ def _shared_noise(b: DrafterUnderTest) -> str:
         tokens = np.asarray(draft.tokens)
         of_token = np.take_along_axis(perturbed, tokens[..., None], axis=2)[..., 0]
         missed = (of_token < perturbed.max(axis=2) - 1e-3) & _is_valid(draft)
-        num_tokens += int(_is_valid(draft).sum())
+        num_tokens += int(draft.num_valid.sum())
         demand(
             not missed.any(),
             "is_noise_shared was set, and it drafted a token that its own distribution and the "

@@ -24,7 +24,7 @@ class Outcome(enum.StrEnum):
     NOT_APPLICABLE = "not applicable"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Check:
     """What became of one check.
 
@@ -100,34 +100,36 @@ class ConformanceReport:
     def __rich__(self):
         """A row per check."""
         counts = (f"{len(self.of(outcome))} {outcome.lower()}" for outcome in Outcome)
-        table = TextTable(
-            title=f"{self.kind} {self.subject}: {', '.join(counts)}",
-            header=("clause", "check", "", "detail"),
-            rows=[
-                (c.clause, f"{c.name}\n{c.statement}", c.outcome.value, c.detail)
-                for c in self.checks
-            ],
-        )
-        return table.__rich__()
+        title = f"{self.kind} {self.subject}: {', '.join(counts)}"
+        columns = {
+            "clause": "{clause}",
+            "check": "{name}\n{statement}",
+            "": "{outcome}",
+            "detail": "{detail}",
+        }
+        return TextTable.of_columns(title, columns, self.checks).__rich__()
 
 
-class Broken(Exception):
-    """A check that failed; the message says what was seen."""
+class NotPassed(Exception):
+    """A check that has no more to see; the message says what was seen, or why nothing was."""
+
+    outcome = Outcome.FAILED
 
 
-class Untested(Exception):
-    """A check that applies, but saw nothing that could have failed; the message says why."""
+class Broken(NotPassed):
+    """It failed."""
 
 
-class NotApplicable(Exception):
-    """A check that says nothing about this object; the message says why."""
+class Untested(NotPassed):
+    """It applies, but saw nothing that could have failed."""
+
+    outcome = Outcome.UNTESTED
 
 
-OUTCOMES = {
-    Broken: Outcome.FAILED,
-    Untested: Outcome.UNTESTED,
-    NotApplicable: Outcome.NOT_APPLICABLE,
-}
+class NotApplicable(NotPassed):
+    """It says nothing about this object."""
+
+    outcome = Outcome.NOT_APPLICABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,21 +189,13 @@ def run_checks(
         if is_usable:
             try:
                 outcome, detail = Outcome.PASSED, clause.run(prepared)
-            except tuple(OUTCOMES) as reason:
-                outcome, detail = OUTCOMES[type(reason)], str(reason)
+            except NotPassed as reason:
+                outcome, detail = reason.outcome, str(reason)
             except Exception as error:  # somebody else's code raises what it likes
                 message = str(error).strip().split("\n")[0]
                 outcome, detail = Outcome.FAILED, f"raised {type(error).__name__}: {message}"
         if clause.name == "protocol" and outcome == Outcome.FAILED:
             is_usable = False
-        checks.append(
-            Check(
-                name=clause.name,
-                clause=clause.clause,
-                statement=clause.statement,
-                outcome=outcome,
-                detail=detail,
-            )
-        )
+        checks.append(Check(clause.name, clause.clause, clause.statement, outcome, detail))
     name = getattr(subject, "name", type(subject).__name__)
     return ConformanceReport(kind=kind, subject=str(name), checks=tuple(checks))

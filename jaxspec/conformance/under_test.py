@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
@@ -48,6 +49,19 @@ from jaxspec.types import (
 from jaxspec.verifiers import Coupled
 
 NUM_ROUNDS = 8  # of scripted verdicts
+
+
+def rewritten(
+    cache: kv.KVCache, slots: np.ndarray, change: Callable[[jax.Array], jax.Array]
+) -> kv.KVCache:
+    """The cache, its k and v `[ROWS, n, K, H]` at `slots` `[ROWS, n]` changed in each layer."""
+    at = jnp.asarray(slots)
+
+    def rewrite(layer):
+        k, v = kv.read_slots(layer, cache.table, at, cache.dtype)
+        return kv.write(layer, cache.table, change(k), change(v), at)
+
+    return cache.replace(layers=tuple(map(rewrite, cache.layers)))
 
 
 class ModelUnderTest:
@@ -129,21 +143,13 @@ class ModelUnderTest:
           params: instead of the model's.
         """
         running = np.ones(ROWS, bool) if is_running is None else np.asarray(is_running)
-        start = np.asarray(start, np.int32)
-        start = np.where(running, start, np.max(start[running], initial=0)).astype(np.int32)
-        entry = np.arange(WINDOW, dtype=np.int32)
-        depth = np.broadcast_to(entry, (ROWS, WINDOW))
-        if paths is not None:
-            is_self = paths == entry[:, None]
-            depth = np.argmax(is_self, axis=2)
+        start = np.where(running, start, np.max(np.asarray(start)[running], initial=0))[:, None]
+        entry = np.arange(WINDOW)
+        depth = entry if paths is None else np.argmax(paths == entry[:, None], axis=2)
         if slots is None:
-            slots = np.where(running[:, None], start[:, None] + entry, -1)
-        window = Window(
-            start=jnp.asarray(start),
-            positions=jnp.asarray((start[:, None] + depth).astype(np.int32)),
-            slots=jnp.asarray(slots.astype(np.int32)),
-            paths=None if paths is None else jnp.asarray(paths.astype(np.int32)),
-        )
+            slots = np.where(running[:, None], start + entry, -1)
+        fields = {"start": start[:, 0], "positions": start + depth, "slots": slots, "paths": paths}
+        window = Window(**jax.tree.map(lambda array: jnp.asarray(array, jnp.int32), fields))
         params = self.model.params if params is None else params
         # A copy made now: JAX may read an array of numpy's later, when its owner has changed it.
         return self.forward(params, cache, np.array(tokens, np.int32), window)
@@ -176,8 +182,7 @@ class ModelUnderTest:
 
     def contents(self, cache: kv.KVCache) -> list[np.ndarray]:
         """k and v of every layer, `[ROWS, S, K, H]` each."""
-        slot = jnp.arange(self.max_length, dtype=jnp.int32)
-        slots = jnp.broadcast_to(slot, (ROWS, self.max_length))
+        slots = lax.broadcasted_iota(jnp.int32, (ROWS, self.max_length), 1)
         return [
             wide(part)
             for layer in cache.layers
@@ -187,14 +192,8 @@ class ModelUnderTest:
     def filled(self, cache: kv.KVCache, first: np.ndarray, value: float) -> kv.KVCache:
         """The cache with `value` in each row's slots from `first` on."""
         slot = np.arange(self.max_length, dtype=np.int32)
-        slots = jnp.asarray(np.where(slot >= np.asarray(first)[:, None], slot, -1))
-
-        def fill(layer):
-            k, v = kv.read_slots(layer, cache.table, slots, cache.dtype)
-            k, v = jnp.full_like(k, value), jnp.full_like(v, value)
-            return kv.write(layer, cache.table, k, v, slots)
-
-        return cache.replace(layers=tuple(fill(layer) for layer in cache.layers))
+        slots = np.where(slot >= np.asarray(first)[:, None], slot, -1)
+        return rewritten(cache, slots, lambda x: jnp.full_like(x, value))
 
     def allowed(self, hidden: jax.Array) -> float:
         """Relative difference that rounding may make between two programs."""
@@ -214,8 +213,8 @@ class ModelUnderTest:
             prefill_chunk=CHUNK,
         )
         self.plain = engine.generate(self.prompts, self.requests, speculate=False)
-        known = [[*c.prompt_token_ids, *c.token_ids] for c in self.plain]
-        known = [[*one, *[0] * (self.longest - len(one))] for one in known]
+        known = [[*c.prompt_token_ids, *c.token_ids, *[0] * self.longest] for c in self.plain]
+        known = [one[: self.longest] for one in known]
         # What the drafter knows is a parameter: the compiled programs stay.
         engine.update_params(draft=Oracle(known, acceptance=0.6).params)
         self.drafted = engine.generate(self.prompts, self.requests)
@@ -283,10 +282,9 @@ class Scripted:
         for depth in range(draft.depth):
             children = is_node & (draft.parents == node[:, None])
             should_continue = jnp.any(children, axis=1) & (depth < wanted)
-            node = jnp.where(
-                should_continue, jnp.argmax(children, axis=1).astype(jnp.int32), num_nodes
-            )
-            path.append(jnp.where(should_continue, node, -1))
+            first = jnp.argmax(children, axis=1).astype(jnp.int32)
+            node = jnp.where(should_continue, first, num_nodes)
+            path.append(jnp.where(should_continue, first, -1))
         path = jnp.stack(path, axis=1)
         length = rows.num_committed[:, None]
         place = jnp.floor(draws[:, 1:] * length.astype(jnp.float32)).astype(jnp.int32)
@@ -376,36 +374,26 @@ class DrafterUnderTest:
         """What the drafter sees of a state."""
         return batch_view(state, is_chain=self.drafter.is_chain)
 
-    def propose_from(
-        self, params: PyTree, state: PyTree, rows: BatchView, cache: PyTree
-    ) -> tuple[Draft, PyTree]:
-        """`propose`, given the engine's parameters and the target's cache."""
-        reads = {"target_cache": cache} if self.complete.uses_target_cache else {}
+    def propose(self, params: PyTree, state: DecodeState) -> tuple[Draft, PyTree]:
+        """The drafter's `propose` on a decode state, given the engine's parameters."""
+        reads = {"target_cache": state.cache} if self.complete.uses_target_cache else {}
         own = function_params(self.complete, params)
-        return self.drafter.propose(self.shape, own, state, rows, **reads)
+        return self.drafter.propose(self.shape, own, state.drafter, self.rows(state), **reads)
 
     @functools.cached_property
-    def propose(self):
+    def compiled_draft(self):
         """The compiled draft of a decode state, which stays as it is."""
-
-        def propose(params, state: DecodeState) -> Draft:
-            return self.propose_from(params, state.drafter, self.rows(state), state.cache)[0]
-
-        return Program(jax.jit(propose), f"the draft of {self.drafter.name}")
+        draft = jax.jit(lambda params, state: self.propose(params, state)[0])
+        return Program(draft, f"the draft of {self.drafter.name}")
 
     def draft(self, state: DecodeState) -> Draft:
         """What the drafter proposes now, fetched to the host."""
-        return jax.device_get(self.propose(self.engine.executor.params, state))
+        return jax.device_get(self.compiled_draft(self.engine.executor.params, state))
 
     def request(self, index: int, prompt: Sequence[int], **changes: Any) -> Request:
         """The scripted request number `index`, with this prompt and changes of its parameters."""
-        params = mixed_params(
-            index,
-            max_tokens=self.max_length,
-            seed=100 * self.seed + index,
-            stop_token_ids=(self.marker,),
-            **changes,
-        )
+        fields = {"max_tokens": self.max_length, "seed": 100 * self.seed + index, **changes}
+        params = mixed_params(index, stop_token_ids=(self.marker,), **fields)
         return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params)
 
     def requests(self, indices: Sequence[int]) -> list[Request]:
@@ -452,8 +440,7 @@ class DrafterUnderTest:
     def is_rounded(self) -> bool:
         """Whether it computes in less than fp32, so that ties turn by chance."""
         leaves = jax.tree.leaves((self.drafter.params, self.places[0]))
-        dtypes = {leaf.dtype for leaf in leaves}
-        return any(dtype.itemsize < 4 and dtype.kind != "b" for dtype in dtypes)
+        return any(leaf.dtype.itemsize < 4 and leaf.dtype.kind != "b" for leaf in leaves)
 
     @functools.cached_property
     def with_probs(self) -> DrafterUnderTest:
@@ -470,14 +457,9 @@ class DrafterUnderTest:
         num_draws: int,
         keys_of: Callable[[np.ndarray], np.ndarray] = np.asarray,
     ) -> Iterator[tuple[DecodeState, Draft]]:
-        """Drafts of the same rows under many keys, each with the state that it was drawn from.
-
-        Args:
-          prompts: one for each row.
-          params: sampling parameters of each row.
-          num_draws: how many.
-          keys_of: from `[ROWS, 2]` random keys to those that the rows get.
-        """
+        """Drafts of rows with these prompts and sampling parameters under `num_draws` keys, each
+        with the state that it was drawn from. `keys_of` makes the rows' keys of `[ROWS, 2]` random
+        ones."""
         pairs = enumerate(zip(prompts, params, strict=True))
         state = self.fresh([self.request(row, prompt, **own) for row, (prompt, own) in pairs])
         rng = np.random.default_rng(self.seed)

@@ -149,11 +149,9 @@ class Program:
             timer.join()  # it may be logging, and its record comes first
             seconds, is_cached = time.perf_counter() - started_s, _heard.is_cached
             if is_announced.is_set():
-                cache = {None: "", True: " (from the cache)", False: " (not in the cache)"}
-                end = cache[is_cached]
-                _log.info(
-                    "%s %s in %.1f s%s", outcome, self, seconds, end, extra={"compiling": False}
-                )
+                end = {None: "", True: " (from the cache)", False: " (not in the cache)"}[is_cached]
+                message = f"{outcome} {self} in {seconds:.1f} s{end}"
+                _log.info("%s", message, extra={"compiling": False})
         return Compiled(name=self.name, seconds=seconds, is_cached=is_cached)
 
     def lower(self, *args, **kwargs) -> Any:
@@ -178,12 +176,8 @@ def numbered(*programs: Program) -> tuple[Program, ...]:
 def warm_up(
     arguments: Mapping[Program, tuple[Any, ...]], on_program: OnProgram | None = None
 ) -> tuple[Compiled, ...]:
-    """Compiles programs for these arguments (see `Program.compile`), one after the other.
-
-    Args:
-      arguments: of each program.
-      on_program: called before each.
-    """
+    """Compiles programs for these arguments (see `Program.compile`), one after the other, each
+    after a call of `on_program`."""
     compiled = []
     for program, args in arguments.items():
         if on_program is not None:
@@ -193,11 +187,8 @@ def warm_up(
 
 
 def shapes_at(tree: Any, shardings: Any) -> Any:
-    """Shapes, as `jax.eval_shape` returns them, with the sharding that the arrays will have.
-
-    Args:
-      shardings: one for all, a pytree of them, or None for JAX's choice.
-    """
+    """Shapes, as `jax.eval_shape` returns them, with the sharding that the arrays will have: one
+    for all, a pytree of them, or None for JAX's choice."""
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(

@@ -61,7 +61,6 @@ def write_atomically(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                file.close()
                 os.chmod(file.name, 0o644)
                 os.replace(file.name, path)
             except BaseException:
@@ -102,7 +101,8 @@ def atomic_directory(
             f"{destination} exists already; name another destination, or allow it to be "
             "overwritten (--overwrite)."
         )
-    if destination.exists() and not _is_empty(destination) and not may_replace(destination):
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if destination.exists() and not is_empty and not may_replace(destination):
         raise CheckpointError(
             f"{destination} exists and is not a converted directory, so it is not overwritten; "
             "name another destination or remove it yourself."
@@ -138,10 +138,6 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
 def _sibling(destination: Path) -> Path:
     owner = f"{socket.gethostname()}-{os.getpid()}"
     return destination.with_name(f".{destination.name}.partial-{owner}-{secrets.token_hex(4)}")
@@ -151,10 +147,9 @@ def _remove_stale(destination: Path) -> None:
     """Removes what killed writers on this host left of `destination`."""
     prefix = f".{destination.name}.partial-{socket.gethostname()}-"
     for left in destination.parent.iterdir():
-        if not left.name.startswith(prefix):
-            continue
-        pid, _, _ = left.name.removeprefix(prefix).partition("-")
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        pid = left.name.removeprefix(prefix).partition("-")[0]
+        is_writers = left.name.startswith(prefix) and pid.isdecimal()
+        if is_writers and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
 
 

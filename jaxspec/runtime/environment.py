@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -34,12 +35,10 @@ def note_kernels(name: str) -> None:
 
 def versions() -> dict[str, str]:
     """Installed versions of the packages that figures depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version()} | dict.fromkeys(PACKAGES, "not installed")
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
     return found
 
 
@@ -60,15 +59,12 @@ def devices(num_used: int = 1) -> dict[str, Any]:
 
 def devices_sentence(found: dict[str, Any]) -> str:
     """E.g. `using 1 of 4 GPUs`, `using all 4 GPUs`."""
-    name = {"cpu": "CPU", "gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}.get(
-        found["platform"], found["platform"]
-    )
-    number = found["num_devices"]
+    platform, number = found["platform"], found["num_devices"]
+    name = {"cpu": "CPU", "gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}.get(platform, platform)
     if number == 1:
         return f"using the only {name} device"
-    if found["num_used"] == number:
-        return f"using all {number} {name}s"
-    return f"using {found['num_used']} of {number} {name}s"
+    used = f"all {number}" if found["num_used"] == number else f"{found['num_used']} of {number}"
+    return f"using {used} {name}s"
 
 
 def commit() -> str | None:

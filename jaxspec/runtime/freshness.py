@@ -33,11 +33,8 @@ SUFFIXES = (".py", ".cc", ".h")
 
 
 def code_digest(measures: Sequence[str], *, root: pathlib.Path = PACKAGE) -> str:
-    """A digest of the code of modules and folders; see the module's docstring.
-
-    Args:
-      measures: paths such as `decode` or `models/decoder.py`.
-      root: directory that they are relative to.
+    """A digest of the code of modules and folders (paths relative to `root`, such as `decode` or
+    `models/decoder.py`); see the module's docstring.
 
     Raises:
       FileNotFoundError: there is no such module or folder.
@@ -105,11 +102,8 @@ def main(args: Sequence[str] | None = None) -> int:
         document = json.loads(file.read_text(encoding="utf-8"))
         reason = staleness(document)
         if reason is not None and options.confirm and document.get("measures"):
-            note = {
-                "commit": commit(),
-                "code_digest": code_digest(document["measures"]),
-                "reason": options.confirm,
-            }
+            note = {"commit": commit(), "code_digest": code_digest(document["measures"])}
+            note["reason"] = options.confirm
             document["confirmed"] = [*document.get("confirmed", ()), note]
             write_atomically(file, json.dumps(document, indent=1).encode() + b"\n")
             reason = staleness(document)

@@ -82,11 +82,10 @@ def _refusing(function: Any, name: str) -> Any:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for given in kwargs:
-            if given in others:
-                raise SettingError(
-                    f"{name} was given {given}, another library's name; use {others[given]}."
-                )
+        for given in filter(others.__contains__, kwargs):
+            raise SettingError(
+                f"{name} was given {given}, another library's name; use {others[given]}."
+            )
         return function(*args, **kwargs)
 
     return checked

@@ -139,15 +139,17 @@ class Plot:
 
     def svg(self) -> bytes:
         """The figure as SVG, the same bytes on every day."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="svg", metadata={"Date": None})
-        return buffer.getvalue()
+        return _drawn(self.figure, "svg", metadata={"Date": None})
 
     def png(self) -> bytes:
         """The figure as PNG."""
-        buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-        return buffer.getvalue()
+        return _drawn(self.figure, "png", dpi=110, metadata={"Software": None})
+
+
+def _drawn(figure: Any, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, **options)
+    return buffer.getvalue()
 
 
 def new_figure(
@@ -159,16 +161,9 @@ def new_figure(
 ) -> tuple[Any, Any]:
     """A matplotlib figure and its axes, without the spines above and on the right.
 
-    Nothing is drawn on a screen. A notebook shows the figure.
-
-    Args:
-      num_rows: of axes.
-      num_columns: of axes.
-      size: width and height in inches.
-      options: of `Figure.subplots`, such as `width_ratios`.
-
-    Returns:
-      the figure, and one `Axes`, or an array of them as `Figure.subplots` gives it.
+    Nothing is drawn on a screen. A notebook shows the figure, whose width and height `size` are in
+    inches. With several rows or columns, the axes are an array as `Figure.subplots` gives it, which
+    takes the `options`, such as `width_ratios`.
 
     Raises:
       SettingError: matplotlib is not installed.
@@ -179,9 +174,7 @@ def new_figure(
         """Notebooks draw a figure by themselves only after pyplot has been imported."""
 
         def _repr_png_(self) -> bytes:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
+            return _drawn(self, "png")
 
     figure = Shown(figsize=size, layout="constrained")
     axes = figure.subplots(num_rows, num_columns, **options)

@@ -7,6 +7,7 @@ of neighbouring runs instead of the ratio of two times that were measured minute
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -84,12 +85,10 @@ def time_loops(loops: Mapping[K, Callable[[int], None]], repeats: int) -> Turns[
     takes some `LOOP_S`.
     """
     num_times = {name: _num_times(loop) for name, loop in loops.items()}
-    calls = {name: (lambda loop=loop, n=num_times[name]: loop(n)) for name, loop in loops.items()}
+    calls = {name: functools.partial(loop, num_times[name]) for name, loop in loops.items()}
     turns = take_turns(calls, repeats)
-    return Turns(
-        seconds={name: [s / num_times[name] for s in each] for name, each in turns.seconds.items()},
-        results={},
-    )
+    each = {name: [s / num_times[name] for s in found] for name, found in turns.seconds.items()}
+    return Turns(seconds=each, results={})
 
 
 def _num_times(loop: Callable[[int], None]) -> int:

@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+import types
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from jaxspec.audit import report as reports
 from jaxspec.audit.judge import Divergence, Finding
-from jaxspec.audit.report import AuditReport, Curve
+from jaxspec.audit.report import AuditReport, prefix_shares
 from jaxspec.errors import SettingError
 from jaxspec.runtime.report import NONE, TextTable, percent, write_page
 
@@ -32,22 +33,24 @@ def divergence(index, margin, finding):
 
 
 REPORT = AuditReport(
+    audit=types.SimpleNamespace(
+        promise="bit-exact", sentence="The promise is broken.", holds=False
+    ),
     title="Audit <of> something",
-    promise="bit-exact",
-    sentence="The promise is broken.",
-    holds=False,
     tables=[TextTable(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
     divergences=[
         ("line 2", divergence(3, 0.02, Finding.TIE)),
         ("line 4", divergence(9, float("inf"), Finding.FAULT)),
         ("line 5", divergence(9, 2.0, Finding.SAMPLING)),
     ],
-    curves=[Curve(label="all", lengths=(10, 12, 4), first=(3, None, None))],
+    curves={
+        "all": prefix_shares([(10, divergence(3, 0.02, Finding.TIE)), (12, None), (4, None)]),
+    },
 )
 
 
 def test_the_prefix_match_curve():
-    shares = REPORT.curves[0].shares()
+    shares = REPORT.curves["all"]
     assert len(shares) == 13
     assert shares[:4].tolist() == [1, 1, 1, 1]  # its first three tokens are equal
     assert np.allclose(shares[4:], 2 / 3)
@@ -82,13 +85,11 @@ def test_the_page_is_self_contained(tmp_path):
 
 def test_a_report_without_divergences_has_a_curve_only(tmp_path):
     clean = AuditReport(
+        audit=types.SimpleNamespace(promise="p", sentence="s", holds=True),
         title="t",
-        promise="p",
-        sentence="s",
-        holds=True,
         tables=[],
         divergences=[],
-        curves=[Curve(label="all", lengths=(5,), first=(None,))],
+        curves={"all": prefix_shares([(5, None)])},
     )
     assert [plot.caption for plot in clean.plots()] == ["Prefix match"]
     clean.write_html(tmp_path / "r.html")

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from jaxspec import sampling
 from jaxspec.audit.chi_square import pooled
 from jaxspec.audit.controls.instrument import Fault
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.schedulers import Static
 from jaxspec.types import EngineShape, Finish, RowSampling
@@ -118,15 +118,11 @@ class DistributionScene:
 
     def _sampling(self) -> RowSampling:
         """A key per row, and the same filters for all."""
+        params = SamplingParams(temperature=self.temperature, top_p=self.top_p, seed=0)
+        one = params.of_row(prompt_length=1)
+        every = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_rows, *np.shape(x))), one)
         numbers = jnp.arange(self.num_rows, dtype=jnp.uint32)
-        neutral = sampling.neutral_sampling(self.num_rows)
-        return neutral.replace(
-            temperature=neutral.temperature + self.temperature,
-            top_p=neutral.top_p * self.top_p,
-            key=jnp.stack([jnp.zeros_like(numbers), numbers], axis=1),
-            prompt_length=neutral.prompt_length + 1,
-            min_length=neutral.min_length + 1,
-        )
+        return every.replace(key=jnp.stack([jnp.zeros_like(numbers), numbers], axis=1))
 
     def distribution(self) -> np.ndarray:
         """`[V] * num_tokens` probabilities of the outputs that start after token 0, by hand."""

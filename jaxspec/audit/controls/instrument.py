@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from unittest import mock
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decode_loop
@@ -73,11 +75,8 @@ class Fault:
 
     @contextlib.contextmanager
     def apply(self, *, pad_token: int = 0) -> Iterator[None]:
-        """Engines that are built and first run in this context have the fault.
-
-        Args:
-          pad_token: the token that the published system pads with.
-        """
+        """Engines that are built and first run in this context have the fault; `pad_token` is what
+        the published system pads with."""
         with contextlib.ExitStack() as stack:
             for owner, name, wrap in self.patches:
                 with_pad = functools.partial(wrap, pad_token=pad_token)
@@ -127,9 +126,8 @@ class KvSource(struct.PyTreeNode, kw_only=True):
     is_kept: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """What an edit may look at.
+class Place(types.SimpleNamespace):
+    """What an edit may look at, as far as the place has it (see `PLACES`).
 
     Attributes:
       state: before the step.
@@ -143,17 +141,6 @@ class Place:
       admission: the request that enters.
       start: first token of the prefill chunk.
     """
-
-    state: OpenState
-    pad_token: int
-    draft: Any = None
-    verdict: Any = None
-    info: Any = None
-    chosen: Any = None
-    after: Any = None
-    row: Any = None
-    admission: Any = None
-    start: Any = None
 
 
 def _as_is(value: Any, at: Place) -> Any:
@@ -171,14 +158,9 @@ def _with_history(after: OpenState, at: Place) -> OpenState:
 
 def _opened(window: Window, at: Place) -> OpenWindow:
     """The same window of a chain, opened."""
-    return OpenWindow(
-        start=window.start,
-        positions=window.positions,
-        slots=window.slots,
-        rotary=window.positions,
-        limit=window.positions,
-        is_hidden=jnp.zeros(at.state.tokens.shape, bool),
-    )
+    is_hidden = jnp.zeros(at.state.tokens.shape, bool)
+    own = {"rotary": window.positions, "limit": window.positions, "is_hidden": is_hidden}
+    return OpenWindow(**vars(window), **own)
 
 
 # Where edits act: the function whose value they change, what `Place` calls its arguments (None: it
@@ -212,7 +194,7 @@ def installed(
       is_armed: False has them all on; True has on the one whose number, counted from 1, stands in
         `OpenState.armed`.
     """
-    scope: list[OpenState] = []  # the state of the round that is being traced
+    scope: list[OpenState | None] = [None]  # the state of the round that is being traced
 
     def edited(place: str, value: Any, at: Place) -> Any:
         for number, fault in enumerate(faults, start=1):
@@ -228,11 +210,9 @@ def installed(
     def empty_state(real):
         def wrapped(shape, **fields):
             state = real(shape, **fields)
-            own = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
             nothing = jnp.zeros_like(state.num_committed)
-            return OpenState(
-                **own, armed=jnp.int32(0), is_reused=nothing.astype(bool), padding=nothing
-            )
+            own = {"armed": jnp.int32(0), "is_reused": nothing.astype(bool), "padding": nothing}
+            return OpenState(**vars(state), **own)
 
         return wrapped
 
@@ -241,7 +221,7 @@ def installed(
 
         def wrapped(*arguments, **options):
             seen = {name: x for name, x in zip(names, arguments, strict=True) if name}
-            at = Place(**{"state": scope[-1] if scope else None, "pad_token": pad_token} | seen)
+            at = Place(**{"state": scope[-1], "pad_token": pad_token} | seen)
             return edited(place, prepare(real(*arguments, **options), at), at)
 
         return wrapped
@@ -255,19 +235,16 @@ def installed(
                 scope.pop()
             if not any("kv" in fault.edits for fault in faults):
                 return after
-            slot = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
-            slot = jnp.broadcast_to(slot, state.tokens.shape)
+            slot = lax.broadcasted_iota(jnp.int32, state.tokens.shape, 1)
             healthy = KvSource(slot=slot, is_kept=jnp.ones(slot.shape, bool))
             at = Place(state=state, pad_token=pad_token, after=after)
-            source = edited("kv", healthy, at)
-            return after.replace(cache=_moved(after.cache, source))
+            return after.replace(cache=_moved(after.cache, edited("kv", healthy, at)))
 
         return wrapped
 
     with contextlib.ExitStack() as stack:
-        for place, (owner, name, _, _) in PLACES.items():
-            stack.enter_context(_replaced(owner, name, functools.partial(edit, place=place)))
         for owner, name, wrap in (
+            *((*at[:2], functools.partial(edit, place=place)) for place, at in PLACES.items()),
             (decode_loop, "empty_state", empty_state),
             (decode_loop, "speculative_round", speculative_round),
             (decoder, "run_layers", _open_layers),
@@ -277,12 +254,8 @@ def installed(
 
 
 def arm(engine: Engine, number: int) -> None:
-    """Turns on one of the faults that are `installed` with `is_armed`.
-
-    Args:
-      engine: one that was built meanwhile.
-      number: of the fault, counted from 1; 0 turns all off.
-    """
+    """Turns on the fault of this number, counted from 1, of those that were `installed` with
+    `is_armed` while the engine was built; 0 turns all off."""
     state = engine.executor.state
     assert isinstance(state, OpenState)
     armed = jax.device_put(np.int32(number), state.armed.sharding)
@@ -327,7 +300,7 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
 
 def _moved(cache: kv.KVCache, source: KvSource) -> kv.KVCache:
     """The cache with each slot's KV taken from its source."""
-    slot = jnp.broadcast_to(jnp.arange(source.slot.shape[1], dtype=jnp.int32), source.slot.shape)
+    slot = lax.broadcasted_iota(jnp.int32, source.slot.shape, 1)
     is_kept = source.is_kept[..., None, None]
 
     def move(layer):

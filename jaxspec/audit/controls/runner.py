@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -35,8 +36,7 @@ from jaxspec.errors import ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import SAMPLE_PROMPTS, read_prompts
-from jaxspec.requests.requests import prompt_token_ids
+from jaxspec.requests.prompts import encode_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import TextTable
 from jaxspec.schedulers import Static
@@ -77,10 +77,8 @@ class ControlResult:
 
     def to_json(self) -> dict[str, Any]:
         """What the fault is, and what was found, as JSON values."""
-        names = ("name", "kind", "source", "invariant", "detection")
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del found["fault"]
-        return {name: getattr(self.fault, name) for name in names} | found
+        fields = vars(self.fault) | vars(self)
+        return {name: x for name, x in fields.items() if name not in ("edits", "patches", "fault")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,30 +129,24 @@ def run_controls(
     if unknown:
         raise SettingError(f"There is no fault {unknown[0]!r}; choose among {', '.join(FAULTS)}.")
     chosen = [fault for name, fault in FAULTS.items() if name in wanted]
+    edited = [fault for fault in chosen if not fault.patches]
+
+    @functools.cache
+    def runs() -> ControlRuns:
+        return ControlRuns(target, drafter, faults=edited, prompts=prompts)
+
     results = []
-    runs = None
     for fault in chosen:
         if on_progress is not None:
             on_progress(fault.name)
-        if fault.kind == "distribution":
-            results.append(run_distribution_control(fault))
-            continue
-        if runs is None:
-            edited = [f for f in chosen if not f.patches and f.kind != "distribution"]
-            runs = ControlRuns(target, drafter, faults=edited, prompts=prompts)
-        results.append(runs.run(fault))
+        is_of_runs = fault.kind != "distribution"
+        results.append(runs().run(fault) if is_of_runs else run_distribution_control(fault))
     return results
 
 
 class ControlRuns:
-    """The engines and the requests that all controls of one target share.
-
-    Args:
-      target: as in `run_controls`.
-      drafter: as in `run_controls`.
-      faults: those with edits that will be asked for; they are compiled into one program.
-      prompts: as in `run_controls`.
-    """
+    """The engines and the requests that all controls of one target share; see `run_controls`. The
+    `faults` are those with edits that will be asked for: they are compiled into one program."""
 
     def __init__(
         self,
@@ -190,13 +182,9 @@ class ControlRuns:
         """Outputs of all requests, or of those `among` them, against the reference loop's; judged
         up to the first that is no tie."""
         expected = [completion.token_ids for completion in self._reference]
+        params = self.workload.params
         return judge_all(
-            self._scorer,
-            completions,
-            expected,
-            self.workload.params,
-            among=among,
-            stops_at_fault=True,
+            self._scorer, completions, expected, params, among=among, stops_at_fault=True
         )
 
     def run(self, fault: Fault) -> ControlResult:
@@ -209,41 +197,39 @@ class ControlRuns:
                 "ControlRuns is made."
             )
         control_run = self._generate(control_engine)
-        control_kv = _committed_kv(control_engine) if fault.kind == "numerics" else []
+        control_kv = _committed_kv(control_engine)
         with self._faulty(fault) as engine, _metered(self._target) as rows:
             completions = self._generate(engine)
-        num_rows = max(rows, default=self._num_rows)
         control = self.compare(control_run)
         greedy = [i for i, p in enumerate(self.workload.params) if p.temperature == 0]
         sampled = [i for i, p in enumerate(self.workload.params) if p.temperature > 0]
         among = {"tokens": greedy, "sampling": sampled}.get(fault.kind)
         found = self.compare(completions, among=among)
-        caught, detail, needs_batch = found.are_ties, found.describe(), None
+        detail, needs_batch = found.describe(), None
+        caught = found.are_ties == (fault.kind in ("efficiency", "numerics"))
 
-        if fault.kind == "tokens":
-            caught = not found.are_ties
-            if found.first_wrong is not None:
-                needs_batch = self._is_right_alone(fault, found.first_wrong)
-                detail += "; right if decoded alone" if needs_batch else ""
+        if fault.kind == "tokens" and found.first_wrong is not None:
+            needs_batch = self._is_right_alone(fault, found.first_wrong)
+            detail += "; right if decoded alone" if needs_batch else ""
         elif fault.kind == "sampling":
-            caught = not found.are_ties and self.compare(completions, among=greedy).are_ties
+            caught &= self.compare(completions, among=greedy).are_ties
             detail += "; greedy rows are right"
         elif fault.kind == "order":
-            ours, theirs = (
-                collections.Counter(c.token_ids for c in x) for x in (completions, control_run)
-            )
-            caught = not found.are_ties and ours == theirs
+            ours, theirs = (sorted(c.token_ids for c in x) for x in (completions, control_run))
+            caught &= ours == theirs
             detail = f"as a set {'equal' if ours == theirs else 'different'}; {detail}"
         elif fault.kind == "efficiency":
-            before, after = (_num_rounds(x) for x in (control_run, completions))
+            before, after = (
+                sum(c.acceptance.num_rounds for c in x) for x in (control_run, completions)
+            )
+            num_rows = max(rows, default=self._num_rows)
             caught &= after * num_rows > before * self._num_rows
             detail = (
                 f"{after} rounds instead of {before}, {num_rows} target rows a call instead of "
                 f"{self._num_rows}; {detail}"
             )
-        else:
-            pairs = zip(control_kv, self._production_kv, strict=True)
-            differs = any(not np.array_equal(ours, theirs) for ours, theirs in pairs)
+        elif fault.kind == "numerics":
+            differs = not all(map(np.array_equal, control_kv, self._production_kv))
             caught &= differs
             detail = f"KV {'differs' if differs else 'is equal'} in its bits; {detail}"
         return ControlResult(
@@ -301,10 +287,6 @@ def _committed_kv(engine: Engine) -> list[np.ndarray]:
     return [bits for row in range(BATCH_SIZE) for bits in engine.executor.committed_kv(row)]
 
 
-def _num_rounds(completions: Sequence[Completion]) -> int:
-    return sum(completion.acceptance.num_rounds for completion in completions)
-
-
 @contextlib.contextmanager
 def _metered(target: LanguageModel) -> Iterator[list[int]]:
     """Rows of each call of the target's layers that is traced meanwhile."""
@@ -328,12 +310,11 @@ def _prompts(target: LanguageModel) -> list[list[int]]:
     if target.tokenizer is None:
         rng = np.random.default_rng(0)
         return [rng.integers(0, target.vocab_size, n).tolist() for n in PROMPT_LENGTHS]
-    lines = [line for line in read_prompts(str(SAMPLE_PROMPTS)) if isinstance(line.prompt, str)]
-    texts = [list(prompt_token_ids(line.prompt, target, name=line.name)) for line in lines]
+    texts = encode_prompts(sample_prompts(), target)
     found = []
     for length in PROMPT_LENGTHS:
         index = next(i for i, ids in enumerate(texts) if len(ids) >= length)
-        found.append(texts.pop(index)[:length])
+        found.append(list(texts.pop(index)[:length]))
     return found
 
 
@@ -356,17 +337,19 @@ def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
         if params[index].temperature > 0:
             continue
         output = completion.token_ids
-        for place, origin in enumerate(completion.origins):
-            if origin == Origin.ACCEPTED:
-                accepted[output[place]] += 1
-        inside = _first_new_accepted(completion)
-        if inside is not None and num_stops < 2:
-            params[index] = dataclasses.replace(greedy, stop_token_ids=(inside,))
-            num_stops += 1
-            continue
-        unheard = [token for token in prompts[index] if token not in output]
-        if unheard:
-            params[index] = dataclasses.replace(greedy, stop_token_ids=(unheard[0],))
+        pairs = list(zip(output, completion.origins, strict=True))
+        accepted.update(token for token, origin in pairs if origin == Origin.ACCEPTED)
+        # Two rows stop at an accepted token that is not too early and new in its output, the others
+        # would at one of their prompt.
+        inside = [
+            token
+            for place, (token, origin) in enumerate(pairs[:-1])
+            if place >= 4 and origin == Origin.ACCEPTED and token not in output[:place]
+        ]
+        is_stopped = bool(inside) and num_stops < 2
+        num_stops += is_stopped
+        stops = inside if is_stopped else [t for t in prompts[index] if t not in output]
+        params[index] = dataclasses.replace(greedy, stop_token_ids=tuple(stops[:1]))
     in_prompts = {token for prompt in prompts for token in prompt}
     common = [token for token, _ in accepted.most_common() if token in in_prompts]
     if not common or num_stops == 0:
@@ -375,16 +358,6 @@ def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
             "the pad and a stop token; give a drafter that is right more often."
         )
     return Workload(prompts=prompts, params=params, pad_token=common[0])
-
-
-def _first_new_accepted(completion: Completion) -> int | None:
-    """The first accepted token, not too early, that the output does not hold before it."""
-    for place in range(4, len(completion.token_ids) - 1):
-        token = completion.token_ids[place]
-        is_new = token not in completion.token_ids[:place]
-        if completion.origins[place] == Origin.ACCEPTED and is_new:
-            return token
-    return None
 
 
 def run_distribution_control(fault: Fault) -> ControlResult:
