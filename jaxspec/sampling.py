@@ -100,10 +100,10 @@ def of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
 def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
     """The context of the `N + 1` tokens to be drawn along the chain `tokens` `[B, N]`: before the
     first none of them, before each further one more."""
-    index = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)
+    index = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)[None]
     return DraftContext(
         tokens=tokens,
-        is_before=(index[:-1] < index[:, None])[None],
+        is_before=(index[:, :-1] < index.T)[None],
         position=rows.num_committed[:, None] + index,
     )
 

@@ -359,7 +359,7 @@ class RoundInfo(struct.PyTreeNode, kw_only=True):
         if self.window.paths is None:
             return self.draft.num_valid
         depth = self.window.positions[:, 1:] - self.window.start[:, None]
-        is_valid = jnp.arange(depth.shape[1], dtype=jnp.int32) < self.draft.num_valid[:, None]
+        is_valid = jnp.arange(depth.shape[1], dtype=jnp.int32)[None] < self.draft.num_valid[:, None]
         return jnp.max(jnp.where(is_valid, depth, 0), axis=1, initial=0)
 
 

@@ -56,10 +56,12 @@ compiler.get_compile_options = _with_options
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Chooses how a test and the fixtures made for it are compiled."""
+    """Chooses how a test and the fixtures made for it are compiled, and what JAX refuses."""
     _options.clear()
     if jax.default_backend() == "cpu" and item.get_closest_marker("as_shipped") is None:
         _options.update(COMPILE_FAST)
+    is_system = item.get_closest_marker("system") is not None
+    jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,6 +137,7 @@ def is_under(path: pathlib.Path, places: tuple[str, ...]) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """Marks every test with its tier."""
+    """Marks every test with its tier; a long test may be marked `system` in a file of another."""
     for item in items:
-        item.add_marker(tier_of(item.path))
+        if item.get_closest_marker("system") is None:
+            item.add_marker(tier_of(item.path))

@@ -114,7 +114,7 @@ class Oracle(DrafterBase):
     def propose(self, shape: EngineShape, params, state, rows: BatchView):
         """The next recorded tokens, some of them poisoned."""
         table = params["table"]
-        position = rows.num_committed[:, None] + jnp.arange(shape.num_nodes, dtype=jnp.int32)
+        position = rows.num_committed[:, None] + jnp.arange(shape.num_nodes, dtype=jnp.int32)[None]
         sequence = jnp.maximum(state["sequence"], 0)
         truth = table[sequence[:, None], jnp.minimum(position, table.shape[1] - 1)]
         known = (position < table.shape[1]) & (truth >= 0) & (state["sequence"] >= 0)[:, None]

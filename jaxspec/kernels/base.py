@@ -105,7 +105,7 @@ def attention_inputs(
     `Kernels.attend`.
     """
     if bias is not None:
-        qkv = qkv + bias
+        qkv = qkv + bias[None, None]
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     group = group_and_kv - 2
     queries = qkv[..., :group, :].reshape(num_rows, window_length, num_heads * group, head_size)

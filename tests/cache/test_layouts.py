@@ -157,7 +157,6 @@ def compiled_text(engine):
     return engine.executor.lower_run().compile().as_text()
 
 
-@pytest.mark.as_shipped
 def test_only_the_aligned_program_holds_a_realignment(setting):
     scope = re.compile(r'op_name="[^"]*\brealign\b')
     assert scope.search(compiled_text(engine_for(setting, "aligned")))

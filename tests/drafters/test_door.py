@@ -164,6 +164,7 @@ class Watching(DrafterBase):
 
 
 @pytest.mark.as_shipped
+@pytest.mark.system
 def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
     target = toy.model(num_layers=1)
     engine = Engine(

@@ -19,7 +19,7 @@ def setup(starts, window_length, *, capacity=512, dtype=jnp.float32, seed=0, fil
     rng = np.random.default_rng(seed)
     num_rows = len(starts)
     start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)
+    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)[None]
     cache = kv.init_cache(
         num_layers=1,
         num_rows=num_rows,
