@@ -64,7 +64,7 @@ def decoder_layer(
     if config.has_output_bias or config.has_sandwich_norms:
         mixed = product(heads, output)
         if config.has_output_bias:
-            mixed = mixed + params["output_bias"]
+            mixed = mixed + params["output_bias"][None, None]
         if config.has_sandwich_norms:
             mixed = rms_norm(mixed, params["post_attention_norm"], epsilon)
         x = x + mixed

@@ -70,8 +70,8 @@ class Pool:
         length, is_running = lengths(state)[order], state.is_running[order]
         index = jnp.arange(len(order), dtype=jnp.int32)
         # peers[i, j]: row j came no later than row i and has its length.
-        peers = (length[:, None] == length) & is_running[:, None] & is_running
-        peers &= index <= index[:, None]
+        peers = (length[:, None] == length[None]) & is_running[:, None] & is_running[None]
+        peers &= index[None] <= index[:, None]
         is_full = jnp.sum(peers, axis=1, dtype=jnp.int32) == batch_size
         is_chosen = jnp.where(jnp.any(is_full), peers[jnp.argmax(is_full)], is_running)
         return order[jnp.argsort(jnp.where(is_chosen, index, len(order) + index))[:batch_size]]

@@ -221,12 +221,12 @@ def _moved_otherwise(cache, after, source):
 
 def one_slot_too_far(cache, after):
     is_moved = (after.first_slot != cache.first_slot)[:, None]
-    every = jnp.arange(cache.capacity, dtype=jnp.int32)
+    every = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
     return _moved_otherwise(cache, after, jnp.where(is_moved, every - 1, every))
 
 
 def one_row_forgotten(cache, after):
-    every = jnp.arange(cache.capacity, dtype=jnp.int32)
+    every = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
     delta = (after.first_slot - cache.first_slot).at[1:].set(0)
     return _moved_otherwise(cache, after, every + delta[:, None])
 

@@ -107,7 +107,7 @@ def test_a_tree_node_sees_its_ancestors_as_if_they_were_committed():
     queries, layer, table, window, k, v = setup([60, 126], 4)
     paths = jnp.asarray([[[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 2, 3, 0]]] * 2, jnp.int32)
     depth = jnp.asarray([0, 1, 1, 2], jnp.int32)
-    tree = window.replace(positions=window.start[:, None] + depth, paths=paths)
+    tree = window.replace(positions=window.start[:, None] + depth[None], paths=paths)
     got = run(queries, layer, table, tree, dtype=jnp.float32)
 
     chain_k, chain_v = k.copy(), v.copy()
@@ -178,7 +178,7 @@ def test_a_tree_in_a_padded_row_sees_what_it_sees_in_an_unpadded_one():
     queries, layer, pages, window, k, v = setup([60, 126], 4)
     paths = jnp.asarray([[[0, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 2, 3, 0]]] * 2, jnp.int32)
     depth = jnp.asarray([0, 1, 1, 2], jnp.int32)
-    tree = window.replace(positions=window.start[:, None] + depth, paths=paths)
+    tree = window.replace(positions=window.start[:, None] + depth[None], paths=paths)
     expected = run(queries, layer, pages, tree, dtype=jnp.float32)
     table, layer = pad(layer, pages, [70, 3], k, v, [60, 126])
     got = run(queries, layer, table, tree, dtype=jnp.float32)

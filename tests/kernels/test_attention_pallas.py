@@ -38,7 +38,7 @@ def setup(
     whoever its neighbours are, in pages that are not in order; `fill` beyond the window."""
     num_rows = len(starts)
     start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)
+    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)[None]
     cache = kv.init_cache(
         num_layers=1,
         num_rows=num_rows,
@@ -174,7 +174,7 @@ def test_padded_rows_see_no_padding():
     )
     table = kv.AlignedTable(pages=pages, first_slot=jnp.asarray([200, 3], jnp.int32))
     nan = jax.tree.map(lambda stored: jnp.full_like(stored, jnp.nan), layer)
-    slots = jnp.arange(130, dtype=jnp.int32)
+    slots = jnp.arange(130, dtype=jnp.int32)[None]
     slots = jnp.where(slots < window.start[:, None] + 4, slots, -1)
     padded = kv.write(nan, table, k, v, slots)
     for sliding_window in (None, 70):

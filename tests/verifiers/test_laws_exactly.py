@@ -315,7 +315,8 @@ def coupled_probs(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
             last = np.where(emitted > 0, tokens[world, np.maximum(emitted - 1, 0)], 0)
             rows = make_rows(enumeration.PROMPT_LENGTH + emitted)
             # Numbered in the order of positions, whatever a round asks for first.
-            positions = rows.num_committed[:, None] + jnp.arange(num_nodes + 1, dtype=jnp.int32)
+            offsets = jnp.arange(num_nodes + 1, dtype=jnp.int32)[None]
+            positions = rows.num_committed[:, None] + offsets
             numbers(sampling.position_keys(rows.sampling, positions))
             context, drafts = last, []
             num_valid = jnp.full((num_worlds,), num_nodes, jnp.int32)
