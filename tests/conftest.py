@@ -1,4 +1,4 @@
-"""Settings of the whole suite: its tiers, strict promotion, caches of its own, shared programs.
+"""Settings of the whole suite: its tiers, what JAX refuses in them, how they are compiled.
 
 A test belongs to the tier of its file, which is a marker too (`pytest -m core`):
 
@@ -62,6 +62,7 @@ def pytest_runtest_setup(item):
         _options.update(COMPILE_FAST)
     is_system = item.get_closest_marker("system") is not None
     jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
+    jax.config.update("jax_debug_key_reuse", not is_system)
 
 
 @pytest.fixture(scope="module", autouse=True)
