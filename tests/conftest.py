@@ -16,16 +16,18 @@ import pathlib
 import shutil
 import tempfile
 
-# One directory for all workers and the processes they start: many tests compile the same programs.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    directory = tempfile.mkdtemp(prefix="jaxspec-compiled-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-
-# The workers share the cores; and bits do not depend on the number of threads.
 if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores; and bits do not depend on the number of threads.
     os.environ.setdefault("JAXSPEC_NUM_THREADS", "1")
+else:
+    # Caches of the suite's own, for all workers and the processes they start: many tests compile
+    # the same programs, and nothing of theirs goes to the user's.
+    caches = tempfile.mkdtemp(prefix="jaxspec-tests-")
+    atexit.register(shutil.rmtree, caches, ignore_errors=True)
+    os.environ.setdefault("JAXSPEC_CACHE", os.path.join(caches, "jaxspec"))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(caches, "compiled")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
 import pytest
@@ -70,13 +72,6 @@ def _forget_programs():
     """Frees what a file has compiled: a worker would hold gigabytes of it in the end."""
     yield
     jax.clear_caches()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory):
-    """Converted models of the suite go to a temporary cache, not the user's."""
-    if "JAXSPEC_CACHE" not in os.environ:
-        os.environ["JAXSPEC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 # Tiers by path, the first that fits; everything else under tests/ is of the tier engine.
