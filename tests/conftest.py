@@ -99,6 +99,7 @@ TIERS = {
         "commands",
         "conformance/test_conformance.py",
         "conversion",
+        "drafters/test_draft_model.py",
         "engine/test_compilation.py",
         "engine/test_devices.py",
         "engine/test_soak.py",

@@ -131,6 +131,7 @@ def test_a_foreign_model_that_forgets_to_write_first_is_caught():
     assert good[0].token_ids != bad[0].token_ids
 
 
+@pytest.mark.system
 def test_a_preset_builds_and_decodes_at_reduced_size():
     for name, config in jaxspec.PRESETS.items():
         small = dataclasses.replace(

@@ -63,7 +63,7 @@ def list_scheduling(rounds, batch_size):
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=str)
-@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("drafts", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_schedulers_agree_to_the_bit_and_need_the_rounds_they_should(setting, scheduler, drafts):
     target, prompts, witness, oracle = setting
     engine = engine_for(target, oracle if drafts else None, scheduler)
