@@ -431,7 +431,7 @@ def _batches(
     """Completions of `requests` in order, as many at a time as there are batch_size, and the
     seconds since those before them."""
     started_s, batch = time.perf_counter(), []
-    for completion in engine.run(requests, on_progress=progress.batch_at(0)):
+    for completion in engine.run(requests, on_progress=progress.update):
         batch.append(completion)
         if len(batch) == engine.shape.batch_size:
             ended_s = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -42,10 +41,10 @@ def warm_up(engine: Engine) -> float:
 class DecodingProgress:
     """A bar of finished prompts with tokens and tokens per second; drawn on a terminal only."""
 
-    def __init__(self, num_requests: int, description: str = "decoding"):
+    def __init__(self, num_requests: int):
         console = standard_error()
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("decoding"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("prompts"),
@@ -54,9 +53,8 @@ class DecodingProgress:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(description, total=num_requests, detail="")
+        self._task = self._bar.add_task("", total=num_requests, detail="")
         self._started_s = time.perf_counter()
-        self._num_tokens = 0
 
     def __enter__(self) -> DecodingProgress:
         self._bar.start()
@@ -65,23 +63,13 @@ class DecodingProgress:
     def __exit__(self, *_) -> None:
         self._bar.stop()
 
-    def describe(self, description: str, detail: str = "") -> None:
-        """Says what is being done; the rate counts from here."""
-        self._bar.update(self._task, description=description, detail=detail)
-        self._started_s, self._num_tokens = time.perf_counter(), 0
-
-    def batch_at(self, num_before: int) -> Callable[[EngineProgress], None]:
-        """A callback for `Engine.run` on requests that follow `num_before` finished ones."""
-        earlier = self._num_tokens
-
-        def show(seen: EngineProgress) -> None:
-            self._num_tokens = earlier + seen.num_emitted_tokens
-            elapsed_s = time.perf_counter() - self._started_s
-            detail = f"{self._num_tokens} tokens, {self._num_tokens / elapsed_s:.0f} tokens/s"
-            if seen.acceptance is not None:
-                detail += f", {seen.acceptance:.0%} of drafts accepted"
-            if seen.time_left_s:
-                detail += f", at most {seen.time_left_s:.0f} s left"
-            self._bar.update(self._task, completed=num_before + seen.num_finished, detail=detail)
-
-        return show
+    def update(self, seen: EngineProgress) -> None:
+        """Draws the progress of `Engine.run`."""
+        elapsed_s = time.perf_counter() - self._started_s
+        detail = f"{seen.num_emitted_tokens} tokens, "
+        detail += f"{seen.num_emitted_tokens / elapsed_s:.0f} tokens/s"
+        if seen.acceptance is not None:
+            detail += f", {seen.acceptance:.0%} of drafts accepted"
+        if seen.time_left_s:
+            detail += f", at most {seen.time_left_s:.0f} s left"
+        self._bar.update(self._task, completed=seen.num_finished, detail=detail)

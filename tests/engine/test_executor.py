@@ -39,15 +39,21 @@ def executor(target):
     return Executor(loop)
 
 
-@pytest.fixture
-def filled(executor, target):
-    """The executor after both prompts were read."""
+def fill(executor):
+    """Empties the executor and reads both prompts."""
     executor.reset()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    target = executor.loop.target
     requests = make_requests(PROMPTS, params, target, longest=executor.longest_prompt)
     for row, request in enumerate(requests):
         executor.admit_and_prefill(row, request, draft_length=3, arrival=row)
     return executor
+
+
+@pytest.fixture
+def filled(executor):
+    """The executor after both prompts were read."""
+    return fill(executor)
 
 
 def outputs(executor):
@@ -68,12 +74,14 @@ def test_it_decodes_as_an_engine_does(filled, target):
     assert filled.fetch("finish").finish.tolist() == [Finish.MAX_TOKENS] * 2
 
 
-def test_draft_limits_of_zero_draft_nothing(filled):
+def test_draft_limits_of_zero_draft_nothing_and_change_no_output(filled):
     filled.run(NUM_TOKENS)
-    expected = outputs(filled)
-    test_it = filled
-    test_it.set_draft_limits([0, 0])
-    assert expected == outputs(test_it)
+    drafted = outputs(filled)
+    assert filled.fetch("counts").counts.num_draft_tokens.sum() > 0
+    fill(filled).set_draft_limits([0, 0])
+    filled.run(NUM_TOKENS)
+    assert filled.fetch("counts").counts.num_draft_tokens.tolist() == [0, 0]
+    assert outputs(filled) == drafted
 
 
 def test_committed_kv_is_that_of_all_tokens_but_the_newest(filled):
