@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.commands.options import JsonOption
-from jaxspec.kernels.registry import default_kernels, native_problem
+from jaxspec.kernels.registry import default_kernels
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices_sentence
 from jaxspec.runtime.report import TextTable
@@ -23,8 +23,8 @@ class EnvCommand(JsonOption):
         default_kernels()  # compiles them where that has not been done
         document = make_document("env", self)
         devices = document["devices"]
-        is_lacking = devices["platform"] == "cpu" and devices["kernels"] != "native"
-        why = f" (not native: {native_problem()})" if is_lacking else ""
+        fallback = devices["kernels_fallback"]
+        why = f" (not native: {fallback})" if fallback else ""
         found = document["versions"] | {
             "commit": document["commit"] or "not a checkout",
             "host": devices["host"],

@@ -30,6 +30,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
+from jaxspec.runtime.environment import noted_kernels
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.telemetry.trace import TraceLevel
@@ -228,6 +229,8 @@ class Engine:
             "exactness": self.exactness,
             "promise": self.verifier.promise,
             "mesh": None if self.mesh is None else dict(self.mesh.shape),
+            "kernels": getattr(self.target, "kernels", None),
+            "kernels_fallback": noted_kernels()["kernels_fallback"],
             **dataclasses.asdict(self.shape),
             **dataclasses.asdict(self.memory),
         }

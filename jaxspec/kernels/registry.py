@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
@@ -15,6 +16,8 @@ import jax
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Kernels
 from jaxspec.runtime import environment
+
+_log = logging.getLogger(__name__)
 
 KernelsName: TypeAlias = Literal["xla", "pallas", "native"]
 
@@ -69,8 +72,26 @@ def native_problem() -> str | None:
 
 
 def default_kernels() -> KernelsName:
-    """`native` on a CPU whose machine can compile them, otherwise `xla`."""
-    is_native = jax.default_backend() == "cpu" and native_problem() is None
-    name: KernelsName = "native" if is_native else "xla"
-    environment.note_kernels(name)
+    """`native` on a CPU whose machine can compile them, otherwise `xla`.
+
+    On a CPU the second is announced once, by a warning in the log, in `Engine.describe()` and in
+    every JSON document: it is slower, and its outputs may differ at ties within rounding.
+    """
+    if jax.default_backend() != "cpu":
+        environment.note_kernels("xla")
+        return "xla"
+    problem = native_problem()
+    name: KernelsName = "native" if problem is None else "xla"
+    environment.note_kernels(name, fallback=problem)
+    if problem is not None:
+        _announce(problem)
     return name
+
+
+@functools.cache
+def _announce(problem: str) -> None:
+    _log.warning(
+        "The C++ kernels cannot be used: %s. XLA's are used instead; they are slower, and two "
+        "tokens that tie within rounding may be exchanged.",
+        problem,
+    )

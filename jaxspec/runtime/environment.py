@@ -24,13 +24,19 @@ PACKAGES = (
     "numpy",
 )
 
-_kernels: str | None = None
+_kernels: dict[str, str | None] = {"kernels": None, "kernels_fallback": None}
 
 
-def note_kernels(name: str) -> None:
-    """Records which kernels this process loads its models with, for `devices`."""
-    global _kernels
-    _kernels = name
+def note_kernels(name: str, *, fallback: str | None = None) -> None:
+    """Records which kernels this process loads its models with, and, where these are not the ones
+    made for this device, why."""
+    _kernels.update(kernels=name, kernels_fallback=fallback)
+
+
+def noted_kernels() -> dict[str, str | None]:
+    """`kernels`, those that models are loaded with by default (None before the first model), and
+    `kernels_fallback`, why the C++ kernels cannot be used on this CPU, or None."""
+    return dict(_kernels)
 
 
 def versions() -> dict[str, str]:
@@ -43,8 +49,8 @@ def versions() -> dict[str, str]:
 
 
 def devices(num_used: int = 1) -> dict[str, Any]:
-    """Platform, kinds and number of devices, how many of them an engine uses, and the kernels that
-    models are loaded with by default (None before the first model)."""
+    """Platform, kinds and number of devices, how many of them an engine uses, and the kernels
+    (`noted_kernels`)."""
     local = jax.local_devices()
     return {
         "platform": jax.default_backend(),
@@ -53,7 +59,7 @@ def devices(num_used: int = 1) -> dict[str, Any]:
         "num_used": num_used,
         "host": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        "kernels": _kernels,
+        **noted_kernels(),
     }
 
 

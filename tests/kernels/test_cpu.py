@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec import load_model
+from jaxspec import Engine, load_model
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
 from jaxspec.kernels import base
@@ -19,6 +19,7 @@ from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import layers
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.prefill import chain_window
+from jaxspec.runtime import environment
 
 pytestmark = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
 
@@ -162,6 +163,11 @@ CASES = {
     ),
     "wide head": Case(size=128, rotary=128, window=7),
     "narrow head": Case(size=32, rotary=32, group=1),
+    "head of 8": Case(size=8, rotary=8),
+    "head of 80, norm": Case(size=80, rotary=80, changes=(("norm", True),)),
+    "head of 20, bf16, bias": Case(
+        size=20, rotary=12, dtype=jnp.bfloat16, changes=(("bias", True),), sliding=130
+    ),
     "sliding": Case(sliding=130),
     "sees itself only": Case(sliding=1),
     "bf16": Case(dtype=jnp.bfloat16),
@@ -260,7 +266,9 @@ def test_another_mask_or_another_slot_is_seen_by_the_check_above():
     assert difference(run(narrow, attention_inputs(case))[0], right) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["chain", "sliding", "bf16", "wide head"])
+@pytest.mark.parametrize(
+    "name", ["chain", "sliding", "bf16", "wide head", "head of 8", "head of 20, bf16, bias"]
+)
 def test_a_rows_attention_depends_on_neither_neighbours_nor_the_windows_width(name):
     case = CASES[name]
     together = np.asarray(run(case, attention_inputs(case))[0], np.float32)
@@ -309,7 +317,7 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     assert is_supported(qkv, layer, table, window)
     assert not is_supported(qkv.astype(jnp.float16), layer, table, window)
     assert not is_supported(qkv.astype(jnp.bfloat16), layer, table, window)  # beside fp32 KV
-    assert not is_supported(qkv[..., :24], layer, table, window)
+    assert not is_supported(jnp.zeros((3, 5, 2, 5, 520)), layer, table, window)
     aligned = kv.AlignedTable(pages=table, first_slot=window.start)
     assert not is_supported(qkv, layer, aligned, window)
     paths = jnp.zeros((*window.positions.shape, 2), jnp.int32)
@@ -322,6 +330,33 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     gated = jnp.zeros((native.MAX_ROWS, 2, 8))
     assert native.is_product_supported(gated, weight, is_gated=True)
     assert not native.is_product_supported(x[1:], weight.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("page", [-1, 9, 2**31 - 1])
+def test_a_page_outside_the_cache_is_refused(page):
+    case = CASES["chain"]
+    config, params, qkv, layer, table, window = attention_inputs(case)
+    inputs = (config, params, qkv, layer, table.at[1, 2].set(page), window)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"names page {page} of a cache of 9"):
+        jax.block_until_ready(run(case, inputs))
+
+
+def test_where_they_cannot_be_used_that_is_announced_once(monkeypatch, caplog):
+    assert environment.devices()["kernels_fallback"] is None
+    monkeypatch.setattr(native, "problem", lambda: "the compiler is on holiday")
+    for _ in range(2):
+        target = load_model("demo-draft")
+    announced = [record.getMessage() for record in caplog.records if "holiday" in record.message]
+    assert len(announced) == 1
+    assert announced[0].startswith("The C++ kernels cannot be used: the compiler is on holiday.")
+    found = environment.devices()
+    assert (found["kernels"], found["kernels_fallback"]) == ("xla", "the compiler is on holiday")
+    described = Engine(target, max_length=128).describe()
+    assert described["kernels"] == "xla"
+    assert described["kernels_fallback"] == "the compiler is on holiday"
+    monkeypatch.undo()
+    load_model("demo-draft")
+    assert environment.devices()["kernels_fallback"] is None
 
 
 def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):

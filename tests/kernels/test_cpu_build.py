@@ -1,8 +1,10 @@
 """The CPU kernels' library: compiled once, in a directory of the user's, by whatever compiler there
 is; and a process of its own for each number of threads."""
 
+import hashlib
 import os
 import pathlib
+import stat
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import pytest
 from test_cpu import CASES, attention_inputs, product_inputs, run
 
 from jaxspec.kernels import cpu
+from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"{cpu.problem()}")
 
@@ -19,6 +22,13 @@ CODE = (
     "import logging; logging.basicConfig(level=logging.INFO); "
     "from jaxspec.kernels import cpu; print(cpu.problem())"
 )
+
+
+def python_path():
+    """With this directory and the one above it, for processes that use these tests' modules."""
+    here = pathlib.Path(__file__).parent
+    places = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, places))
 
 
 @pytest.mark.parametrize("given", ["1", "5"])
@@ -31,13 +41,11 @@ def test_any_number_of_threads_gives_the_same_bits(given):
         "made = cpu.product(x, weight, **settings)\n"
         "sys.stdout.buffer.write(t.np.asarray(made).tobytes() + t.np.asarray(heads).tobytes())\n"
     )
-    here = pathlib.Path(__file__).parent
-    places = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, places)),
+            "PYTHONPATH": python_path(),
             "JAXSPEC_NUM_THREADS": given,
         },
         capture_output=True,
@@ -49,12 +57,10 @@ def test_any_number_of_threads_gives_the_same_bits(given):
     assert done.stdout == np.asarray(made).tobytes() + np.asarray(heads).tobytes()
 
 
-def problem_of(tmp_path, compiler):
-    environ = {**os.environ, "CXX": str(compiler), "JAXSPEC_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip(), done.stderr
+@pytest.fixture(scope="module")
+def library():
+    """The library that this suite has compiled and loaded."""
+    return next((cache_directory() / KERNELS_DIRECTORY).glob("kernels-*.so"))
 
 
 def script(path, text):
@@ -63,28 +69,256 @@ def script(path, text):
     return path
 
 
-def test_without_a_compiler_or_with_one_that_fails_there_is_a_sentence(tmp_path):
+def copying_compiler(tmp_path, content, *, seconds=0):
+    """A compiler that notes its options in `tmp_path/log`, and whose output is always `content`."""
+    (tmp_path / "content").write_bytes(content)
+    commands = (
+        f'echo "$@" >> {tmp_path}/log; sleep {seconds}; for last; do :; done; '
+        f'cp {tmp_path}/content "$last"'
+    )
+    return script(tmp_path / "copying", commands)
+
+
+def start(tmp_path, compiler, code=CODE, **environ):
+    environ = {"CXX": str(compiler), "JAXSPEC_CACHE": str(tmp_path / "cache"), **environ}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def problem_of(tmp_path, compiler, code=CODE, **environ):
+    process = start(tmp_path, compiler, code, **environ)
+    said, announced = process.communicate(timeout=300)
+    assert process.returncode == 0, announced
+    return said.strip(), announced
+
+
+def kept(tmp_path):
+    return sorted((tmp_path / "cache" / ".kernels").glob("*.so"))
+
+
+def times_compiled(tmp_path):
+    return (tmp_path / "log").read_text().count("\n")
+
+
+@pytest.mark.parametrize(
+    ("commands", "complaint"),
+    [
+        (
+            "echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1",
+            "{} could not compile kernels.cc: x.cc:1: error: unknown option -std=c++17",
+        ),
+        ("exit 3", "{} could not compile kernels.cc: exit status 3"),
+        ("head -c 99999 /dev/urandom >&2; exit 4", "{} could not compile kernels.cc: "),
+        ("exit 0", "{} wrote no library"),
+        ('for last; do :; done; echo rubbish > "$last"', "{} made no library that can be loaded"),
+        ("sleep 1000 & wait", "{} took longer than 1 s"),
+    ],
+    ids=["fails", "fails silently", "prints rubbish", "writes nothing", "writes rubbish", "hangs"],
+)
+def test_a_compiler_that_fails_is_a_sentence(tmp_path, commands, complaint):
+    compiler = script(tmp_path / "compiler", commands)
+    limited = CODE.replace("print", "cpu.build.TIMEOUT_S = 1; print")
+    said, _ = problem_of(tmp_path, compiler, limited)
+    assert said.startswith(complaint.format(compiler))
+    assert "\n" not in said
+    assert kept(tmp_path) == []
+
+
+def test_without_a_compiler_there_is_a_sentence(tmp_path):
     said, _ = problem_of(tmp_path, tmp_path / "nowhere")
     assert said == f"no C++ compiler was found ({tmp_path / 'nowhere'})"
-    old = script(tmp_path / "old", "echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1")
-    said, _ = problem_of(tmp_path, old)
-    assert said == f"{old} could not compile kernels.cc: x.cc:1: error: unknown option -std=c++17"
-    said, _ = problem_of(tmp_path, script(tmp_path / "mute", "exit 3"))
-    assert said.endswith("could not compile kernels.cc: exit status 3")
-    assert not list((tmp_path / "cache" / ".kernels").iterdir())
+    said, _ = problem_of(tmp_path, "'c++")
+    assert said == 'CXX is "\'c++", which is no command (No closing quotation)'
 
 
-def test_they_are_compiled_once(tmp_path):
-    used = script(tmp_path / "used", f'echo once >> {tmp_path}/log; exec c++ "$@"')
-    said, announced = problem_of(tmp_path, used)
+def test_they_are_compiled_once_with_the_options_of_cxx(tmp_path, library):
+    compiler = copying_compiler(tmp_path, library.read_bytes())
+    said, announced = problem_of(tmp_path, f"{compiler} -DSOME_OPTION")
     assert said == "None"
     assert "compiling the CPU kernels, once on this machine" in announced
-    said, announced = problem_of(tmp_path, used)
-    assert said == "None"
-    assert announced == ""
-    assert (tmp_path / "log").read_text() == "once\n"
-    kept = list((tmp_path / "cache" / ".kernels").iterdir())
-    assert [path.suffix for path in kept] == [".so"]
+    assert (tmp_path / "log").read_text().startswith("-DSOME_OPTION -std=c++17")
+    said, announced = problem_of(tmp_path, f"{compiler} -DSOME_OPTION")
+    assert (said, announced) == ("None", "")
+    assert times_compiled(tmp_path) == 1
+    assert len(kept(tmp_path)) == 1
+    assert problem_of(tmp_path, compiler)[0] == "None"  # other options are another library
+    assert times_compiled(tmp_path) == 2
+
+
+def test_processes_that_start_together_compile_once(tmp_path, library):
+    compiler = copying_compiler(tmp_path, library.read_bytes(), seconds=3)
+    processes = [start(tmp_path, compiler) for _ in range(4)]
+    said = [process.communicate(timeout=300)[0].strip() for process in processes]
+    assert said == ["None"] * 4
+    assert times_compiled(tmp_path) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut short", "emptied", "flipped bit", "no such symbols"])
+def test_a_damaged_library_is_compiled_again(tmp_path, library, damage):
+    compiler = copying_compiler(tmp_path, library.read_bytes())
+    assert problem_of(tmp_path, compiler)[0] == "None"
+    (path,) = kept(tmp_path)
+    healthy = path.read_bytes()
+    if damage == "cut short":
+        path.write_bytes(healthy[: len(healthy) // 3])
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    elif damage == "flipped bit":
+        path.write_bytes(healthy[:5000] + bytes([healthy[5000] ^ 1]) + healthy[5001:])
+    else:
+        other = compiled(tmp_path, 'extern "C" int something() { return 1; }')
+        path.unlink()
+        path.with_name(name_of(path, other)).write_bytes(other)
+    assert problem_of(tmp_path, compiler)[0] == "None"
+    assert times_compiled(tmp_path) == 2
+    (path,) = kept(tmp_path)
+    assert path.read_bytes() == healthy
+
+
+def compiled(tmp_path, source):
+    (tmp_path / "other.cc").write_text(source)
+    command = ["c++", "-shared", "-fPIC", str(tmp_path / "other.cc"), "-o", str(tmp_path / "o.so")]
+    subprocess.run(command, check=True)
+    return (tmp_path / "o.so").read_bytes()
+
+
+def name_of(path, content):
+    """What a library of this content is called, where `path` is one of the same key."""
+    return f"{path.stem.rpartition('-')[0]}-{hashlib.sha256(content).hexdigest()}.so"
+
+
+def planted(tmp_path, path):
+    """Someone's library under the name that would be loaded; it leaves a trace when it is."""
+    source = f"""#include <cstdio>
+    __attribute__((constructor)) static void run() {{ fclose(fopen("{tmp_path}/trace", "w")); }}"""
+    content = compiled(tmp_path, source)
+    path.unlink()
+    chosen = path.with_name(name_of(path, content))
+    chosen.write_bytes(content)
+    return chosen
+
+
+@pytest.mark.parametrize("way", ["directory", "file", "owner of the directory", "owner", "link"])
+def test_what_others_could_have_written_is_not_loaded(tmp_path, library, way):
+    if way.startswith("owner") and os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    compiler = copying_compiler(tmp_path, library.read_bytes())
+    assert problem_of(tmp_path, compiler)[0] == "None"
+    (path,) = kept(tmp_path)
+    directory = path.parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path = planted(tmp_path, path)
+    if way == "directory":
+        directory.chmod(0o777)
+    elif way == "file":
+        path.chmod(0o666)
+    elif way == "owner":
+        os.chown(path, 12345, 12345)
+    elif way == "owner of the directory":
+        os.chown(directory, 12345, 12345)
+    else:
+        directory.rename(tmp_path / "elsewhere")
+        directory.symlink_to(tmp_path / "elsewhere")
+    said, _ = problem_of(tmp_path, compiler)
+    if way == "link":
+        assert said.startswith(f"{directory} cannot be used (")
+    else:
+        assert said == (
+            f"other users may write to {path if way in ('file', 'owner') else directory}, and code "
+            "is not loaded from there; remove it, or set JAXSPEC_CACHE to a directory of your own"
+        )
+    assert not (tmp_path / "trace").exists()
+    assert times_compiled(tmp_path) == 1
+
+
+def test_the_check_above_would_see_a_planted_library_run(tmp_path, library):
+    compiler = copying_compiler(tmp_path, library.read_bytes())
+    assert problem_of(tmp_path, compiler)[0] == "None"
+    planted(tmp_path, kept(tmp_path)[0])  # by the user: loaded, found to lack symbols, rebuilt
+    assert problem_of(tmp_path, compiler)[0] == "None"
+    assert (tmp_path / "trace").exists()
+
+
+THREADS = """
+import resource, psutil, numpy as np
+from jaxspec.kernels import cpu
+import test_cpu as t
+x, weight, settings = t.product_inputs((48, 128, 200), ("norm",), t.jnp.float32)
+{}
+print(np.asarray(t.native.product(x, weight, **settings)).sum())
+"""
+LIMIT = """
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
+"""
+
+
+def test_threads_that_cannot_start_are_done_without(tmp_path, library):
+    # Each thread's stack takes 8 MiB of the address space, of which 256 are left.
+    compiler = copying_compiler(tmp_path, library.read_bytes())
+    environ = {"PYTHONPATH": python_path(), "JAXSPEC_NUM_THREADS": "1000"}
+    limited, _ = problem_of(tmp_path, compiler, THREADS.format(LIMIT), **environ)
+    environ["JAXSPEC_NUM_THREADS"] = "1"
+    assert limited == problem_of(tmp_path, compiler, THREADS.format(""), **environ)[0]
+
+
+FORK = """
+import os
+made = np.asarray(t.native.product(x, weight, **settings))
+child = os.fork()
+if child == 0:
+    again = np.asarray(t.native.product(x, weight, **settings))
+    os._exit(0 if np.array_equal(made, again) else 3)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+"""
+
+
+def test_a_forked_child_works_alone(tmp_path, library):
+    compiler = copying_compiler(tmp_path, library.read_bytes())
+    environ = {"PYTHONPATH": python_path(), "JAXSPEC_NUM_THREADS": "3"}
+    problem_of(tmp_path, compiler, THREADS.format(FORK), **environ)
+
+
+SANITIZERS = {
+    "undefined": ("libubsan.so", "-fsanitize=undefined -fno-sanitize-recover=all"),
+    "address": ("libasan.so", "-fsanitize=address"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_under_a_sanitizer(tmp_path, name):
+    runtime, options = SANITIZERS[name]
+    found = subprocess.run(
+        ["c++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(found):
+        pytest.skip(f"this compiler has no {runtime}")
+    here = pathlib.Path(__file__).with_name("test_cpu.py")
+    environ = {
+        "CXX": f"c++ -g -O1 {options}",
+        "JAXSPEC_CACHE": str(tmp_path),
+        "JAXSPEC_NUM_THREADS": "3",
+        "LD_PRELOAD": found,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", str(here)],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " skipped" not in done.stdout
+    assert len(list((tmp_path / ".kernels").glob("*.so"))) == 1
 
 
 def test_a_command_that_loads_no_model_compiles_nothing(tmp_path):

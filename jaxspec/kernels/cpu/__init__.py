@@ -16,18 +16,9 @@ in a different order for each number of rows.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
-import logging
 import math
 import os
-import pathlib
-import platform
-import shutil
-import subprocess
-import tempfile
-from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
@@ -38,24 +29,14 @@ from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Angles, Kernels
 from jaxspec.kernels.base import product as xla_product
-from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
+from jaxspec.kernels.cpu import build
 from jaxspec.types import Window
 
-SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
-COMPILERS = ("c++", "g++", "clang++")  # in this order, after $CXX
-# No -ffast-math: NaN has to stay NaN, and sums must keep their order. What is fused is said there.
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
-OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
-TIMEOUT_S = 600  # it takes seconds, and minutes on a machine that is busy
 MAX_ROWS = 128  # of a product: with more, those of a long prompt, XLA's are as quick
 MAX_QUERIES = 1024  # of a row and KV head, likewise
+MAX_VECTORS = 32  # of a head
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
-_log = logging.getLogger("jaxspec.runtime.compilation")
-
-
-class _BuildError(Exception):
-    """There is no compiler, or it failed."""
 
 
 def problem() -> str | None:
@@ -67,12 +48,12 @@ def problem() -> str | None:
 def _load() -> tuple[int, str | None]:
     """Lanes of a vector, and what `problem` says; registers the kernels with JAX."""
     try:
-        library = ctypes.CDLL(str(_build()))
-    except (_BuildError, OSError) as error:
+        library = build.load_library()
+    except build.BuildError as error:
         return 0, str(error)
     for name in ("jaxspec_product", "jaxspec_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    library.jaxspec_want_threads(num_threads())
+    library.jaxspec_start_threads(num_threads())
     return library.jaxspec_num_lanes(), None
 
 
@@ -94,56 +75,6 @@ def num_threads() -> int:
     # macOS does not say which cores a process may use.
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return min(len(usable) or os.cpu_count() or 1, 16)
-
-
-def _build() -> pathlib.Path:
-    """The shared library, compiled unless it is in the cache directory."""
-    named = os.environ.get("CXX")
-    compiler = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
-    if compiler is None:
-        raise _BuildError(f"no C++ compiler was found ({named or ', '.join(COMPILERS)})")
-    what = [SOURCE.read_text(), *OPTIONS, compiler, version("jaxlib"), _cpu()]
-    digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
-    path = cache_directory() / KERNELS_DIRECTORY / f"kernels-{digest}.so"
-    if path.exists():
-        return path
-    _log.info("compiling the CPU kernels, once on this machine", extra={"compiling": True})
-    try:
-        _compile(compiler, path)
-    finally:
-        _log.info("compiled the CPU kernels", extra={"compiling": False})
-    return path
-
-
-def _compile(compiler: str, path: pathlib.Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        made = pathlib.Path(directory, path.name)
-        command = [compiler, *OPTIONS, f"-isystem{jax.ffi.include_dir()}", str(SOURCE)]
-        try:
-            subprocess.run(
-                [*command, "-o", str(made)],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.CalledProcessError as error:
-            errors = [line for line in error.stderr.splitlines() if "error" in line]
-            said = errors[0] if errors else f"exit status {error.returncode}"
-            raise _BuildError(f"{compiler} could not compile {SOURCE.name}: {said}") from error
-        except subprocess.TimeoutExpired as error:
-            raise _BuildError(f"{compiler} took longer than {TIMEOUT_S} s") from error
-        os.replace(made, path)
-
-
-def _cpu() -> str:
-    """What tells this processor from one that lacks its instructions."""
-    info = pathlib.Path("/proc/cpuinfo")
-    if not info.exists():
-        return f"{platform.machine()} {platform.processor()}"
-    lines = info.read_text().splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
 def is_product_supported(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -> bool:
@@ -186,8 +117,8 @@ def is_attention_supported(
     qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
 ) -> bool:
     """Whether `attend` takes these: fp32 or bf16, as is the KV, a chain and no tree, the ragged
-    layout, a head of as many numbers as 1, 2, 4, ... 32 vectors hold, at most `MAX_QUERIES`
-    queries."""
+    layout, heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where
+    it has 16), at most `MAX_QUERIES` queries."""
     num_lanes, _ = _load()
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (
@@ -196,7 +127,7 @@ def is_attention_supported(
         and window.paths is None
         and window.ends is None
         and not isinstance(table, kv.AlignedTable)
-        and head_size in [num_lanes << power for power in range(6)]
+        and head_size <= MAX_VECTORS * num_lanes
         and layer.block % num_lanes == 0
         and window_length * (group_and_kv - 2) <= MAX_QUERIES
     )

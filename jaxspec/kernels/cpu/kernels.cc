@@ -1,6 +1,6 @@
 // Attention and products of a few rows, for CPUs: what XLA:CPU does far below the hardware's rate.
 //
-// Two XLA FFI handlers, called from `jaxspec.native`, which says what they compute:
+// Two XLA FFI handlers, called from `jaxspec.kernels.cpu`, which says what they compute:
 //   jaxspec_product    a product with what stands before and behind it in a decoder layer
 //   jaxspec_attention  attention of a window over a row's own live KV, read where it lies
 //
@@ -19,10 +19,14 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include <pthread.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -53,6 +57,7 @@ struct VectorOf {
 };
 using Vector = VectorOf<float, kLanes>::type;
 using Integers = VectorOf<int32_t, kLanes>::type;
+using Unsigned = VectorOf<uint32_t, kLanes>::type;
 
 inline Vector Splat(float x) {
 #if defined(__AVX512F__)
@@ -95,7 +100,7 @@ inline Vector Load(const float* from) {
 inline Vector Load(const uint16_t* from) {
   VectorOf<uint16_t, kLanes>::type halves;
   std::memcpy(&halves, from, sizeof(halves));
-  return Bits<Vector>(__builtin_convertvector(halves, VectorOf<uint32_t, kLanes>::type) << 16);
+  return Bits<Vector>(__builtin_convertvector(halves, Unsigned) << 16);
 }
 
 // The first `count` lanes; the others are 0, and what lies behind is not read.
@@ -111,7 +116,6 @@ inline Vector Load(const T* from, int64_t count) {
 template <typename T>
 inline Vector Round(Vector x) {
   if constexpr (std::is_same_v<T, float>) return x;
-  using Unsigned = VectorOf<uint32_t, kLanes>::type;
   const Unsigned bits = Bits<Unsigned>(x);
   const Unsigned rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
   // Rounding must not carry a NaN's mantissa over into infinity.
@@ -126,7 +130,7 @@ inline void Store(T* to, Vector x, int64_t count = kLanes) {
   if constexpr (std::is_same_v<T, float>) {
     std::memcpy(to, &x, size);
   } else {
-    const auto bits = Bits<VectorOf<uint32_t, kLanes>::type>(x) >> 16;
+    const auto bits = Bits<Unsigned>(x) >> 16;
     const auto halves = __builtin_convertvector(bits, VectorOf<uint16_t, kLanes>::type);
     std::memcpy(to, &halves, size);
   }
@@ -179,7 +183,7 @@ inline Vector Exp(Vector x) {
     p = MulAdd(p, r, Splat(next));
   }
   p = MulAdd(p, r * r, r) + 1.0f;
-  p *= Bits<Vector>((Bits<Integers>(shifted) << 23) + (127 << 23));
+  p *= Bits<Vector>((Bits<Unsigned>(shifted) << 23) + (127u << 23));
   return x < -87.0f ? Vector{} : p;
 }
 
@@ -203,11 +207,22 @@ inline void Pause() {
 // There is one team: a caller that finds it at work runs its loop alone.
 class Team {
  public:
-  static inline int wanted_threads = 1;  // read when the team is first needed
-
   static Team& Get() {
     static Team* const team = new Team();  // never destroyed: its threads run until the process ends
     return *team;
+  }
+
+  // Before the first loop. Where no more threads can be had, those that could share the work.
+  void Start(int num_threads) {
+    if (num_helpers_ > 0) return;
+    try {
+      for (; num_helpers_ < num_threads - 1; ++num_helpers_) {
+        std::thread([this] { Help(); }).detach();
+      }
+    } catch (const std::system_error&) {
+    }
+    // A forked child has none of these threads: it works alone.
+    pthread_atfork(nullptr, nullptr, [] { Get().num_helpers_ = 0; });
   }
 
   template <typename Body>
@@ -233,10 +248,6 @@ class Team {
 
  private:
   static constexpr int kSpins = 1 << 14;
-
-  Team() : num_helpers_(wanted_threads - 1) {
-    for (int i = 0; i < num_helpers_; ++i) std::thread([this] { Help(); }).detach();
-  }
 
   static void Wait(int spins) {
     Pause();
@@ -270,7 +281,7 @@ class Team {
     }
   }
 
-  const int num_helpers_;
+  int num_helpers_ = 0;
   std::mutex mutex_, sleep_;
   std::condition_variable wake_;
   void (*run_)(const void*, int64_t) = nullptr;
@@ -438,7 +449,7 @@ ffi::Error ProductHandler(ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer 
 
 template <typename T>
 struct AttentionInputs {
-  int64_t window, num_heads, group, block, num_blocks;
+  int64_t window, num_heads, group, head_size, block, num_blocks;
   int64_t rotary_size, sliding_window;  // sliding_window 0: none
   float epsilon;
   bool is_interleaved;
@@ -462,17 +473,20 @@ inline void Rotate(float* x, const float* cos, const float* sin, int64_t size, b
 }
 
 // What one row's KV head does in a round: its queries and keys are normed and turned, its KV is
-// written, and its queries, [window, group] of them, see their row's KV up to themselves.
-template <typename T, int kVectors>
+// written, and its queries, [window, group] of them, see their row's KV up to themselves. A head
+// fills kVectors vectors, where kIsWhole; otherwise the last of them are filled up with zeros.
+template <typename T, int kVectors, bool kIsWhole>
 void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
-  constexpr int64_t kSize = kVectors * kLanes;
+  constexpr int64_t kPadded = kVectors * kLanes;
+  const int64_t size = kIsWhole ? kPadded : in.head_size;
+  const auto exist = [=](int64_t i) { return kIsWhole ? kLanes : size - i; };
   const int64_t num_queries = in.window * in.group, capacity = in.num_blocks * in.block;
   const int32_t* const positions = in.positions + row * in.window;
   const int32_t* const slots = in.slots + row * in.window;
   const int32_t* const table = in.table + row * in.num_blocks;
   const auto at_slot = [&](T* pages, int64_t slot) {
     const int64_t page = int64_t{table[slot / in.block]} * in.num_heads + head;
-    return pages + (page * in.block + slot % in.block) * kSize;
+    return pages + (page * in.block + slot % in.block) * size;
   };
   const auto end_of = [&](int64_t query) {  // positions beyond the capacity are of no row that lives
     return std::clamp<int64_t>(positions[query / in.group] + int64_t{1}, 0, capacity);
@@ -487,57 +501,58 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
   }
   const int64_t length = (std::max<int64_t>(last - first, 0) + kLanes - 1) / kLanes * kLanes;
   thread_local std::vector<float> scratch;
-  scratch.resize((length + kSize + 1) * num_queries);
+  scratch.resize((length + kPadded + 1) * num_queries);
   float* const scores = scratch.data();  // [num_queries, length], then weights
   float* const queries = scores + length * num_queries;
-  float* const totals = queries + kSize * num_queries;  // of each query's weights
+  float* const totals = queries + kPadded * num_queries;  // of each query's weights
 
   for (int64_t t = 0; t < in.window; ++t) {
     const int64_t token = row * in.window + t;
-    float parts[2][kSize];  // the key, the value
+    float parts[2][kPadded];  // the key, the value
     for (int64_t part = 0; part < in.group + 2; ++part) {
       const bool is_query = part < in.group, is_value = part == in.group + 1;
-      float* const x = is_query ? queries + (t * in.group + part) * kSize : parts[is_value];
-      const int64_t of_head = (head * (in.group + 2) + part) * kSize;
-      Widen(in.qkv + token * in.num_heads * (in.group + 2) * kSize + of_head, x, kSize);
+      float* const x = is_query ? queries + (t * in.group + part) * kPadded : parts[is_value];
+      const int64_t of_head = (head * (in.group + 2) + part) * size;
+      std::fill(x + size, x + kPadded, 0.0f);
+      Widen(in.qkv + token * in.num_heads * (in.group + 2) * size + of_head, x, size);
       if (in.bias != nullptr) {
-        for (int64_t i = 0; i < kSize; i += kLanes) {
-          Store(x + i, Round<T>(Load(x + i) + Load(in.bias + of_head + i)));
+        for (int64_t i = 0; i < size; i += kLanes) {
+          Store(x + i, Round<T>(Load(x + i) + Load(in.bias + of_head + i, exist(i))));
         }
       }
       if (is_value) continue;
       const T* const norm = is_query ? in.query_norm : in.key_norm;
-      if (norm != nullptr) Norm<T>(x, norm, in.epsilon, x, kSize);
+      if (norm != nullptr) Norm<T>(x, norm, in.epsilon, x, size);
       const int64_t angle = token * in.rotary_size / 2;
       Rotate(x, in.cos + angle, in.sin + angle, in.rotary_size, in.is_interleaved);
-      for (int64_t i = 0; i < kSize; i += kLanes) Store(x + i, Round<T>(Load(x + i)));
+      for (int64_t i = 0; i < size; i += kLanes) Store(x + i, Round<T>(Load(x + i)));
     }
     if (slots[t] < 0 || slots[t] >= capacity) continue;
     // 0 * NaN is NaN: a value that is no number would reach the queries before it, which do not see
     // it. As a key it reaches those that do.
     bool is_finite = true;
     for (float x : parts[1]) is_finite &= std::isfinite(x);
-    for (int64_t i = 0; i < kSize; i += kLanes) {
+    for (int64_t i = 0; i < size; i += kLanes) {
       const Vector nan = Vector{} + std::nanf("");
-      Store(at_slot(in.k, slots[t]) + i, is_finite ? Load(parts[0] + i) : nan);
-      Store(at_slot(in.v, slots[t]) + i, is_finite ? Load(parts[1] + i) : Vector{});
+      Store(at_slot(in.k, slots[t]) + i, is_finite ? Load(parts[0] + i) : nan, exist(i));
+      Store(at_slot(in.v, slots[t]) + i, is_finite ? Load(parts[1] + i) : Vector{}, exist(i));
     }
   }
 
-  const float scale = 1.0f / std::sqrt(static_cast<float>(kSize));
+  const float scale = 1.0f / std::sqrt(static_cast<float>(size));
   for (int64_t query = 0; query < num_queries; ++query) {
     float* const of_slot = scores + query * length - first;
     const int64_t begin = begin_of(query), end = end_of(query);
     Vector wide[kVectors];
-    for (int i = 0; i < kVectors; ++i) wide[i] = Load(queries + query * kSize + i * kLanes) * scale;
+    for (int i = 0; i < kVectors; ++i) wide[i] = Load(queries + query * kPadded + i * kLanes) * scale;
     Vector highest = Vector{} - 1e30f;
     for (int64_t slot = begin / kLanes * kLanes; slot < end; slot += kLanes) {
       const T* const keys = at_slot(in.k, slot);
       Vector products[kLanes];
       for (int lane = 0; lane < kLanes; ++lane) {
-        products[lane] = wide[0] * Load(keys + lane * kSize);
+        products[lane] = wide[0] * Load(keys + lane * size, exist(0));
         for (int i = 1; i < kVectors; ++i) {
-          const Vector key = Load(keys + lane * kSize + i * kLanes);
+          const Vector key = Load(keys + lane * size + i * kLanes, exist(i * kLanes));
           products[lane] = MulAdd(wide[i], key, products[lane]);
         }
       }
@@ -569,7 +584,7 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
     const auto add = [&](int q, int64_t slot, const T* value) {
       const Vector weight = Splat(scores[(start + q) * length + slot - first]);
       for (int i = 0; i < kVectors; ++i) {
-        sums[q][i] = MulAdd(weight, Load(value + i * kLanes), sums[q][i]);
+        sums[q][i] = MulAdd(weight, Load(value + i * kLanes, exist(i * kLanes)), sums[q][i]);
       }
     };
     int64_t shared_begin = 0, shared_end = capacity;
@@ -595,26 +610,25 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
       for (int64_t slot = shared_end; slot < end; ++slot) add(q, slot, at_slot(in.v, slot));
       const int64_t token = row * in.window + query / in.group;
       T* const to = in.output + (token * in.num_heads * in.group + head * in.group +
-                                 query % in.group) * kSize;
-      for (int i = 0; i < kVectors; ++i) Store(to + i * kLanes, Round<T>(sums[q][i] / totals[query]));
+                                 query % in.group) * size;
+      for (int i = 0; i < kVectors; ++i) {
+        Store(to + i * kLanes, Round<T>(sums[q][i] / totals[query]), exist(i * kLanes));
+      }
     }
   }
 }
 
 template <typename T>
-using AttendFunction = decltype(&Attend<T, 1>);
+using AttendFunction = decltype(&Attend<T, 1, true>);
 
-template <typename T>
+// The function for the least number of vectors, of 1, 2, 4, ... 32, that hold a head.
+template <typename T, int kVectors = 1>
 AttendFunction<T> AttendOf(int64_t head_size) {
-  if (head_size % kLanes != 0) return nullptr;
-  switch (head_size / kLanes) {
-    case 1: return Attend<T, 1>;
-    case 2: return Attend<T, 2>;
-    case 4: return Attend<T, 4>;
-    case 8: return Attend<T, 8>;
-    case 16: return Attend<T, 16>;
-    case 32: return Attend<T, 32>;
-    default: return nullptr;
+  if constexpr (kVectors > 32) {
+    return nullptr;
+  } else {
+    if (head_size > kVectors * kLanes) return AttendOf<T, 2 * kVectors>(head_size);
+    return head_size == kVectors * kLanes ? Attend<T, kVectors, true> : Attend<T, kVectors, false>;
   }
 }
 
@@ -630,6 +644,14 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
   if (new_k->untyped_data() != k.untyped_data() || new_v->untyped_data() != v.untyped_data()) {
     return ffi::Error::Internal("the cache was not handed over in place");
   }
+  const int64_t num_pages = k.dimensions()[0];
+  for (size_t i = 0; i < table.element_count(); ++i) {
+    const int32_t page = table.typed_data()[i];
+    if (page < 0 || page >= num_pages) {
+      return ffi::Error::InvalidArgument("the table names page " + std::to_string(page) +
+                                         " of a cache of " + std::to_string(num_pages));
+    }
+  }
   auto run = [&](auto element) {
     using T = decltype(element);
     const AttendFunction<T> attend = AttendOf<T>(head_size);
@@ -638,6 +660,7 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     in.window = shape[1];
     in.num_heads = num_heads;
     in.group = shape[3] - 2;
+    in.head_size = head_size;
     in.block = k.dimensions()[2];
     in.num_blocks = table.dimensions()[1];
     in.rotary_size = 2 * cos.dimensions().back();
@@ -698,4 +721,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention, AttentionHandler,
 
 extern "C" int jaxspec_num_lanes() { return kLanes; }
 
-extern "C" void jaxspec_want_threads(int count) { Team::wanted_threads = count; }
+extern "C" void jaxspec_start_threads(int count) { Team::Get().Start(count); }
