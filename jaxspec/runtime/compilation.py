@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -26,6 +27,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, cache_directory
 
 _log = logging.getLogger(__name__)
@@ -73,7 +75,8 @@ class Compiled:
 class Program:
     """A jitted function that reports its compilation, which happens at its first call or before.
 
-    A later call costs one attribute lookup more than one of the jitted function.
+    A later call costs an attribute lookup and the process's number more than one of the jitted
+    function.
 
     Args:
       function: as `jax.jit` returns it.
@@ -94,6 +97,7 @@ class Program:
         self.number = self.num_programs = 1
         self.compiled: Compiled | None = None
         self._function = function
+        self._process = os.getpid()
         self._shapes_vary = shapes_vary
         self._signatures: set[Hashable] = set()
         self._lock = threading.Lock()
@@ -105,7 +109,17 @@ class Program:
         return f"{self.number} of {self.num_programs}: {self.name}"
 
     def __call__(self, *args, **kwargs):
-        """Calls the function; the first time, compiles it before."""
+        """Calls the function; the first time, compiles it before.
+
+        Raises:
+          SettingError: this is a forked child of the process that made the program.
+        """
+        if os.getpid() != self._process:
+            raise SettingError(
+                f"Process {os.getpid()} was forked from process {self._process}, which had made "
+                "this engine. A fork does not copy JAX's threads, so the call would never return; "
+                'start processes by multiprocessing.get_context("spawn") and make engines there.'
+            )
         if self.compiled is None or self._shapes_vary:
             self.compile(*args, **kwargs)
         return self._function(*args, **kwargs)

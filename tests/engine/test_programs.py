@@ -19,6 +19,7 @@ import toy
 
 import jaxspec
 from jaxspec.engine.engine import Engine
+from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Program, numbered
@@ -359,3 +360,20 @@ def test_an_engine_says_which_program_compiles(impatient, caplog):
     make("speculative").generate([[1, 2]], SamplingParams(max_tokens=2))
     expected = "the decode round of toy0 with draft_model:toy1, batch size 2, verify length 3"
     assert f"compiling 4 of 5: {expected}" in caplog.messages
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_forked_child_is_refused_instead_of_waiting_for_ever():
+    program = Program(jax.jit(lambda x: x + 1), "a sum")
+    assert program(1) == 2
+    child = os.fork()
+    if child == 0:
+        try:
+            program(1)
+        except SettingError as error:
+            is_named = f"Process {os.getpid()} was forked from process {os.getppid()}" in str(error)
+            os._exit(0 if is_named else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert program(1) == 2
