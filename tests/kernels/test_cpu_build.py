@@ -285,7 +285,7 @@ def test_a_forked_child_works_alone(tmp_path, library):
     problem_of(tmp_path, compiler, THREADS.format(FORK), **environ)
 
 
-# What has to be loaded before Python: the sanitizer's runtime, and what it must find when it starts.
+# What is loaded before Python: the runtime, and the library that it must find when it starts.
 SANITIZERS = {
     "undefined": (("libubsan.so",), "-fsanitize=undefined -fno-sanitize-recover=all"),
     "address": (("libasan.so", "libstdc++.so.6"), "-fsanitize=address"),
