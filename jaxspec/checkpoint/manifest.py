@@ -33,6 +33,7 @@ MANIFEST = "jaxspec.json"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 10_000
 
+_LARGEST_MANIFEST_BYTES = 2**28
 _SMALL_BYTES = 2**20  # files up to this size are checked before any is read
 _BLOCK_BYTES = 2**18
 
@@ -117,7 +118,8 @@ def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manif
     """
     path = Path(directory) / MANIFEST
     try:
-        _check_is_file(path)
+        if _size_of_file(path) > _LARGEST_MANIFEST_BYTES:
+            raise ValueError("too large")
         fields = json.loads(path.read_text(encoding="utf-8"))
         version, checksum = fields.pop("format_version"), fields.pop("checksum", None)
         is_as_written = checksum == _checksum_of_fields(fields)
@@ -182,8 +184,7 @@ def _check_file(directory: Path, name: str, expected: FileChecksum) -> None:
     """Raises `DamagedError` unless a file is as it was written."""
     path = directory / name
     try:
-        _check_is_file(path)
-        num_bytes = path.stat().st_size
+        num_bytes = _size_of_file(path)
         if num_bytes != expected.num_bytes:
             problem = f"has {num_bytes:,} bytes and not {expected.num_bytes:,}"
         elif _xxh3(path) != expected.xxh3:
@@ -215,10 +216,12 @@ def _checksum_of_fields(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
-def _check_is_file(path: Path) -> None:
-    """Raises `OSError` unless `path` is a regular file: to open a pipe would wait for ever."""
-    if not stat.S_ISREG(path.stat().st_mode):
+def _size_of_file(path: Path) -> int:
+    """Size of a file in bytes; raises `OSError` for anything else: to open a pipe would wait."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "it is not a regular file")
+    return status.st_size
 
 
 # Types and ranges

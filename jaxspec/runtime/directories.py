@@ -151,7 +151,7 @@ def atomic_directory(
 def _check_replaceable(
     destination: Path, *, overwrite: bool, may_replace: Callable[[Path], bool]
 ) -> None:
-    if not destination.exists():
+    if not os.path.exists(destination):
         return
     if not overwrite:
         raise CheckpointError(
@@ -173,8 +173,10 @@ def finish_interrupted(destination: Path) -> None:
     Raises:
       CheckpointError: the directory cannot be written.
     """
+    if os.path.exists(destination) or "\0" in str(destination):
+        return
     destination = Path(os.path.realpath(destination))
-    if destination.exists() or not _beside(destination, "complete").is_dir():
+    if not os.path.isdir(_beside(destination, "complete")):
         return
     try:
         with only_writer(destination, wait=True):

@@ -159,7 +159,7 @@ def attack_directories(saved: Path, directory: Path, seeds: range) -> outcomes.T
 
 
 def test_damaged_directories(saved, tmp_path, record_property):
-    attack_directories(saved, tmp_path, range(120)).finish(record_property)
+    attack_directories(saved, tmp_path, range(90)).finish(record_property)
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_a_flipped_bit_anywhere_is_found(saved_once, tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "gone", "pipe"])
 def test_damaged_files(saved, damage):
-    for name in ("params/manifest.ocdbt", "tokenizer/tokenizer.json"):
+    for name in ("state/manifest.ocdbt", "tokenizer/tokenizer.json"):
         (path,) = [path for path in files(saved) if str(path).endswith(name)]
         content = path.read_bytes()
         path.unlink()
@@ -226,7 +226,10 @@ def test_checks_can_be_left_out(saved):
         ({"more": 1}, "more"),
         ({"config.width": 1.5}, "width is '1.5'"),
         ({"config.width": "16"}, "width is '16'"),
-        ({"config.num_layers": 2147483647}, "num_layers is 2147483647"),
+        (
+            {"config.num_layers": 2147483647, "config.sliding_windows": []},
+            "num_layers is 2147483647",
+        ),
         ({"config.num_kv_heads": 0}, "does not describe a model"),
         ({"config.rope": None}, "rope"),
         ({"config.sliding_windows": [5]}, "sliding windows"),
@@ -254,6 +257,9 @@ def test_manifests_that_cannot_be_read(saved):
         for verify in (True, False):
             with pytest.raises(DamagedError, match="not readable as a jaxspec manifest"):
                 load_model(saved, verify=verify)
+    os.truncate(manifest, 2**40)  # a hole: it takes no space
+    with pytest.raises(DamagedError, match="not readable as a jaxspec manifest"):
+        load_model(saved)
     manifest.write_text(kept)
     hf_checkpoints.edit_json(manifest, format_version=99)
     with pytest.raises(CheckpointError, match="format 99"):

@@ -92,7 +92,8 @@ def test_a_reader_finishes_what_a_killed_writer_had_complete(tmp_path):
     directories.finish_interrupted(destination)
     assert content(destination) == "new"
     assert names(tmp_path) == ["out"]
-    directories.finish_interrupted(tmp_path / "none-such")
+    for name in ("none-such", "x" * 300, "\0"):
+        directories.finish_interrupted(tmp_path / name)
     assert names(tmp_path) == ["out"]
 
 
@@ -151,6 +152,11 @@ def test_a_directory_that_cannot_be_written_whole(tmp_path, small_files):
         write(tmp_path / "out", "x" * 2000, overwrite=True)
     assert content(tmp_path / "out") == "old"
     assert names(tmp_path) == ["out"]
+
+
+def test_a_name_that_no_directory_can_have(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot be created \(File name too long\)"):
+        write(tmp_path / ("x" * 300), "text")
 
 
 def test_a_file_that_cannot_be_written_whole(tmp_path, small_files):
