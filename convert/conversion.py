@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint import format as checkpoint
+from jaxspec.checkpoint.manifest import write_manifest
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -183,7 +184,7 @@ def convert_directory(
         with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
             stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
         prefix = convert_tokenizer(directory, working / "tokenizer", model_type=family.name)
-        checkpoint.write_manifest(
+        write_manifest(
             working,
             config=config,
             dtype=stored,
