@@ -36,7 +36,7 @@ from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import VerifierName, make_verifier
 
 # What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
-CONTROLS_MEASURES = ("audit/controls", "decode")
+CONTROLS_MEASURES = ("audit/controls", "audit/scenes.py", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
