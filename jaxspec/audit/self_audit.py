@@ -5,7 +5,8 @@ engine keeps them) and of the committed KV are compared too. Verifiers that draw
 plain decoding promise the distribution only; they also decode the tables of `jaxspec.audit.scenes`,
 where faults show that a few outputs of a real model cannot.
 
-In the aligned layout bits depend on the neighbours' lengths, and so every level allows ties.
+In the aligned layout bits depend on the neighbours' lengths, and with `exactness="ties"` on what
+was drafted, and so every level allows ties there.
 """
 
 from __future__ import annotations
@@ -350,8 +351,9 @@ def audit_engine(
     verifier = engine.verifier
     tell("the start-up probe")
     seen = probe(engine)
-    # A machine or layout in which bits depend on places can keep no more than the promise of E4.
-    is_bit_exact = seen.holds and engine.layout == "ragged"
+    # Where bits depend on neighbours or widths, no more than the promise of E4 can be kept.
+    has_one_width = len(engine.verify_lengths) == 1
+    is_bit_exact = seen.holds and has_one_width and engine.layout == "ragged"
     # Plain decoding draws as coupled verification does; other verifiers equal it where greedy.
     sampled = [i for i, request in enumerate(requests) if request.params.temperature > 0]
     own = [i for i in range(len(requests)) if verifier.is_coupled or i not in sampled]
@@ -426,12 +428,12 @@ def audit_engine(
 
 def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
     """What an engine with this verifier promises, in words; `is_bit_exact` says whether the
-    start-up probe holds and the layout keeps bits."""
+    start-up probe holds, and layout and exactness keep bits."""
     if not is_bit_exact and verifier.is_lossless:
         kept = "tokens of plain decoding" if verifier.is_coupled else "target's distribution"
         return (
-            f"equal up to proven ties: the {kept}, as far as rounding in this layout and on this "
-            "machine allows"
+            f"equal up to proven ties: the {kept}, as far as rounding with these settings and on "
+            "this machine allows"
         )
     if verifier.is_coupled:
         return (

@@ -37,7 +37,6 @@ from jaxspec.verifiers import Block, Rejection
 
 PROMPT_LENGTH = 48
 BATCH_SIZE = 8
-FILE_SIZES = (1, 8, 24)  # outputs of a file whose sampling parameters are wrong
 
 Line = dict[str, Any]
 
@@ -131,6 +130,8 @@ class ConfusionBench(PairBench):
     """Outputs that are spoiled in each way."""
     files: int = 12
     """Files of each size with sampling parameters that are not those of the draws."""
+    file_sizes: tuple[int, ...] = (1, 8, 24)
+    """Outputs of these files."""
 
     @property
     def modes(self) -> dict[str, Line]:
@@ -144,7 +145,7 @@ class ConfusionBench(PairBench):
 
     def measure(self) -> dict[str, Any]:
         """A row for each system, and for each way of spoiling its outputs."""
-        check_at_least_one(self, "limit", "max_tokens", "spoiled", "files")
+        check_at_least_one(self, "limit", "max_tokens", "spoiled", "files", "file_sizes")
         target, draft = self.load()
         prompts = encode_prompts(
             sample_prompts()[: self.limit], target, max_prompt_tokens=PROMPT_LENGTH
@@ -349,7 +350,7 @@ class ConfusionBench(PairBench):
         """Files of outputs with other sampling parameters than those of the draws."""
         rows = []
         for name, (mode, say) in MISDECLARED.items():
-            for size in FILE_SIZES:
+            for size in self.file_sizes:
                 rng = np.random.default_rng(size)
                 drawn = [outputs for outputs in real if outputs.mode == mode]
                 num_found = 0
