@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.audit import chi_square as distributions
-from jaxspec.audit.judge import (
-    ALPHA,
-    Finding,
-    OwnOutput,
-    evidence_limit,
-    json_number,
-    judge_alone,
-    mean,
-)
+from jaxspec.audit.endings import judge_end
+from jaxspec.audit.judge import Divergence, Finding, OwnOutput, json_number, judge_alone, mean
 from jaxspec.audit.outputs import Output, OutputsFile
+from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scoring import Scorer
 from jaxspec.models.base import Model
 
@@ -30,9 +24,12 @@ class OutputsAudit:
       engine: what made the outputs, and its version.
       target: the model they are judged under.
       dtype: in which they were computed.
-      is_text: whether their ids were made from text, so that other ids may have been emitted.
+      is_text: whether their ids were made from text, so that other ids may have been emitted;
+        their ends are not judged.
       outputs: greedy and sampled.
       judged: of each output, token by token.
+      ends: by the line of an output that ends too early or too late, where.
+      samples: what the sampled outputs say against the distribution.
       distribution_tests: of prompts with several samples, by the line of the first.
       alpha: level of the distribution tests of the file, together.
     """
@@ -43,6 +40,8 @@ class OutputsAudit:
     is_text: bool
     outputs: tuple[Output, ...]
     judged: tuple[OwnOutput, ...]
+    ends: dict[int, Divergence]
+    samples: SampleEvidence
     distribution_tests: dict[int, distributions.DistributionTest]
     alpha: float
 
@@ -61,13 +60,19 @@ class OutputsAudit:
 
     @property
     def exact(self) -> float:
-        """Share of greedy outputs whose every token is the target's own by its fp32 logits."""
-        return mean([not own.divergences for _, own in self.greedy])
+        """Share of greedy outputs that end where they have to, and whose every token is the
+        target's own by its fp32 logits."""
+        return mean([not own.divergences and o.number not in self.ends for o, own in self.greedy])
 
     @property
     def exact_up_to_ties(self) -> float:
         """Share of greedy outputs that differ from the target at ties only."""
-        return mean([own.first is None for _, own in self.greedy])
+        return mean(self._are_own)
+
+    @property
+    def _are_own(self) -> list[bool]:
+        """Of each greedy output, whether it differs from the target at ties only."""
+        return [own.first is None and o.number not in self.ends for o, own in self.greedy]
 
     @property
     def prefix_match(self) -> float:
@@ -76,51 +81,84 @@ class OutputsAudit:
         return mean([own.first.index / own.num_tokens if own.first else 1.0 for own in judged])
 
     @property
+    def num_too_short(self) -> int:
+        """Outputs that end without a stop token before their limit."""
+        return sum(end.token < 0 for end in self.ends.values())
+
+    @property
+    def divergences(self) -> list[tuple[int, Divergence]]:
+        """Every divergence with its line: tokens, and ends."""
+        tokens = [(o.number, d) for o, own in self._pairs() for d in own.divergences]
+        return sorted([*tokens, *self.ends.items()], key=lambda pair: (pair[0], pair[1].index))
+
+    @property
     def distribution_p_value(self) -> float:
         """Of all distribution tests together; NaN without any."""
         return distributions.combined_p_value(list(self.distribution_tests.values()))
 
     @property
-    def num_excluded(self) -> int:
-        """Sampled outputs that speak against the distribution by themselves."""
-        most = evidence_limit(len(self.sampled))
-        return sum(
-            own.first is not None or (own.log_evidence or 0.0) > most for _, own in self.sampled
-        )
-
-    @property
     def holds(self) -> bool:
         """Whether nothing was found that neither a tie nor chance explains."""
-        possible = self.num_excluded == 0 and not self.distribution_p_value < self.alpha
-        return possible and all(own.first is None for _, own in self.greedy)
+        follows = self.samples.holds and not self.distribution_p_value < self.alpha
+        return follows and not self.ends and all(self._are_own)
 
     @property
     def promise(self) -> str:
         """What the outputs are judged by, in words."""
         greedy = "greedy output is the target's own, equal up to proven ties"
         sampled = "sampled output follows the target's distribution (distribution only)"
-        return "; ".join([greedy] * bool(self.greedy) + [sampled] * bool(self.sampled))
+        ends = "each ends at its first stop token or at max_tokens"
+        return "; ".join(
+            [greedy] * bool(self.greedy)
+            + [sampled] * bool(self.sampled)
+            + [ends] * (not self.is_text)
+        )
 
     @property
     def sentence(self) -> str:
         """What was found, in words."""
-        num_own, num_excluded = sum(own.first is None for _, own in self.greedy), self.num_excluded
         greedy = (
-            f"{num_own} of {len(self.greedy)} greedy outputs of {self.engine} are the target's own "
-            "up to proven ties"
+            f"{sum(self._are_own)} of {len(self.greedy)} greedy outputs of {self.engine} are the "
+            "target's own up to proven ties"
         )
-        sampled = f"{num_excluded} of {len(self.sampled)} sampled outputs break its distribution"
+        num_wrong = self.samples.num_excluded + self.samples.num_unlikely
+        sampled = f"{num_wrong} of {len(self.sampled)} sampled outputs break its distribution"
+        if self.samples.is_unlikely_together:
+            sampled += ", and so do all of them together"
         if self.distribution_tests:
             sampled += f" (chi-square: p = {self.distribution_p_value:.2g}, alpha {self.alpha:g})"
-        return "; ".join([greedy] * bool(self.greedy) + [sampled] * bool(self.sampled)) + "."
+        return (
+            "; ".join(
+                [greedy] * bool(self.greedy)
+                + [sampled] * bool(self.sampled)
+                + [self._ends_sentence] * bool(self.ends)
+            )
+            + "."
+        )
+
+    @property
+    def _ends_sentence(self) -> str:
+        num_short = self.num_too_short
+        num_long = len(self.ends) - num_short
+        wrong = [f"{num_short} without a stop token before max_tokens"] * (num_short > 0)
+        wrong += [f"{num_long} after a stop token or max_tokens"] * (num_long > 0)
+        sentence = f"{len(self.ends)} outputs end where they must not: {', '.join(wrong)}"
+        by_line = {output.number: output for output in self.outputs}
+        is_stop_next = [
+            end.expected in by_line[line].stop_tokens
+            for line, end in self.ends.items()
+            if end.token < 0
+        ]
+        if is_stop_next and all(is_stop_next):
+            sentence += (
+                " (the target goes on with a stop token there; if the engine emitted it, write it "
+                "into the file)"
+            )
+        return sentence
 
     def to_json(self) -> dict[str, Any]:
         """The whole report."""
-        divergences = [
-            {"line": output.number, **divergence.to_json()}
-            for output, own in self._pairs()
-            for divergence in own.divergences
-        ]
+        divergences = [{"line": line, **found.to_json()} for line, found in self.divergences]
         count = collections.Counter(divergence["finding"] for divergence in divergences)
         return {
             "promise": self.promise,
@@ -131,7 +169,10 @@ class OutputsAudit:
             "dtype": self.dtype,
             "ids_from_text": self.is_text,
             "num_outputs": len(self.outputs),
-            "num_after_stop": sum(output.num_after_stop > 0 for output in self.outputs),
+            "num_after_stop": sum(bool(output.after_stop) for output in self.outputs),
+            "are_ends_judged": not self.is_text,
+            "num_too_short": self.num_too_short,
+            "num_too_long": len(self.ends) - self.num_too_short,
             "greedy": {
                 "num_outputs": len(self.greedy),
                 "exact": json_number(self.exact),
@@ -140,8 +181,7 @@ class OutputsAudit:
             },
             "sampled": {
                 "num_outputs": len(self.sampled),
-                "num_excluded": self.num_excluded,
-                "alpha_per_output": ALPHA,
+                **self.samples.to_json(),
                 "distribution_p_value": json_number(self.distribution_p_value),
                 "distribution_alpha": self.alpha,
                 "distribution_tests": [
@@ -162,6 +202,7 @@ def audit_outputs(
     *,
     dtype: str | None = None,
     alpha: float = distributions.ALPHA,
+    scorer: Scorer | None = None,
     on_output: Callable[[int], None] | None = None,
 ) -> OutputsAudit:
     """Audits another system's outputs under `target`, every token of them.
@@ -171,30 +212,88 @@ def audit_outputs(
       file: from `outputs.read_outputs`.
       dtype: in which they were computed; default what the header says, else the target's.
       alpha: level of the chi-square tests of samples of the same prompt, together.
-      on_output: called with the number of outputs judged so far.
+      scorer: of this target and dtype, with room for one token more than prompt and output, if
+        there is one already.
+      on_output: called with the number of outputs judged so far, the greedy ones first.
     """
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
-    scorer = Scorer(target, max_length=longest, dtype=dtype or file.dtype)
+    if scorer is None:
+        scorer = Scorer(target, max_length=longest + 1, dtype=dtype or file.dtype)
+    num_judged = 0
+
+    def note() -> None:
+        nonlocal num_judged
+        num_judged += 1
+        if on_output is not None:
+            on_output(min(num_judged, len(file.outputs)))
+
+    # Other engines draw with other noise: their seed repeats nothing here.
     is_keyed = file.engine == "jaxspec"
-    judged = []
+    params = {
+        o.number: o.params if is_keyed else dataclasses.replace(o.params, seed=None)
+        for o in file.outputs
+    }
+    judged = {}
     for output in file.outputs:
-        params = output.params
-        judged.append(
-            judge_alone(
+        if output.params.temperature == 0:
+            judged[output.number] = judge_alone(
                 scorer,
                 prompt_ids=output.prompt_token_ids,
                 output_ids=output.token_ids,
-                # Other engines draw with other noise: their seed repeats nothing here.
-                params=params if is_keyed else dataclasses.replace(params, seed=None),
+                params=output.params,
             )
+            note()
+    sampled = [output for output in file.outputs if output.params.temperature > 0]
+    found, evidence = judge_samples(
+        scorer,
+        [
+            Sample(
+                prompt_ids=output.prompt_token_ids,
+                output_ids=output.token_ids,
+                params=params[output.number],
+                seed=output.params.seed,
+            )
+            for output in sampled
+        ],
+        on_output=note,
+    )
+    judged |= {output.number: own for output, own in zip(sampled, found, strict=True)}
+    ends = {}
+    for output in () if file.is_text else file.outputs:
+        end = judge_end(
+            scorer,
+            prompt_ids=output.prompt_token_ids,
+            output_ids=output.token_ids,
+            params=params[output.number],
+            after_stop=output.after_stop,
         )
-        if on_output is not None:
-            on_output(len(judged))
+        if end is not None:
+            ends[output.number] = end
+    return OutputsAudit(
+        engine=f"{file.engine} {file.version}".strip(),
+        target=target.name,
+        dtype=scorer.dtype.name,
+        is_text=file.is_text,
+        outputs=file.outputs,
+        judged=tuple(judged[output.number] for output in file.outputs),
+        ends=ends,
+        samples=evidence,
+        distribution_tests=_distribution_tests(scorer, sampled),
+        alpha=alpha,
+    )
+
+
+def _distribution_tests(
+    scorer: Scorer, sampled: Sequence[Output]
+) -> dict[int, distributions.DistributionTest]:
+    """Of prompts with several samples, by the line of the first."""
     same: dict[Any, list[Output]] = collections.defaultdict(list)
-    for output in file.outputs:
-        if output.params.temperature > 0:
-            distribution = dataclasses.replace(output.params, seed=None)
-            same[output.prompt_token_ids, distribution].append(output)
+    for output in sampled:
+        distribution = dataclasses.replace(output.params, seed=None)
+        # Samples with one seed share their noise, so only the first of them is counted.
+        others = same[output.prompt_token_ids, distribution]
+        if output.params.seed is None or all(o.params.seed != output.params.seed for o in others):
+            others.append(output)
     tests = {}
     for (prompt, distribution), outputs in same.items():
         test = distributions.test_distribution(
@@ -202,13 +301,4 @@ def audit_outputs(
         )
         if test is not None:
             tests[outputs[0].number] = test
-    return OutputsAudit(
-        engine=f"{file.engine} {file.version}".strip(),
-        target=target.name,
-        dtype=scorer.dtype.name,
-        is_text=file.is_text,
-        outputs=file.outputs,
-        judged=tuple(judged),
-        distribution_tests=tests,
-        alpha=alpha,
-    )
+    return tests

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.audit.evidence import ALPHA, Bets, bets_of
+from jaxspec.audit.evidence import log_evidence as of_bets
 from jaxspec.audit.scoring import Scorer, Segment
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
-
-ALPHA = 1e-6  # chance that an output that follows the distribution is said not to
 
 
 class Finding(enum.StrEnum):
@@ -63,7 +63,7 @@ class Divergence:
       log_probs: log-probability of `token` under the distribution of a sampled request; None for a
         greedy one.
       log_evidence: log of the evidence against the distribution in the output from here on; see
-        `Segment.log_bets`. None for a greedy request.
+        `jaxspec.audit.evidence`. None for a greedy request.
       finding: the verdict.
     """
 
@@ -90,12 +90,6 @@ def json_number(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)
-
-
-def evidence_limit(num_outputs: int) -> float:
-    """Log of the evidence against the distribution that the largest of so many outputs exceeds with
-    probability `ALPHA` at most if all of them follow it."""
-    return math.log(max(num_outputs, 1) / ALPHA)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -165,13 +159,17 @@ class OwnOutput:
       num_tokens: tokens judged.
       divergences: every token that the target would not have emitted there by its fp32 logits;
         without a seed, of a sampled output only those that its distribution excludes.
-      log_evidence: against the distribution, over the whole of a sampled output; None for a greedy
-        one.
+      bets: against the distribution, over the whole of a sampled output; None for a greedy one.
     """
 
     num_tokens: int
     divergences: tuple[Divergence, ...]
-    log_evidence: float | None
+    bets: Bets | None
+
+    @property
+    def log_evidence(self) -> float | None:
+        """Of the bets."""
+        return None if self.bets is None else self.bets.log_evidence
 
     @property
     def first(self) -> Divergence | None:
@@ -210,13 +208,15 @@ def judge(
     # What follows in a sampled output tells a draw of another seed from a fault.
     is_sampled = params.temperature > 0
     scored = _inside(output_ids, size) if is_sampled else output_ids[: index + 1]
-    here, log_evidence = None, 0.0
+    here, bets = None, 0.0
     for segment in scorer.segments(prompt_ids, scored, params):
         if segment.end > index:
             here = here or segment
-            log_evidence += float(np.sum(segment.log_bets[max(index - segment.first, 0) :]))
+            if is_sampled:
+                own = bets_of(segment, params.temperature)
+                bets += own[max(index - segment.first, 0) :].sum(axis=0)
     assert here is not None
-    evidence = log_evidence if is_sampled else None
+    evidence = of_bets(np.asarray(bets)) if is_sampled else None
     return _examine(scorer, here, index, expected, params, log_evidence=evidence)
 
 
@@ -271,6 +271,7 @@ def judge_alone(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     params: SamplingParams,
+    measures_noise: bool = False,
 ) -> OwnOutput:
     """Where an output stops being the target's own, token by token under teacher forcing.
 
@@ -283,24 +284,26 @@ def judge_alone(
       output_ids: cut after the stop token.
       params: how it was drawn. If it was sampled and the seed is None, only its distribution is
         judged.
+      measures_noise: whether rounding is measured even if nothing has to be explained, so that the
+        bets allow for it.
     """
     inside = _inside(output_ids, scorer.target.vocab_size)
     is_sampled = params.temperature > 0
     is_keyed = not is_sampled or params.seed is not None
     found: list[Divergence] = []
-    log_evidence = 0.0
+    total = Bets.none()
     # Measuring noise is most of the work, so it is done only where something has to be explained: a
     # first pass without it ends at the first unexpected token, or finds none.
-    for measures_noise in (False, True):
-        log_evidence = 0.0
-        for segment in scorer.segments(prompt_ids, inside, params, measures_noise=measures_noise):
+    for measures in (True,) if measures_noise else (False, True):
+        total = Bets.none()
+        for segment in scorer.segments(prompt_ids, inside, params, measures_noise=measures):
             if is_keyed:
                 unexpected = segment.chosen != segment.tokens
             else:
                 unexpected = np.isneginf(segment.log_probs)
-            if not measures_noise and np.any(unexpected):
+            if not measures and np.any(unexpected):
                 break
-            bets = segment.log_bets.copy()
+            bets = bets_of(segment, params.temperature) if is_sampled else segment.log_bets
             for row in np.flatnonzero(unexpected):
                 divergence = _examine(
                     scorer,
@@ -308,14 +311,14 @@ def judge_alone(
                     segment.first + int(row),
                     int(segment.chosen[row]),
                     params,
-                    log_evidence=float(bets[row]) if is_sampled else None,
+                    log_evidence=of_bets(bets[row]) if is_sampled else None,
                     is_keyed=is_keyed,
                 )
-                if divergence.finding == Finding.TIE:
+                if divergence.finding == Finding.TIE and is_sampled:
                     # A token that rounding may have let through a filter is no evidence.
-                    bets[row] = min(bets[row], 0)
+                    bets[row] = np.minimum(bets[row], 0)
                 found.append(divergence)
-            log_evidence += float(np.sum(bets))
+            total = total.plus(bets, segment)
         else:
             break
     if len(inside) < len(output_ids):
@@ -323,7 +326,7 @@ def judge_alone(
     return OwnOutput(
         num_tokens=len(output_ids),
         divergences=tuple(found),
-        log_evidence=log_evidence if is_sampled else None,
+        bets=total if is_sampled else None,
     )
 
 

@@ -1,22 +1,29 @@
 """Outputs of other systems, as a JSON lines file.
 
 The first line is a header, an object with `engine` and `dtype`, and optionally `version`, `model`
-and `sampling_params` (the defaults of all lines). Every further line is one output:
+and sampling parameters, the defaults of all lines. Every further line is one output:
 
-    {"engine": "vllm", "version": "0.11.0", "dtype": "bfloat16"}
+    {"engine": "vllm", "version": "0.11.0", "dtype": "bfloat16", "max_tokens": 3}
     {"prompt_token_ids": [1, 450, 7483], "token_ids": [310, 3444, 338]}
-    {"prompt_token_ids": [1, 29871], "token_ids": [297], "sampling_params": {"temperature": 1.0}}
+    {"prompt_token_ids": [1, 29871], "token_ids": [297, 2], "temperature": 1.0, "seed": 7}
 
     prompt_token_ids   what was decoded from, special tokens included
-    token_ids          the output, its stop token included
+    token_ids          the output, its stop token included; may be empty
     prompt, text       instead of these: text, turned into ids by the target's tokenizer
-    sampling_params    of this output: temperature, top_k, top_p, min_p, max_tokens, min_tokens,
-                       stop_token_ids, ignore_eos, repetition_penalty, presence_penalty,
-                       frequency_penalty; vLLM's names, default greedy
-    seed               of a sampled output; its draws can be repeated only if `engine` is jaxspec
+    sampling_params    an object of the fields of `SAMPLING_FIELDS`, vLLM's names, default greedy;
+                       they may stand in the line itself too
+    max_tokens         one of these: tokens after which the output was cut off. An output that does
+                       not end with a stop token (or one of the strings `stop`) needs it
+    seed               of a sampled output. Its draws can be repeated only if `engine` is jaxspec
+                       and the verifier coupled; leave it out for `rejection` and `block`
 
-All lines give ids, or all give text. Ids are better: text does not say how it was cut into tokens.
-Several lines with the same prompt and sampling parameters are samples of one distribution.
+What `jaxspec generate` writes beside these (`DESCRIPTIONS`) is ignored; any other field is refused,
+for a parameter that is not understood would be judged as if it had not been used.
+
+All lines give ids, or all give text. Ids are better: text says neither how it was cut into tokens
+nor whether a stop token ended it, so the lengths of texts are not judged. Several lines with the
+same prompt and sampling parameters are samples of one distribution. Lines without a seed, or with
+different ones, count as drawn independently.
 """
 
 from __future__ import annotations
@@ -33,12 +40,26 @@ from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
 
-# Of `SamplingParams`, what decides which tokens are drawn; a line's seed stands apart.
+# Of `SamplingParams`, what decides which tokens are drawn and where the output ends.
 SAMPLING_FIELDS = [
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name not in ("seed", "n", "stop", "logprobs")
+    if field.name not in ("n", "logprobs")
 ]
+OF_SAMPLED = ("seed", "top_k", "top_p", "min_p")  # they say nothing without a temperature
+HEADER_FIELDS = ("engine", "version", "dtype", "model")
+OUTPUT_FIELDS = ("prompt_token_ids", "prompt", "token_ids", "text")
+# Of a completion; they are not judged.
+DESCRIPTIONS = (
+    "jaxspec",
+    "request_id",
+    "index",
+    "finish_reason",
+    "stop_reason",
+    "acceptance",
+    "logprobs",
+    "logprobs_mode",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,16 +69,18 @@ class Output:
     Attributes:
       number: its line in the file, counted from 1.
       prompt_token_ids: at least one.
-      token_ids: cut after the first stop token; at least one.
-      num_after_stop: tokens that followed the stop token.
-      params: how it was drawn.
+      token_ids: cut after the first stop token.
+      after_stop: tokens that followed the stop token.
+      params: how it was drawn; without a limit, `max_tokens` is `LARGEST_COUNT`.
+      stop_tokens: every token that ends it.
     """
 
     number: int
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    num_after_stop: int
+    after_stop: tuple[int, ...]
     params: SamplingParams
+    stop_tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +121,9 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
 
     Raises:
       PromptError: the file cannot be read, has no header or no output, or a line (it is named) is
-        malformed, unlike the others, or of another tokenizer.
-      SettingError: a sampling parameter is unknown or out of range.
+        malformed, unlike the others, or of another tokenizer, or does not say whether it was cut
+        off.
+      SettingError: a field or sampling parameter is unknown, out of range, or given twice.
     """
     name = os.fspath(path)
     try:
@@ -130,7 +154,10 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
         raise PromptError(
             f"The outputs file {name} holds a header and no output; add a line for each output."
         )
+    header = dataclasses.replace(header, where="The header")
+    header.check_fields(HEADER_FIELDS)
     for line in outputs:
+        line.check_fields((*OUTPUT_FIELDS, *DESCRIPTIONS))
         line.check_like(outputs[0])
     given = outputs[0].fields
     if target.tokenizer is None and not {"prompt_token_ids", "token_ids"} <= given.keys():
@@ -138,7 +165,6 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
             f"The outputs file {name} gives text, but the model {target.name} has no tokenizer; "
             "give prompt_token_ids and token_ids."
         )
-    header = dataclasses.replace(header, where="The header")
     dtype, defaults = fields.get("dtype"), header.sampling_fields()
     return OutputsFile(
         engine=fields["engine"],
@@ -174,13 +200,24 @@ class _Line:
     def wrong(self, what: str) -> PromptError:
         return PromptError(f"{self.where} {what}")
 
+    def check_fields(self, names: Sequence[str]) -> None:
+        """Raises unless every field is one of these or a sampling parameter."""
+        known = (*names, "sampling_params", *SAMPLING_FIELDS)
+        unknown = [name for name in self.fields if name not in known]
+        if unknown:
+            raise SettingError(
+                f"{self.where} has the field {unknown[0]!r}, which is not known; leave it out if "
+                f"it changes no token, else it cannot be judged (known are {', '.join(known)})."
+            )
+
     def check_like(self, first: _Line) -> None:
         """Raises unless this line gives the same of prompt and output as another: ids, or text."""
-        kinds = ("prompt_token_ids", "prompt", "token_ids", "text")
-        for ids, text in (kinds[:2], kinds[2:]):
+        for ids, text in (OUTPUT_FIELDS[:2], OUTPUT_FIELDS[2:]):
             if ids not in self.fields and text not in self.fields:
                 raise self.wrong(f"has neither {ids} nor {text}; give one of them.")
-        given, expected = ([k for k in kinds if k in line.fields] for line in (self, first))
+        given, expected = (
+            [kind for kind in OUTPUT_FIELDS if kind in line.fields] for line in (self, first)
+        )
         if given != expected:
             raise PromptError(
                 f"The outputs file is ragged: line {self.number} has {', '.join(given)}, and line "
@@ -209,19 +246,29 @@ class _Line:
                     "file is of another tokenizer, so name the model that made it, or give "
                     "token_ids."
                 )
-        if not prompt or not ids:
+        if not prompt:
+            raise self.wrong("has an empty prompt; give at least one token.")
+        if not ids and "token_ids" not in self.fields:
             raise self.wrong(
-                f"has an empty {'output' if prompt else 'prompt'}; give at least one token (an "
-                "output keeps its stop token), or leave the line out."
+                "has an empty text, which does not say whether a stop token was emitted; give "
+                "token_ids."
             )
         stops = params.stop_tokens(self.target)
         end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+        is_stopped = 0 < end and ids[end - 1] in stops
+        has_limit = params.max_tokens < LARGEST_COUNT or params.stop
+        if "token_ids" in self.fields and not (is_stopped or has_limit):
+            raise self.wrong(
+                "ends without a stop token and gives no max_tokens, so nobody can tell whether it "
+                "was cut short; add max_tokens to the line, or to the header for all lines."
+            )
         return Output(
             number=self.number,
             prompt_token_ids=prompt,
             token_ids=ids[:end],
-            num_after_stop=len(ids) - end,
+            after_stop=ids[end:],
             params=params,
+            stop_tokens=stops,
         )
 
     def check_text(self, ids: Sequence[int]) -> None:
@@ -261,24 +308,40 @@ class _Line:
         return self.fields[kind]
 
     def sampling_fields(self) -> dict[str, Any]:
-        fields = self.fields.get("sampling_params") or {}
-        if not isinstance(fields, dict):
+        """Sampling parameters of the line, wherever in it they stand."""
+        within = self.fields.get("sampling_params") or {}
+        if not isinstance(within, dict):
             raise self.wrong("has sampling_params that are not an object; write names and values.")
-        return fields
-
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        given = {**defaults, **self.sampling_fields()}
-        unknown = [name for name in given if name not in (*SAMPLING_FIELDS, "seed")]
+        beside = {name: x for name, x in self.fields.items() if name in SAMPLING_FIELDS}
+        for name in within.keys() & beside.keys():
+            if within[name] != beside[name]:
+                raise SettingError(
+                    f"{self.where} gives {name} twice, {beside[name]!r} and, in sampling_params, "
+                    f"{within[name]!r}; keep the one that was used."
+                )
+        unknown = [name for name in within if name not in SAMPLING_FIELDS]
         if unknown:
             raise SettingError(
                 f"{self.where} has the sampling parameter {unknown[0]!r}; leave it out if it "
-                "changes no token, else it cannot be judged (known are "
+                f"changes no token, else it cannot be judged (known are "
                 f"{', '.join(SAMPLING_FIELDS)})."
             )
-        known = {name: value for name, value in given.items() if value is not None}
-        seed = self.fields.get("seed", known.pop("seed", None))
-        known.setdefault("max_tokens", LARGEST_COUNT)  # no limit
+        return {name: x for name, x in {**within, **beside}.items() if x is not None}
+
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        given = {**defaults, **self.sampling_fields()}
+        alone = next((name for name in OF_SAMPLED if name in given), None)
+        if alone is not None and "temperature" not in given:
+            raise SettingError(
+                f"{self.where} has {alone} {given[alone]!r} and no temperature, so nobody can tell "
+                "whether it was sampled; add the temperature (0 if it was greedy)."
+            )
+        if given.get("stop") and self.target.tokenizer is None:
+            raise SettingError(
+                f"{self.where} has stop strings, but the model {self.target.name} has no tokenizer "
+                "to find them with; give stop_token_ids instead."
+            )
         try:
-            return SamplingParams(seed=seed, **known)
+            return SamplingParams(**{"max_tokens": LARGEST_COUNT, **given})
         except (SettingError, TypeError) as error:
             raise SettingError(f"{self.where}: {error}") from error

@@ -19,7 +19,7 @@ from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window
-from jaxspec.requests.requests import make_requests
+from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.types import PyTree
@@ -104,12 +104,23 @@ def _listed(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def rows_of(engine: Engine, requests: Sequence[Request]) -> list[int]:
+    """The rows that an idle engine gives to these requests, no more than it has, if they come at
+    once."""
+    order = engine.scheduler.order(
+        [len(request.prompt_token_ids) for request in requests],
+        [request.params.max_tokens for request in requests],
+    )
+    rows = dict(zip(order, engine.executor.free_rows(()), strict=False))
+    return [rows[index] for index in range(len(requests))]
+
+
 def _decode(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
     """Per request: tokens, then the KV of each layer's committed slots, as bits."""
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
     done = list(engine.run(requests))
-    kept = [engine.executor.committed_kv(row) for row in range(len(prompts))]
+    kept = [engine.executor.committed_kv(row) for row in rows_of(engine, requests)]
     return [[np.asarray(one.token_ids), *bits] for one, bits in zip(done, kept, strict=True)]
 
 

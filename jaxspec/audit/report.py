@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.audit.evidence import evidence_limit
 from jaxspec.audit.external import OutputsAudit
 from jaxspec.audit.judge import Divergence, Finding
-from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level
+from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level, TablesLevel
 from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
 
 COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "#c98a1b"}
@@ -123,6 +124,8 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
         found = {f"{name} match": percent(x) for name, x in vars(audit.study).items()}
         title = "The published study's raw string metrics, against the reference loop"
         tables.append(TextTable.of_values(title, found))
+    if audit.distribution.samples.powers:
+        tables.append(audit.distribution.samples.power_table())
     return AuditReport(
         audit=audit,
         title=f"Audit of {engine['target']} with {engine['drafter']}",
@@ -153,16 +156,21 @@ _COMPARED_WITH = {
 def _level_table(audit: EngineAudit) -> TextTable:
     """A column for each level."""
 
-    def figures(level: Level | DistributionLevel) -> dict[str, Any]:
+    def figures(level: Level | DistributionLevel | TablesLevel) -> dict[str, Any]:
         if level.reason is not None:
             return {}
         holds = {"holds": "yes" if level.holds else "NO"}
         if isinstance(level, DistributionLevel):
+            samples = level.samples
             return holds | {
-                "outputs": len(level.log_evidence),
-                "synchronisation faults": level.num_excluded,
-                "log evidence, at most": f"{max(level.log_evidence, default=0):.1f}",
+                "outputs": len(samples.log_evidence),
+                "synchronisation faults": samples.num_excluded + level.num_wrong_ends,
+                "log evidence of one, together": f"{max(samples.log_evidence, default=0):.1f}, "
+                f"{samples.together.log_evidence:.1f}",
             }
+        if isinstance(level, TablesLevel):
+            least = f"{min(level.p_values.values()):.2g}"
+            return holds | {"outputs": level.num_outputs, "p, at least": least}
         return holds | {
             "outputs": len(level.outputs),
             "exact": percent(level.exact),
@@ -189,11 +197,15 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
         "outputs of": f"{audit.engine}, computed in {audit.dtype}",
         "outputs": f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled",
     }
-    num_after = sum(output.num_after_stop > 0 for output in audit.outputs)
-    if num_after:
-        file["tokens after a stop token"] = f"in {num_after} outputs; they were cut off"
     if audit.is_text:
         file["token ids"] = "made from text; the engine may have emitted other ids"
+        file["ends"] = "not judged: text does not say whether a stop token was emitted"
+    else:
+        num_short = audit.num_too_short
+        file["ends too early"] = f"{num_short} outputs: no stop token, and not yet max_tokens"
+        file["ends too late"] = f"{len(audit.ends) - num_short} outputs"
+        num_padded = sum(bool(o.after_stop) and o.number not in audit.ends for o in audit.outputs)
+        file["padding after a stop token"] = f"in {num_padded} outputs; it was cut off"
     tables = [TextTable.of_values("File", file)]
     greedy = [own for _, own in audit.greedy]
     curves = {}
@@ -221,7 +233,9 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
         statistic = sum(test.statistic for test in tests)
         sampled = {
             "outputs": str(len(audit.sampled)),
-            "break the distribution": str(audit.num_excluded),
+            "break the distribution": str(audit.samples.num_excluded + audit.samples.num_unlikely),
+            "log evidence of all together": f"{audit.samples.together.log_evidence:.1f}, at most "
+            f"{evidence_limit():.1f}",
             "prompts tested": str(len(tests)),
             "chi-square": f"{statistic:.1f} of {sum(t.degrees_of_freedom for t in tests)}",
             "p": f"{audit.distribution_p_value:.3g}" if tests else NONE,
@@ -229,15 +243,13 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
         }
         title = "Sampled outputs under the target's distribution"
         tables.append(TextTable.of_values(title, sampled))
+        if audit.samples.powers:
+            tables.append(audit.samples.power_table())
     return AuditReport(
         audit=audit,
         title=f"Audit of outputs of {audit.engine} under {audit.target}",
         tables=tables,
-        divergences=[
-            (f"line {output.number}", divergence)
-            for output, own in zip(audit.outputs, audit.judged, strict=True)
-            for divergence in own.divergences
-        ],
+        divergences=[(f"line {line}", divergence) for line, divergence in audit.divergences],
         curves=curves,
     )
 

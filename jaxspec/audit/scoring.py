@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec import sampling
+from jaxspec.audit import evidence
 from jaxspec.cache import pages as kv
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
@@ -34,10 +34,6 @@ from jaxspec.types import BatchView, PyTree
 SEGMENT = 64  # output tokens scored by one call
 PROMPT_CHUNK = 128  # of the re-scorings; the fp32 scoring reads prompts in chunks of SEGMENT
 WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
-
-# Weights of the two alternatives to the target's distribution; see `Segment.log_bets`.
-FLATTER_SHARE = 0.05
-UNIFORM_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +49,8 @@ class Segment:
         over `WIDTHS`.
       log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
         from, -inf if a filter removed it.
-      log_bets: `[n]` fp32, log of `q / p`, where q mixes the distribution p with a flatter one (its
-        square root) and the uniform one over its support. If tokens are drawn from p, the product
-        of `q / p` from any start is a martingale of mean 1, so it exceeds `1 / alpha` with
-        probability at most `alpha` (Ville's inequality), however long the output.
+      log_bets, expected, variance, spread: `[n, A]` fp32, the bets on each of the `A` alternatives
+        to that distribution; see `evidence.bets`.
       adjusted: `[SEGMENT, V]` fp32 on the device, logits after penalties and `min_tokens`.
       gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
     """
@@ -67,6 +61,9 @@ class Segment:
     noise: np.ndarray
     log_probs: np.ndarray
     log_bets: np.ndarray
+    expected: np.ndarray
+    variance: np.ndarray
+    spread: np.ndarray
     adjusted: jax.Array
     gumbel: jax.Array
 
@@ -172,7 +169,8 @@ class Scorer:
                 noise = np.maximum(noise, np.asarray(change))
             # Penalties scale the logits of some tokens, and their noise.
             noise = noise * max(params.repetition_penalty, 1 / params.repetition_penalty)
-            host = jax.device_get({k: scored[k] for k in ("chosen", "log_probs", "log_bets")})
+            on_device = ("logits", "adjusted", "gumbel")
+            host = jax.device_get({k: x for k, x in scored.items() if k not in on_device})
             yield Segment(
                 first=start + 1 - num_prompt,
                 tokens=tokens[start + 1 : stop + 1],
@@ -227,22 +225,13 @@ class Scorer:
             sampling.filtered_logits(adjusted, rows.sampling)[0], axis=-1
         )
 
-        def of_tokens(values):
-            return jnp.take_along_axis(values, following[:, None], axis=1)[:, 0]
-
-        support = jnp.sum(jnp.isfinite(distribution), axis=-1).astype(jnp.float32)
-        log_probs = of_tokens(distribution)
-        flatter = of_tokens(jax.nn.log_softmax(distribution / 2, axis=-1)) - log_probs
-        uniform = -jnp.log(support) - log_probs
-        honest = math.log(1 - FLATTER_SHARE - UNIFORM_SHARE)
-        bets = jnp.logaddexp(flatter + math.log(FLATTER_SHARE), uniform + math.log(UNIFORM_SHARE))
         scored = {
             "logits": logits,
             "adjusted": adjusted[0],
             "gumbel": sampling.gumbel(keys, logits.shape[-1])[0],
             "chosen": sampling.choose(logits[None], rows, prefix)[0],
-            "log_probs": log_probs,
-            "log_bets": jnp.where(jnp.isfinite(log_probs), jnp.logaddexp(bets, honest), jnp.inf),
+            "log_probs": jnp.take_along_axis(distribution, following[:, None], axis=1)[:, 0],
+            **evidence.bets(distribution, following),
         }
         return scored, cache
 

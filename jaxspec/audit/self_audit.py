@@ -2,7 +2,11 @@
 
 `CLAIMS` says what holds at each. At E1 and E2 the bits of each token's log-probability (if the
 engine keeps them) and of the committed KV are compared too. Verifiers that draw other tokens than
-plain decoding promise the distribution only.
+plain decoding promise the distribution only; they also decode the tables of `jaxspec.audit.scenes`,
+where faults show that a few outputs of a real model cannot.
+
+In the aligned layout bits depend on the neighbours' lengths, and with `exactness="ties"` on what
+was drafted, and so every level allows ties there.
 """
 
 from __future__ import annotations
@@ -14,21 +18,21 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from jaxspec.audit.endings import judge_end
+from jaxspec.audit.evidence import ALPHA
 from jaxspec.audit.judge import (
-    ALPHA,
     Divergence,
     Finding,
-    evidence_limit,
     first_difference,
     json_number,
     judge_all,
-    judge_alone,
     mean,
 )
-from jaxspec.audit.probe import ProbeReport, probe
+from jaxspec.audit.probe import ProbeReport, probe, rows_of
+from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
+from jaxspec.audit.scenes import SCENES
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Prompt, Request, make_requests
@@ -43,7 +47,8 @@ CLAIMS = {
     "E2": "alone and in another order, a request gives the same tokens and bits",
     "E3": "sampled plain decoding with the same seeds gives the same tokens",
     "E4": "the window-1 reference loop gives the same tokens, except at proven ties",
-    "distribution": "sampled tokens follow the target's distribution",
+    "distribution": "sampled tokens follow the target's distribution, and end where they have to",
+    "tables": "so do many outputs of this verifier from tables whose distribution is known exactly",
 }
 
 
@@ -139,13 +144,13 @@ class DistributionLevel:
     """Evidence of sampled outputs against the target's distribution.
 
     Attributes:
-      log_evidence: of each output; see `scoring.Segment.log_bets`.
-      num_excluded: outputs with a token that the distribution excludes, by more than rounding.
+      samples: what they say.
+      num_wrong_ends: outputs that end without a stop token before their limit, or after it.
       reason: why it does not apply, or None.
     """
 
-    log_evidence: tuple[float, ...] = ()
-    num_excluded: int = 0
+    samples: SampleEvidence = dataclasses.field(default_factory=SampleEvidence)
+    num_wrong_ends: int = 0
     reason: str | None = None
 
     @property
@@ -153,8 +158,7 @@ class DistributionLevel:
         """Whether no output speaks against the distribution; None where none was sampled."""
         if self.reason is not None:
             return None
-        is_likely = max(self.log_evidence, default=0) <= evidence_limit(len(self.log_evidence))
-        return self.num_excluded == 0 and is_likely
+        return self.samples.holds and self.num_wrong_ends == 0
 
     def to_json(self) -> dict[str, Any]:
         """Figures."""
@@ -162,10 +166,42 @@ class DistributionLevel:
             "claim": CLAIMS["distribution"],
             "holds": self.holds,
             "reason": self.reason,
-            "num_compared": len(self.log_evidence),
+            "num_compared": len(self.samples.log_evidence),
+            "num_wrong_ends": self.num_wrong_ends,
+            **self.samples.to_json(),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablesLevel:
+    """The chi-square tests of `jaxspec.audit.scenes` with the engine's verifier.
+
+    Attributes:
+      p_values: by scene.
+      num_outputs: of each scene.
+      reason: why it does not apply, or None.
+    """
+
+    p_values: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_outputs: int = 0
+    reason: str | None = None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether every scene follows its distribution; None where it does not apply."""
+        if self.reason is not None:
+            return None
+        return min(self.p_values.values()) >= ALPHA
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures."""
+        return {
+            "claim": CLAIMS["tables"],
+            "holds": self.holds,
+            "reason": self.reason,
+            "num_compared": self.num_outputs,
             "alpha": ALPHA,
-            "num_excluded": self.num_excluded,
-            "largest_log_evidence": json_number(max(self.log_evidence, default=None)),
+            "p_values": self.p_values,
         }
 
 
@@ -215,6 +251,7 @@ class EngineAudit:
       num_sampled: of these, with a temperature.
       levels: E1 to E4 by name.
       distribution: of the sampled outputs.
+      tables: of a verifier that promises the distribution only.
       study: the published study's metrics against the reference loop; None without a tokenizer.
       probe: the start-up probe.
       acceptance: of the speculative run.
@@ -227,14 +264,15 @@ class EngineAudit:
     num_sampled: int
     levels: dict[str, Level]
     distribution: DistributionLevel
+    tables: TablesLevel
     study: StudyMetrics | None
     probe: ProbeReport
     acceptance: Acceptance
 
     @property
-    def every_level(self) -> dict[str, Level | DistributionLevel]:
+    def every_level(self) -> dict[str, Level | DistributionLevel | TablesLevel]:
         """By name."""
-        return {**self.levels, "distribution": self.distribution}
+        return {**self.levels, "distribution": self.distribution, "tables": self.tables}
 
     def _named(self, holds: bool) -> list[str]:
         """Levels that apply, and hold or do not."""
@@ -304,16 +342,8 @@ def audit_engine(
       on_stage: called with the name of each stage as it begins.
 
     Raises:
-      PromptError, SettingError: as `Engine.generate`; or the engine has the aligned layout or a
-        mesh, for which the levels are not defined.
+      PromptError, SettingError: as `Engine.generate`.
     """
-    if engine.layout != "ragged" or engine.mesh is not None:
-        raise SettingError(
-            f"An engine with the {engine.layout} layout"
-            f"{' on a mesh' if engine.mesh is not None else ''} was given to the audit, whose "
-            "levels are those of the ragged layout on one device; audit such an engine, or give "
-            "this engine's outputs to audit_outputs."
-        )
     tell = on_stage or (lambda _: None)
     requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
     if engine.max_logprobs is not None:
@@ -321,6 +351,9 @@ def audit_engine(
     verifier = engine.verifier
     tell("the start-up probe")
     seen = probe(engine)
+    # Where bits depend on neighbours or widths, no more than the promise of E4 can be kept.
+    has_one_width = len(engine.verify_lengths) == 1
+    is_bit_exact = seen.holds and has_one_width and engine.layout == "ragged"
     # Plain decoding draws as coupled verification does; other verifiers equal it where greedy.
     sampled = [i for i, request in enumerate(requests) if request.params.temperature > 0]
     own = [i for i in range(len(requests)) if verifier.is_coupled or i not in sampled]
@@ -346,14 +379,13 @@ def audit_engine(
 
     tell("judging divergences")
     longest = max(len(c.prompt_token_ids + c.token_ids) for c, _ in (*drafted, *reference))
-    scorer = Scorer(engine.target, max_length=longest)
+    scorer = Scorer(engine.target, max_length=longest + 1)
 
     def level(name: str, chosen: Sequence[int], expected: _Run) -> Level:
         """The speculative output of some requests beside what is expected."""
         if chosen:
             found = _compare(scorer, requests, chosen, [drafted[i] for i in chosen], expected)
-            # A machine on which bits depend on places can keep no more than the promise of E4.
-            return Level(name=name, outputs=found, allows_ties=name == "E4" or not seen.holds)
+            return Level(name=name, outputs=found, allows_ties=name == "E4" or not is_bit_exact)
         if name == "E3" and not sampled:
             return Level(name=name, reason="no request is sampled")
         return Level(name=name, reason=f"{verifier.name} draws other tokens than plain decoding")
@@ -362,22 +394,30 @@ def audit_engine(
     independent += _compare(scorer, requests, few, alone, drafted)
     levels = {
         "E1": level("E1", own, plain),
-        "E2": Level(name="E2", outputs=independent, allows_ties=not seen.holds),
+        "E2": Level(name="E2", outputs=independent, allows_ties=not is_bit_exact),
         "E3": level("E3", [i for i in own if i in sampled], [(c, None) for c, _ in plain]),
         "E4": level("E4", own, reference),
     }
     tell("the distribution of sampled outputs")
     distribution = DistributionLevel(reason=f"{verifier.name} does not promise the distribution")
     if verifier.is_lossless:
-        distribution = _distribution(scorer, requests, [c for c, _ in drafted])
+        room = engine.longest_prompt + 1  # tokens of prompt and output
+        distribution = _distribution(scorer, requests, [c for c, _ in drafted], room=room)
+    tables = TablesLevel(reason=f"{verifier.name} draws the tokens of plain decoding")
+    if verifier.is_lossless and not verifier.is_coupled:
+        tell("the verifier on tables of known distributions")
+        tables = _tables(verifier) if sampled else TablesLevel(reason="no request is sampled")
+    elif not verifier.is_lossless:
+        tables = TablesLevel(reason=distribution.reason)
     return EngineAudit(
         engine=engine.describe(),
         dtype=scorer.dtype.name,
-        promise=promise_of(verifier, is_bit_exact=seen.holds),
+        promise=promise_of(verifier, is_bit_exact=is_bit_exact),
         num_requests=len(requests),
         num_sampled=len(sampled),
         levels=levels,
         distribution=distribution,
+        tables=tables,
         study=StudyMetrics.of(
             engine.target, *([c.token_ids for c, _ in run] for run in (drafted, reference))
         ),
@@ -388,10 +428,13 @@ def audit_engine(
 
 def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
     """What an engine with this verifier promises, in words; `is_bit_exact` says whether the
-    start-up probe holds."""
+    start-up probe holds, and layout and exactness keep bits."""
     if not is_bit_exact and verifier.is_lossless:
         kept = "tokens of plain decoding" if verifier.is_coupled else "target's distribution"
-        return f"equal up to proven ties: the {kept}, as far as rounding on this machine allows"
+        return (
+            f"equal up to proven ties: the {kept}, as far as rounding with these settings and on "
+            "this machine allows"
+        )
     if verifier.is_coupled:
         return (
             "bit-exact: the tokens of plain decoding in the same program, at any temperature; "
@@ -416,9 +459,10 @@ def _run(
     size = batch_size or engine.shape.batch_size
     found = []
     for first in range(0, len(requests), size):
-        completions = engine.run(requests[first : first + size], speculate=speculate)
+        batch = requests[first : first + size]
+        completions = list(engine.run(batch, speculate=speculate))
         # The rows keep their KV until the next batch takes them.
-        for row, completion in enumerate(list(completions)):
+        for row, completion in zip(rows_of(engine, batch), completions, strict=True):
             kv = b"".join(values.tobytes() for values in engine.executor.committed_kv(row))
             found.append((completion, hashlib.sha256(kv).hexdigest()))
     return found
@@ -460,22 +504,43 @@ def _compare(
 
 
 def _distribution(
-    scorer: Scorer, requests: Sequence[Request], completions: Sequence[Completion]
+    scorer: Scorer, requests: Sequence[Request], completions: Sequence[Completion], *, room: int
 ) -> DistributionLevel:
-    """What the sampled outputs among these say about the distribution."""
-    judged = [
-        judge_alone(
-            scorer,
+    """What the sampled outputs among these say about the distribution, where prompt and output
+    have room for so many tokens."""
+
+    def sample(request: Request, completion: Completion) -> Sample:
+        own = request.params
+        limit = min(own.max_tokens, room - len(request.prompt_token_ids))
+        least = min(own.min_tokens, limit)
+        return Sample(
             prompt_ids=request.prompt_token_ids,
             output_ids=completion.token_ids,
-            params=dataclasses.replace(request.params, seed=None),
+            params=dataclasses.replace(own, seed=None, min_tokens=least, max_tokens=limit),
+            seed=own.seed,
         )
+
+    samples = [
+        sample(request, completion)
         for request, completion in zip(requests, completions, strict=True)
         if request.params.temperature > 0
     ]
-    if not judged:
+    if not samples:
         return DistributionLevel(reason="no request is sampled")
+    ends = [
+        judge_end(scorer, prompt_ids=s.prompt_ids, output_ids=s.output_ids, params=s.params)
+        for s in samples
+    ]
     return DistributionLevel(
-        log_evidence=tuple(own.log_evidence or 0.0 for own in judged),
-        num_excluded=sum(own.first is not None for own in judged),
+        samples=judge_samples(scorer, samples)[1],
+        num_wrong_ends=sum(end is not None for end in ends),
+    )
+
+
+def _tables(verifier: Verifier) -> TablesLevel:
+    """The scenes with this verifier, as it is now."""
+    scenes = {name: make(verifier) for name, make in SCENES.items()}
+    return TablesLevel(
+        p_values={name: scene.p_value() for name, scene in scenes.items()},
+        num_outputs=sum(scene.num_rows for scene in scenes.values()),
     )

@@ -16,6 +16,7 @@ from jaxspec.audit.report import AuditReport, report_of_engine, report_of_output
 from jaxspec.audit.scoring import parameter_dtype, with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
+from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
     DrafterOptions,
@@ -33,10 +34,11 @@ from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import new_figure
+from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.verifiers import VerifierName, make_verifier
 
 # What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
-CONTROLS_MEASURES = ("audit/controls", "decode")
+CONTROLS_MEASURES = ("audit/controls", "audit/scenes.py", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,10 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     verifier: VerifierName = "coupled"
     """What decides how much of a draft is kept."""
+    scheduler: SchedulerName = "continuous"
+    """Which rows take part in a round."""
+    layout: Layout = "ragged"
+    """How KV is stored; with aligned rows, outputs are audited up to ties."""
     n_requests: int | None = None
     """Requests in all; prompts are repeated, with other seeds, until there are so many."""
     draft_length: int = 4
@@ -180,6 +186,8 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             target,
             drafter,
             verifier=make_verifier(self.verifier),
+            scheduler=make_scheduler(self.scheduler),
+            layout=self.layout,
             draft_length=self.draft_length,
             verify_length=verify_length,
             batch_size=min(self.batch_size, num_requests),

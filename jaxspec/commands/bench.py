@@ -37,6 +37,7 @@ from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.report import Columns, TextTable, save_figure
+from jaxspec.studies.confusion import ConfusionBench
 from jaxspec.studies.rounds import SchedulersBench
 from jaxspec.studies.study import Study
 
@@ -336,6 +337,7 @@ class BenchCommand:
         | Annotated[GpuCommand, tyro.conf.subcommand("gpu")]
         | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]
         | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
+        | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
         | Annotated[StepCostBench, tyro.conf.subcommand("step-cost")]

@@ -12,9 +12,9 @@ from rich.console import Console
 
 import jaxspec
 from jaxspec.audit.controls import runner as controls
-from jaxspec.audit.controls.distributions import TableModel, scene_of
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault, installed
+from jaxspec.audit.scenes import TableModel
 from jaxspec.errors import ModelError, SettingError
 
 KINDS = ("tokens", "sampling", "order", "efficiency", "numerics")
@@ -172,7 +172,7 @@ def test_reports_hold_every_control(bench):
 
 
 def test_the_distribution_of_a_scene_is_that_of_the_sampler():
-    scene = scene_of(FAULTS["one_stream"])
+    scene = controls.scene_of(FAULTS["one_stream"])
     size = scene.p.shape[0]
     distribution = scene.distribution()
     assert distribution.shape == (size,) * scene.num_tokens

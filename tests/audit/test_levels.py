@@ -10,13 +10,14 @@ import tiny
 import toy
 
 import jaxspec
+from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.judge import Finding
 from jaxspec.audit.self_audit import Level, StudyMetrics, audit_engine, promise_of
 from jaxspec.decode import round as decoding
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.schedulers import Continuous, Pool, Static
 from jaxspec.verifiers import rejection
 
 PROMPTS = toy.prompts((4, 19, 33, 8, 1, 12))
@@ -66,11 +67,9 @@ def test_a_healthy_coupled_run_holds_every_level():
         assert audit.levels[name].num_other_bits == 0
     assert [len(audit.levels[name].outputs) for name in ("E1", "E2", "E3")] == [6, 10, 3]
     assert all(c.are_bits_equal for c in audit.levels["E1"].outputs)
-    assert (audit.num_requests, audit.num_sampled, len(audit.distribution.log_evidence)) == (
-        6,
-        3,
-        3,
-    )
+    assert (audit.num_requests, audit.num_sampled) == (6, 3)
+    assert len(audit.distribution.samples.log_evidence) == 3
+    assert audit.tables.holds is None
     assert audit.promise.startswith("bit-exact")
     assert audit.probe.holds
     assert "holds" in audit.sentence
@@ -80,17 +79,22 @@ def test_a_healthy_coupled_run_holds_every_level():
     assert document["levels"]["E1"]["exact"] == 1
 
 
-def test_a_sabotaged_round_breaks_e1(monkeypatch):
+@pytest.fixture
+def one_short(monkeypatch):
+    """Rounds that count a rejected draft as committed."""
     real = decoding.commit
 
-    def one_short(state, info, cache):
+    def commit(state, info, cache):
         after = real(state, info, cache)
         rejected = info.verdict.num_accepted < info.draft.num_valid
         return after.replace(
             num_committed=after.num_committed + (rejected & after.is_running).astype(jnp.int32)
         )
 
-    monkeypatch.setattr(decoding, "commit", one_short)
+    monkeypatch.setattr(decoding, "commit", commit)
+
+
+def test_a_sabotaged_round_breaks_e1(one_short):
     audit = audit_engine(engine_of(), PROMPTS, GREEDY)
     assert not audit.holds
     assert audit.levels["E1"].holds is False
@@ -101,14 +105,54 @@ def test_a_sabotaged_round_breaks_e1(monkeypatch):
     assert divergence["finding"] == "synchronisation fault"
 
 
-def test_rejection_promises_the_distribution_only():
-    audit = audit_engine(engine_of(verifier=rejection.Rejection()), PROMPTS, SAMPLED)
+@pytest.fixture(scope="module")
+def rejecting():
+    return engine_of(verifier=rejection.Rejection())
+
+
+def test_rejection_promises_the_distribution_only(rejecting):
+    audit = audit_engine(rejecting, PROMPTS, SAMPLED)
     assert audit.holds
+    assert audit.tables.holds is True
+    assert set(audit.tables.p_values) == {"memoryless", "filtered"}
     assert audit.promise.startswith("distribution only")
     assert audit.levels["E1"].holds is None
     assert "draws other tokens" in audit.levels["E1"].reason
     assert audit.levels["E2"].holds is True
     assert audit.distribution.holds is True
+
+
+def test_sampled_outputs_that_are_cut_break_the_distribution(rejecting, monkeypatch):
+    """Nothing else compares their lengths: they are no reference's."""
+    real = Engine.run
+
+    def cut(self, requests, **options):
+        for completion in real(self, requests, **options):
+            yield dataclasses.replace(completion, token_ids=completion.token_ids[:5])
+
+    monkeypatch.setattr(Engine, "run", cut)
+    audit = audit_engine(rejecting, PROMPTS, SAMPLED)
+    assert audit.distribution.num_wrong_ends == len(PROMPTS)
+    assert audit.distribution.holds is False
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [
+        ("one_stream", jaxspec.Rejection()),
+        pytest.param("position_only_keys", jaxspec.Block(), marks=pytest.mark.slow),
+        pytest.param(
+            "draft_filtered_in_another_order", jaxspec.Rejection(), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_an_audit_finds_faults_of_the_distribution(name, verifier):
+    """On the tables; a few outputs of a real pair do not show them."""
+    assert FAULTS[name].kind == "distribution"
+    with FAULTS[name].apply():
+        audit = audit_engine(engine_of(verifier=verifier), PROMPTS, SAMPLED)
+    assert audit.tables.holds is False
+    assert "tables" in audit.sentence
 
 
 def test_a_verifier_that_accepts_everything_breaks_the_distribution(monkeypatch):
@@ -170,7 +214,31 @@ def test_the_embedded_pair(dtype, temperature):
     assert audit.study is not None
 
 
-def test_an_aligned_engine_is_not_judged_by_the_levels_of_the_ragged_one():
-    engine = Engine(toy.model(), jaxspec.NGram(), layout="aligned", batch_size=1, max_length=128)
-    with pytest.raises(SettingError, match="the aligned layout was given to the audit"):
-        audit_engine(engine, [[1, 2, 3]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layout": "aligned", "scheduler": Static()},
+        {"layout": "aligned", "scheduler": Pool(window_size=6, sort_by_length=True)},
+        {"exactness": "ties"},
+    ],
+    ids=["static", "pool", "ties"],
+)
+def test_engines_that_do_not_keep_bits_are_audited_up_to_ties(settings):
+    audit = audit_engine(engine_of(**settings), PROMPTS, [GREEDY, SAMPLED] * 3)
+    assert audit.holds, audit.sentence
+    assert audit.promise.startswith("equal up to proven ties")
+    assert all(audit.levels[name].allows_ties for name in ("E1", "E2", "E3", "E4"))
+
+
+def test_a_sabotaged_aligned_engine_does_not(one_short):
+    audit = audit_engine(engine_of(layout="aligned"), PROMPTS, GREEDY)
+    assert not audit.holds
+    assert audit.levels["E4"].count(Finding.FAULT) > 0
+
+
+def test_bits_are_compared_row_by_row_whatever_the_order_of_admission():
+    engine = engine_of(scheduler=Continuous(longest_first=True))
+    params = [dataclasses.replace(GREEDY, max_tokens=6 + 2 * i) for i in range(len(PROMPTS))]
+    audit = audit_engine(engine, PROMPTS, params)
+    assert audit.holds, audit.sentence
+    assert audit.levels["E2"].num_other_bits == 0

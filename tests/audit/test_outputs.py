@@ -19,7 +19,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 
 test_distribution.__test__ = False  # a function of the package, not a test
 
-HEADER = {"engine": "other", "version": "1.2", "dtype": "float32"}
+HEADER = {"engine": "other", "version": "1.2", "dtype": "float32", "max_tokens": 20}
 PROMPTS = ["Once upon a time", "def f(x):", "The end"]
 
 
@@ -102,7 +102,7 @@ def test_tokens_behind_the_stop_token_are_cut_and_counted(write, target, greedy)
     one["token_ids"] = [*one["token_ids"][:5], tiny.EOS, 7, 7]
     file = read_outputs(write(HEADER, one), target)
     assert len(file.outputs[0].token_ids) == 6
-    assert file.outputs[0].num_after_stop == 2
+    assert file.outputs[0].after_stop == (7, 7)
     one["sampling_params"] = {"ignore_eos": True}
     assert len(read_outputs(write(HEADER, one), target).outputs[0].token_ids) == 8
 
@@ -120,14 +120,113 @@ def test_their_dtype_widens_the_bound_and_nothing_else(write, target, greedy):
 def test_jaxspecs_own_seeds_are_checked_draw_by_draw(write, target, engine):
     params = SamplingParams(max_tokens=12, temperature=1.0)
     done = engine.generate(PROMPTS, [dataclasses.replace(params, seed=i) for i in (4, 5, 6)])
-    drawn = {"temperature": 1.0}
+    drawn = {"temperature": 1.0, "max_tokens": 12}
     for name, other, holds in (("jaxspec", 0, True), ("jaxspec", 1, False), ("other", 1, True)):
         lines = [line(one, seed=one.seed + other, sampling_params=drawn) for one in done]
         path = write({**HEADER, "engine": name}, *lines)
         audit = audit_outputs(target, read_outputs(path, target))
-        assert (audit.num_excluded == 0) is holds
+        assert (audit.samples.num_excluded == 0) is holds
         found = {d.finding for own in audit.judged for d in own.divergences}
         assert found == (set() if holds else {Finding.SAMPLING})
+
+
+# Where the parameters stand.
+
+
+@pytest.mark.parametrize("place", ["line", "sampling_params", "header", "header's sampling_params"])
+def test_parameters_are_read_wherever_they_stand(write, target, engine, place):
+    """A sampled output is not judged as a greedy one because of where it says so."""
+    drawn = {"temperature": 1.0, "top_k": 12, "max_tokens": 12}
+    done = engine.generate(PROMPTS, SamplingParams(**drawn, seed=4))
+    within = {"sampling_params": drawn} if place.endswith("sampling_params") else drawn
+    header = {name: x for name, x in HEADER.items() if name != "max_tokens"}
+    of_header, of_line = (within, {}) if place.startswith("header") else ({}, within)
+    lines = [line(one, seed=4, **of_line) for one in done]
+    file = read_outputs(write({**header, **of_header}, *lines), target)
+    assert [o.params for o in file.outputs] == [SamplingParams(**drawn, seed=4)] * len(done)
+    audit = audit_outputs(target, file)
+    assert audit.holds
+    assert (len(audit.greedy), len(audit.sampled)) == (0, len(done))
+
+
+def test_lines_that_jaxspec_writes_are_read(write, target, greedy):
+    header = {"engine": "jaxspec", "max_tokens": 20}
+    lines = [one.to_json() for one in greedy]
+    assert audit_outputs(target, read_outputs(write(header, *lines), target)).holds
+
+
+def test_unknown_fields_of_the_header_are_refused(write, target):
+    with pytest.raises(SettingError, match="The header has the field 'beams'"):
+        read_outputs(write({**HEADER, "beams": 2}, GOOD), target)
+
+
+# Where outputs end.
+
+
+def ended(write, target, one, *, header=HEADER, **fields):
+    """The audit of one output."""
+    return audit_outputs(target, read_outputs(write(header, {**line(one), **fields}), target))
+
+
+@pytest.mark.parametrize("length", [0, 1, 10, 19])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_output_that_is_cut_is_found(write, target, engine, length, temperature):
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
+    one = engine.generate(PROMPTS[:1], params)[0]
+    said = {"temperature": temperature, "ignore_eos": True}
+    assert ended(write, target, one, **said).holds
+    audit = ended(write, target, one, token_ids=list(one.token_ids[:length]), **said)
+    assert not audit.holds
+    assert "1 without a stop token before max_tokens" in audit.sentence
+    found = audit.to_json()["divergences"][-1]
+    assert (found["index"], found["token"]) == (length, -1)
+    if temperature == 0:
+        assert found["expected"] == one.token_ids[length]
+        assert audit.exact == 0
+
+
+def test_an_output_longer_than_its_limit_is_found(write, target, greedy):
+    audit = ended(write, target, greedy[0], header={**HEADER, "max_tokens": 15})
+    assert not audit.holds
+    found = audit.to_json()["divergences"][-1]
+    assert (found["index"], found["token"], found["expected"]) == (15, greedy[0].token_ids[15], -1)
+
+
+def test_an_output_may_end_with_a_stop_token_or_a_stop_string(write, target, greedy):
+    one = greedy[0]
+    stop = one.token_ids[9]
+    ids = list(one.token_ids[: one.token_ids.index(stop) + 1])
+    assert not ended(write, target, one, token_ids=ids).holds
+    assert ended(write, target, one, token_ids=ids, stop_token_ids=[stop]).holds
+    text = target.tokenizer.decode(ids)
+    assert ended(write, target, one, token_ids=ids, stop=[text[-1]]).holds
+    assert not ended(write, target, one, token_ids=ids, stop=["never said"]).holds
+
+
+def test_a_file_without_its_stop_tokens_is_told_so(write, target, greedy):
+    one, stop = greedy[0], greedy[0].token_ids[9]
+    ids = list(one.token_ids[: one.token_ids.index(stop)])
+    audit = ended(write, target, one, token_ids=ids, stop_token_ids=[stop])
+    assert not audit.holds
+    assert "if the engine emitted it, write it into the file" in audit.sentence
+
+
+def test_padding_after_a_stop_token_passes_and_other_tokens_do_not(write, target, greedy):
+    one = greedy[0]
+    stop = one.token_ids[9]
+    ids = list(one.token_ids[: one.token_ids.index(stop) + 1])
+    said = {"stop_token_ids": [stop]}
+    for after, holds in (([tiny.EOS] * 3, True), ([7, 8], False), ([7, 7], False)):
+        audit = ended(write, target, one, token_ids=ids + after, **said)
+        assert audit.holds is holds
+        assert audit.to_json()["num_too_long"] == (0 if holds else 1)
+
+
+def test_the_ends_of_texts_are_not_judged_and_the_report_says_so(write, target):
+    audit = audit_outputs(target, read_outputs(write(HEADER, {"prompt": "a", "text": "b"}), target))
+    assert audit.ends == {}
+    assert "max_tokens" not in audit.promise
+    assert audit.to_json()["are_ends_judged"] is False
 
 
 # The distribution of samples.
@@ -142,9 +241,9 @@ def samples(engine, *, temperature):
 
 @pytest.mark.parametrize(("drawn_at", "holds"), [(1.0, True), (3.0, False)])
 def test_samples_are_tested_against_the_distribution(write, target, engine, drawn_at, holds):
-    said = {"temperature": 1.0, "top_k": 12}
+    said = {"temperature": 1.0, "top_k": 12, "max_tokens": 4}
     done = samples(engine, temperature=drawn_at)
-    path = write({**HEADER, "sampling_params": said}, *map(line, done))
+    path = write({**HEADER, **said}, *map(line, done))
     audit = audit_outputs(target, read_outputs(path, target))
     assert list(audit.distribution_tests) == [2]
     test = audit.distribution_tests[2]
@@ -166,6 +265,63 @@ def test_a_token_that_the_filters_exclude_breaks_the_distribution(target, engine
         params=params,
     )
     assert found.p_value == 0
+
+
+def test_greedy_outputs_that_are_said_to_be_sampled_are_found(write, target, greedy):
+    """They are no sample of any temperature, however likely each of their tokens is."""
+    path = write({**HEADER, "temperature": 1.0}, *map(line, greedy))
+    audit = audit_outputs(target, read_outputs(path, target))
+    assert not audit.holds
+    assert audit.samples.is_unlikely_together or audit.samples.num_unlikely
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        ({"temperature": 0.5}, {"temperature": 1.0}),
+        ({"temperature": 2.0}, {"temperature": 1.0}),
+        ({"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0}),
+        ({"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}),
+    ],
+    ids=["colder", "hotter", "top-p not said", "top-p not used"],
+)
+def test_outputs_of_other_parameters_are_found_together(write, target, engine, drawn, said):
+    params = [SamplingParams(max_tokens=20, seed=i, **drawn) for i in range(24)]
+    done = engine.generate(PROMPTS * 8, params)
+
+    def audit(said):
+        lines = [line(one, seed=one.seed) for one in done]
+        return audit_outputs(target, read_outputs(write({**HEADER, **said}, *lines), target))
+
+    assert audit(drawn).holds
+    assert not audit(said).holds
+
+
+def test_the_report_says_what_so_many_tokens_can_show(write, target, engine):
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1)
+    done = engine.generate(PROMPTS[:1], params)
+    path = write({**HEADER, "temperature": 1.0}, *map(line, done))
+    document = audit_outputs(target, read_outputs(path, target)).to_json()
+    powers = {power["alternative"]: power for power in document["sampled"]["power"]}
+    assert {power["num_tokens"] for power in powers.values()} == {20}
+    needed = {name: power["tokens_needed"] for name, power in powers.items()}
+    assert needed["greedy"] < needed["temperature x 0.5"] < needed["temperature x 0.8"]
+    assert powers["temperature x 0.8"]["chance"] < powers["greedy"]["chance"]
+
+
+def test_outputs_that_share_a_seed_do_not_add_up(write, target, engine):
+    """The same output twenty times is one draw."""
+    params = SamplingParams(max_tokens=3, temperature=1.0, seed=1)
+    one = engine.generate(PROMPTS[:1], params)[0]
+
+    def audit(seeds):
+        said = {**HEADER, "temperature": 1.0, "max_tokens": 3}
+        lines = [line(one, seed=seed) for seed in seeds]
+        return audit_outputs(target, read_outputs(write(said, *lines), target))
+
+    assert audit([5] * 40).holds
+    assert audit([5] * 40).distribution_tests == {}
+    assert not audit(range(40)).holds
 
 
 def test_few_samples_are_not_tested(target, engine):
@@ -226,13 +382,14 @@ GOOD = {"prompt_token_ids": [0, 5, 6], "token_ids": [7, 8]}
         ([HEADER, GOOD, {"prompt": "a", "text": "b"}], "is ragged: line 3 has prompt, text"),
         ([HEADER, {**GOOD, "token_ids": [[7], [8]]}], "not one list of integers"),
         ([HEADER, {**GOOD, "token_ids": [7, 1.5]}], "not one list of integers"),
-        ([HEADER, {**GOOD, "token_ids": []}], "Line 2 .* has an empty output"),
+        ([HEADER, {"prompt": "a", "text": ""}], "Line 2 .* has an empty text"),
         ([HEADER, {**GOOD, "prompt_token_ids": []}], "Line 2 .* has an empty prompt"),
         ([HEADER, GOOD, {**GOOD, "token_ids": [258]}], "Line 3 .* id 258 .* ends at 257"),
         ([HEADER, {**GOOD, "prompt_token_ids": [-1]}], "Line 2 .* id -1 in prompt_token_ids"),
         ([HEADER, {**GOOD, "text": "something else"}], "of another tokenizer"),
         ([HEADER, {"prompt": "a", "text": 5}], "has a text that is not text"),
         ([{**HEADER, "sampling_params": 3}, GOOD], "The header has sampling_params"),
+        ([{"engine": "other"}, GOOD], "Line 2 .* without a stop token and gives no max_tokens"),
     ],
 )
 def test_malformed_files(write, target, lines, said):
@@ -245,7 +402,11 @@ def test_malformed_files(write, target, lines, said):
     ("fields", "said"),
     [
         ({"sampling_params": {"beams": 3}}, "Line 2 .* sampling parameter 'beams'"),
-        ({"sampling_params": {"top_p": 2}}, "Line 2 .*top_p 2 was given"),
+        ({"temprature": 1.0}, "Line 2 .* has the field 'temprature', which is not known"),
+        ({"temperature": 1, "sampling_params": {"temperature": 2}}, "gives temperature twice, 1 "),
+        ({"seed": 4}, "Line 2 .* has seed 4 and no temperature"),
+        ({"top_p": 0.9}, "Line 2 .* has top_p 0.9 and no temperature"),
+        ({"sampling_params": {"temperature": 1, "top_p": 2}}, "Line 2 .*top_p 2 was given"),
         ({"sampling_params": {"temperature": "hot"}}, "Line 2 .*temperature 'hot' was given"),
         ({"seed": -4, "sampling_params": {"temperature": 1}}, "Line 2 .*seed -4 was given"),
     ],

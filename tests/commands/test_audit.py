@@ -44,9 +44,11 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     audit = result.document["audit"]
     assert audit["holds"] is True
     assert (audit["num_requests"], audit["num_sampled"]) == (5, 5)
-    assert {name: level["holds"] for name, level in audit["levels"].items()} == dict.fromkeys(
-        ("E1", "E2", "E3", "E4", "distribution"), True
-    )
+    assert {name: level["holds"] for name, level in audit["levels"].items()} == {
+        **dict.fromkeys(("E1", "E2", "E3", "E4", "distribution"), True),
+        "tables": None,
+    }
+    assert "sampled tokens can show" in result.out
     assert audit["study_metrics"]["exact"] == 1
     assert audit["probe"]["holds"] is True
     assert result.document["inputs"].keys() == {prompts.name}
@@ -70,7 +72,7 @@ def test_a_file_of_outputs(cli, models, tmp_path):
     cli("generate", *options, "--prompt", "The end", "--output", made)
     line = json.loads(made.read_text())
     ids = {name: line[name] for name in ("prompt_token_ids", "token_ids")}
-    header = {"engine": "other", "dtype": "fp32"}
+    header = {"engine": "other", "dtype": "fp32", "max_tokens": 9}
     outputs = tmp_path / "outputs.jsonl"
     outputs.write_text(f"{json.dumps(header)}\n{json.dumps(ids)}\n")
     audit = ("audit", "--target", models.target, "--outputs", outputs, "--json")
@@ -88,6 +90,11 @@ def test_a_file_of_outputs(cli, models, tmp_path):
     assert found["dtype"] == "bfloat16"
     assert (found["divergences"][0]["line"], found["divergences"][0]["index"]) == (2, 4)
     assert "synchronisation" in result.out
+
+    outputs.write_text(f"{json.dumps(header)}\n{json.dumps(ids | {'token_ids': []})}\n")
+    result = cli(*audit)
+    assert result.status == 3
+    assert "1 without a stop token before max_tokens" in result.out
     assert (tmp_path / "r.html").exists()
 
 

@@ -10,6 +10,7 @@ import tiny
 import toy
 
 import jaxspec
+from jaxspec.audit.self_audit import audit_engine
 from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -89,6 +90,13 @@ def test_the_aligned_layout_aligns_the_rows_of_a_shard(four, one, prompts):
     )
     assert on_mesh.state.schedule.num_slots_moved.shape == (4,)
     assert np.sum(on_mesh.state.schedule.num_slots_moved) > 0
+
+
+def test_an_engine_on_a_mesh_is_audited(four, prompts):
+    audit = audit_engine(four, prompts, PARAMS)
+    assert audit.holds, audit.sentence
+    assert audit.levels["E1"].num_other_bits == audit.levels["E2"].num_other_bits == 0
+    assert audit.levels["E2"].exact == 1
 
 
 def assert_equal_or_ties(target, completions, witness, params=PARAMS):

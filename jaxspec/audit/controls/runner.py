@@ -10,7 +10,7 @@ on; their control run is that program with none on. The requests are chosen so t
 show: ragged prompts, more requests than rows, rows that accept different numbers, stop tokens
 inside accepted drafts and in a prompt, a pad token that occurs in prompts and drafts, greedy and
 sampled rows side by side. Faults that no single output can show are judged by a chi-square test of
-many rows (`jaxspec.audit.controls.distributions`).
+many rows (`jaxspec.audit.scenes`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from unittest import mock
 
 import numpy as np
 
-from jaxspec.audit.controls.distributions import scene_of
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.controls.instrument import Fault, arm, installed
-from jaxspec.audit.judge import ALPHA, Divergences, judge_all
+from jaxspec.audit.evidence import ALPHA
+from jaxspec.audit.judge import Divergences, judge_all
+from jaxspec.audit.scenes import DistributionScene, filtered, memoryless
 from jaxspec.audit.scoring import Scorer
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
@@ -41,6 +42,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import TextTable
 from jaxspec.schedulers import Static
 from jaxspec.types import Origin
+from jaxspec.verifiers import Block, Rejection
 
 BATCH_SIZE = 3
 MAX_LENGTH = 128
@@ -358,6 +360,12 @@ def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
             "the pad and a stop token; give a drafter that is right more often."
         )
     return Workload(prompts=prompts, params=params, pad_token=common[0])
+
+
+def scene_of(fault: Fault) -> DistributionScene:
+    """The scene that shows a distribution fault."""
+    is_of_block = fault.name == "position_only_keys"
+    return memoryless(Block()) if is_of_block else filtered(Rejection())
 
 
 def run_distribution_control(fault: Fault) -> ControlResult:

@@ -1,4 +1,9 @@
-"""Faults of the distribution, shown by a chi-square test of many rows of a table model."""
+"""The distribution of many rows that decode a table model, by a chi-square test.
+
+The target's next token depends on the last one only, so the probability of every output is known
+exactly, and 40,000 rows of a few tokens show what no workload of a real model would: noise that is
+used twice, a draft whose distribution is not the one that verification is told.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,13 @@ import numpy as np
 from scipy import stats
 
 from jaxspec.audit.chi_square import pooled
-from jaxspec.audit.controls.instrument import Fault
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.schedulers import Static
 from jaxspec.types import EngineShape, Finish, RowSampling
-from jaxspec.verifiers import Block, Rejection, Verifier
+from jaxspec.verifiers import Verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,19 +154,21 @@ class DistributionScene:
         return float(stats.chisquare(*pooled(observed, distribution * self.num_rows)).pvalue)
 
 
-def scene_of(fault: Fault) -> DistributionScene:
-    """The scene that shows a distribution fault: all but the block verifier's share one."""
-    return _scene(is_of_block=fault.name == "position_only_keys")
+@functools.cache
+def memoryless(verifier: Verifier) -> DistributionScene:
+    """Two tokens whose probabilities never change; it shows keys that forget the round."""
+    p, q = np.log([[0.7, 0.3]] * 2), np.log([[0.35, 0.65]] * 2)
+    return DistributionScene(verifier=verifier, p=p, q=q)
 
 
 @functools.cache
-def _scene(*, is_of_block: bool) -> DistributionScene:
-    if is_of_block:
-        # Memoryless distributions; the bias under keys of the position was measured for these.
-        p, q = np.log([[0.7, 0.3]] * 2), np.log([[0.35, 0.65]] * 2)
-        return DistributionScene(verifier=Block(), p=p, q=q)
+def filtered(verifier: Verifier) -> DistributionScene:
+    """Four tokens, a temperature and top-p; it shows noise used twice, and filters out of order."""
     rng = np.random.default_rng(5)
     p, q = rng.normal(size=(2, 4, 4))
     return DistributionScene(
-        verifier=Rejection(), p=p, q=q, temperature=1.5, top_p=0.85, num_nodes=2, num_tokens=4
+        verifier=verifier, p=p, q=q, temperature=1.5, top_p=0.85, num_nodes=2, num_tokens=4
     )
+
+
+SCENES = {"memoryless": memoryless, "filtered": filtered}

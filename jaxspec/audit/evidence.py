@@ -1,0 +1,226 @@
+"""Evidence that sampled tokens are not drawn from the distribution that they are said to be.
+
+Each of `ALTERNATIVES` is a way in which sampling goes wrong in practice. A bet on one of them is
+multiplied at every token by q / p, where p is the probability that the token should have and q the
+one that it has under the alternative (with `HONEST_SHARE` of p mixed in, so that no single token
+loses the whole bet). If tokens are drawn from p, the bet has mean 1 however it goes on, so it ever
+exceeds 1 / alpha with probability at most alpha (Ville's inequality). The mean of the bets on all
+alternatives is such a bet as well, so trying several of them costs no more than the logarithm of
+their number.
+
+Bets on outputs that were drawn independently are multiplied. Outputs that share a seed share their
+noise; of these the mean is taken, which is a bet of mean 1 whatever they have in common.
+
+The distribution is fp32's, and the tokens were drawn in another dtype, whose logits differ by up to
+the measured noise n. Then q / p has a mean of at most exp(2 n / T), and at most 1 + s n / T, where
+s is its standard deviation under p. Bets are divided by the smaller of these.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+import scipy.stats
+
+if TYPE_CHECKING:
+    from jaxspec.audit.scoring import Segment
+
+ALPHA = 1e-6  # chance that outputs that follow the distribution are said not to
+HONEST_SHARE = 0.1  # of the distribution itself in every alternative
+STRAY_SHARE = 0.05  # of tokens from anywhere in the alternative of that name
+POWER = 0.99  # chance for which the number of tokens is stated
+
+
+def _tempered(factor: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda log_p: jax.nn.log_softmax(log_p / factor, axis=-1)
+
+
+def _greedy(log_p: jax.Array) -> jax.Array:
+    is_first = log_p == jnp.max(log_p, axis=-1, keepdims=True)
+    return jax.nn.log_softmax(jnp.where(is_first, 0.0, -jnp.inf), axis=-1)
+
+
+def _nucleus(mass: float) -> Callable[[jax.Array], jax.Array]:
+    def cut(log_p: jax.Array) -> jax.Array:
+        descending = -jnp.sort(-log_p, axis=-1)
+        p = jnp.exp(descending)
+        is_kept = jnp.cumsum(p, axis=-1) - p < mass
+        least = jnp.min(jnp.where(is_kept, descending, jnp.inf), axis=-1, keepdims=True)
+        return jax.nn.log_softmax(jnp.where(log_p >= least, log_p, -jnp.inf), axis=-1)
+
+    return cut
+
+
+def _strays(log_p: jax.Array) -> jax.Array:
+    support = jnp.sum(jnp.isfinite(log_p), axis=-1, keepdims=True)
+    stray = math.log(STRAY_SHARE) - jnp.log(support.astype(jnp.float32))
+    mixed = jnp.logaddexp(log_p + math.log1p(-STRAY_SHARE), stray)
+    return jnp.where(jnp.isfinite(log_p), mixed, -jnp.inf)
+
+
+# By name: the alternative's log-probabilities `[..., V]`, given those of the distribution.
+ALTERNATIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "greedy": _greedy,
+    "temperature x 0.5": _tempered(0.5),
+    "temperature x 0.8": _tempered(0.8),
+    "temperature x 1.25": _tempered(1.25),
+    "temperature x 2": _tempered(2.0),
+    "top-p 0.5": _nucleus(0.5),
+    "top-p 0.9": _nucleus(0.9),
+    "5 % of tokens from anywhere": _strays,
+}
+
+
+def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    """What each alternative bets on tokens `[n]`, given log-probabilities `[n, V]`: fp32 `[n, A]`.
+
+    Returns:
+      log_bets: log of `q / p`; inf for a token of probability 0.
+      expected, variance: mean and variance of the former if the alternative is true.
+      spread: standard deviation of `q / p` if the distribution is.
+    """
+    is_possible = jnp.isfinite(log_p)
+    p = jnp.exp(log_p)
+    columns = []
+    for alternative in ALTERNATIVES.values():
+        log_alternative = alternative(log_p)
+        log_q = jnp.logaddexp(
+            log_alternative + math.log1p(-HONEST_SHARE), log_p + math.log(HONEST_SHARE)
+        )
+        log_ratio = jnp.where(is_possible, log_q - jnp.where(is_possible, log_p, 0.0), 0.0)
+        drawn = jnp.exp(log_alternative)
+        expected = jnp.sum(drawn * log_ratio, axis=-1)
+        variance = jnp.sum(drawn * jnp.square(log_ratio - expected[:, None]), axis=-1)
+        spread = jnp.sqrt(jnp.sum(p * jnp.square(jnp.expm1(log_ratio)), axis=-1))
+        own = jnp.where(is_possible, log_ratio, jnp.inf)
+        of_token = jnp.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
+        columns.append((of_token, expected, variance, spread))
+    names = ("log_bets", "expected", "variance", "spread")
+    stacked = [jnp.stack(column, axis=1) for column in zip(*columns, strict=True)]
+    return dict(zip(names, stacked, strict=True))
+
+
+def bets_of(segment: Segment, temperature: float) -> np.ndarray:
+    """The segment's bets `[n, A]`, less what rounding may explain; log scale."""
+    noise = segment.noise[:, None].astype(np.float64) / temperature
+    allowance = np.minimum(2 * noise, np.log1p(segment.spread * noise))
+    return segment.log_bets - allowance
+
+
+def log_evidence(log_bets: np.ndarray) -> float:
+    """Of bets `[A]` on the alternatives, the log of their mean."""
+    return float(scipy.special.logsumexp(log_bets) - math.log(len(ALTERNATIVES)))
+
+
+def evidence_limit(num_outputs: int = 1) -> float:
+    """Log of the evidence that the largest of so many outputs exceeds with probability `ALPHA` at
+    most if all of them follow the distribution."""
+    return math.log(max(num_outputs, 1) / ALPHA)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bets:
+    """The bets on one sampled output, or on several together.
+
+    Attributes:
+      log_bets: `[A]` fp64.
+      expected: `[A]`, their means if the alternative is true and the context the same.
+      variance: `[A]`, as above.
+      num_tokens: that were bet on.
+    """
+
+    log_bets: np.ndarray
+    expected: np.ndarray
+    variance: np.ndarray
+    num_tokens: int
+
+    @classmethod
+    def none(cls) -> Bets:
+        """Before the first token."""
+        zero = np.zeros(len(ALTERNATIVES))
+        return cls(log_bets=zero, expected=zero, variance=zero, num_tokens=0)
+
+    def plus(self, log_bets: np.ndarray, segment: Segment) -> Bets:
+        """With those on a segment, `[n, A]`."""
+        return Bets(
+            log_bets=self.log_bets + log_bets.sum(axis=0),
+            expected=self.expected + segment.expected.sum(axis=0),
+            variance=self.variance + segment.variance.sum(axis=0),
+            num_tokens=self.num_tokens + len(log_bets),
+        )
+
+    @classmethod
+    def together(cls, each: Sequence[Bets], seeds: Sequence[Hashable | None]) -> Bets:
+        """On outputs with these seeds. Those without a seed are taken to be independent."""
+        by_seed: dict[Hashable, list[Bets]] = collections.defaultdict(list)
+        for place, (own, seed) in enumerate(zip(each, seeds, strict=True)):
+            by_seed[("alone", place) if seed is None else ("seed", seed)].append(own)
+        total = cls.none()
+        for group in by_seed.values():
+            mean = scipy.special.logsumexp([own.log_bets for own in group], axis=0)
+            total = cls(
+                log_bets=total.log_bets + mean - math.log(len(group)),
+                expected=total.expected + np.mean([own.expected for own in group], axis=0),
+                variance=total.variance + np.mean([own.variance for own in group], axis=0),
+                num_tokens=total.num_tokens + round(np.mean([own.num_tokens for own in group])),
+            )
+        return total
+
+    @property
+    def log_evidence(self) -> float:
+        """Log of the mean bet."""
+        return log_evidence(self.log_bets)
+
+    def powers(self) -> tuple[Power, ...]:
+        """How likely each alternative was to be found, had it been true; none without tokens."""
+        if self.num_tokens == 0:
+            return ()
+        needed = evidence_limit() + math.log(len(ALTERNATIVES))
+        return tuple(
+            Power.of(name, float(mean), float(variance), self.num_tokens, needed)
+            for name, mean, variance in zip(ALTERNATIVES, self.expected, self.variance, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Power:
+    """How likely an alternative would be found, by a normal approximation to its bet.
+
+    Attributes:
+      alternative: a key of `ALTERNATIVES`.
+      num_tokens: that were bet on.
+      chance: of finding it with so many tokens.
+      tokens_needed: for the chance `POWER`, in contexts like these; None if they never suffice
+        (an alternative that is the distribution itself).
+    """
+
+    alternative: str
+    num_tokens: int
+    chance: float
+    tokens_needed: int | None
+
+    @classmethod
+    def of(cls, name: str, mean: float, variance: float, num_tokens: int, needed: float) -> Power:
+        """For a bet of this mean and variance, of which the log has to exceed `needed`."""
+        deviation = math.sqrt(variance)
+        chance = 1.0 if mean > needed else 0.0
+        if deviation > 0:
+            chance = float(scipy.stats.norm.cdf((mean - needed) / deviation))
+        tokens_needed = None
+        if mean > 0:
+            # n m - z sqrt(n) s = needed, for the mean m and deviation s of one token.
+            m, s = mean / num_tokens, deviation / math.sqrt(num_tokens)
+            z = float(scipy.stats.norm.ppf(POWER))
+            root = (z * s + math.sqrt((z * s) ** 2 + 4 * m * needed)) / (2 * m)
+            tokens_needed = math.ceil(root**2)
+        return cls(
+            alternative=name, num_tokens=num_tokens, chance=chance, tokens_needed=tokens_needed
+        )

@@ -1,0 +1,136 @@
+"""Sampled outputs against the target's distribution, each alone and all together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from jaxspec.audit.evidence import ALPHA, Bets, Power, evidence_limit
+from jaxspec.audit.judge import OwnOutput, json_number, judge_alone
+from jaxspec.audit.scoring import Scorer
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import NONE, TextTable, percent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A sampled output.
+
+    Attributes:
+      prompt_ids: at least one.
+      output_ids: ids of the vocabulary, cut after the stop token.
+      params: how it was drawn; without a seed only its distribution is judged.
+      seed: what it shares with other outputs of the same seed: their noise.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    params: SamplingParams
+    seed: Hashable | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleEvidence:
+    """What sampled outputs say against the distribution.
+
+    Attributes:
+      log_evidence: of each output; see `jaxspec.audit.evidence`.
+      together: of all of them, those left out that hold an excluded token.
+      num_excluded: outputs with a token that the distribution (or the seed) excludes, by more than
+        rounding.
+    """
+
+    log_evidence: tuple[float, ...] = ()
+    together: Bets = dataclasses.field(default_factory=Bets.none)
+    num_excluded: int = 0
+
+    @classmethod
+    def of(cls, judged: Sequence[OwnOutput], seeds: Sequence[Hashable | None]) -> SampleEvidence:
+        """Of sampled outputs as they were judged."""
+        possible = [
+            (own.bets, seed)
+            for own, seed in zip(judged, seeds, strict=True)
+            if own.bets is not None and own.first is None
+        ]
+        return cls(
+            log_evidence=tuple(own.log_evidence or 0.0 for own in judged),
+            together=Bets.together([bets for bets, _ in possible], [seed for _, seed in possible]),
+            num_excluded=sum(own.first is not None for own in judged),
+        )
+
+    @property
+    def num_unlikely(self) -> int:
+        """Outputs that speak against the distribution by themselves."""
+        return sum(log > evidence_limit(len(self.log_evidence)) for log in self.log_evidence)
+
+    @property
+    def is_unlikely_together(self) -> bool:
+        """Whether all outputs together speak against the distribution."""
+        return self.together.log_evidence > evidence_limit()
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against the distribution."""
+        return not (self.num_excluded or self.num_unlikely or self.is_unlikely_together)
+
+    @property
+    def powers(self) -> tuple[Power, ...]:
+        """How likely each alternative was to be found."""
+        return self.together.powers()
+
+    def power_table(self) -> TextTable:
+        """What these outputs would have shown, alternative by alternative."""
+        return TextTable.of_columns(
+            f"What {self.together.num_tokens} sampled tokens can show",
+            {
+                "if tokens had been drawn by": "{alternative}",
+                "found with probability": lambda power: percent(power.chance),
+                "tokens needed for 99 %": lambda power: power.tokens_needed or NONE,
+            },
+            self.powers,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures."""
+        return {
+            "num_excluded": self.num_excluded,
+            "num_unlikely": self.num_unlikely,
+            "alpha": ALPHA,
+            "largest_log_evidence": json_number(max(self.log_evidence, default=None)),
+            "log_evidence_together": json_number(self.together.log_evidence),
+            "log_evidence_limit": evidence_limit(),
+            "power": [dataclasses.asdict(power) for power in self.powers],
+        }
+
+
+def judge_samples(
+    scorer: Scorer,
+    samples: Sequence[Sample],
+    *,
+    on_output: Callable[[], None] = lambda: None,
+) -> tuple[list[OwnOutput], SampleEvidence]:
+    """Every sampled output token by token, and what all of them say against the distribution.
+
+    Rounding is measured (which takes several times as long) only if something seems wrong.
+    `on_output` is called after each output.
+    """
+    seeds = [sample.seed for sample in samples]
+
+    def judge(sample: Sample, *, measures_noise: bool) -> OwnOutput:
+        own = judge_alone(
+            scorer,
+            prompt_ids=sample.prompt_ids,
+            output_ids=sample.output_ids,
+            params=sample.params,
+            measures_noise=measures_noise,
+        )
+        on_output()
+        return own
+
+    judged = [judge(sample, measures_noise=False) for sample in samples]
+    evidence = SampleEvidence.of(judged, seeds)
+    if evidence.num_unlikely or evidence.is_unlikely_together:
+        judged = [judge(sample, measures_noise=True) for sample in samples]
+        evidence = SampleEvidence.of(judged, seeds)
+    return judged, evidence
