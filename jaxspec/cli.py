@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec import __version__
-from jaxspec.errors import JaxspecError
+from jaxspec.errors import JaxspecError, SettingError
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -42,14 +42,10 @@ def main(args: Sequence[str] | None = None) -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:  # JAX's errors are RuntimeErrors
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        sentence = of_machine(error)
+        if sentence is None:
             raise
-        reason = str(error).split("\n")[0]
-        print(
-            f"error: The memory does not suffice ({reason}); lower --batch-size or --max-length, "
-            "or choose a smaller model or dtype.",
-            file=sys.stderr,
-        )
+        print("error:", sentence, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -62,8 +58,39 @@ def main(args: Sequence[str] | None = None) -> int:
     return status
 
 
+def of_machine(error: MemoryError | RuntimeError) -> str | None:
+    """What to say of an error that this machine is the reason of, or None for another error."""
+    reason = str(error).split("\n")[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return (
+            f"The memory does not suffice ({reason}); lower --batch-size or --max-length, or "
+            "choose a smaller model or dtype."
+        )
+    if "Unable to initialize backend" in str(error):
+        return (
+            f"JAX finds no device ({reason}); JAX_PLATFORMS is "
+            f"{os.environ.get('JAX_PLATFORMS', '')!r}, so leave the variable out, or name a "
+            "platform that this machine has, such as cpu."
+        )
+    return None
+
+
+def check_arguments(args: Sequence[str]) -> None:
+    """Raises `SettingError` for an argument that is not UTF-8: it could not be printed, nor written
+    as JSON."""
+    for place, argument in enumerate(args, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(
+                f"Argument {place}, {argument!a}, is not UTF-8; give it in UTF-8, or rename the "
+                "file that it names."
+            ) from error
+
+
 def run_command(args: Sequence[str]) -> int:
     """Parses `args` and runs the command they name; raises what it raises."""
+    check_arguments(args)
     name, *options = args or ["help"]
     if name in ("-h", "--help", "help"):
         print(help_text())

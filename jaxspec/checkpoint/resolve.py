@@ -29,6 +29,7 @@ from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.directories import cache_directory, remove_directory
+from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.other_names import refuse_other_names
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
@@ -81,7 +82,7 @@ def load_model(
             name.removeprefix("random:"), dtype=dtype, sharding=sharding, kernels=kernels
         )
 
-    directory = Path(name).expanduser()
+    directory = expand_user(name)
     if not directory.exists():
         commit, directory = download(name, revision)
         converted = _convert_cached(directory, name=name, commit=commit)

@@ -13,6 +13,7 @@ from typing import Any
 from jaxspec.errors import PromptError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, prompt_token_ids
+from jaxspec.runtime.files import why_endless
 
 SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.jsonl"
 
@@ -64,14 +65,12 @@ def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
     Raises:
       PromptError: the file cannot be read or has no prompt, or a line is malformed.
     """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    text, reason = _read_text(pathlib.Path(path))
+    if reason is not None:
         raise PromptError(
             f"The prompt file {os.fspath(path)} cannot be read ({reason}); name a text file with "
             "one prompt a line."
-        ) from error
+        )
     is_json = os.fspath(path).endswith((".jsonl", ".json"))
     # Not splitlines: JSON strings may contain other line separators unescaped.
     prompts = [
@@ -91,8 +90,10 @@ def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
         return PromptLine(prompt=line.rstrip("\r"), number=number)
     try:
         fields = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "depth"
+    except (ValueError, RecursionError) as error:
+        where = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{error.msg} at column {error.colno}"
         advice = (
             "mend the line, or name a file of plain lines otherwise than .jsonl"
             if is_json
@@ -165,14 +166,24 @@ def chat_template(name: str | None) -> str | None:
         return None
     if name == "vicuna":
         return VICUNA_TEMPLATE
-    try:
-        return pathlib.Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    text, reason = _read_text(pathlib.Path(name))
+    if reason is not None:
         raise PromptError(
             f"The chat template {name!r} is neither 'vicuna' nor a readable file ({reason}); name "
             "one of these."
-        ) from error
+        )
+    return text
+
+
+def _read_text(path: pathlib.Path) -> tuple[str, str | None]:
+    """The text of a file that the user names, or why it cannot be read."""
+    reason = why_endless(path)
+    if reason is None:
+        try:
+            return path.read_text(encoding="utf-8-sig"), None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    return "", reason
 
 
 def encode_prompts(

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from jaxspec.errors import CheckpointError, SettingError
+from jaxspec.runtime.files import expand_user
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
 KERNELS_DIRECTORY = ".kernels"  # likewise: the compiled `native` kernels
@@ -26,7 +27,7 @@ def cache_directory() -> Path:
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
+    return expand_user(chosen) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
 
 
 def sha256_of(path: str | os.PathLike) -> str:
