@@ -125,7 +125,7 @@ def convert(
         is full; the logits differ from torch's.
     """
     directory = expand_user(src)
-    if directory.is_dir():
+    if os.path.isdir(directory):  # also False for a name that no file can have
         if revision is not None:
             raise ModelError(
                 f"A revision ({revision}) was given for the local directory {src}; "

@@ -42,10 +42,14 @@ def main(args: Sequence[str] | None = None) -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:  # JAX's errors are RuntimeErrors
-        sentence = of_machine(error)
-        if sentence is None:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        print("error:", sentence, file=sys.stderr)
+        reason = str(error).split("\n")[0]
+        print(
+            f"error: The memory does not suffice ({reason}); lower --batch-size or --max-length, "
+            "or choose a smaller model or dtype.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -56,23 +60,6 @@ def main(args: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
-
-
-def of_machine(error: MemoryError | RuntimeError) -> str | None:
-    """What to say of an error that this machine is the reason of, or None for another error."""
-    reason = str(error).split("\n")[0]
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return (
-            f"The memory does not suffice ({reason}); lower --batch-size or --max-length, or "
-            "choose a smaller model or dtype."
-        )
-    if "Unable to initialize backend" in str(error):
-        return (
-            f"JAX finds no device ({reason}); JAX_PLATFORMS is "
-            f"{os.environ.get('JAX_PLATFORMS', '')!r}, so leave the variable out, or name a "
-            "platform that this machine has, such as cpu."
-        )
-    return None
 
 
 def check_arguments(args: Sequence[str]) -> None:
@@ -86,6 +73,24 @@ def check_arguments(args: Sequence[str]) -> None:
                 f"Argument {place}, {argument!a}, is not UTF-8; give it in UTF-8, or rename the "
                 "file that it names."
             ) from error
+
+
+def check_jax() -> None:
+    """Raises `SettingError` if an environment variable keeps JAX from starting: it is malformed, or
+    `JAX_PLATFORMS` names what this machine does not have."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    try:
+        import jax
+
+        if platforms:
+            jax.devices()
+    except (ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0] or "there is no such device"
+        named = f"where JAX_PLATFORMS is {platforms!r}" if platforms else "a variable is malformed"
+        raise SettingError(
+            f"JAX does not start in this environment, {named} ({reason}); correct the variable, or "
+            "leave it out."
+        ) from error
 
 
 def run_command(args: Sequence[str]) -> int:
@@ -104,6 +109,7 @@ def run_command(args: Sequence[str]) -> int:
         print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
         return 2
 
+    check_jax()
     import tyro
     from rich.console import Console
 

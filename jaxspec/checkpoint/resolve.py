@@ -83,7 +83,7 @@ def load_model(
         )
 
     directory = expand_user(name)
-    if not directory.exists():
+    if not os.path.exists(directory):  # also False for a name that no file can have
         commit, directory = download(name, revision)
         converted = _convert_cached(directory, name=name, commit=commit)
     elif is_converted(directory):

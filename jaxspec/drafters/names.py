@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.errors import ModelError, SettingError
+from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.runtime.files import expand_user
 
@@ -96,7 +97,7 @@ def _draft_model(name: str, dtype: Any) -> MakeDrafter:
 def _is_model(name: str) -> bool:
     """Whether a name that is no drafter's is a model's. A hub id without a slash looks like a
     misspelt drafter, so it is written `draft_model:ID`."""
-    is_path = "/" in name or expand_user(name).is_dir()
+    is_path = "/" in name or os.path.isdir(expand_user(name))
     return name in DEMO_MODELS or name.startswith("random:") or is_path
 
 
@@ -119,7 +120,15 @@ def _of_factory(name: str) -> MakeDrafter:
         )
 
     def make(target: Model) -> Drafter:
-        drafter = factory(target) if needed else factory()
+        try:
+            drafter = factory(target) if needed else factory()
+        except JaxspecError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise ModelError(
+                f"The drafter {name} cannot be made ({type(error).__name__}: {error}); check that "
+                "it takes the target, or nothing."
+            ) from error
         if not isinstance(drafter, Drafter):
             raise ModelError(
                 f"{name} returned a {type(drafter).__name__}, which lacks parts of the Drafter "

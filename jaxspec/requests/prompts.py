@@ -13,7 +13,7 @@ from typing import Any
 from jaxspec.errors import PromptError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, prompt_token_ids
-from jaxspec.runtime.files import why_endless
+from jaxspec.runtime.files import why_unreadable
 
 SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.jsonl"
 
@@ -177,7 +177,7 @@ def chat_template(name: str | None) -> str | None:
 
 def _read_text(path: pathlib.Path) -> tuple[str, str | None]:
     """The text of a file that the user names, or why it cannot be read."""
-    reason = why_endless(path)
+    reason = why_unreadable(path, may_be_pipe=True)
     if reason is None:
         try:
             return path.read_text(encoding="utf-8-sig"), None

@@ -11,13 +11,16 @@ from jaxspec.errors import SettingError
 LARGEST_TEXT_BYTES = 2**28  # of a file that is read whole: settings, tokenizers, templates
 
 
-def why_unreadable(path: Path, *, largest_bytes: int | None = None) -> str | None:
+def why_unreadable(
+    path: Path, *, largest_bytes: int | None = None, may_be_pipe: bool = False
+) -> str | None:
     """Why `path` cannot be read as a file, or None if it can. To open a pipe waits for its writer,
     and a device may have no end, so both are told from files first.
 
     Args:
       path: links are followed.
       largest_bytes: of a file that is read whole.
+      may_be_pipe: whether a user may name one, as `<(command)` does.
     """
     try:
         status = path.stat()
@@ -27,16 +30,13 @@ def why_unreadable(path: Path, *, largest_bytes: int | None = None) -> str | Non
         return error.strerror or str(error)
     except ValueError:  # a NUL in the name
         return "it is no possible name of a file"
+    if may_be_pipe and stat.S_ISFIFO(status.st_mode):
+        return None
     if not stat.S_ISREG(status.st_mode):
         return f"it is a {_kind(status.st_mode)}, not a file"
     if largest_bytes is not None and status.st_size > largest_bytes:
         return f"it has {status.st_size:,} bytes, and such files have at most {largest_bytes:,}"
     return None
-
-
-def why_endless(path: Path) -> str | None:
-    """`why_unreadable` for a file that a user names, which may also be a pipe: `<(command)`."""
-    return None if path.is_fifo() else why_unreadable(path)
 
 
 def expand_user(path: str | os.PathLike) -> Path:

@@ -72,7 +72,7 @@ def test_a_missing_architecture_follows_from_the_model_type(hf):
         ("glm4", {"rms_norm_eps": None}, CheckpointError, "rms_norm_eps"),
         ("qwen3", {"head_dim": None}, CheckpointError, "head_dim"),
         ("llama", {"hidden_size": None}, CheckpointError, "hidden_size"),
-        ("llama", {"hidden_size": "wide"}, CheckpointError, "wrong kind"),
+        ("llama", {"hidden_size": "wide"}, CheckpointError, "hidden_size to 'wide'"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
