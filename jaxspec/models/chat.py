@@ -3,12 +3,13 @@
 A template comes with a checkpoint, and is a program. Jinja's sandbox keeps it from the machine's
 files, but not from running for ever or from taking all memory, and no count of its steps would
 help: a single filter can do either. So transformers renders it in a second process, started with
-the first chat and kept: that takes a second once, and 0.1 ms per prompt. The system ends it when
-it is over its processor time, and refuses it memory over the limit.
+the first chat and kept: that takes some two seconds once, and less than a millisecond per prompt.
+The system ends it when it is over its processor time, and refuses it memory over the limit.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -48,6 +49,7 @@ class TemplateProcess:
         self.memory_limit_bytes = memory_limit_bytes
         self._turn = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._owner = os.getpid()
 
     def render(
         self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
@@ -83,7 +85,7 @@ class TemplateProcess:
     def close(self) -> None:
         """Ends the process; the next `render` starts another."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._owner == os.getpid():
             process.kill()
             process.communicate()
 
@@ -91,6 +93,8 @@ class TemplateProcess:
         """The reply to one request. Whatever interrupts it ends the process, so that no later
         request gets the reply of an earlier one."""
         with self._turn:
+            if self._owner != os.getpid():  # after a fork: the process is the parent's
+                self._process, self._owner = None, os.getpid()
             process = self._process = self._process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
@@ -141,4 +145,6 @@ class TemplateProcess:
 @functools.cache
 def template_process() -> TemplateProcess:
     """The process of this program, which all tokenizers share."""
-    return TemplateProcess()
+    process = TemplateProcess()
+    atexit.register(process.close)
+    return process

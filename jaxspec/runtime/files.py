@@ -24,10 +24,9 @@ def why_unreadable(
     """
     try:
         status = path.stat()
-    except FileNotFoundError:
-        return "it is a link to nothing" if path.is_symlink() else "it is missing"
     except OSError as error:
-        return error.strerror or str(error)
+        is_dangling = isinstance(error, FileNotFoundError) and path.is_symlink()
+        return "it is a link to nothing" if is_dangling else error.strerror or str(error)
     except ValueError:  # a NUL in the name
         return "it is no possible name of a file"
     if may_be_pipe and stat.S_ISFIFO(status.st_mode):

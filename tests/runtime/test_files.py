@@ -14,7 +14,7 @@ from jaxspec.runtime.files import expand_user, why_unreadable
 
 def test_what_cannot_be_read_as_a_file(tmp_path):
     path = tmp_path / "file"
-    assert why_unreadable(path) == "it is missing"
+    assert why_unreadable(path) == "No such file or directory"
     path.write_text("four")
     assert why_unreadable(path) is None
     assert why_unreadable(path, largest_bytes=4) is None
