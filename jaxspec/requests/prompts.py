@@ -65,12 +65,11 @@ def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
     Raises:
       PromptError: the file cannot be read or has no prompt, or a line is malformed.
     """
-    text, reason = _read_text(pathlib.Path(path))
-    if reason is not None:
-        raise PromptError(
-            f"The prompt file {os.fspath(path)} cannot be read ({reason}); name a text file with "
-            "one prompt a line."
-        )
+    text = _read_text(
+        pathlib.Path(path),
+        problem=f"The prompt file {os.fspath(path)} cannot be read",
+        advice="name a text file with one prompt a line",
+    )
     is_json = os.fspath(path).endswith((".jsonl", ".json"))
     # Not splitlines: JSON strings may contain other line separators unescaped.
     prompts = [
@@ -166,24 +165,25 @@ def chat_template(name: str | None) -> str | None:
         return None
     if name == "vicuna":
         return VICUNA_TEMPLATE
-    text, reason = _read_text(pathlib.Path(name))
-    if reason is not None:
-        raise PromptError(
-            f"The chat template {name!r} is neither 'vicuna' nor a readable file ({reason}); name "
-            "one of these."
-        )
-    return text
+    return _read_text(
+        pathlib.Path(name),
+        problem=f"The chat template {name!r} is neither 'vicuna' nor a readable file",
+        advice="name one of these",
+    )
 
 
-def _read_text(path: pathlib.Path) -> tuple[str, str | None]:
-    """The text of a file that the user names, or why it cannot be read."""
+def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> str:
+    """The text of a file, or of a pipe, that the user names; raises `PromptError` with the reason
+    between these two if there is none."""
     reason = why_unreadable(path, may_be_pipe=True)
-    if reason is None:
-        try:
-            return path.read_text(encoding="utf-8-sig"), None
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-    return "", reason
+    try:
+        if reason is None:
+            return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    raise PromptError(f"{problem} ({reason}); {advice}.")
 
 
 def encode_prompts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -168,7 +168,7 @@ class SamplingParams:
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     """A list, tuple or set as a tuple, None as an empty one."""
-    if value is not None and not isinstance(value, Collection):
+    if value is not None and not isinstance(value, Iterable):
         raise SettingError(f"{name} {value!r} was given; it must be a list.")
     return tuple(value or ())
 
