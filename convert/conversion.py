@@ -15,10 +15,11 @@ import numpy as np
 
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint.manifest import write_manifest
-from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import check_free_space
+from jaxspec.runtime.files import expand_user
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
 from .mapping import Family
@@ -124,8 +125,8 @@ def convert(
       CheckpointError: files are missing, damaged or do not belong together; `dst` exists; the disk
         is full; the logits differ from torch's.
     """
-    directory = Path(src).expanduser()
-    if directory.is_dir():
+    directory = expand_user(src)
+    if os.path.isdir(directory):  # also False for a name that no file can have
         if revision is not None:
             raise ModelError(
                 f"A revision ({revision}) was given for the local directory {src}; "
@@ -164,7 +165,7 @@ def convert_directory(
     family = find_family(hf)
     config = read_model_config(hf, family)
     generation_config = hf_reader.read_generation_config(directory)
-    eos_token_ids = hf_reader.eos_token_ids(hf, generation_config)
+    eos_token_ids = hf_reader.eos_token_ids(hf, generation_config, vocab_size=config.vocab_size)
 
     files = hf_reader.weight_files(directory)
     tensors = hf_reader.read_tensors(files)
@@ -183,14 +184,19 @@ def convert_directory(
         check_free_space(working, needed, what=f"Converting {source}")
         with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
             stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
-        prefix = convert_tokenizer(directory, working / "tokenizer", model_type=family.name)
+        prefix = convert_tokenizer(
+            directory,
+            working / "tokenizer",
+            model_type=family.name,
+            vocab_size=config.vocab_size,
+        )
         write_manifest(
             working,
             config=config,
             dtype=stored,
             eos_token_ids=eos_token_ids,
             prefix_token_ids=prefix or (),
-            generation_config=generation_config,
+            generation_config=generation_config.fields,
             source=source,
             revision=revision,
         )
@@ -221,8 +227,8 @@ def find_family(hf: hf_config.HFConfig) -> Family:
     Raises:
       ModelError: it is not supported; lists those that are.
     """
-    named = hf.get("architectures")
-    given = named[0] if named else hf.get("model_type", "nothing")
+    named = hf.texts("architectures")
+    given = named[0] if named else hf.text("model_type", "nothing")
     for family in FAMILIES:
         if given in (family.architectures if named else (family.name,)):
             return family
@@ -238,14 +244,7 @@ def find_family(hf: hf_config.HFConfig) -> Family:
 def read_model_config(hf: hf_config.HFConfig, family: Family) -> ModelConfig:
     """Our configuration of a `config.json`; raises one sentence for whatever does not fit."""
     hf_config.refuse_unsupported(hf)
-    try:
-        return family.read_config(hf)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, (CheckpointError, ModelError)):
-            raise
-        raise CheckpointError(
-            f"{hf.path} has a value of the wrong kind ({error}); fetch the file again."
-        ) from error
+    return family.read_config(hf)
 
 
 def _common_dtype(tensors: dict[str, hf_reader.Tensor], expected: dict[str, Any]) -> np.dtype:

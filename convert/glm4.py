@@ -20,13 +20,13 @@ from .mapping import (
 
 def read_config(config: HFConfig) -> ModelConfig:
     """The norms' epsilon must be stated: HF's class default is that of the older GLM-4 (1.6e-7)."""
-    config.require("head_dim")
+    config.count("head_dim")
     rotary_size = int(config.head_size * hf_config.rotary_share(config, 0.5))
     return ModelConfig(
         family="glm4",
         **hf_config.shared_fields(config, norm_epsilon=None),
         rope=hf_config.read_rope(config, rotary_size=rotary_size, is_interleaved=True),
-        has_qkv_bias=bool(config.get("attention_bias", True)),
+        has_qkv_bias=config.flag("attention_bias", True),
         has_sandwich_norms=True,
     )
 

@@ -2,18 +2,22 @@
 
 v4 has `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `torch_dtype` at the top; v5 has
 `rope_parameters` (all of the rotary settings) and `dtype`. What the decoder does not compute is
-refused here, by name: a setting that is silently ignored would change the output.
+refused here, by name: a setting that is silently ignored would change the output. And every value
+is read through a method of `HFConfig` that checks its type and range, before anything is allocated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models.config import ModelConfig, RopeConfig
 
+LARGEST_COUNT = 2**31 - 1  # sizes and positions are int32 on the device
+LARGEST_NUM_LAYERS = 10_000
 _ROPE_KEYS = {
     "type",
     "rope_type",
@@ -35,42 +39,106 @@ _ROPE_KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class HFConfig:
-    """The fields of a `config.json`, and where they were read."""
+    """The fields of a `config.json` (or of an object in one), and where they were read.
 
-    fields: dict[str, Any]
+    `count`, `number`, `flag`, `text` and `texts` return a value of the type in their name, or
+    `default` where the field is absent or null; they raise `CheckpointError` for a value of another
+    type or out of range, and where there is neither value nor default.
+    """
+
+    fields: Mapping[str, Any]
     path: str
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`; absent and null are `default`."""
+    def get(self, key: str) -> Any:
+        """The value of `key` as it stands; None if it is absent."""
+        return self.fields.get(key)
+
+    def count(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_COUNT
+    ) -> int:
+        """A whole number from `least` to `most`."""
+        value = self._stated(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self.malformed(key, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, least: float, most: float) -> float:
+        """A number from `least` to `most`."""
+        value = self._stated(key, default)
+        if type(value) not in (int, float) or not least <= value <= most:  # false for NaN too
+            raise self.malformed(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._stated(key, default)
+        if not isinstance(value, bool):
+            raise self.malformed(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text."""
+        value = self._stated(key, default)
+        if not isinstance(value, str):
+            raise self.malformed(key, "a text")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts; empty if the field is absent."""
+        value = self._stated(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.malformed(key, "a list of texts")
+        return value
+
+    def section(self, key: str) -> HFConfig:
+        """The object at `key`; empty if the field is absent."""
+        value = self._stated(key, {})
+        if not isinstance(value, dict):
+            raise self.malformed(key, "an object")
+        return HFConfig(value, f"{self.path} ({key})")
+
+    def _stated(self, key: str, default: Any) -> Any:
         value = self.fields.get(key)
-        return default if value is None else value
-
-    def require(self, key: str) -> Any:
-        """The value of `key`, which must be there.
-
-        Raises:
-          CheckpointError: it is absent.
-        """
-        value = self.get(key)
-        if value is None:
+        if value is None and default is None:
             raise CheckpointError(
                 f"{self.path} does not state {key!r}, which cannot be guessed; "
                 "add the value the model was trained with."
             )
-        return value
+        return default if value is None else value
+
+    def malformed(self, key: str, expected: str) -> CheckpointError:
+        """The error for a value of the wrong type, or out of range."""
+        return CheckpointError(
+            f"{self.path} sets {key} to {shown(self.fields.get(key))}; it must be {expected}, so "
+            "correct it or fetch the file again."
+        )
 
     def refuse(self, key: str, supported: str) -> ModelError:
         """The error for a setting that the decoder does not compute."""
         return ModelError(
-            f"{self.path} sets {key} to {self.fields.get(key)!r}, which this decoder does not "
+            f"{self.path} sets {key} to {shown(self.fields.get(key))}, which this decoder does not "
             f"compute; it supports {supported}."
         )
 
     @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.count("num_hidden_layers", most=LARGEST_NUM_LAYERS)
+
+    @property
     def head_size(self) -> int:
         """H: stated, or width / heads."""
-        width, heads = self.require("hidden_size"), self.require("num_attention_heads")
-        return self.get("head_dim", width // heads)
+        width, heads = self.count("hidden_size"), self.count("num_attention_heads")
+        return self.count("head_dim", width // heads)
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: what it is, cut to 60 characters."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; an integer of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def refuse_unsupported(config: HFConfig) -> None:
@@ -80,19 +148,23 @@ def refuse_unsupported(config: HFConfig) -> None:
             f"{config.path} describes quantized weights (quantization_config); "
             "convert the model's float checkpoint instead."
         )
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+    if config.text("hidden_act", "silu") not in ("silu", "swish"):
         raise config.refuse("hidden_act", "'silu'")
-    if config.get("mlp_bias"):
+    if config.flag("mlp_bias", False):
         raise config.refuse("mlp_bias", "false")
+
+
+def rope_section(config: HFConfig) -> HFConfig:
+    """The object with the rotary settings, of either style; empty if there is none."""
+    is_v4 = config.get("rope_scaling") not in (None, {})
+    return config.section("rope_scaling" if is_v4 else "rope_parameters")
 
 
 def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = False) -> RopeConfig:
     """Rotary settings in either style; theta is 10000 where none is stated, as in every HF
     family."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise config.refuse("rope_scaling", "an object with a rope_type")
-    unknown = sorted(set(rope) - _ROPE_KEYS)
+    rope = rope_section(config)
+    unknown = sorted(set(rope.fields) - _ROPE_KEYS)
     if unknown:
         raise ModelError(
             f"{config.path} has rotary settings that this decoder does not know "
@@ -100,52 +172,47 @@ def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = Fals
             "alike."
         )
 
-    def stated(key: str, default: Any = None) -> Any:
-        value = rope.get(key)
-        return default if value is None else value
+    def original_length() -> int:
+        key = "original_max_position_embeddings"
+        return (config if config.get(key) is not None else rope).count(
+            key, config.count("max_position_embeddings")
+        )
 
-    def required(key: str) -> Any:
-        if rope.get(key) is None:
-            raise CheckpointError(
-                f"{config.path} asks for {kind} rotary scaling without {key!r}; "
-                "add the value the model was trained with."
-            )
-        return rope[key]
+    def factor(default: float | None = None) -> float:
+        return rope.number("factor", default, least=1e-3, most=1e6)
 
-    kind = stated("rope_type", stated("type", "default"))
-    original = config.get(
-        "original_max_position_embeddings",
-        stated("original_max_position_embeddings", config.get("max_position_embeddings")),
-    )
+    kind = rope.text("rope_type", rope.text("type", "default"))
     scaling: dict[str, Any]
     if kind == "default":
         scaling = {}
     elif kind == "linear":
-        scaling = {"factor": float(required("factor"))}
+        scaling = {"factor": factor()}
     elif kind == "llama3":
         scaling = {
-            "factor": float(required("factor")),
-            "original_max_length": original,
-            "low_frequency_factor": float(required("low_freq_factor")),
-            "high_frequency_factor": float(required("high_freq_factor")),
+            "factor": factor(),
+            "original_max_length": original_length(),
+            "low_frequency_factor": rope.number("low_freq_factor", least=1e-3, most=1e6),
+            "high_frequency_factor": rope.number("high_freq_factor", least=1e-3, most=1e6),
         }
     elif kind == "yarn":
-        factor = stated("factor") or config.require("max_position_embeddings") / original
+        original = original_length()
+        extension = factor(config.count("max_position_embeddings") / original)
         scaling = {
-            "factor": float(factor),
+            "factor": extension,
             "original_max_length": original,
-            "beta_fast": float(rope.get("beta_fast") or 32),
-            "beta_slow": float(rope.get("beta_slow") or 1),
-            "attention_factor": _yarn_attention_factor(rope, factor),
-            "is_truncated": bool(stated("truncate", True)),
+            "beta_fast": rope.number("beta_fast", 32.0, least=1e-3, most=1e6),
+            "beta_slow": rope.number("beta_slow", 1.0, least=1e-3, most=1e6),
+            "attention_factor": _yarn_attention_factor(rope, extension),
+            "is_truncated": rope.flag("truncate", True),
         }
     else:
         raise ModelError(
             f"{config.path} asks for {kind!r} rotary scaling, which this decoder does not compute; "
             "it supports default, linear, llama3 and yarn."
         )
+    stated = rope if rope.get("rope_theta") is not None else config
     return RopeConfig(
-        theta=float(stated("rope_theta", config.get("rope_theta", 10000.0))),
+        theta=stated.number("rope_theta", 10000.0, least=2, most=1e15),
         rotary_size=rotary_size,
         is_interleaved=is_interleaved,
         scaling="none" if kind == "default" else kind,
@@ -153,42 +220,43 @@ def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = Fals
     )
 
 
-def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
+def _yarn_attention_factor(rope: HFConfig, factor: float) -> float:
     """The factor on cos and sin: stated, or from mscale and the extension factor (2309.00071)."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+        return rope.number("attention_factor", least=1e-3, most=1e3)
+    mscale = rope.number("mscale", 0.0, least=0, most=1e3)
+    mscale_all_dim = rope.number("mscale_all_dim", 0.0, least=0, most=1e3)
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
     return scale(1.0)
 
 
 def rotary_share(config: HFConfig, default: float) -> float:
     """`partial_rotary_factor` in either style."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    return config.get("partial_rotary_factor", default) if share is None else share
+    rope = rope_section(config)
+    stated = rope if rope.get("partial_rotary_factor") is not None else config
+    return stated.number("partial_rotary_factor", default, least=1e-3, most=1)
 
 
 def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, Any]:
     """Fields of `ModelConfig` that all families read alike; `norm_epsilon` is the family's default,
     or None where it is ambiguous and must be stated."""
-    heads = config.require("num_attention_heads")
-    epsilon = config.get("rms_norm_eps", norm_epsilon)
+    heads = config.count("num_attention_heads")
     return {
-        "vocab_size": config.require("vocab_size"),
-        "width": config.require("hidden_size"),
-        "feed_forward_width": config.require("intermediate_size"),
-        "num_layers": config.require("num_hidden_layers"),
+        "vocab_size": config.count("vocab_size"),
+        "width": config.count("hidden_size"),
+        "feed_forward_width": config.count("intermediate_size"),
+        "num_layers": config.num_layers,
         "num_query_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads", heads),
+        "num_kv_heads": config.count("num_key_value_heads", heads),
         "head_size": config.head_size,
-        "max_length": config.require("max_position_embeddings"),
-        "norm_epsilon": float(config.require("rms_norm_eps") if epsilon is None else epsilon),
-        "is_tied": bool(config.get("tie_word_embeddings", False)),
+        "max_length": config.count("max_position_embeddings"),
+        "norm_epsilon": config.number("rms_norm_eps", norm_epsilon, least=1e-12, most=1),
+        "is_tied": config.flag("tie_word_embeddings", False),
     }
 
 
@@ -202,7 +270,7 @@ def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
     if rotary_share(config, 1.0) != 1.0:
         raise ModelError(
             f"{config.path} rotates a part of each head (partial_rotary_factor "
-            f"{rotary_share(config, 1.0)}), which {config.get('model_type')} models do not; "
+            f"{rotary_share(config, 1.0)}), which {family} models do not; "
             "remove the setting or use the matching architecture."
         )
     return ModelConfig(
@@ -213,15 +281,21 @@ def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
     )
 
 
+def sliding_window(config: HFConfig) -> int | None:
+    """Tokens that a query sees: 4096 where `sliding_window` is absent, as in HF's classes; None
+    (all of them) where it is null."""
+    if "sliding_window" in config.fields and config.get("sliding_window") is None:
+        return None
+    return config.count("sliding_window", 4096)
+
+
 def qwen_sliding_windows(config: HFConfig) -> tuple[int | None, ...]:
     """Windows of Qwen2 and Qwen3: off unless `use_sliding_window`, then for the layers that
     `layer_types` names, or those from `max_window_layers` on."""
-    num_layers = config.require("num_hidden_layers")
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    if "sliding_window" in config.fields and config.fields["sliding_window"] is None:
-        window = None
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [
+    num_layers = config.num_layers
+    window = sliding_window(config) if config.flag("use_sliding_window", False) else None
+    first = config.count("max_window_layers", 28, least=0)
+    kinds = config.texts("layer_types") or [
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(num_layers)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ import numpy as np
 
 from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
+from jaxspec.runtime.files import LARGEST_TEXT_BYTES, why_unreadable
 
-from .hf_config import HFConfig
+from .hf_config import HFConfig, shown
 
 _DTYPES = {  # by the name that safetensors has for them, and torch's
     ("F32", "torch.float32"): np.dtype(np.float32),
@@ -38,13 +40,12 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: it is absent, unreadable, or not an object.
     """
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path} is missing; give a complete Hugging Face directory.")
+    check_file(path, largest_bytes=LARGEST_TEXT_BYTES)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is missing; give a complete Hugging Face directory."
-        ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); fetch the file again."
         ) from error
@@ -53,25 +54,42 @@ def read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
+def check_file(path: Path, *, largest_bytes: int | None = None) -> None:
+    """Raises `CheckpointError` unless `path` is a file that can be read, or a link to one."""
+    why = why_unreadable(path, largest_bytes=largest_bytes)
+    if why is not None:
+        raise CheckpointError(f"{path} cannot be read ({why}); fetch the file again.")
+
+
 def read_config(directory: Path) -> HFConfig:
     """The model's `config.json`."""
     path = directory / "config.json"
     return HFConfig(read_json(path), str(path))
 
 
-def read_generation_config(directory: Path) -> dict[str, Any]:
-    """`generation_config.json`, or nothing if there is none."""
+def read_generation_config(directory: Path) -> HFConfig:
+    """`generation_config.json`, or no fields if there is none."""
     path = directory / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+    return HFConfig(read_json(path) if os.path.lexists(path) else {}, str(path))
 
 
-def eos_token_ids(config: HFConfig, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Stop tokens: those of the generation config, else the config's; one id or several."""
-    stated = generation_config.get("eos_token_id")
-    stated = config.get("eos_token_id") if stated is None else stated
+def eos_token_ids(
+    config: HFConfig, generation_config: HFConfig, *, vocab_size: int
+) -> tuple[int, ...]:
+    """Stop tokens: those of the generation config, else the config's; one id or several.
+
+    Raises:
+      CheckpointError: they are no ids of the vocabulary.
+    """
+    key = "eos_token_id"
+    stating = config if generation_config.get(key) is None else generation_config
+    stated = stating.get(key)
     if stated is None:
         return ()
-    return tuple(stated) if isinstance(stated, list) else (stated,)
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise stating.malformed(key, f"one or several token ids from 0 to {vocab_size - 1}")
+    return tuple(ids)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -79,18 +97,24 @@ def weight_files(directory: Path) -> list[Path]:
     if there is one, else the shards that the index names.
 
     Raises:
-      CheckpointError: there are none, or a shard is missing.
+      CheckpointError: there are none, a shard is missing, or the index names no files beside it.
     """
     for whole in _WEIGHT_FILES:
         index = directory / f"{whole}.index.json"
-        if (directory / whole).is_file():
+        if os.path.lexists(directory / whole):
             return [directory / whole]
-        if index.is_file():
-            shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict) or not shards:
-                raise CheckpointError(f"{index} names no shards (weight_map); fetch it again.")
-            files = [directory / name for name in sorted(set(shards.values()))]
-            missing = [file.name for file in files if not file.is_file()]
+        if os.path.lexists(index):
+            shards = HFConfig(read_json(index), str(index)).section("weight_map").fields.values()
+            suffix = Path(whole).suffix
+            strange = [shown(name) for name in shards if not _is_file_name(name, suffix=suffix)]
+            if strange or not shards:
+                named = _some(strange) or "nothing"
+                raise CheckpointError(
+                    f"{index} names {named} as shards (weight_map); it must name {suffix} files "
+                    "beside it, so fetch it again."
+                )
+            files = [directory / name for name in sorted(set(shards))]
+            missing = [file.name for file in files if not os.path.lexists(file)]
             if missing:
                 raise CheckpointError(
                     f"{directory} lacks {_some(missing)}, named in {index.name}; "
@@ -101,6 +125,12 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} has no weights: expected model.safetensors or pytorch_model.bin, whole or in "
         "shards with an index."
     )
+
+
+def _is_file_name(name: Any, *, suffix: str) -> bool:
+    """Whether an index names a file of this kind, and none of another directory."""
+    is_name = isinstance(name, str) and name.endswith(suffix) and len(name) <= 255
+    return is_name and name.isprintable() and not set(name) & {"/", "\\"}
 
 
 def _some(names: list[str]) -> str:
@@ -123,6 +153,7 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     """The tensors of a checkpoint's weight files, by name."""
     found: dict[str, Tensor] = {}
     for file in files:
+        check_file(file)
         read = _read_bin if file.suffix == ".bin" else _read_safetensors
         for name, tensor in read(file):
             if name in found:
@@ -150,9 +181,9 @@ def _read_safetensors(file: Path):
         with file.open("rb") as stream:
             header_length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(header_length))
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} cannot be read as safetensors ({error}); fetch the file again."
+            f"{file} cannot be read as safetensors ({first_line(error)}); fetch the file again."
         ) from error
     header.pop("__metadata__", None)
     for name, entry in header.items():
@@ -184,10 +215,16 @@ def _read_bin(file: Path):
             f"{file} cannot be read as a torch state dict of tensors ({first_line(error)}); "
             "fetch the file again, or use the model's safetensors."
         ) from error
+    if not isinstance(tensors, dict):
+        raise CheckpointError(
+            f"{file} holds a {type(tensors).__name__}; give a state dict of the whole model."
+        )
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not is_plain or tensor.device.type != "cpu":
             raise CheckpointError(
-                f"{file} holds {name!r}, which is no tensor; give a state dict of the whole model."
+                f"{file} holds {shown(name)}, which is no plain tensor; give a state dict of the "
+                "whole model."
             )
         dtype = _dtype_named(str(tensor.dtype))
 

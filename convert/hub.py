@@ -6,6 +6,7 @@ import contextlib
 import re
 from pathlib import Path
 
+from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import ModelError
 from jaxspec.runtime.directories import check_free_space
 
@@ -40,8 +41,8 @@ def download(name: str, revision: str | None) -> tuple[str, Path]:
       the commit, and the directory of the files.
 
     Raises:
-      ModelError: the name is no hub id, there is no such model, or the hub cannot be reached and
-        its cache does not have it.
+      ModelError: the name is no hub id, there is no such model, the download fails, or the hub
+        cannot be reached and its cache does not have it.
       CheckpointError: the disk lacks the space.
     """
     if not _HUB_ID.fullmatch(name):
@@ -81,5 +82,11 @@ def download(name: str, revision: str | None) -> tuple[str, Path]:
     wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)
     num_bytes = sum(files[file] for file in wanted)
     check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
-    snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
+    try:
+        snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
+    except Exception as error:  # of the HTTP library, or of the disk
+        raise ModelError(
+            f"{shown} could not be downloaded ({first_line(error)}); run the command again, which "
+            "continues, or log in (hf auth login) if the model is gated."
+        ) from error
     return str(info.sha), Path(snapshot)

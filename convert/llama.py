@@ -11,7 +11,7 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """`attention_bias` gives q, k, v and o a bias."""
-    has_bias = bool(config.get("attention_bias", False))
+    has_bias = config.flag("attention_bias", False)
     return hf_config.llama_like(
         config,
         "llama",

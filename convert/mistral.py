@@ -11,15 +11,15 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """No `sliding_window` means 4096, as in HF's class; null means none (Mistral 7B v0.2 on)."""
-    if config.get("layer_types"):
+    if config.texts("layer_types"):
         raise config.refuse("layer_types", "one sliding_window for all layers of a Mistral model")
-    if config.get("attention_bias"):
+    if config.flag("attention_bias", False):
         raise config.refuse("attention_bias", "false for Mistral")
-    window = config.fields.get("sliding_window", 4096)
+    window = hf_config.sliding_window(config)
     return hf_config.llama_like(
         config,
         "mistral",
-        sliding_windows=() if window is None else (window,) * config.require("num_hidden_layers"),
+        sliding_windows=() if window is None else (window,) * config.num_layers,
     )
 
 

@@ -11,8 +11,8 @@ from .mapping import Family, llama_like_leaves
 
 def read_config(config: HFConfig) -> ModelConfig:
     """`head_dim` must be stated: HF's default is 128, not width / heads."""
-    config.require("head_dim")
-    has_bias = bool(config.get("attention_bias", False))
+    config.count("head_dim")
+    has_bias = config.flag("attention_bias", False)
     return hf_config.llama_like(
         config,
         "qwen3",

@@ -8,6 +8,7 @@ directory holds the pipeline itself, loaded as it stands, and the prefix is writ
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,22 @@ from tokenizers import normalizers
 from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
 from jaxspec.runtime.extras import import_transformers
+from jaxspec.runtime.files import LARGEST_TEXT_BYTES
 
-from .hf_reader import read_json
+from .hf_config import HFConfig
+from .hf_reader import check_file, read_json
 
 _PROBE = "a"  # any text that tokenizes to something
+_PIPELINES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OTHERS = (  # that transformers opens where they are
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _SENTENCES = (
     "Hello, world! The quick brown fox jumps over 13 lazy dogs.",
     "  two  spaces, a\ttab\nand a line",
@@ -28,7 +41,9 @@ _SENTENCES = (
 )
 
 
-def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[int, ...] | None:
+def convert_tokenizer(
+    source: Path, target: Path, *, model_type: str, vocab_size: int
+) -> tuple[int, ...] | None:
     """Writes the tokenizer of `source` to `target`; returns its prefix ids, None without one.
 
     The prefix is what the pipeline's post-processor puts in front of text, as corrected by an
@@ -36,19 +51,21 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
     Llama's tokenizer, which newer versions dropped.
 
     Raises:
-      CheckpointError: the files are there and cannot be read.
+      CheckpointError: the files are there and cannot be read, or the prefix is outside the
+        vocabulary of the model.
     """
-    if not any(
-        (source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
+    for name in (*_PIPELINES, *_OTHERS):
+        if os.path.lexists(source / name):
+            check_file(source / name, largest_bytes=LARGEST_TEXT_BYTES)
+    if not any((source / name).exists() for name in _PIPELINES):
         return None
-    settings = {}
-    if (source / "tokenizer_config.json").is_file():
-        settings = read_json(source / "tokenizer_config.json")
-    has_pipeline = (source / "tokenizer.json").is_file()
+    settings = HFConfig({}, str(source))
+    if (source / "tokenizer_config.json").exists():
+        settings = HFConfig(read_json(source / "tokenizer_config.json"), str(source))
+    has_pipeline = (source / "tokenizer.json").exists()
+    fast = import_transformers().PreTrainedTokenizerFast
     try:
         if has_pipeline:
-            fast = import_transformers().PreTrainedTokenizerFast
             tokenizer: Any = fast.from_pretrained(source)
         else:
             tokenizer = _build(source, model_type)
@@ -59,6 +76,9 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
         tokenizer.save_pretrained(target)
         if has_pipeline:
             (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        _name_generic_class(target)
+        # As `load_model` will: what is written from some settings cannot be read again.
+        fast.from_pretrained(target).encode(_PROBE)
     except CheckpointError:
         raise
     except Exception as error:
@@ -66,7 +86,11 @@ def convert_tokenizer(source: Path, target: Path, *, model_type: str) -> tuple[i
             f"The tokenizer in {source} cannot be read ({first_line(error)}); "
             "fetch its files again."
         ) from error
-    _name_generic_class(target)
+    if not all(0 <= token < vocab_size for token in prefix):
+        raise CheckpointError(
+            f"The tokenizer in {source} puts {list(prefix)} in front of text, and the model's "
+            f"vocabulary ends at {vocab_size - 1}; fetch the files of one model."
+        )
     return prefix
 
 
@@ -78,7 +102,8 @@ def _build(source: Path, model_type: str) -> Any:
         _normalize_as_sentencepiece(tokenizer.backend_tokenizer)
         _check_against_sentencepiece(tokenizer, source / "tokenizer.model")
         return tokenizer
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    # False: otherwise it asks on a terminal whether to run code of the checkpoint's.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise CheckpointError(
             f"transformers builds no fast tokenizer of the files in {source}; "
@@ -109,19 +134,17 @@ def _check_against_sentencepiece(tokenizer: Any, model: Path) -> None:
 
 
 def _prefix(
-    pipeline: Any, settings: dict[str, Any], tokenizer: Any, *, is_lone_sentencepiece: bool
+    pipeline: Any, settings: HFConfig, tokenizer: Any, *, is_lone_sentencepiece: bool
 ) -> tuple[int, ...]:
     bare = pipeline.encode(_PROBE, add_special_tokens=False).ids
     full = pipeline.encode(_PROBE, add_special_tokens=True).ids
     starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
     prefix = tuple(full[: starts[0]]) if bare and starts else ()
     bos = tokenizer.bos_token_id
-    adds_bos = settings.get("add_bos_token")
-    if adds_bos is None and is_lone_sentencepiece:
-        adds_bos = True
-    if bos is None or adds_bos is None:
+    is_stated = settings.get("add_bos_token") is not None
+    if bos is None or not (is_stated or is_lone_sentencepiece):
         return prefix
-    if adds_bos:
+    if settings.flag("add_bos_token", True):
         return prefix or (bos,)
     return () if prefix == (bos,) else prefix
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec import __version__
-from jaxspec.errors import JaxspecError
+from jaxspec.errors import JaxspecError, SettingError
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -92,8 +92,40 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def check_arguments(args: Sequence[str]) -> None:
+    """Raises `SettingError` for an argument that is not UTF-8: it could not be printed, nor written
+    as JSON."""
+    for place, argument in enumerate(args, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(
+                f"Argument {place}, {argument!a}, is not UTF-8; give it in UTF-8, or rename the "
+                "file that it names."
+            ) from error
+
+
+def check_jax() -> None:
+    """Raises `SettingError` if an environment variable keeps JAX from starting: it is malformed, or
+    `JAX_PLATFORMS` names what this machine does not have."""
+    platforms = os.environ.get("JAX_PLATFORMS")
+    try:
+        import jax
+
+        if platforms:
+            jax.devices()
+    except (ValueError, RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0] or "there is no such device"
+        named = f"where JAX_PLATFORMS is {platforms!r}" if platforms else "a variable is malformed"
+        raise SettingError(
+            f"JAX does not start in this environment, {named} ({reason}); correct the variable, or "
+            "leave it out."
+        ) from error
+
+
 def run_command(args: Sequence[str]) -> int:
     """Parses `args` and runs the command they name; raises what it raises."""
+    check_arguments(args)
     name, *options = args or ["help"]
     if name in ("-h", "--help", "help"):
         print(help_text())
@@ -107,6 +139,7 @@ def run_command(args: Sequence[str]) -> int:
         print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
         return 2
 
+    check_jax()
     import tyro
     from rich.console import Console
 

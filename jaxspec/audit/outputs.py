@@ -189,9 +189,10 @@ class _Line:
         where = f"Line {number} of the outputs file"
         try:
             fields = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            is_error = isinstance(error, json.JSONDecodeError)
-            place = f"{error.msg} at column {error.colno}" if is_error else "depth"
+        except (ValueError, RecursionError) as error:
+            place = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            if isinstance(error, json.JSONDecodeError):
+                place = f"{error.msg} at column {error.colno}"
             raise PromptError(f"{where} is not JSON ({place}); mend the line.") from error
         if not isinstance(fields, dict):
             raise PromptError(f"{where} is JSON, but not an object; write one object a line.")

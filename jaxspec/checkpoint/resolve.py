@@ -32,6 +32,7 @@ from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.directories import cache_directory, finish_interrupted, remove_directory
+from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.other_names import refuse_other_names
 
@@ -90,9 +91,9 @@ def load_model(
             name.removeprefix("random:"), dtype=dtype, sharding=sharding, kernels=kernels
         )
 
-    directory = Path(name).expanduser()
+    directory = expand_user(name)
     finish_interrupted(directory)
-    if not directory.exists():
+    if not os.path.exists(directory):  # also False for a name that no file can have
         commit, directory = download(name, revision)
         return _load_cached(load, directory, name=name, commit=commit)
     if is_converted(directory):

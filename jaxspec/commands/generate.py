@@ -226,7 +226,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         if self.prompt == "":
             raise PromptError("The prompt is empty; give at least one token.")
         check_at_least_one(self, "limit", "max_prompt_tokens")
-        digest = hashlib.sha256(self.prompt.encode(errors="surrogateescape")).hexdigest()
+        digest = hashlib.sha256(self.prompt.encode()).hexdigest()
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
     def _check_sampling(self) -> None:
@@ -322,7 +322,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             )
         kwargs = None
         if text is not None:
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError, RecursionError):
                 kwargs = json.loads(text)
             if not isinstance(kwargs, dict):
                 raise SettingError(

@@ -47,8 +47,8 @@ class DrafterOptions:
           SettingError: they name two drafters.
         """
         if self.draft is None:
-            return self.drafter or "none"
-        kind = self.drafter or "draft_model"
+            return "none" if self.drafter is None else self.drafter
+        kind = "draft_model" if self.drafter is None else self.drafter
         if kind.partition("@")[0] != "draft_model" or ":" in kind:
             raise SettingError(
                 f"Both --draft {self.draft} and --drafter {self.drafter} were given; name one "

@@ -21,6 +21,7 @@ from jaxspec.verifiers import Verifier
 Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
 DEFAULT_DRAFT_LENGTH = 4
+LARGEST_NUM_SLOTS = 2**30  # of all rows; the device counts in int32
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 
 
@@ -47,6 +48,11 @@ def make_loop(
     """
     check_layout(layout)
     check_at_least_one(batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
+    if batch_size * max_length > LARGEST_NUM_SLOTS:
+        raise SettingError(
+            f"batch_size {batch_size} and max_length {max_length} were given; their product may be "
+            f"at most {LARGEST_NUM_SLOTS}, so lower one of them."
+        )
     if drafter is None:
         if not verifier.is_coupled:
             raise SettingError(

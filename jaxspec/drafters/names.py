@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pathlib
+import os
 import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -13,8 +13,9 @@ from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.errors import ModelError, SettingError
+from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.models.base import Model
+from jaxspec.runtime.files import expand_user
 
 MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
@@ -33,7 +34,7 @@ def choose_drafter(name: str, *, dtype: Any = None) -> MakeDrafter | None:
       dtype: of a draft model, see `load_model`.
 
     Raises:
-      SettingError: the name is malformed.
+      SettingError: the name is malformed, or begins with a home directory that is not known.
       ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
     kind, _, rest = name.partition(":")
@@ -65,7 +66,8 @@ def make_drafter(
 
 def _ngram(name: str, lengths: str) -> MakeDrafter:
     low, _, high = lengths.partition("-")
-    if name != "ngram" and not (low.isdecimal() and high.isdecimal()):
+    is_range = all(length.isdecimal() and len(length) <= 9 for length in (low, high))
+    if name != "ngram" and not is_range:
         raise SettingError(
             f"The drafter {name!r} was given; write ngram, or ngram:MIN-MAX as in ngram:2-4."
         )
@@ -95,7 +97,7 @@ def _draft_model(name: str, dtype: Any) -> MakeDrafter:
 def _is_model(name: str) -> bool:
     """Whether a name that is no drafter's is a model's. A hub id without a slash looks like a
     misspelt drafter, so it is written `draft_model:ID`."""
-    is_path = "/" in name or pathlib.Path(name).expanduser().is_dir()
+    is_path = "/" in name or os.path.isdir(expand_user(name))
     return name in DEMO_MODELS or name.startswith("random:") or is_path
 
 
@@ -118,7 +120,15 @@ def _of_factory(name: str) -> MakeDrafter:
         )
 
     def make(target: Model) -> Drafter:
-        drafter = factory(target) if needed else factory()
+        try:
+            drafter = factory(target) if needed else factory()
+        except JaxspecError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            raise ModelError(
+                f"The drafter {name} cannot be made ({type(error).__name__}: {error}); check that "
+                "it takes the target, or nothing."
+            ) from error
         if not isinstance(drafter, Drafter):
             raise ModelError(
                 f"{name} returned a {type(drafter).__name__}, which lacks parts of the Drafter "

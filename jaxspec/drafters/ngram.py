@@ -11,6 +11,8 @@ from jaxspec.errors import SettingError
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
+LONGEST_LOOKUP = 64  # the compiled program has a comparison for every length
+
 
 @refuse_other_names
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +24,18 @@ class NGram(DrafterBase):
     Attributes:
       prompt_lookup_min: shortest match that is used. Matches of one token are worth it, because the
         whole window is scored anyway, so an unlikely draft costs nothing.
-      prompt_lookup_max: longest match that is tried.
+      prompt_lookup_max: longest match that is tried, at most 64.
     """
 
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
 
     def __post_init__(self):
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= LONGEST_LOOKUP:
             raise SettingError(
                 f"prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max "
-                f"{self.prompt_lookup_max} were given; they must satisfy 1 <= min <= max."
+                f"{self.prompt_lookup_max} were given; they must satisfy 1 <= min <= max <= "
+                f"{LONGEST_LOOKUP}."
             )
 
     @property

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+import numbers
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from jaxspec.errors import ModelError
+
+RopeScaling: TypeAlias = Literal["none", "linear", "llama3", "yarn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class RopeConfig:
     theta: float
     rotary_size: int
     is_interleaved: bool = False
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: RopeScaling = "none"
     factor: float = 1.0
     original_max_length: int = 0
     low_frequency_factor: float = 1.0
@@ -47,6 +50,25 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     is_truncated: bool = True
+
+    def __post_init__(self):
+        factors = ("theta", "factor", "low_frequency_factor", "high_frequency_factor")
+        for name in (*factors, "beta_fast", "beta_slow"):
+            _check_factor(f"rope.{name}", getattr(self, name))
+        if self.attention_factor is not None:
+            _check_factor("rope.attention_factor", self.attention_factor)
+        if self.scaling not in get_args(RopeScaling):
+            raise _out_of_range("rope.scaling", self.scaling, f"one of {get_args(RopeScaling)}")
+        if self.scaling in ("llama3", "yarn"):
+            _check_count("rope.original_max_length", self.original_max_length)
+        if self.scaling == "llama3" and self.low_frequency_factor >= self.high_frequency_factor:
+            raise _out_of_range(
+                "rope.low_frequency_factor",
+                self.low_frequency_factor,
+                f"below its high_frequency_factor, {self.high_frequency_factor}",
+            )
+        if self.scaling == "yarn" and self.theta == 1:  # its logarithm divides
+            raise _out_of_range("rope.theta", self.theta, "another number than 1 for yarn")
 
     def inverse_frequencies(self) -> tuple[np.ndarray, float]:
         """Radians per position `[rotary_size / 2]` fp32, and the factor on cos and sin."""
@@ -128,11 +150,21 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
 
     def __post_init__(self):
+        counts = ("vocab_size", "width", "feed_forward_width", "num_layers", "num_query_heads")
+        for name in (*counts, "num_kv_heads", "head_size", "max_length"):
+            _check_count(name, getattr(self, name))
+        epsilon = self.norm_epsilon
+        if not isinstance(epsilon, numbers.Real) or not 0 < np.float32(epsilon) <= 1:
+            raise _out_of_range("norm_epsilon", epsilon, "a number above 0 and at most 1")
+        for window in self.sliding_windows:
+            if window is not None:
+                _check_count("sliding_windows", window)
         if self.num_query_heads % self.num_kv_heads:
             raise ModelError(
                 f"The model has {self.num_query_heads} query heads and {self.num_kv_heads} KV "
                 "heads; the second must divide the first, so check its configuration."
             )
+        _check_count("rope.rotary_size", self.rope.rotary_size)
         if self.rope.rotary_size % 2 or self.rope.rotary_size > self.head_size:
             raise ModelError(
                 f"The model rotates {self.rope.rotary_size} of {self.head_size} head components; "
@@ -162,3 +194,22 @@ class ModelConfig:
         """The inverse of `to_json`."""
         windows = tuple(fields.get("sliding_windows", ()))
         return cls(**{**fields, "rope": RopeConfig(**fields["rope"]), "sliding_windows": windows})
+
+
+def _check_count(name: str, value: Any) -> None:
+    """Raises `ModelError` unless a field is a whole number that the device can count to."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or not 1 <= value < 2**31:
+        raise _out_of_range(name, value, f"a whole number from 1 to {2**31 - 1}")
+
+
+def _check_factor(name: str, value: Any) -> None:
+    """Raises `ModelError` unless a field is a finite number above 0."""
+    if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+        raise _out_of_range(name, value, "a finite number above 0")
+
+
+def _out_of_range(name: str, value: Any, expected: str) -> ModelError:
+    return ModelError(
+        f"The model's {name} is {value!r}; it must be {expected}, so check its configuration."
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import PromptError
+from jaxspec.models.chat import template_process
 
 
 class TextTokenizer:
@@ -21,7 +22,12 @@ class TextTokenizer:
         self.prefix_token_ids = prefix_token_ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, after the prefix."""
+        """Token ids of `text`, after the prefix.
+
+        Raises:
+          PromptError: the text holds half a character (a lone surrogate).
+        """
+        check_encodable(text)
         ids = list(self.hf.encode(text, add_special_tokens=False))
         prefix = list(self.prefix_token_ids)
         return ids if prefix and ids[: len(prefix)] == prefix else prefix + ids
@@ -41,30 +47,33 @@ class TextTokenizer:
     ) -> list[int]:
         """Token ids of chat messages, up to where the assistant's answer begins.
 
+        The template is rendered in a process of its own, with limits on time and memory; see
+        `jaxspec.models.chat`.
+
         Args:
           template: a Jinja chat template instead of the tokenizer's own.
-          template_kwargs: further variables of the template, e.g. `enable_thinking`.
+          template_kwargs: further variables of the template, e.g. `enable_thinking`; JSON values.
 
         Raises:
-          PromptError: there is no template, or it refuses the messages.
+          PromptError: there is no template, or it refuses the messages, or it takes too much time
+            or memory.
         """
         if template is None and not self.hf.chat_template:
             raise PromptError(
                 "Chat messages were given, but the model's tokenizer has no chat template; name "
                 "one with --chat-template (chat_template=), or give plain prompts."
             )
+        variables = dict(template_kwargs or {})
         try:
-            text = self.hf.apply_chat_template(
-                list(messages),
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **(template_kwargs or {}),
-            )
-        except Exception as error:  # templates may raise anything, most often TemplateError
+            chosen = self.hf.get_chat_template(template, tools=variables.get("tools"))
+        except ValueError as error:
             raise PromptError(
-                f"The chat template refused the messages ({error}); check their roles and contents."
+                f"The tokenizer's chat templates leave none to choose ({error}); "
+                "name one with --chat-template (chat_template=)."
             ) from error
+        text = template_process().render(
+            chosen, messages, {**self.hf.special_tokens_map, **variables}
+        )
         return self.encode(text)
 
     def pieces(self, token_ids) -> list[str]:
@@ -83,6 +92,18 @@ class TextTokenizer:
     def fingerprint(self) -> dict[str, int]:
         """The vocabulary, token to id: equal for models that share a tokenizer."""
         return self.hf.get_vocab()
+
+
+def check_encodable(text: str) -> None:
+    """Raises `PromptError` for text that is none: with surrogates, which stand for half a character
+    each, or for a byte that was no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"The text has {text[error.start]!a} at position {error.start}, which is half a "
+            "character or a byte that is not UTF-8; write it as UTF-8."
+        ) from error
 
 
 class TextStream:

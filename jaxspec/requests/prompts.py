@@ -13,6 +13,7 @@ from typing import Any
 from jaxspec.errors import PromptError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, prompt_token_ids
+from jaxspec.runtime.files import why_unreadable
 
 SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.jsonl"
 
@@ -64,14 +65,11 @@ def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
     Raises:
       PromptError: the file cannot be read or has no prompt, or a line is malformed.
     """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise PromptError(
-            f"The prompt file {os.fspath(path)} cannot be read ({reason}); name a text file with "
-            "one prompt a line."
-        ) from error
+    text = _read_text(
+        pathlib.Path(path),
+        problem=f"The prompt file {os.fspath(path)} cannot be read",
+        advice="name a text file with one prompt a line",
+    )
     is_json = os.fspath(path).endswith((".jsonl", ".json"))
     # Not splitlines: JSON strings may contain other line separators unescaped.
     prompts = [
@@ -91,8 +89,10 @@ def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
         return PromptLine(prompt=line.rstrip("\r"), number=number)
     try:
         fields = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "depth"
+    except (ValueError, RecursionError) as error:
+        where = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{error.msg} at column {error.colno}"
         advice = (
             "mend the line, or name a file of plain lines otherwise than .jsonl"
             if is_json
@@ -165,14 +165,25 @@ def chat_template(name: str | None) -> str | None:
         return None
     if name == "vicuna":
         return VICUNA_TEMPLATE
+    return _read_text(
+        pathlib.Path(name),
+        problem=f"The chat template {name!r} is neither 'vicuna' nor a readable file",
+        advice="name one of these",
+    )
+
+
+def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> str:
+    """The text of a file, or of a pipe, that the user names; raises `PromptError` with the reason
+    between these two if there is none."""
+    reason = why_unreadable(path, may_be_pipe=True)
     try:
-        return pathlib.Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise PromptError(
-            f"The chat template {name!r} is neither 'vicuna' nor a readable file ({reason}); name "
-            "one of these."
-        ) from error
+        if reason is None:
+            return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    raise PromptError(f"{problem} ({reason}); {advice}.")
 
 
 def encode_prompts(

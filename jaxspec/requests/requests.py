@@ -171,14 +171,15 @@ def prompt_token_ids(
         raise PromptError(
             f"{name} is text, but the model {model.name} has no tokenizer; give token ids."
         )
-    elif isinstance(prompt, str):
-        ids = tokenizer.encode(prompt) if prompt else []
     else:
         messages: Any = prompt
         try:
-            ids = tokenizer.encode_chat(
-                messages, template=chat_template, template_kwargs=chat_template_kwargs
-            )
+            if isinstance(prompt, str):
+                ids = tokenizer.encode(prompt) if prompt else []
+            else:
+                ids = tokenizer.encode_chat(
+                    messages, template=chat_template, template_kwargs=chat_template_kwargs
+                )
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
     if len(ids) == 0:

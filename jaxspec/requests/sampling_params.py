@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxspec.types import RowSampling
 LOWEST_TEMPERATURE = 1e-3  # below it, and above 0, scaled logits lose their differences or overflow
 HIGHEST_TEMPERATURE = 1e6
 LARGEST_SEED = 2**63 - 1
+LARGEST_N = 2**14  # completions of a prompt, each of which is a request
 LARGEST_COUNT = 2**30  # tokens; the device counts in int32
 
 
@@ -77,9 +78,9 @@ class SamplingParams:
             if not isinstance(value, numbers.Integral if is_whole else numbers.Real):
                 wanted = "a whole number" if is_whole else "a number"
                 raise SettingError(f"{field.name} {value!r} was given; it must be {wanted}.")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _as_tuple("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         t, largest_seed = self.temperature, LARGEST_SEED - self.n + 1
         for name, is_right, expected in (
             ("max_tokens", 1 <= self.max_tokens <= LARGEST_COUNT, "from 1 to 2**30"),
@@ -92,13 +93,13 @@ class SamplingParams:
             ("top_k", -1 <= self.top_k <= LARGEST_COUNT, "at least 1, or 0 or -1 (off)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= LARGEST_N, f"from 1 to {LARGEST_N}"),
             (
                 "seed",
                 self.seed is None or 0 <= self.seed <= largest_seed,
                 "from 0 to 2**63 - n, as each completion has its own",
             ),
-            ("stop", all(isinstance(s, str) and s for s in stop), "texts that are not empty"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty"),
             (
                 "stop_token_ids",
                 all(isinstance(token, numbers.Integral) for token in self.stop_token_ids),
@@ -163,6 +164,13 @@ class SamplingParams:
         """Every token id that ends the output."""
         eos = () if self.ignore_eos else tuple(model.eos_token_ids)
         return tuple(dict.fromkeys(eos + self.stop_token_ids))
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """A list, tuple or set as a tuple, None as an empty one."""
+    if value is not None and not isinstance(value, Iterable):
+        raise SettingError(f"{name} {value!r} was given; it must be a list.")
+    return tuple(value or ())
 
 
 def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxspec.errors import CheckpointError, SettingError
+from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.locks import only_writer
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
@@ -25,7 +26,7 @@ def cache_directory() -> Path:
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
+    return expand_user(chosen) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
 
 
 def sha256_of(path: str | os.PathLike) -> str:

@@ -296,7 +296,7 @@ def _read_jsonl(paths: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
                 try:
                     fields = json.loads(line)
                     text = fields["text"]
-                except (json.JSONDecodeError, KeyError, TypeError):
+                except (ValueError, RecursionError, KeyError, TypeError):
                     text = None
                 if not isinstance(text, str):
                     raise SettingError(

@@ -452,6 +452,15 @@ def test_a_download_without_space(hub_model, monkeypatch):
     assert hub_model == []
 
 
+def test_a_download_that_breaks_off(hub_model, monkeypatch):
+    def break_off(*_, **__):
+        raise ConnectionError("Connection reset by peer\n(attempt 5)")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", break_off)
+    with pytest.raises(ModelError, match=r"could not be downloaded \(Connection reset by peer\); "):
+        load_model("org/model")
+
+
 def test_convert_takes_hub_ids_too(hub_model, tmp_path):
     summary = convert.convert("org/model", tmp_path / "out", revision="old")
     assert (summary.source, summary.revision) == ("org/model", "decaf")

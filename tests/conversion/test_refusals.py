@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def test_a_missing_architecture_follows_from_the_model_type(hf):
         ("glm4", {"rms_norm_eps": None}, CheckpointError, "rms_norm_eps"),
         ("qwen3", {"head_dim": None}, CheckpointError, "head_dim"),
         ("llama", {"hidden_size": None}, CheckpointError, "hidden_size"),
-        ("llama", {"hidden_size": "wide"}, CheckpointError, "wrong kind"),
+        ("llama", {"hidden_size": "wide"}, CheckpointError, "hidden_size to 'wide'"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
@@ -88,6 +90,127 @@ def test_configurations_that_do_not_say_enough(family, changes, error, fragment,
     source = hf_checkpoints.write_golden(tmp_path / "hf", family)
     hf_checkpoints.edit_json(source / "config.json", **changes)
     refused(source, error, fragment)
+
+
+NAN, INF = float("nan"), float("inf")
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"rms_norm_eps": NAN}, "rms_norm_eps to nan; it must be a number from 1e-12 to 1"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps to '1e-5'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps to 0"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps to 1e-300"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers to 1.5; it must be a whole number"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers to 2147483648"),
+        ({"num_hidden_layers": True}, "num_hidden_layers to True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers to 0"),
+        ({"hidden_size": 2**31}, "hidden_size to 2147483648"),
+        ({"hidden_size": -48}, "hidden_size to -48"),
+        ({"vocab_size": 10**4000}, "vocab_size to 1000"),
+        ({"vocab_size": [97]}, "vocab_size to [97]"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads to 0"),
+        ({"head_dim": 0}, "head_dim to 0"),
+        ({"max_position_embeddings": 1e30}, "max_position_embeddings to 1e+30"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings to 'false'; it must be true or"),
+        ({"attention_bias": 0}, "attention_bias to 0"),
+        ({"mlp_bias": "no"}, "mlp_bias to 'no'"),
+        ({"hidden_act": ["silu"]}, "hidden_act to ['silu']; it must be a text"),
+        ({"architectures": 5}, "architectures to 5; it must be a list of texts"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures to [['LlamaForCausalLM']]"),
+        ({"architectures": None, "model_type": {"a": 1}}, "model_type to {'a': 1}"),
+        ({"eos_token_id": "x"}, "eos_token_id to 'x'; it must be one or several token ids from 0"),
+        ({"eos_token_id": 1e30}, "eos_token_id to 1e+30"),
+        ({"eos_token_id": [2, True]}, "eos_token_id to [2, True]"),
+        ({"eos_token_id": -1}, "eos_token_id to -1"),
+        ({"eos_token_id": 10**9}, "eos_token_id to 1000000000"),
+        ({"rope_parameters": 5}, "rope_parameters to 5; it must be an object"),
+        ({"rope_scaling": [1]}, "rope_scaling to [1]"),
+        ({"rope_parameters": {"rope_type": 5}}, "rope_type to 5; it must be a text"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta to 0; it must be a number from 2"),
+        ({"rope_parameters": {"rope_theta": INF}}, "rope_theta to inf"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor to 0"),
+        ({"rope_parameters": {**YARN, "factor": "x"}}, "factor to 'x'"),
+        ({"rope_parameters": {**YARN, "beta_fast": NAN}}, "beta_fast to nan"),
+        ({"rope_parameters": {**YARN, "truncate": 5}}, "truncate to 5"),
+        ({"rope_parameters": {**YARN, "mscale": -1}}, "mscale to -1"),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 0.5}}, "to 0.5"),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": "1"}}, "low_freq_factor to '1'"),
+        ({"partial_rotary_factor": NAN, "rope_parameters": None}, "partial_rotary_factor to nan"),
+    ],
+)
+def test_values_that_no_configuration_has(changes, fragment, hf):
+    hf_checkpoints.edit_json(hf / "config.json", **changes)
+    refused(hf, CheckpointError, "config.json", fragment)
+
+
+def test_rotary_factors_that_cancel(hf):
+    equal = {**LLAMA3, "low_freq_factor": 4.0}
+    hf_checkpoints.edit_json(hf / "config.json", rope_parameters=equal)
+    refused(hf, ModelError, "rope.low_frequency_factor is 4.0", "below its high_frequency_factor")
+
+
+def test_stop_tokens_of_the_generation_config(hf):
+    path = hf / "generation_config.json"
+    path.write_text('{"eos_token_id": [1, "2"]}')
+    refused(hf, CheckpointError, "generation_config.json sets eos_token_id to [1, '2']")
+    path.unlink()
+    path.symlink_to(hf / "nowhere")
+    refused(hf, CheckpointError, "generation_config.json cannot be read (it is a link to nothing)")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "model-00002-of-00003.safetensors"]
+)
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (os.mkfifo, "it is a pipe, not a file"),
+        (Path.mkdir, "it is a directory, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
+    ],
+)
+def test_what_is_no_file(name, place, reason, hf):
+    (hf / name).unlink()
+    place(hf / name)
+    refused(hf, CheckpointError, f"{name} cannot be read ({reason})")
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}", "\ufeff{}"]
+)
+def test_json_that_cannot_be_read(content, hf):
+    (hf / "config.json").write_text(content, encoding="utf-8")
+    refused(hf, CheckpointError, "config.json cannot be read as JSON")
+
+
+def test_a_file_of_settings_without_end(hf):
+    with (hf / "config.json").open("r+b") as file:
+        file.truncate(2**40)
+    refused(hf, CheckpointError, "config.json", "1,099,511,627,776 bytes")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../hf/model-00001-of-00003.safetensors", "/etc/passwd", "", "..", "config.json", 5, None,
+     ["model-00001-of-00003.safetensors"], "a\0.safetensors", "x" * 300 + ".safetensors"],
+)  # fmt: skip
+def test_an_index_that_names_no_file_beside_it(name, hf):
+    index = hf / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**shards, "lm_head.weight": name}}))
+    refused(hf, CheckpointError, index.name, "must name .safetensors files beside it")
 
 
 def test_an_absent_epsilon_is_the_default_of_the_family(tmp_path):
@@ -157,12 +280,26 @@ def test_damaged_index_and_config(hf):
     index = hf / "model.safetensors.index.json"
     kept = index.read_text()
     index.write_text("{}")
-    refused(hf, CheckpointError, index.name, "weight_map")
+    refused(hf, CheckpointError, index.name, "names nothing as shards (weight_map)")
     index.write_text(kept)
     (hf / "config.json").write_text("{")
     refused(hf, CheckpointError, "config.json", "JSON")
     (hf / "config.json").unlink()
     refused(hf, CheckpointError, "config.json is missing")
+
+
+@pytest.mark.parametrize("content", ["a list", "a number", "a sparse tensor"])
+def test_a_torch_file_that_holds_no_state_dict(content, hf):
+    torch = pytest.importorskip("torch")
+    for file in hf.glob("model*"):
+        file.unlink()
+    held = {
+        "a list": [torch.zeros(1)],
+        "a number": {"lm_head.weight": 5},
+        "a sparse tensor": {"lm_head.weight": torch.zeros(2, 2).to_sparse()},
+    }
+    torch.save(held[content], hf / "pytorch_model.bin")
+    refused(hf, CheckpointError, "pytorch_model.bin", "give a state dict of the whole model")
 
 
 def test_no_weights(hf):

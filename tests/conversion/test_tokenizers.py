@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import hf_checkpoints
@@ -161,3 +162,62 @@ def test_without_a_tokenizer(hf):
     assert summary.prefix_token_ids is None
     assert "token ids" in str(summary)
     assert load_converted(hf.parent / "out").tokenizer is None
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_file_that_cannot_be_read_is_not_passed_over(name, hf):
+    write_pipeline(hf)
+    (hf / name).unlink(missing_ok=True)
+    (hf / name).symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read \(it is a link to nothing"):
+        convert(hf, hf.parent / "out")
+    (hf / name).unlink()
+    os.mkfifo(hf / name)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read \(it is a pipe"):
+        convert(hf, hf.parent / "out")
+    assert not (hf.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"bos_token": 5}, {"eos_token": ["</s>"]}, {"add_bos_token": "x"}, {"eos_token": {}}],
+)
+def test_settings_of_the_wrong_kind(settings, hf):
+    write_pipeline(hf)
+    (hf / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **settings}))
+    with pytest.raises(CheckpointError) as raised:
+        convert(hf, hf.parent / "out")
+    assert "\n" not in str(raised.value)
+    assert not (hf.parent / "out").exists()
+
+
+def test_a_prefix_outside_the_vocabulary(tmp_path):
+    """As of a tokenizer that belongs to another model."""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama")
+    write_pipeline(source)
+    pipeline = json.loads((source / "tokenizer.json").read_text())
+    pipeline["added_tokens"].append(
+        {"id": 5000, "content": "<far>", "special": True, "single_word": False,
+         "lstrip": False, "rstrip": False, "normalized": False}
+    )  # fmt: skip
+    (source / "tokenizer.json").write_text(json.dumps(pipeline))
+    settings = {"bos_token": "<far>", "add_bos_token": True}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="in front of text, and the model's vocabulary ends"):
+        convert(source, tmp_path / "out")
+
+
+def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(hf, monkeypatch):
+    settings = {
+        "tokenizer_class": "Own",
+        "auto_map": {"AutoTokenizer": ["own.Own", None]},
+    }
+    (hf / "own.py").write_text("raise SystemExit('run')")
+    (hf / "vocab.json").write_text("{}")
+    (hf / "merges.txt").write_text("")
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        convert(hf, hf.parent / "out")

@@ -7,7 +7,7 @@ import tiny
 
 import jaxspec
 from jaxspec.drafters.names import choose_drafter, make_drafter
-from jaxspec.errors import SettingError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.runtime.other_names import OTHER_NAMES
 from jaxspec.schedulers import SCHEDULERS, make_scheduler
 from jaxspec.verifiers import VERIFIERS, make_verifier
@@ -39,6 +39,36 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
     assert choose_drafter("organisation/model")
     with pytest.raises(SettingError, match="There is no drafter 'medusa'; choose none, ngram"):
         choose_drafter("medusa")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ngram:1-999999999999", "write ngram, or ngram:MIN-MAX"),
+        ("ngram:1-" + "9" * 5000, "write ngram, or ngram:MIN-MAX"),
+        ("ngram:1-65", "1 <= min <= max <= 64"),
+        ("ngram:1-99999999", "1 <= min <= max <= 64"),
+        ("~nouser", "the home directory of a user that this machine does not know"),
+        ("", "There is no drafter ''"),
+        ("x" * 5000, "There is no drafter 'xxx"),
+    ],
+)
+def test_names_that_are_none(name, message):
+    with pytest.raises(SettingError) as raised:
+        choose_drafter(name)
+    assert message in str(raised.value)
+
+
+def test_a_factory_that_fails_is_named():
+    make = choose_drafter("json:loads")
+    with pytest.raises(ModelError, match=r"The drafter json:loads cannot be made \(TypeError: "):
+        make(TARGET)
+
+
+@pytest.mark.parametrize("name", ["~nouser/x", "draft_model:~nouser/x"])
+def test_a_draft_model_in_a_home_that_is_not_there(name):
+    with pytest.raises(SettingError, match="~nouser/x begins with the home directory of a user"):
+        choose_drafter(name)(TARGET)
 
 
 def test_verifiers_and_schedulers_by_name():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 
 import pytest
 import tiny
@@ -76,6 +78,7 @@ def test_plain_lines_and_json_may_stand_together(tmp_path):
         ('{"prompt_token_ids": [1, "2"]}', "not a list of token ids"),
         ('{"prompt_token_ids": [true]}', "not a list of token ids"),
         ('{"prompt_token_ids": "12"}', "not a list of token ids"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "is not JSON (Exceeds the limit"),
         ('{"messages": []}', "not a list of objects"),
         ('{"messages": ["hello"]}', "not a list of objects"),
         ('{"messages": [{"role": "user"}]}', "'role' and 'content'"),
@@ -83,7 +86,7 @@ def test_plain_lines_and_json_may_stand_together(tmp_path):
         ('{"turns": []}', "not a list of texts"),
         ('{"turns": [""]}', "not a list of texts"),
         ('{"turns": "x"}', "not a list of texts"),
-        ("[" * 100_000, "is not JSON"),
+        ("[" * 100_000, "is not JSON (nested too deeply)"),
     ],
 )
 def test_malformed_line_is_named(tmp_path, line, message):
@@ -227,3 +230,27 @@ def test_truncation(target):
     cut, short = encode(target, "a long prompt", "ab", max_prompt_tokens=4)
     assert text_of(target, cut) == "<s>a l"
     assert text_of(target, short) == "<s>ab"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcffb"])
+def test_half_a_character(text, target):
+    for prompt in (text, [{"role": "user", "content": text}]):
+        with pytest.raises(PromptError, match=r"^Line 3 .*half a character") as raised:
+            encode(target, prompt)
+        assert str(raised.value).isascii()
+
+
+def test_what_is_no_file_of_prompts(tmp_path):
+    for path in ("/dev/zero", tmp_path, "x" * 5000, "a\0b"):
+        with pytest.raises(PromptError, match="cannot be read"):
+            read_prompts(path)
+        with pytest.raises(PromptError, match="neither 'vicuna' nor a readable file"):
+            chat_template(str(path))
+
+
+def test_prompts_may_come_through_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("hello\n",))
+    writer.start()
+    assert [line.prompt for line in read_prompts(tmp_path / "pipe")] == ["hello"]
+    writer.join()

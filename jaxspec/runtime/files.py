@@ -1,0 +1,58 @@
+"""Files that somebody else made: what can be wrong with one before a byte of it is read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from jaxspec.errors import SettingError
+
+LARGEST_TEXT_BYTES = 2**28  # of a file that is read whole: settings, tokenizers, templates
+
+
+def why_unreadable(
+    path: Path, *, largest_bytes: int | None = None, may_be_pipe: bool = False
+) -> str | None:
+    """Why `path` cannot be read as a file, or None if it can. To open a pipe waits for its writer,
+    and a device may have no end, so both are told from files first.
+
+    Args:
+      path: links are followed.
+      largest_bytes: of a file that is read whole.
+      may_be_pipe: whether a user may name one, as `<(command)` does.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        is_dangling = isinstance(error, FileNotFoundError) and path.is_symlink()
+        return "it is a link to nothing" if is_dangling else error.strerror or str(error)
+    except ValueError:  # a NUL in the name
+        return "it is no possible name of a file"
+    if may_be_pipe and stat.S_ISFIFO(status.st_mode):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return f"it is a {_kind(status.st_mode)}, not a file"
+    if largest_bytes is not None and status.st_size > largest_bytes:
+        return f"it has {status.st_size:,} bytes, and such files have at most {largest_bytes:,}"
+    return None
+
+
+def expand_user(path: str | os.PathLike) -> Path:
+    """`path` with `~` and `~name` replaced by a home directory.
+
+    Raises:
+      SettingError: there is no such home directory.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SettingError(
+            f"{os.fspath(path)} begins with the home directory of a user that this machine does "
+            "not know; write the directory out, or put ./ before a name that begins with ~."
+        ) from error
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "directory", stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket"}
+    return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "device")
