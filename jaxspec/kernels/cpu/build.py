@@ -24,10 +24,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
-import filelock
 import jax
 
 from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory, sha256_of
+from jaxspec.runtime.locks import only_writer
 
 SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
 COMPILERS = ("c++", "g++", "clang++")  # in this order, unless $CXX names one
@@ -63,13 +63,9 @@ def load_library() -> ctypes.CDLL:
         with _private_directory(path) as directory:
             library = _load_built(directory, key)
             if library is None:
-                with filelock.FileLock(directory / "lock", timeout=2 * TIMEOUT_S):
+                with only_writer(path / f"kernels-{key}", wait=True):
                     # Another process may have made it meanwhile.
                     library = _load_built(directory, key) or _build(compiler, directory, key)
-    except filelock.Timeout as error:
-        raise BuildError(
-            f"another process has been compiling them for {2 * TIMEOUT_S} s (it holds {path}/lock)"
-        ) from error
     except OSError as error:
         raise BuildError(f"{path} cannot be used ({error.strerror or error})") from error
     return library
