@@ -6,14 +6,14 @@ import contextlib
 import difflib
 import importlib
 import json
-import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError
+from jaxspec.runtime.signals import BROKEN_PIPE_STATUS, exit_with
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -32,8 +32,9 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise; 130 if interrupted;
-    141 if the reader of the output has closed it. Options that cannot be parsed exit with 2.
+    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise; 130 after Ctrl-C,
+    143 after SIGTERM; 141 if the reader of the output has closed it. Options that cannot be parsed
+    exit with 2.
     """
     try:
         status = run_command(sys.argv[1:] if args is None else args)
@@ -51,15 +52,18 @@ def main(args: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Nothing more can be written, and Python would try once more when it ends.
+    except KeyboardInterrupt as interrupt:
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+            print("interrupted", file=sys.stderr)
+        return getattr(interrupt, "status", 130)
+    except BrokenPipeError:
+        return BROKEN_PIPE_STATUS
     return status
+
+
+def program() -> NoReturn:
+    """`main` in a process of its own, which Ctrl-C and SIGTERM end in good time."""
+    exit_with(main)
 
 
 def run_command(args: Sequence[str]) -> int:
@@ -78,7 +82,8 @@ def run_command(args: Sequence[str]) -> int:
         return 2
 
     import tyro
-    from rich.console import Console
+
+    from jaxspec.runtime.console import Console
 
     command = tyro.cli(
         load_command(name),
