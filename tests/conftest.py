@@ -93,6 +93,7 @@ TIERS = {
     ),
     "system": (
         "analysis/test_compare.py",
+        "attack",
         "audit",
         "bench",
         "checkpoint",
@@ -138,3 +139,19 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("system") is None:
             item.add_marker(tier_of(item.path))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints what became of the attacks (tests/attack), those of all workers."""
+    from attack import outcomes
+
+    reports = [
+        report
+        for group in ("passed", "failed")
+        for report in terminalreporter.getreports(group)
+        if report.when == "call"
+    ]
+    rows = [row for r in reports for name, row in r.user_properties if name == outcomes.PROPERTY]
+    if rows:
+        terminalreporter.section("attacks")
+        terminalreporter.write_line(outcomes.table(rows))

@@ -109,6 +109,10 @@ class Ticket:
         """Whether `take_output` has something to return."""
         return bool(self.pending_output) or self.completion is not None
 
+    def streamed(self) -> Ticket:
+        """The same ticket, of an output that is read while it grows."""
+        return dataclasses.replace(self, has_consumer=True, is_streamed=True)
+
     def check_stop_strings(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
         """Sets `stopped` if a stop string is in the output."""
         params = self.request.params

@@ -1,4 +1,4 @@
-"""A limit on the time of a step, so that nobody waits for ever for a device that does not answer."""
+"""A limit on the time of a step: nobody waits for ever for a device that does not answer."""
 
 from __future__ import annotations
 
