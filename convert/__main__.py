@@ -3,6 +3,7 @@
 import sys
 
 from jaxspec.cli import main
+from jaxspec.runtime.signals import exit_with
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", *sys.argv[1:]]))
+    exit_with(lambda: main(["convert", *sys.argv[1:]]))

@@ -263,8 +263,9 @@ def _largest_leaf_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 @contextlib.contextmanager
 def _progress_bar(num_bytes: int, *, label: str, is_shown: bool) -> Iterator[Callable[[int], None]]:
     """A function to call with the bytes that were written."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from jaxspec.runtime.console import Console
 
     console = Console(stderr=True)
     with Progress(

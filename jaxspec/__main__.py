@@ -1,8 +1,6 @@
 """`python -m jaxspec`."""
 
-import sys
-
-from jaxspec.cli import main
+from jaxspec.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -10,10 +10,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError, SettingError
+from jaxspec.runtime.signals import BROKEN_PIPE_STATUS, exit_with
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -33,8 +34,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
     0; 1 for a mistake of the user; 3 for an audit that finds a broken promise, and a cache with a
-    damaged model; 130 if interrupted; 141 if the reader of the output has closed it. Options that
-    cannot be parsed exit with 2.
+    damaged model; 130 after Ctrl-C, 143 after SIGTERM; 141 if the reader of the output has closed
+    it. Options that cannot be parsed exit with 2.
     """
     if sys.stderr is None:
         # The next file to be opened would take its place, and get what C++ libraries print.
@@ -58,12 +59,13 @@ def main(args: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        with contextlib.suppress(OSError):
+            print("interrupted", file=sys.stderr)
+        return getattr(interrupt, "status", 130)
     except BrokenPipeError:
         discard_output()
-        return 141
+        return BROKEN_PIPE_STATUS
     except OSError as error:
         if not is_output_refused():
             raise
@@ -75,6 +77,11 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         return 1
     return status
+
+
+def program() -> NoReturn:
+    """`main` in a process of its own, which Ctrl-C and SIGTERM end in good time."""
+    exit_with(main)
 
 
 def is_output_refused() -> bool:
@@ -141,7 +148,8 @@ def run_command(args: Sequence[str]) -> int:
 
     check_jax()
     import tyro
-    from rich.console import Console
+
+    from jaxspec.runtime.console import Console
 
     command = tyro.cli(
         load_command(name),

@@ -48,6 +48,8 @@ class Finish(enum.IntEnum):
     CANCELLED = 8
     DEVICE_ERROR = 9  # the device call failed, and the batch with it
     TOKENIZER_ERROR = 10  # the tokenizer failed on its output
+    TIMEOUT = 11  # its own time was up
+    DEVICE_TIMEOUT = 12  # the device did not answer in time, and the engine has ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

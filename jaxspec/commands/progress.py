@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import time
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.engine import Progress as EngineProgress
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.console import Console
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from jaxspec.conformance.report import Broken
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.kinds import kind_of, kinds_of
 from jaxspec.types import PyTree
 
 ROWS = 3
@@ -46,11 +47,6 @@ def distance_of(a: Any, b: Any) -> float:
 def wide(values: Any) -> np.ndarray:
     """Floating values in fp32, on the host."""
     return np.asarray(jnp.asarray(values).astype(jnp.float32))
-
-
-def kind_of(array: Any) -> str:
-    """Dtype and shape, as text."""
-    return f"{array.dtype}{list(array.shape)}"
 
 
 def rounding_of(*trees: PyTree) -> float:
@@ -109,13 +105,7 @@ def _constants(closed: Any) -> list[Any]:
 
 def demand_same_tree(before: PyTree, after: PyTree, what: str) -> None:
     """A carried value must keep its structure, shapes and dtypes, or every call is traced anew."""
-    old, new = (
-        {
-            jax.tree_util.keystr(path): kind_of(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (before, after)
-    )
+    old, new = kinds_of(before), kinds_of(after)
     for path, kind in old.items():
         demand(path in new, f"{what} lost {path or 'its leaf'}")
         demand(new[path] == kind, f"{what}{path} became {new[path]}, it was {kind}")

@@ -26,7 +26,6 @@ from jaxspec.conformance.checks import (
     demand_same_output,
     demand_same_tree,
     distance_of,
-    kind_of,
     mixed_params,
     rounding_of,
 )
@@ -44,6 +43,7 @@ from jaxspec.decode import round as decode_round
 from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
+from jaxspec.runtime.kinds import kind_of
 from jaxspec.types import DecodeState, Draft
 
 ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution

@@ -8,6 +8,7 @@ import jax
 
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
+from jaxspec.decode.checks import check_parts
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, NoDrafter, with_defaults
@@ -44,7 +45,8 @@ def make_loop(
 
     Raises:
       SettingError: a setting out of range, or two that contradict each other.
-      ModelError: the drafter cannot draft for the target, or its state has no row axis.
+      ModelError: the drafter cannot draft for the target, or one of them returns arrays of other
+        dtypes or shapes than the loop takes; see `decode.checks`.
     """
     check_layout(layout)
     check_at_least_one(batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
@@ -104,6 +106,7 @@ def make_loop(
         )
     state = jax.eval_shape(lambda: loop.drafter.init(loop.resident_shape))
     check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
+    check_parts(loop, drafter)
     return loop
 
 

@@ -3,7 +3,6 @@ Callers that wait for output step the engine until it is there."""
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import functools
 import itertools
@@ -19,6 +18,8 @@ from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
+from jaxspec.engine.shared_steps import SharedSteps
+from jaxspec.engine.watchdog import StepTimeoutError, Watchdog
 from jaxspec.errors import QueueFullError
 from jaxspec.requests.completions import Completion, make_completion
 from jaxspec.requests.requests import Request
@@ -28,7 +29,8 @@ from jaxspec.types import DecodeState, Finish
 
 _log = logging.getLogger(__name__)
 
-ROUNDS_PER_CHUNK = 4  # between two chunks of prompts, and between two pieces of a stream
+# Between two chunks of prompts, two pieces of a stream, and two looks at deadlines.
+ROUNDS_PER_CHUNK = 4
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
 
 
@@ -40,6 +42,8 @@ class EngineCore:
       adaptive: chooses draft lengths; None leaves them as the requests ask.
       rounds_per_sync: most rounds between two looks at the rows.
       max_queue: requests that may wait.
+      step_timeout_s: seconds after which a step is given up, and the engine with it; None for
+        never.
       logprobs_mode: noted in completions with log-probabilities.
 
     Attributes:
@@ -55,6 +59,7 @@ class EngineCore:
         adaptive: AdaptiveDrafting | None,
         rounds_per_sync: int,
         max_queue: int,
+        step_timeout_s: float | None,
         logprobs_mode: str,
     ):
         self.executor = executor
@@ -65,33 +70,40 @@ class EngineCore:
         self._rounds_per_sync = rounds_per_sync
         self._logprobs_mode = logprobs_mode
         self._arrivals = itertools.count()
-        self._shared_step: asyncio.Future[None] | None = None
+        self._shared_steps = SharedSteps(lambda: self.step())
+        self._step_timeout_s = step_timeout_s
+        self._watchdog = None
+        if step_timeout_s is not None:
+            self._watchdog = Watchdog(step_timeout_s, lambda: executor.is_compiling)
+        self._is_abandoned = False
 
     @property
     def num_rounds(self) -> int:
         """Rounds run so far, on all shards together."""
         with self.lock:
+            if self._is_abandoned:
+                return 0
             return int(np.sum(self.executor.fetch("schedule").num_rounds))
 
     def step(self) -> None:
         """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are read and
         output is awaited it is one chunk and `ROUNDS_PER_CHUNK` rounds."""
         with self.lock:
+            if self._is_abandoned:
+                return
+            if self._watchdog is None:
+                self._step()
+                return
             try:
-                self._end_cancelled()
-                self._admit_waiting()
-                self._prefill_prompts()
-                self._run_rounds()
-                self._collect()
-            except BaseException:
-                self._give_up_if_lost()
-                raise
+                self._watchdog.run(self._step)
+            except StepTimeoutError:
+                self._abandon()
 
     def shut_down(self) -> None:
         """Cancels every request, and drops the state."""
         with self.lock:
             self.queue.close()
-            self._end_cancelled()
+            self._end_early()
             self._collect()
             self.executor.reset()
 
@@ -145,37 +157,49 @@ class EngineCore:
 
     async def astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio; waits for a place in the queue first."""
-        while True:
+        with self._shared_steps.for_stream():
+            while True:
+                try:
+                    self.enqueue(ticket)
+                    break
+                except QueueFullError:
+                    await self._shared_steps.wait_for_step()
+                if ticket.is_overdue:
+                    self.queue.abort(ticket, Finish.TIMEOUT)
+                    break
             try:
-                self.enqueue(ticket)
-                break
-            except QueueFullError:
-                await self._step_in_thread()
-        try:
-            is_done = False
-            while not is_done:
-                if not ticket.has_output:
-                    await self._step_in_thread()
-                for output in ticket.take_output():
-                    is_done = output.completion is not None
-                    yield output
-        finally:
-            self.queue.cancel_all([ticket])
-
-    async def _step_in_thread(self) -> None:
-        """A step on another thread, shared by all tasks that wait for one."""
-        if self._shared_step is None or self._shared_step.done():
-            event_loop = asyncio.get_running_loop()
-            self._shared_step = event_loop.run_in_executor(None, self.step)
-        await asyncio.shield(self._shared_step)
+                is_done = False
+                while not is_done:
+                    if not ticket.has_output:
+                        await self._shared_steps.wait_for_step()
+                    for output in ticket.take_output():
+                        is_done = output.completion is not None
+                        yield output
+            finally:
+                self.queue.cancel_all([ticket])
 
     # The parts of a step, in the order they run.
 
-    def _end_cancelled(self) -> None:
+    def _step(self) -> None:
+        try:
+            self._end_early()
+            self._admit_waiting()
+            self._prefill_prompts()
+            self._run_rounds()
+            self._collect()
+        except BaseException:
+            self._give_up_if_lost()
+            raise
+
+    def _end_early(self) -> None:
+        """Ends what was cancelled, and what is overdue."""
+        self.queue.end_overdue()
         tickets = self.queue.tickets_by_row
         cancelled = [row for row, ticket in tickets.items() if ticket.is_cancelled]
-        if cancelled:
-            self.executor.end_rows(cancelled, Finish.CANCELLED)
+        overdue = [row for row, ticket in tickets.items() if ticket.is_overdue]
+        for rows, finish in ((cancelled, Finish.CANCELLED), (overdue, Finish.TIMEOUT)):
+            if rows:
+                self.executor.end_rows(rows, finish)
 
     def _admit_waiting(self) -> None:
         """Gives free rows to requests, first come, first served."""
@@ -227,6 +251,8 @@ class EngineCore:
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self.queue.num_waiting:
             min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
+        if any(ticket.deadline is not None for ticket in tickets.values()):
+            num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         longest = max(ticket.draft_length for ticket in running.values())
         if self.adaptive is not None and longest > 0:
             choice = self.adaptive.choose(tickets, num_rounds)
@@ -308,6 +334,14 @@ class EngineCore:
         self.metrics.abandon()
         for ticket in self.queue.tickets_by_row.values():
             self.queue.abort(ticket, Finish.DEVICE_ERROR)
+
+    def _abandon(self) -> None:
+        """Ends every request, and the engine: its device does not answer any more."""
+        self._is_abandoned = True
+        why = f"ended because a step took longer than {self._step_timeout_s:g} s (step_timeout_s)"
+        _log.error("the engine %s", why)
+        self.metrics.abandon()
+        self.queue.abandon(Finish.DEVICE_TIMEOUT, why)
 
     def _abort(self, request: Request, finish: Finish) -> Completion:
         """The completion of a request that emitted nothing."""

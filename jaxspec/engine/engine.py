@@ -21,7 +21,7 @@ from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import LogprobsMode, make_executor
-from jaxspec.engine.intake import Intake
+from jaxspec.engine.intake import Intake, check_timeout
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.errors import RequestError
@@ -78,6 +78,8 @@ class Engine:
       prefill_chunk: prompt tokens read per call.
       rounds_per_sync: most rounds between two looks of the host.
       max_queue: requests that may wait for a row; `submit` refuses more.
+      step_timeout_s: seconds that a step may take, without compilations. After that every request
+        ends with the stop reason `device timeout`, and the engine takes no more. None: no limit.
       max_logprobs: log-probabilities kept per token, besides the emitted token's, for requests that
         ask for them; None keeps none.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the distribution that tokens
@@ -128,6 +130,7 @@ class Engine:
         prefill_chunk: int = 128,
         rounds_per_sync: int = 32,
         max_queue: int = 1024,
+        step_timeout_s: float | None = None,
         max_logprobs: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         trace: TraceLevel | None = None,
@@ -135,6 +138,7 @@ class Engine:
         mesh: jax.sharding.Mesh | None = None,
     ):
         check_at_least_one(rounds_per_sync=rounds_per_sync, max_queue=max_queue)
+        check_timeout(step_timeout_s=step_timeout_s)
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         self.verifier = verifier = make_verifier(verifier or "coupled")
@@ -177,6 +181,7 @@ class Engine:
             adaptive=self.adaptive,
             rounds_per_sync=rounds_per_sync,
             max_queue=max_queue,
+            step_timeout_s=step_timeout_s,
             logprobs_mode=logprobs_mode,
         )
         self.queue = self._core.queue
@@ -216,24 +221,7 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
-        return {
-            "target": self.target.name,
-            "drafter": self.drafter.name if self.drafter else "none",
-            "is_synthetic": bool(self.drafter and self.drafter.is_synthetic),
-            "verifier": self.verifier.name,
-            "layout": self.layout,
-            "scheduler": self.scheduler.name,
-            "num_residents": self.num_residents,
-            "draft_length": self.draft_length if self.adaptive is None else "auto",
-            "verify_lengths": list(self.verify_lengths),
-            "exactness": self.exactness,
-            "promise": self.verifier.promise,
-            "mesh": None if self.mesh is None else dict(self.mesh.shape),
-            "kernels": getattr(self.target, "kernels", None),
-            "kernels_fallback": noted_kernels()["kernels_fallback"],
-            **dataclasses.asdict(self.shape),
-            **dataclasses.asdict(self.memory),
-        }
+        return _described(self)
 
     # Lists of requests.
 
@@ -246,6 +234,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        timeout_s: float | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Completions:
         """Completions of `prompts`, in their order; `n` in a row where a prompt asks for `n`.
@@ -259,6 +248,8 @@ class Engine:
             invalid, or with `exactness="ties"` in steps of one token.
           draft_length: instead of the engine's, up to `verify_length - 1`; compiles nothing.
           chat_template: Jinja template for messages instead of the tokenizer's own.
+          timeout_s: seconds after which requests end with what they have, and the stop reason
+            `timeout`; looked at every few rounds.
           on_progress: called at every look of the host, at least every `rounds_per_sync` rounds.
 
         Raises:
@@ -273,10 +264,9 @@ class Engine:
             longest=self.longest_prompt,
             chat_template=chat_template,
         )
-        completions = self.run(
-            requests, speculate=speculate, draft_length=draft_length, on_progress=on_progress
-        )
-        return Completions(completions)
+        options: dict[str, Any] = {"draft_length": draft_length, "timeout_s": timeout_s}
+        found = self.run(requests, speculate=speculate, on_progress=on_progress, **options)
+        return Completions(found)
 
     def run(
         self,
@@ -284,12 +274,15 @@ class Engine:
         *,
         speculate: bool = True,
         draft_length: int | None = None,
+        timeout_s: float | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Generator[Completion, None, None]:
         """Yields the completions of `requests` in order, each as soon as it and those before it
         have ended. See `generate`. Closing the iterator cancels what has not ended.
         """
-        tickets = self._intake.listed(requests, speculate=speculate, draft_length=draft_length)
+        tickets = self._intake.listed(
+            requests, speculate=speculate, draft_length=draft_length, timeout_s=timeout_s
+        )
         order = self.scheduler.order(
             [len(request.prompt_token_ids) for request in requests],
             [request.params.max_tokens for request in requests],
@@ -308,6 +301,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        timeout_s: float | None = None,
     ) -> str:
         """Queues a request, to be decoded by `step`; returns its id. Any thread may call it.
 
@@ -325,7 +319,7 @@ class Engine:
           RequestError: the id is taken, or the engine was shut down.
         """
         ticket = self._intake.single(
-            prompt, params, request_id, speculate, draft_length, chat_template
+            prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         )
         self._core.enqueue(ticket)
         return ticket.request.request_id
@@ -364,6 +358,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        timeout_s: float | None = None,
     ) -> Generator[StreamOutput, None, None]:
         """Yields what a request emits, as it is emitted; the last piece has the completion.
 
@@ -371,8 +366,8 @@ class Engine:
         decoded alongside. Closing the iterator cancels the request.
         """
         ticket = self._intake.single(
-            prompt, params, request_id, speculate, draft_length, chat_template, is_streamed=True
-        )
+            prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
+        ).streamed()
         self._core.enqueue(ticket)
         return self._core.stream(ticket)
 
@@ -385,13 +380,15 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at a time, and
-        share the steps. Waits for a place in the queue where `stream` would refuse.
+        share the steps; another event loop is refused with a `RequestError`. Waits for a place in
+        the queue where `stream` would refuse.
         """
         ticket = self._intake.single(
-            prompt, params, request_id, speculate, draft_length, chat_template, is_streamed=True
-        )
+            prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
+        ).streamed()
         return self._core.astream(ticket)
 
     # The engine's own life.
@@ -448,3 +445,26 @@ def _shown(described: Mapping[str, Any]) -> str:
     names = ("verifier", "scheduler", "draft_length", "verify_length", "batch_size", "max_length")
     settings = ", ".join(f"{name} {described[name]}" for name in names)
     return f"<Engine of {described['target']} with drafter {described['drafter']}: {settings}>"
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    """Shape and promise of an engine."""
+    drafter = engine.drafter
+    return {
+        "target": engine.target.name,
+        "drafter": drafter.name if drafter else "none",
+        "is_synthetic": bool(drafter and drafter.is_synthetic),
+        "verifier": engine.verifier.name,
+        "layout": engine.layout,
+        "scheduler": engine.scheduler.name,
+        "num_residents": engine.num_residents,
+        "draft_length": engine.draft_length if engine.adaptive is None else "auto",
+        "verify_lengths": list(engine.verify_lengths),
+        "exactness": engine.exactness,
+        "promise": engine.verifier.promise,
+        "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
+        "kernels": getattr(engine.target, "kernels", None),
+        "kernels_fallback": noted_kernels()["kernels_fallback"],
+        **dataclasses.asdict(engine.shape),
+        **dataclasses.asdict(engine.memory),
+    }

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import numbers
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -40,8 +43,7 @@ class Intake:
         speculate: bool,
         draft_length: int | None,
         chat_template: str | None,
-        *,
-        is_streamed: bool = False,
+        timeout_s: float | None,
     ) -> Ticket:
         """The ticket of one prompt, whose output is awaited. See `Engine.submit`."""
         request = make_request(
@@ -56,20 +58,26 @@ class Intake:
         return Ticket(
             request=request,
             draft_length=self._draft_length(speculate, draft_length),
-            has_consumer=is_streamed,
+            has_consumer=False,
             is_interactive=True,
-            is_streamed=is_streamed,
+            deadline=_deadline(timeout_s),
         )
 
     def listed(
-        self, requests: Sequence[Request], *, speculate: bool, draft_length: int | None
+        self,
+        requests: Sequence[Request],
+        *,
+        speculate: bool,
+        draft_length: int | None,
+        timeout_s: float | None,
     ) -> list[Ticket]:
         """The tickets of requests that are decoded as a list. See `Engine.run`."""
         draft_length = self._draft_length(speculate, draft_length)
+        deadline = _deadline(timeout_s)
         for request in requests:
             self._check(request)
         return [
-            Ticket(request=request, draft_length=draft_length, has_consumer=True)
+            Ticket(request=request, draft_length=draft_length, has_consumer=True, deadline=deadline)
             for request in requests
         ]
 
@@ -101,3 +109,18 @@ class Intake:
                 JaxspecWarning,
                 stacklevel=2,
             )
+
+
+def check_timeout(**settings: float | None) -> None:
+    """Raises `SettingError` for the first setting that is neither None nor a number of seconds."""
+    for name, value in settings.items():
+        if value is not None and not (isinstance(value, numbers.Real) and 0 < value < math.inf):
+            raise SettingError(
+                f"{name} {value!r} was given; it must be a number of seconds above 0, or None."
+            )
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    """When requests that come now have to end, by `time.monotonic`."""
+    check_timeout(timeout_s=timeout_s)
+    return None if timeout_s is None else time.monotonic() + timeout_s

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import psutil
 
 from jaxspec.cache.pages import BLOCK, KVCache
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
+from jaxspec.runtime.host_memory import free_memory
 from jaxspec.types import PyTree
 
 
@@ -30,7 +30,8 @@ class Memory:
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
       buffers_bytes: tokens, log-probabilities and everything else kept per row.
-      free_bytes: free on the device before the state is made; None if it does not say.
+      free_bytes: free on the device before the state is made; None if it does not say. On a CPU
+        what the host, the process's cgroups and its limits (`ulimit`) leave.
     """
 
     num_devices: int
@@ -74,10 +75,13 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
         devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
     else:
         devices, params = [_device(loop.params)], loop.params
-    free = [_free_bytes(device) for device in devices]
-    free = [count for count in free if count is not None]
     if devices[0].platform == "cpu":  # they share the host's memory
-        free = [count // len(devices) for count in free]
+        num_free, where = free_memory()
+        free = num_free // len(devices)
+    else:
+        each = [_free_bytes(device) for device in devices]
+        free = min((count for count in each if count is not None), default=None)
+        where = "on the device"
     memory = Memory(
         num_devices=len(devices),
         num_rows=resident.batch_size,
@@ -85,10 +89,10 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
         weights_bytes=num_bytes(params),
         kv_bytes=kv_bytes,
         buffers_bytes=buffers_bytes,
-        free_bytes=min(free, default=None),
+        free_bytes=free,
     )
     if memory.free_bytes is not None and memory.state_bytes > memory.free_bytes:
-        raise SettingError(_does_not_fit(loop, memory))
+        raise SettingError(_does_not_fit(loop, memory, where))
     return memory
 
 
@@ -98,9 +102,7 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def _free_bytes(device: Any) -> int | None:
-    """Bytes that are free on `device`, None if it does not say; on a CPU those of the host."""
-    if device.platform == "cpu":
-        return psutil.virtual_memory().available
+    """Bytes that are free on an accelerator, None if it does not say."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
@@ -141,7 +143,7 @@ def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int)
     return kv_bytes, num_bytes(state) - kv_bytes
 
 
-def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory) -> str:
+def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) -> str:
     """The error message, with the largest batch_size and the largest max_length that fit."""
     free = memory.free_bytes
     assert free is not None
@@ -161,8 +163,8 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory) -> str:
         advice.append(f"a max_length of {blocks * BLOCK} at this batch_size")
     return (
         f"batch_size {num_shards * given} and max_length {memory.max_length} were given, whose KV "
-        f"and buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free beside "
-        f"{in_units(memory.weights_bytes)} of weights; "
+        f"and buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free {where} "
+        f"beside {in_units(memory.weights_bytes)} of weights; "
         + (
             f"the most that fits is {' or '.join(advice)}."
             if advice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 
 from jaxspec.errors import QueueFullError, RequestError
@@ -45,6 +46,7 @@ class Ticket:
       is_interactive: submitted or streamed, so that its output is awaited; otherwise it is one of a
         list that is decoded for the least time in all.
       is_streamed: the output is read while it grows.
+      deadline: when it ends with what it has, by `time.monotonic`; None for never.
       name: by which it can be cancelled; unique among unfinished tickets.
       row: on the device, while it has one.
       arrival: order among those that got a row.
@@ -63,6 +65,7 @@ class Ticket:
     has_consumer: bool
     is_interactive: bool = False
     is_streamed: bool = False
+    deadline: float | None = None
     name: Hashable = None
     row: int | None = None
     arrival: int = 0
@@ -97,9 +100,18 @@ class Ticket:
         return self.is_streamed or bool(self.request.params.stop)
 
     @property
+    def is_overdue(self) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
     def has_output(self) -> bool:
         """Whether `take_output` has something to return."""
         return bool(self.pending_output) or self.completion is not None
+
+    def streamed(self) -> Ticket:
+        """The same ticket, of an output that is read while it grows."""
+        return dataclasses.replace(self, has_consumer=True, is_streamed=True)
 
     def check_stop_strings(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
         """Sets `stopped` if a stop string is in the output."""
@@ -161,7 +173,7 @@ class RequestQueue:
         self._unfinished: dict[Hashable, Ticket] = {}
         self._rows: list[Ticket | None] = [None] * num_rows
         self._finished: list[Completion] = []
-        self._is_closed = False
+        self._closed: str | None = None  # what became of the engine
 
     @property
     def num_waiting(self) -> int:
@@ -182,7 +194,7 @@ class RequestQueue:
     @property
     def is_closed(self) -> bool:
         """Whether new tickets are refused."""
-        return self._is_closed
+        return self._closed is not None
 
     @property
     def tickets_by_row(self) -> dict[int, Ticket]:
@@ -197,9 +209,9 @@ class RequestQueue:
           QueueFullError: too many are waiting, and their number `is_limited`.
         """
         with self._lock:
-            if self._is_closed:
+            if self._closed is not None:
                 raise RequestError(
-                    "A request was given to an engine that was shut down; make another engine."
+                    f"A request was given to an engine that {self._closed}; make another engine."
                 )
             if is_limited and len(self._waiting) >= self._max_waiting:
                 raise QueueFullError(
@@ -250,13 +262,23 @@ class RequestQueue:
                     self._waiting.remove(ticket)
                     self.abort(ticket, Finish.CANCELLED)
 
+    def end_overdue(self) -> None:
+        """Ends the tickets that wait and whose deadline has passed."""
+        with self._lock:
+            for ticket in [ticket for ticket in self._waiting if ticket.is_overdue]:
+                self._waiting.remove(ticket)
+                self.abort(ticket, Finish.TIMEOUT)
+
     def abort(self, ticket: Ticket, finish: Finish) -> None:
         """Finishes a ticket without output."""
         self.finish(ticket, self._abort(ticket.request, finish))
 
     def finish(self, ticket: Ticket, completion: Completion) -> None:
-        """Gives a ticket its completion, and frees its name and its row."""
+        """Gives a ticket its completion, and frees its name and its row. A completion that it has
+        stays: a step that was given up may come back."""
         with self._lock:
+            if ticket.completion is not None:
+                return
             ticket.completion, ticket.acceptance = completion, completion.acceptance
             if ticket.row is not None:
                 self._rows[ticket.row] = None
@@ -275,5 +297,18 @@ class RequestQueue:
     def close(self) -> None:
         """Cancels every ticket, and refuses new ones."""
         with self._lock:
-            self._is_closed = True
+            self._closed = self._closed or "was shut down"
             self.cancel_all(list(self._unfinished.values()))
+
+    def abandon(self, finish: Finish, why: str) -> None:
+        """Ends every ticket at once, without output, and refuses new ones.
+
+        Args:
+          finish: of every ticket.
+          why: what became of the engine, to go after "an engine that".
+        """
+        with self._lock:
+            self._closed = why
+            self._waiting.clear()
+            for ticket in list(self._unfinished.values()):
+                self.abort(ticket, finish)

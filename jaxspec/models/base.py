@@ -21,6 +21,7 @@ from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.runtime.kinds import first_mismatch, kinds_of
 from jaxspec.types import PyTree, Window
 
 
@@ -214,6 +215,29 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """Compute and cache dtype."""
         return self.params["embedding"].dtype
+
+    def check_params(self) -> None:
+        """Raises `ModelError` unless the parameters have the shapes that `config` asks for, and one
+        floating dtype."""
+        wanted = decoder.param_shapes(self.config)
+        if "head" in self.params:
+            wanted["head"] = (self.config.width, self.config.vocab_size)
+        dtype = jnp.dtype(getattr(self.params.get("embedding"), "dtype", jnp.float32))
+        if not jnp.issubdtype(dtype, jnp.floating):
+            dtype = jnp.dtype(jnp.float32)
+        like = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+            wanted,
+            is_leaf=lambda node: isinstance(node, tuple) and all(type(n) is int for n in node),
+        )
+        given = {name: self.params[name] for name in wanted if name in self.params}
+        mismatch = first_mismatch(kinds_of(given), kinds_of(like))
+        if mismatch is not None:
+            path, found, expected = mismatch
+            raise ModelError(
+                f"The model {self.name} has {found} at params{path}, where its config asks for "
+                f"{expected}; give it the parameters of this config, all in one dtype."
+            )
 
     def param_specs(self, num_shards: int) -> PyTree:
         """How a mesh axis `model` of `num_shards` devices splits `params`.

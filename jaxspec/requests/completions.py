@@ -39,7 +39,9 @@ class Completion:
       text: the output without special tokens, or None if the model has no tokenizer.
       finish_reason: `stop` (a stop token or string), `length` (max_tokens or max_length) or
         `abort`.
-      stop_reason: the stop token's id, the stop string, `max_length`, `non-finite`, or None.
+      stop_reason: the stop token's id, the stop string, `max_length`, or None; of an `abort` one of
+        `cancelled`, `timeout`, `non-finite`, `device failure`, `device timeout` and
+        `tokenizer failure`.
       acceptance: counts of drafted and accepted tokens, including those after a stop string.
       index: which of the prompt's `n` completions this is.
       seed: of the request's draws; None for a greedy one.
@@ -327,6 +329,8 @@ def make_completion(
             Finish.CANCELLED: ("abort", "cancelled"),
             Finish.DEVICE_ERROR: ("abort", "device failure"),
             Finish.TOKENIZER_ERROR: ("abort", "tokenizer failure"),
+            Finish.TIMEOUT: ("abort", "timeout"),
+            Finish.DEVICE_TIMEOUT: ("abort", "device timeout"),
         }[finish]
     return Completion(
         request_id=request.request_id,

@@ -90,12 +90,14 @@ class Program:
       number: among the programs that belong together, from 1; see `numbered`.
       num_programs: that belong together.
       compiled: how it was compiled last; None before.
+      is_compiling: whether that is going on, in any thread.
     """
 
     def __init__(self, function: Any, name: str, *, shapes_vary: bool = False):
         self.name = name
         self.number = self.num_programs = 1
         self.compiled: Compiled | None = None
+        self.is_compiling = False
         self._function = function
         self._process = os.getpid()
         self._shapes_vary = shapes_vary
@@ -135,7 +137,11 @@ class Program:
         with self._lock:
             signature = _signature(args, kwargs) if self._shapes_vary else None
             if self.compiled is None or signature not in self._signatures:
-                self.compiled = self._compile(*args, **kwargs)
+                self.is_compiling = True
+                try:
+                    self.compiled = self._compile(*args, **kwargs)
+                finally:
+                    self.is_compiling = False
                 self._signatures.add(signature)
             return self.compiled
 

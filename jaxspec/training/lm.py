@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import rich.console
 import rich.progress
 import tokenizers
 import xxhash
@@ -34,6 +33,7 @@ from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.console import Console
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.locks import only_writer
 from jaxspec.training import data, export
@@ -658,7 +658,7 @@ def _progress(config: TrainConfig, num_steps: int, first_step: int):
     )
     num_tokens, since_s = 0, time.perf_counter()
     with (
-        rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as progress,
+        rich.progress.Progress(*columns, console=Console(stderr=True)) as progress,
         (config.out / _LOG).open("a", encoding="utf-8") as log,
     ):
         task = progress.add_task("train", total=num_steps, completed=first_step, status="")

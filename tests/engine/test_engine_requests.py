@@ -416,12 +416,13 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     assert 1 <= batch_size < 2**24
 
     # Exactly what is named fits, one row or one block more does not.
-    monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: nbytes)
+    monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (nbytes, "in this cgroup"))
     Engine(target, DraftModel(target), batch_size=3, max_length=256)
     with pytest.raises(
-        SettingError, match=r"fits is a batch_size of 3 .* or a max_length of 128 at this"
+        SettingError,
+        match=r"are free in this cgroup .* batch_size of 3 .* or a max_length of 128 at this",
     ):
         Engine(target, DraftModel(target), batch_size=4, max_length=256)
-    monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 100)
+    monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (100, "on this host"))
     with pytest.raises(SettingError, match="choose a smaller model"):
         Engine(target, batch_size=1, max_length=128)

@@ -239,7 +239,9 @@ def test_a_mesh_of_some_devices_says_so(caplog):
 
 def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
     need = engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32).memory.state_bytes
-    monkeypatch.setattr("jaxspec.engine.memory._free_bytes", lambda device: 8 * (need - 1))
+    monkeypatch.setattr(
+        "jaxspec.engine.memory.free_memory", lambda: (8 * (need - 1), "on this host")
+    )
     with pytest.raises(SettingError, match=r"batch_size 32 .* fits is a batch_size of 24"):
         engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32)
 

@@ -1,0 +1,123 @@
+"""What a model and a drafter return, held against what the loop takes: dtypes and shapes.
+
+Nothing is computed: the functions are traced for their shapes. Those of the package's own parts are
+not (its tests hold them to their contracts), which would cost each engine the time of a trace more;
+of its models the parameters are checked. `jaxspec.testing` checks what the values have to be.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache.pages import KVCache
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.round import draft_and_verify
+from jaxspec.decode.state import batch_view
+from jaxspec.drafters.base import Drafter, function_params
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.errors import ModelError
+from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.prefill import chain_window
+from jaxspec.runtime.kinds import first_mismatch, kinds_of
+from jaxspec.types import EngineShape, PyTree
+
+
+def check_parts(loop: DecodeLoop, drafter: Drafter | None) -> None:
+    """Raises `ModelError` unless the loop can run with its target and drafter.
+
+    Args:
+      loop: with the drafter, its defaults filled in.
+      drafter: as it was given, or None.
+    """
+    models = [loop.target]
+    if isinstance(drafter, DraftModel):
+        models.append(drafter.model)
+    for model in models:
+        if isinstance(model, LanguageModel):
+            model.check_params()
+        else:
+            check_model(model, loop.round_shape)
+    if drafter is not None and not type(drafter).__module__.startswith("jaxspec."):
+        check_drafter(loop)
+
+
+def check_model(model: Model, shape: EngineShape) -> None:
+    """Raises `ModelError` unless the model's functions return what `models.base.Model` says."""
+    who, num_rows, length = f"The model {model.name}", shape.batch_size, shape.verify_length
+    cache = jax.eval_shape(lambda: model.init_cache(num_rows, shape.max_length))
+    if not isinstance(cache, KVCache):
+        raise ModelError(
+            f"{who} made a {type(cache).__name__} in `init_cache`; make a jaxspec.cache.pages."
+            "KVCache, which rows of different lengths can share."
+        )
+    if cache.table.shape[0] != num_rows or cache.capacity < shape.max_length:
+        raise ModelError(
+            f"{who} made a cache of {cache.table.shape[0]} rows of {cache.capacity} slots in "
+            f"`init_cache`, where {num_rows} rows of {shape.max_length} were asked for; make as "
+            "many as it is given."
+        )
+    window = chain_window(jnp.zeros((num_rows,), jnp.int32), length)
+    tokens = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
+    hidden, after = jax.eval_shape(model.forward, model.params, tokens, window, cache)
+    _check_same(f"{who} returned from `forward` a cache with", after, cache)
+    size = hidden.shape[-1] if hidden.ndim else 0
+    expected: Any = jax.ShapeDtypeStruct((num_rows, length, size), hidden.dtype)
+    _check_same(f"{who} returned from `forward` hidden states", hidden, expected)
+    logits = jax.eval_shape(model.logits, model.params, hidden)
+    expected = jax.ShapeDtypeStruct((num_rows, length, model.vocab_size), jnp.float32)
+    _check_same(f"{who} returned from `logits`", logits, expected)
+
+
+def check_drafter(loop: DecodeLoop) -> None:
+    """Raises `ModelError` unless the drafter's functions return what `drafters.base` says."""
+    drafter, params = loop.drafter, loop.params
+    who, own = f"The drafter {drafter.name}", function_params(drafter, params)
+
+    shape = loop.resident_shape
+    state = jax.eval_shape(loop.init)
+    rows, row = jax.eval_shape(batch_view, state), jax.ShapeDtypeStruct((), jnp.int32)
+    for name in ("admit", "catch_up"):
+        function = functools.partial(getattr(drafter, name), shape)
+        after = jax.eval_shape(function, own, state.drafter, rows, row)
+        _check_same(f"{who} returned from `{name}` a state with", after, state.drafter)
+
+    shape = loop.round_shape
+    state = jax.eval_shape(lambda: loop.empty(shape))
+    rows = jax.eval_shape(functools.partial(batch_view, is_chain=drafter.is_chain), state)
+    reads = {"target_cache": state.cache} if drafter.uses_target_cache else {}
+    propose = functools.partial(drafter.propose, shape)
+    draft, after = jax.eval_shape(propose, own, state.drafter, rows, **reads)
+    _check_same(f"{who} returned from `propose` a state with", after, state.drafter)
+    whole, num_nodes = jnp.int32, (shape.batch_size, shape.num_nodes)
+    expected = {
+        "tokens": jax.ShapeDtypeStruct(num_nodes, whole),
+        "parents": jax.ShapeDtypeStruct(num_nodes, whole),
+        "num_valid": jax.ShapeDtypeStruct(num_nodes[:1], whole),
+    }
+    if draft.q is not None:
+        expected["q"] = jax.ShapeDtypeStruct((*num_nodes, shape.vocab_size), jnp.float32)
+    found = {name: getattr(draft, name) for name in expected}
+    _check_same(f"{who} returned a draft with", found, expected)
+
+    info, _, after = jax.eval_shape(functools.partial(draft_and_verify, loop), params, state)
+    commit = functools.partial(drafter.commit, shape)
+    after = jax.eval_shape(commit, own, after, rows, info)
+    _check_same(f"{who} returned from `commit` a state with", after, state.drafter)
+
+
+def _check_same(what: str, found: PyTree, expected: PyTree) -> None:
+    """Raises `ModelError` unless two pytrees have the same structure, dtypes and shapes."""
+    mismatch = first_mismatch(kinds_of(found), kinds_of(expected))
+    if mismatch is not None:
+        path, given, wanted = mismatch
+        where = f" at {path}" if path else ""
+        raise ModelError(f"{what} {given}{where}, where the engine takes {wanted}; return that.")
+    if jax.tree.structure(found) != jax.tree.structure(expected):
+        raise ModelError(
+            f"{what} the structure {jax.tree.structure(found)}, where the engine takes "
+            f"{jax.tree.structure(expected)}; return the containers that it was given."
+        )
