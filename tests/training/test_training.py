@@ -420,7 +420,7 @@ def test_a_damaged_run_is_not_resumed(tmp_path, corpora, trained):
             lm.load_run(out)
     checkpoint.write_bytes(written)
     (out / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         lm.load_run(out)
 
 
