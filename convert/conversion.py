@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint import format as checkpoint
+from jaxspec.checkpoint.manifest import write_manifest
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -189,7 +190,7 @@ def convert_directory(
             model_type=family.name,
             vocab_size=config.vocab_size,
         )
-        checkpoint.write_manifest(
+        write_manifest(
             working,
             config=config,
             dtype=stored,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import format as checkpoint
+from jaxspec.checkpoint.manifest import read_manifest
 from jaxspec.errors import CheckpointError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.prefill import chain_window
@@ -34,7 +35,7 @@ def compare_logits(directory: Path, converted: Path) -> str:
             "The verification compares with torch, which is not installed; install the parity "
             "extra (pip install 'jaxspec-decoding[parity]') or convert without --verify."
         ) from error
-    stored = checkpoint.read_manifest(converted)["dtype"]
+    stored = read_manifest(converted).dtype
     model = checkpoint.load_converted(converted, dtype="float32")
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, stored), attn_implementation="eager"

@@ -24,7 +24,7 @@ COMMANDS = {
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": ("commands.train:TrainCommand", "train a small model, or distil a draft model"),
-    "cache": ("commands.cache:CacheCommand", "list or remove converted and compiled files"),
+    "cache": ("commands.cache:CacheCommand", "list, verify or remove converted and compiled files"),
     "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
 
@@ -32,9 +32,16 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise; 130 if interrupted;
-    141 if the reader of the output has closed it. Options that cannot be parsed exit with 2.
+    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise, and a cache with a
+    damaged model; 130 if interrupted; 141 if the reader of the output has closed it. Options that
+    cannot be parsed exit with 2.
     """
+    if sys.stderr is None:
+        # The next file to be opened would take its place, and get what C++ libraries print.
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print("error: Standard output is closed; redirect it to a file.", file=sys.stderr)
+        return 1
     try:
         status = run_command(sys.argv[1:] if args is None else args)
         sys.stdout.flush()
@@ -55,10 +62,18 @@ def main(args: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Nothing more can be written, and Python would try once more when it ends.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return 141
+    except OSError as error:
+        if not is_output_refused():
+            raise
+        discard_output()
+        print(
+            f"error: Standard output cannot be written ({error.strerror}); redirect it to a file "
+            "on a disk with room.",
+            file=sys.stderr,
+        )
+        return 1
     return status
 
 
@@ -91,6 +106,21 @@ def check_jax() -> None:
             f"JAX does not start in this environment, {named} ({reason}); correct the variable, or "
             "leave it out."
         ) from error
+
+
+def is_output_refused() -> bool:
+    """Whether standard output does not take what was written to it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def discard_output() -> None:
+    """Sends what is left in the buffer nowhere: Python would try once more when it ends."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_command(args: Sequence[str]) -> int:

@@ -43,6 +43,10 @@ class CheckpointError(JaxspecError):
     """A checkpoint that cannot be read, converted or written."""
 
 
+class DamagedError(CheckpointError):
+    """A converted directory whose files are not as they were written."""
+
+
 class ConformanceError(JaxspecError):
     """A model or drafter of the user's own that breaks a contract of decoding."""
 

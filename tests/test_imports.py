@@ -21,7 +21,7 @@ ROOMS = [
     ("sampling, cache", "from logits to distributions; pages of KV"),
     ("kernels", "products and attention: XLA's, C++ for CPUs, Pallas"),
     ("models", "one decoder, and what varies between families as data"),
-    ("checkpoint.format", "what a converted directory holds"),
+    ("checkpoint.manifest, checkpoint.format", "what a converted directory holds"),
     ("convert", "Hugging Face checkpoints to ours, one table per family"),
     ("checkpoint.resolve", "what the name of a model means"),
     ("drafters, verifiers, schedulers", "the parts that a user chooses or writes"),

@@ -1,7 +1,6 @@
 """What a converted directory holds, and how it is written and read.
 
-    jaxspec.json   format_version, config, dtype, eos_token_ids, prefix_token_ids,
-                   generation_config, source, revision, transformers_version, num_params
+    jaxspec.json   the fields of `Manifest`: configuration, source, a checksum of every file
     params/        Orbax: "embedding", "layers" / "0" / "qkv", ..., "final_norm", "head"
     tokenizer/     tokenizer.json and tokenizer_config.json, absent for a model without a tokenizer
 
@@ -12,8 +11,6 @@ absent or complete whenever the writer is killed.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import json
 import logging
 import math
 import os
@@ -25,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.checkpoint.manifest import MANIFEST, read_manifest, verified, write_manifest
+from jaxspec.errors import DamagedError, ModelError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -34,9 +32,6 @@ from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.types import PyTree
-
-FORMAT_VERSION = 1
-MANIFEST = "jaxspec.json"
 
 _DTYPES = {
     "float32": jnp.float32,
@@ -143,33 +138,6 @@ def _num_bytes(leaves: Mapping[LeafPath, Any]) -> int:
     return sum(leaf.nbytes for leaf in leaves.values())
 
 
-def write_manifest(
-    directory: Path,
-    *,
-    config: ModelConfig,
-    dtype: Any,
-    eos_token_ids: tuple[int, ...],
-    prefix_token_ids: tuple[int, ...],
-    generation_config: Mapping[str, Any],
-    source: str,
-    revision: str | None = None,
-) -> None:
-    """Writes `jaxspec.json`, last of all files: its presence makes a directory a converted one."""
-    fields = {
-        "format_version": FORMAT_VERSION,
-        "config": config.to_json(),
-        "dtype": jnp.dtype(dtype).name,
-        "eos_token_ids": list(eos_token_ids),
-        "prefix_token_ids": list(prefix_token_ids),
-        "generation_config": dict(generation_config),
-        "source": source,
-        "revision": revision,
-        "transformers_version": importlib.metadata.version("transformers"),
-        "num_params": decoder.num_params(config),
-    }
-    (directory / MANIFEST).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
 def save_model(
     model: LanguageModel, destination: str | os.PathLike, *, overwrite: bool = False
 ) -> None:
@@ -201,28 +169,6 @@ def save_model(
 # Reading
 
 
-def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
-    """The fields of `jaxspec.json`.
-
-    Raises:
-      CheckpointError: it cannot be read, or a newer jaxspec wrote it.
-    """
-    path = Path(directory) / MANIFEST
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        version = fields["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is not readable as a jaxspec manifest; convert the model again."
-        ) from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{directory} has checkpoint format {version}, this jaxspec reads format "
-            f"{FORMAT_VERSION}; convert the model again or install the matching jaxspec."
-        )
-    return fields
-
-
 def load_converted(
     directory: str | os.PathLike,
     *,
@@ -230,26 +176,24 @@ def load_converted(
     dtype: Any = None,
     sharding: Any = None,
     kernels: KernelsName | None = None,
+    verify: bool = True,
 ) -> LanguageModel:
     """The model in a converted directory; arguments as in `load_model`."""
     directory = Path(directory)
-    fields = read_manifest(directory)
-    try:
-        config = ModelConfig.from_json(fields["config"])
-        stored_dtype = parse_dtype(fields["dtype"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{directory / MANIFEST} lacks fields that a model needs; convert the model again."
-        ) from error
+    manifest = read_manifest(directory, verify=verify)
     if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else stored_dtype
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else manifest.dtype
+    dtype = parse_dtype(dtype)
+    with verified(directory, manifest.files if verify else {}):
+        params = _read_params(directory, manifest.config, dtype=dtype, sharding=sharding)
+        tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
     return LanguageModel(
         name=name or str(directory),
-        config=config,
-        params=_read_params(directory, config, dtype=parse_dtype(dtype), sharding=sharding),
-        eos_token_ids=tuple(fields["eos_token_ids"]),
-        tokenizer=_load_tokenizer(directory, tuple(fields["prefix_token_ids"])),
-        generation_config=fields["generation_config"],
+        config=manifest.config,
+        params=params,
+        eos_token_ids=manifest.eos_token_ids,
+        tokenizer=tokenizer,
+        generation_config=manifest.generation_config,
         kernels=kernels or default_kernels(),
     )
 
@@ -277,7 +221,7 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
                 _check_shapes(found, shapes)
                 stored = ocp.load(str(directory / "params"), _nest(wanted))
     except Exception as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"The parameters in {directory / 'params'} cannot be read as those of a "
             f"{config.family} model ({first_line(error)}); convert the model again."
         ) from error
@@ -327,6 +271,12 @@ def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextT
     files = directory / "tokenizer"
     if not files.is_dir():
         return None
-    # Not AutoTokenizer: the class it picks may rebuild the pipeline that tokenizer.json states.
-    tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
+    try:
+        # Not AutoTokenizer: the class it picks may rebuild the pipeline that tokenizer.json states.
+        tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
+    except Exception as error:
+        raise DamagedError(
+            f"The tokenizer in {files} cannot be read ({first_line(error)}); convert the model "
+            "again."
+        ) from error
     return TextTokenizer(tokenizer, prefix_token_ids)

@@ -3,33 +3,37 @@ models."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.resources
 import os
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.checkpoint.format import (
+from jaxspec.checkpoint.format import is_converted, load_converted, parse_dtype
+from jaxspec.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
-    is_converted,
-    load_converted,
-    parse_dtype,
+    check_files,
     read_manifest,
 )
 from jaxspec.convert import convert_directory
 from jaxspec.convert.hub import NAMES_OF_MODELS, download
-from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.errors import CheckpointError, DamagedError, JaxspecWarning, ModelError
 from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
 from jaxspec.models.base import LanguageModel, Model
-from jaxspec.runtime.directories import cache_directory, remove_directory
+from jaxspec.runtime.directories import cache_directory, finish_interrupted, remove_directory
 from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.other_names import refuse_other_names
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
@@ -43,6 +47,7 @@ def load_model(
     revision: str | None = None,
     sharding: Any = None,
     kernels: KernelsName | None = None,
+    verify: bool = True,
 ) -> LanguageModel:
     """Loads a model by name or path.
 
@@ -60,21 +65,25 @@ def load_model(
         parameters; None is the first device.
       kernels: `xla`, `native` or `pallas`, see `LanguageModel`; None is `native` on a CPU where
         there is a C++ compiler, otherwise `xla`.
+      verify: compare the files of a converted directory with their checksums while they are read.
+        A cached conversion that is damaged is made again; any other is refused.
 
     Raises:
       SettingError: the kernels are unknown or cannot be used here.
       ModelError: there is no such model, or its architecture is not supported.
-      CheckpointError: it cannot be read, converted or cached.
+      CheckpointError: it cannot be read, converted or cached, or its files are damaged.
     """
     name = os.fspath(src)
     if kernels is not None:
         check_kernels(kernels)
     dtype = None if dtype is None else parse_dtype(dtype)
+    load = functools.partial(
+        load_converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels, verify=verify
+    )
     if name in DEMO_MODELS:
         assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
         with importlib.resources.as_file(assets) as directory:
-            converted = _convert_cached(directory, name=name)
-        return load_converted(converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels)
+            return _load_cached(load, directory, name=name)
     if name.startswith("random:"):
         if dtype is None:
             dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -83,19 +92,18 @@ def load_model(
         )
 
     directory = expand_user(name)
+    finish_interrupted(directory)
     if not os.path.exists(directory):  # also False for a name that no file can have
         commit, directory = download(name, revision)
-        converted = _convert_cached(directory, name=name, commit=commit)
-    elif is_converted(directory):
-        converted = directory
-    elif (directory / "config.json").is_file():
-        converted = _convert_cached(directory, name=directory.resolve().name)
-    else:
-        raise ModelError(
-            f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
-            f"one (no config.json); {NAMES_OF_MODELS}."
-        )
-    return load_converted(converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels)
+        return _load_cached(load, directory, name=name, commit=commit)
+    if is_converted(directory):
+        return load(directory)
+    if (directory / "config.json").is_file():
+        return _load_cached(load, directory, name=directory.resolve().name)
+    raise ModelError(
+        f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
+        f"one (no config.json); {NAMES_OF_MODELS}."
+    )
 
 
 def as_model(model: Model | str) -> Model:
@@ -112,46 +120,56 @@ class CachedModel:
 
     Attributes:
       name: of its directory, what `remove_cached_model` takes.
-      source: what was converted.
+      source: what was converted; None where the manifest is damaged.
       revision: commit of a hub id, else None.
       path: of the converted directory.
-      dtype: of the stored parameters.
-      num_params: parameters.
+      dtype: of the stored parameters; None where the manifest is damaged.
+      num_params: parameters; None where the manifest is damaged.
       num_bytes: on the disk.
+      problem: why it cannot be loaded, in a sentence, or None.
     """
 
     name: str
-    source: str
+    source: str | None
     revision: str | None
     path: str
-    dtype: str
-    num_params: int
+    dtype: str | None
+    num_params: int | None
     num_bytes: int
+    problem: str | None = None
 
 
-def cached_models() -> list[CachedModel]:
-    """The converted models in the cache, by name; directories that cannot be read are left out."""
+def cached_models(*, verify: bool = False) -> list[CachedModel]:
+    """The converted models in the cache, by name.
+
+    Args:
+      verify: read all their files and compare them with their checksums; else only the manifests
+        are read.
+    """
     root = cache_directory()
-    found = []
-    for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if path.name.startswith(".") or not is_converted(path):
-            continue
-        try:
-            fields = read_manifest(path)
-        except CheckpointError:
-            continue
-        found.append(
-            CachedModel(
-                name=path.name,
-                source=fields["source"],
-                revision=fields["revision"],
-                path=str(path),
-                dtype=fields["dtype"],
-                num_params=fields["num_params"],
-                num_bytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-            )
-        )
-    return found
+    paths = sorted(root.iterdir()) if root.is_dir() else []
+    kept = [path for path in paths if path.is_dir() and not path.name.startswith(".")]
+    return [_cached_model(path, verify=verify) for path in kept]
+
+
+def _cached_model(path: Path, *, verify: bool) -> CachedModel:
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(path)
+        if verify:
+            check_files(path, manifest)
+    except CheckpointError as error:
+        problem = str(error)
+    return CachedModel(
+        name=path.name,
+        source=manifest.source if manifest else None,
+        revision=manifest.revision if manifest else None,
+        path=str(path),
+        dtype=manifest.dtype if manifest else None,
+        num_params=manifest.num_params if manifest else None,
+        num_bytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        problem=problem,
+    )
 
 
 def remove_cached_model(name: str) -> int:
@@ -176,25 +194,66 @@ def remove_cached_model(name: str) -> int:
     return chosen[0].num_bytes
 
 
-def _convert_cached(directory: Path, *, name: str, commit: str | None = None) -> Path:
-    """The converted form of a Hugging Face directory, made now unless the cache has it.
+def _load_cached(
+    load: Callable[[Path], LanguageModel],
+    directory: Path,
+    *,
+    name: str,
+    commit: str | None = None,
+) -> LanguageModel:
+    """Loads the converted form of a Hugging Face directory, which is made now unless the cache has
+    it, or has it damaged."""
+    converted = _convert_cached(directory, name=name, commit=commit)
+    try:
+        return load(converted)
+    except DamagedError as error:
+        warnings.warn(f"{error} This is being done now.", JaxspecWarning, stacklevel=3)
+    return load(_convert_cached(directory, name=name, commit=commit, verify=True))
 
-    If two processes convert the same model at once, each writes its own temporary directory; the
-    first rename wins, and the other's work is discarded.
+
+def _convert_cached(
+    directory: Path, *, name: str, commit: str | None = None, verify: bool = False
+) -> Path:
+    """The converted form of a Hugging Face directory in the cache.
+
+    If several processes want the same one, the first converts it and the others wait. One that is
+    damaged, as its manifest says or with `verify` its files, is converted again.
     """
     label = re.sub(r"[^\w.-]+", "--", name).strip("-.") or "model"
     key = commit or _content_key(directory)
     digest = hashlib.sha256(f"{FORMAT_VERSION} {key}".encode()).hexdigest()[:16]
-    destination = cache_directory() / f"{label}-{digest}"
-    if is_converted(destination):
+    root = cache_directory()
+    destination = root / f"{label}-{digest}"
+    if not verify and _is_whole(destination):
         return destination
     source = name if commit or name in DEMO_MODELS else str(directory.resolve())
-    try:
-        convert_directory(directory, destination, source=source, revision=commit)
-    except CheckpointError:
-        if not is_converted(destination):
-            raise
+    with contextlib.ExitStack() as stack:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_writer(root / f"{destination.name}.conversion", wait=True))
+            is_whole = _is_whole(destination, verify=verify)
+            if destination.exists() and not is_whole:
+                remove_directory(destination)
+        except OSError as error:
+            raise CheckpointError(
+                f"The cache directory {root} cannot be written ({error.strerror or error}); name "
+                "another with JAXSPEC_CACHE."
+            ) from error
+        if not is_whole:
+            convert_directory(directory, destination, source=source, revision=commit)
     return destination
+
+
+def _is_whole(path: Path, *, verify: bool = False) -> bool:
+    """Whether a converted directory is there and undamaged, as far as its manifest says or, with
+    `verify`, its files."""
+    try:
+        manifest = read_manifest(path)
+        if verify:
+            check_files(path, manifest)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _content_key(directory: Path) -> str:

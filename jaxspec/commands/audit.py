@@ -94,7 +94,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     def _run_controls(self, console: Console) -> dict[str, Any]:
         self._refuse("--controls", "the controls are runs of their own", "outputs", "html")
         with working("loading the models") as status:
-            target = load_model(self.target or "demo-target", dtype=self.dtype)
+            target = load_model(self.target or "demo-target", dtype=self.dtype, verify=self.verify)
             is_default = self.target is None and self.drafter_name == "none"
             options = DrafterOptions(draft="demo-draft") if is_default else self
             make_drafter = options.choose_drafter(dtype=self.dtype)
@@ -137,7 +137,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             dtype = canonical_dtype(self.their_dtype, where="--their-dtype")
         with working(f"loading {target_name}"):
             # The weights as they were for the other system: rounded to its dtype, then exact.
-            target = load_model(target_name, dtype=self.dtype)
+            target = load_model(target_name, dtype=self.dtype, verify=self.verify)
         file = read_outputs(path, target)
         target = with_dtype(target, dtype or file.dtype or parameter_dtype(target))
         num = len(file.outputs)
@@ -169,7 +169,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         check_draft_length(self.draft_length, verify_length)
         lines = self.read_prompts()
         with working(f"loading {target_name}"):
-            target = load_model(target_name, dtype=self.dtype)
+            target = load_model(target_name, dtype=self.dtype, verify=self.verify)
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
         num_requests = self.n_requests or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]

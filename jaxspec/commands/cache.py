@@ -1,4 +1,4 @@
-"""`jaxspec cache list|remove`: converted models and compiled programs in the user's cache
+"""`jaxspec cache list|verify|remove`: converted models and compiled programs in the user's cache
 directory.
 """
 
@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.options import JsonOption
+from jaxspec.commands.progress import working
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
 from jaxspec.runtime.documents import make_document
@@ -24,40 +25,44 @@ COMPILED = "compiled"
 COLUMNS = {
     "name": "{name}",
     "MiB": lambda kept: f"{kept['num_bytes'] / 2**20:.0f}",
-    "dtype": "{dtype}",
-    "source": "{source}",
+    "dtype": lambda kept: kept["dtype"] or "",
+    "source": lambda kept: "damaged" if kept["problem"] else kept["source"],
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheCommand(JsonOption):
-    """List what is kept in the cache directory (converted models, compiled programs), or remove
-    some of it."""
+    """List what is kept in the cache directory (converted models, compiled programs), verify that
+    the models are as they were written, or remove some of it."""
 
-    action: Annotated[Literal["list", "remove"], tyro.conf.Positional]
-    """What to do."""
+    action: Annotated[Literal["list", "verify", "remove"], tyro.conf.Positional]
+    """What to do. verify: read the converted models and compare them with their checksums."""
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
     """What to remove, as `list` names it; `compiled` is all compiled programs."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Lists or removes; returns the JSON document."""
+        """Lists, verifies or removes; returns the JSON document."""
         if self.action == "remove" and not self.names:
             raise SettingError(
                 "jaxspec cache remove was given no name; take names from jaxspec cache list."
             )
-        if self.action == "list" and self.names:
-            raise SettingError("jaxspec cache list takes no names; leave them out.")
+        if self.action != "remove" and self.names:
+            raise SettingError(f"jaxspec cache {self.action} takes no names; leave them out.")
         for name in self.names:
             num_bytes = remove_compiled() if name == COMPILED else remove_cached_model(name)
             console.print(f"removed {escape(name)} ({num_bytes / 2**20:.0f} MiB)")
-        models = [dataclasses.asdict(model) for model in cached_models()]
-        compiled = {"name": COMPILED, "num_bytes": compiled_bytes(), "dtype": ""}
-        compiled["source"] = "compiled programs and CPU kernels"
-        listed = [*models, *[compiled] * (compiled_bytes() > 0)]
-        if self.action == "list" and listed:
-            console.print(TextTable.of_columns(escape(str(cache_directory())), COLUMNS, listed))
-        elif self.action == "list":
-            console.print(f"The cache {escape(str(cache_directory()))} is empty.", soft_wrap=True)
+        with working("reading the cache"):
+            cached = cached_models(verify=self.action == "verify")
+        problems = [model.problem for model in cached if model.problem is not None]
+        models = [dataclasses.asdict(model) for model in cached]
+        if self.action == "list":
+            show_cache(console, models)
+        elif self.action == "verify":
+            num_whole = len(cached) - len(problems)
+            console.print(f"{num_whole} of {len(cached)} converted models are as they were written")
+        if self.action != "remove":
+            for problem in problems:
+                console.print(problem, markup=False, highlight=False, soft_wrap=True)
         return make_document(
             f"cache {self.action}",
             self,
@@ -65,7 +70,20 @@ class CacheCommand(JsonOption):
             models=models,
             compiled_bytes=compiled_bytes(),
             removed=self.names,
+            holds=not problems or self.action != "verify",
         )
+
+
+def show_cache(console: Console, models: list[dict[str, Any]]) -> None:
+    """Prints what is kept, a line each."""
+    compiled = {"name": COMPILED, "num_bytes": compiled_bytes(), "dtype": "", "problem": None}
+    compiled["source"] = "compiled programs and CPU kernels"
+    listed = [*models, *[compiled] * (compiled_bytes() > 0)]
+    directory = escape(str(cache_directory()))
+    if listed:
+        console.print(TextTable.of_columns(directory, COLUMNS, listed))
+    else:
+        console.print(f"The cache {directory} is empty.", soft_wrap=True)
 
 
 def compiled_bytes() -> int:

@@ -70,7 +70,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         lines = self.read_prompts()
         each = self.sampling_params()
         with working("loading the models") as status:
-            target = load_model(self.target, dtype=self.dtype)
+            target = load_model(self.target, dtype=self.dtype, verify=self.verify)
             drafters = {
                 name: make(target) if make is not None else None for name, make in makers.items()
             }

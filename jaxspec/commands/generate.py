@@ -27,10 +27,11 @@ from jaxspec.commands.options import (
     SamplingOptions,
     check_at_least_one,
 )
-from jaxspec.commands.outputs import OutputFile, cannot_write, write_parquet
+from jaxspec.commands.outputs import OutputFile, cannot_write, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
 from jaxspec.decode.settings import DEFAULT_DRAFT_LENGTH, DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.names import MakeDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import LanguageModel
@@ -38,6 +39,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import check_regular_file
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import SchedulerName, make_scheduler
@@ -122,9 +124,23 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         template, template_kwargs = self._chat_settings(lines)
         self._check_output(lines)
         self._check_trace()
+        with only_writer_of(self.output, resume=self.resume):
+            found = self._generate(console, lines, make_drafter, template, template_kwargs)
+        found["elapsed_s"] = time.perf_counter() - started_s
+        return make_document("generate", self, inputs=inputs, **found)
 
+    def _generate(
+        self,
+        console: Console,
+        lines: list[PromptLine],
+        make_drafter: MakeDrafter | None,
+        template: str | None,
+        template_kwargs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Loads the models and completes the prompts; returns fields of the JSON document."""
+        started_s = time.perf_counter()
         with working(f"loading {self.target}"):
-            target = load_model(self.target, dtype=self.dtype)
+            target = load_model(self.target, dtype=self.dtype, verify=self.verify)
         encoded = encode_prompts(
             lines,
             target,
@@ -182,13 +198,10 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             markup=False,
             highlight=False,
         )
-        return make_document(
-            "generate",
-            self,
+        return dict(
             engine=engine.describe(),
             sampling=dataclasses.asdict(params),
             **{name: engine.describe()[name] for name in ("verifier", "promise", "exactness")},
-            inputs=inputs,
             num_prompts=num_prompts,
             num_resumed=num_done,
             num_completions=len(completions),
@@ -199,7 +212,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             load_s=load_s,
             compile_s=compile_s,
             decode_s=decode_s,
-            elapsed_s=time.perf_counter() - started_s,
             completions=[c.to_json() for c in completions] if file is None else None,
         )
 
@@ -319,7 +331,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         return chat_template(given), kwargs
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
-        """Raises unless the output can be written in the format asked for."""
+        """Raises unless the prompts can be written in the format asked for."""
         if self.output is None:
             if self.resume or self.format != "jsonl":
                 option = "--resume" if self.resume else f"--format {self.format}"
@@ -332,17 +344,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                         f"{line.name} has no question_id or no category, which the spec-bench "
                         "format needs; use Spec-Bench's question file, or --format jsonl."
                     )
-        try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.output, "ab") as file:
-                num_bytes = file.tell()
-        except OSError as error:
-            raise cannot_write(self.output, error, "name another file") from error
-        if num_bytes and not self.resume:
-            raise SettingError(
-                f"The output {self.output} exists; add --resume to continue it, or name another "
-                "file."
-            )
 
     def _check_trace(self) -> None:
         """Raises unless a trace can be written, if one is asked for."""
@@ -365,6 +366,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         for module in ("pandas", "pyarrow"):
             import_extra(module, "traces")
         try:
+            check_regular_file(self.trace)
             self.trace.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.trace.parent).close()
         except OSError as error:
@@ -442,7 +444,8 @@ def _batches(
 
 
 def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str:
-    """Of what a line depends on besides its prompt.
+    """Of what a line depends on besides its prompt; other kernels and other devices sum in another
+    order, and take the other of two tokens that tie.
 
     Drafter and draft length change no token of a greedy run or under coupled verification; under
     the other verifiers they do. The seed matters only where tokens are drawn.
@@ -454,7 +457,9 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
         del shape[name]
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
     sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
-    settings = [engine.target.name, shape, dtypes, sampling, format]
+    kernels = getattr(engine.target, "kernels", None)
+    computed_by = [kernels, jax.default_backend()]
+    settings = [engine.target.name, computed_by, shape, dtypes, sampling, format]
     if len(engine.verify_lengths) > 1:  # which of them a token was scored in decides ties
         settings.append(engine.verify_lengths)
     if is_sampled and not engine.verifier.is_coupled:

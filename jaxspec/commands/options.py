@@ -129,6 +129,8 @@ class EngineOptions:
     """Tokens per prompt at most, the prompt's own and those of its completion."""
     dtype: DtypeName | None = None
     """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    verify: bool = True
+    """With --no-verify the target is loaded without comparing its files with their checksums."""
 
 
 def drafter_of_command(name: str, *, dtype: str | None) -> MakeDrafter | None:

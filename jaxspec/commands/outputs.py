@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspec.errors import SettingError
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine
+from jaxspec.runtime.directories import check_regular_file, write_atomically
+from jaxspec.runtime.locks import only_writer
 from jaxspec.types import Origin
 
 
@@ -29,15 +33,35 @@ def write_parquet(frame: Any, path: pathlib.Path) -> None:
     Raises:
       SettingError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            frame.to_parquet(partial, engine="pyarrow", index=False)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error, "make room, or name another file") from error
+    content = io.BytesIO()
+    frame.to_parquet(content, engine="pyarrow", index=False)
+    write_atomically(path, content.getvalue())
+
+
+@contextlib.contextmanager
+def only_writer_of(path: pathlib.Path | None, *, resume: bool) -> Iterator[None]:
+    """Makes an output file and keeps other processes from writing it while the block runs; without
+    a path it does nothing.
+
+    Raises:
+      SettingError: it cannot be written, holds something that is not to be resumed, or is being
+        written by another process.
+    """
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            try:
+                check_regular_file(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(only_writer(path.resolve()))
+                with open(path, "ab") as file:
+                    num_bytes = file.tell()
+            except OSError as error:
+                raise cannot_write(path, error, "name another file") from error
+            if num_bytes and not resume:
+                raise SettingError(
+                    f"The output {path} exists; add --resume to continue it, or name another file."
+                )
+        yield
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +92,10 @@ class OutputFile:
             it is.
         """
         advice = "resume with the same inputs and settings, or name another output."
-        content = self.path.read_bytes()
+        try:
+            content = self.path.read_bytes()
+        except OSError as error:
+            raise cannot_write(self.path, error, "name another file") from error
         *lines, rest = content.split(b"\n")
         if len(lines) + bool(rest) > len(prompts):
             raise SettingError(
@@ -88,24 +115,35 @@ class OutputFile:
                     f"settings and prompts; {advice}"
                 )
         if rest:
-            with open(self.path, "r+b") as file:
-                file.truncate(len(content) - len(rest))
+            os.truncate(self.path, len(content) - len(rest))
         return len(lines)
 
     def append(
         self, lines: Sequence[PromptLine], batch: Sequence[Completion], first: int, share_s: float
     ) -> None:
         """Adds a batch of completions and the prompts' lines, which `first` lines precede, and
-        returns when it is on the disk; `share_s` is the batch's seconds divided by its rows."""
+        returns when it is on the disk; `share_s` is the batch's seconds divided by its rows.
+
+        Raises:
+          SettingError: it cannot be written; the file then ends with the batch before.
+        """
         make = spec_bench_line if self.format == "spec-bench" else jsonl_line
+        content = b""
+        for index, (line, completion) in enumerate(zip(lines, batch, strict=True), first):
+            fields = make(line, completion, model_name=self.model_name, share_s=share_s)
+            note = {"jaxspec": self._note(index, completion.prompt_token_ids)}
+            content += json.dumps(note | fields).encode() + b"\n"
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                for index, (line, completion) in enumerate(zip(lines, batch, strict=True), first):
-                    fields = make(line, completion, model_name=self.model_name, share_s=share_s)
-                    note = {"jaxspec": self._note(index, completion.prompt_token_ids)}
-                    file.write(json.dumps(note | fields) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            with open(self.path, "ab", buffering=0) as file:
+                num_bytes = file.tell()
+                try:
+                    written = 0
+                    while written < len(content):  # a disk that fills up takes a part
+                        written += file.write(content[written:])
+                    os.fsync(file.fileno())
+                except BaseException:
+                    file.truncate(num_bytes)
+                    raise
         except OSError as error:
             advice = "make room and run again with --resume, the finished lines are kept"
             raise cannot_write(self.path, error, advice) from error

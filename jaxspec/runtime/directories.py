@@ -6,20 +6,19 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import shutil
-import socket
-import tempfile
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
-
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.locks import only_writer
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
 KERNELS_DIRECTORY = ".kernels"  # likewise: the compiled `native` kernels
+# What a system says that takes no more bytes: full disks, quotas, limits on the size of a file.
+_REFUSED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def cache_directory() -> Path:
@@ -49,24 +48,40 @@ def check_free_space(directory: str | os.PathLike, num_bytes: int, *, what: str)
         )
 
 
+def check_regular_file(path: Path) -> None:
+    """Raises `OSError` if `path` exists and is no file, but a directory, a device or a pipe."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and not a file")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file, whole or not at all, and makes its directory where needed.
+    """Writes a file, whole or not at all, and makes its directory where needed; the file is on the
+    disk when this returns. If the process is killed, `.NAME.partial` may stay behind until the next
+    write.
 
     Raises:
-      SettingError: it cannot be written.
+      SettingError: it cannot be written, or is no regular file.
     """
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name}.partial")
     try:
+        check_regular_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        with only_writer(path, wait=True):
             try:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+                with open(partial, "wb") as file:
+                    file.write(content)
+                _sync(partial)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+            _sync(path.parent)
     except OSError as error:
         raise SettingError(
             f"The file {path} cannot be written ({error.strerror}); name another."
@@ -80,12 +95,19 @@ def atomic_directory(
     overwrite: bool = False,
     may_replace: Callable[[Path], bool] = lambda _: True,
 ) -> Iterator[Path]:
-    """A temporary directory beside `destination`, renamed to it when the block ends without error.
+    """A directory beside `destination` to write to, which takes its place when the block ends
+    without error and everything is on the disk.
 
-    If the block raises, the directory is removed. If the process is killed, it stays behind as
-    `.NAME.partial-HOST-PID-...` until the next write to the same destination. With `overwrite`, the
-    old directory is moved aside first: between two renames the destination is absent, and it is
-    never a mixture.
+    Beside a destination `out` there may be, for a time:
+
+        .out.lock      held by the process that writes
+        .out.partial   what is being written
+        .out.complete  the same, complete
+        .out.replaced  the old directory, until the new one is in its place
+
+    If the block raises, nothing of them is left. If the process is killed, the next writer finishes
+    what was complete and removes the rest: a destination that was there is never lost. While it is
+    being replaced it is absent for a moment, and it is never a mixture.
 
     Args:
       destination: of the finished directory.
@@ -93,90 +115,141 @@ def atomic_directory(
       may_replace: whether an existing destination is of a kind that may be overwritten.
 
     Raises:
+      SettingError: another process is writing the destination.
       CheckpointError: the destination exists and may not be replaced, it cannot be created, or the
         disk is full.
     """
-    destination = Path(destination).absolute()
-    if destination.exists() and not overwrite:
+    destination = Path(os.path.realpath(destination))
+    _check_replaceable(destination, overwrite=overwrite, may_replace=may_replace)
+    partial = _beside(destination, "partial")
+    with contextlib.ExitStack() as stack:
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_writer(destination))
+            _finish_interrupted(destination)
+            _check_replaceable(destination, overwrite=overwrite, may_replace=may_replace)
+            partial.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"{destination} cannot be created ({error.strerror or error}); "
+                "name a directory that can be written."
+            ) from error
+        try:
+            yield partial
+            _sync_tree(partial)
+            _move_into_place(partial, destination)
+        except Exception as error:
+            if (reason := _why_unwritten(error)) is not None:
+                raise CheckpointError(
+                    f"{destination} cannot be written ({reason}); free some space or name a "
+                    "destination on another disk (nothing was left behind)."
+                ) from error
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_replaceable(
+    destination: Path, *, overwrite: bool, may_replace: Callable[[Path], bool]
+) -> None:
+    if not os.path.exists(destination):
+        return
+    if not overwrite:
         raise CheckpointError(
             f"{destination} exists already; name another destination, or allow it to be "
             "overwritten (--overwrite)."
         )
     is_empty = destination.is_dir() and not any(destination.iterdir())
-    if destination.exists() and not is_empty and not may_replace(destination):
+    if not is_empty and not may_replace(destination):
         raise CheckpointError(
-            f"{destination} exists and is not a converted directory, so it is not overwritten; "
+            f"{destination} exists and was not written by jaxspec, so it is not overwritten; "
             "name another destination or remove it yourself."
         )
+
+
+def finish_interrupted(destination: Path) -> None:
+    """Puts a directory in its place whose writer was killed between moving the old one aside and
+    moving the new one there; waits for a writer that is at it.
+
+    Raises:
+      CheckpointError: the directory cannot be written.
+    """
+    if os.path.exists(destination) or "\0" in str(destination):
+        return
+    destination = Path(os.path.realpath(destination))
+    if not os.path.isdir(_beside(destination, "complete")):
+        return
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(destination)
-        working = _sibling(destination)
-        working.mkdir()
+        with only_writer(destination, wait=True):
+            _finish_interrupted(destination)
     except OSError as error:
         raise CheckpointError(
-            f"{destination} cannot be created ({error.strerror or error}); "
-            "name a directory that can be written."
+            f"{destination} was being replaced when its writer was killed, and "
+            f"{_beside(destination, 'complete')} cannot be put in its place ({error.strerror}); "
+            "rename it yourself."
         ) from error
-    try:
-        yield working
-        _move_into_place(working, destination, overwrite=overwrite)
-    except Exception as error:
-        if _is_disk_full(error):
-            raise CheckpointError(
-                f"The disk of {destination.parent} filled up while {destination.name} was written; "
-                "free some space or name a destination on another disk (nothing was left behind)."
-            ) from error
-        raise
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
+
+
+def _finish_interrupted(destination: Path) -> None:
+    """`finish_interrupted` while the lock is held; also removes what is not needed any more."""
+    complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
+    if not destination.exists():
+        for whole in (complete, replaced):
+            if whole.exists():
+                os.rename(whole, destination)
+                _sync(destination.parent)
+                break
+    for left in (complete, replaced, _beside(destination, "partial")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _move_into_place(partial: Path, destination: Path) -> None:
+    """Gives a complete directory its name; `_finish_interrupted` can go on after every step."""
+    complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
+    os.rename(partial, complete)
+    if destination.exists():
+        os.rename(destination, replaced)
+    os.rename(complete, destination)
+    _sync(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:
     """Removes a directory, renamed first so that no reader finds half of it."""
-    aside = _sibling(path)
-    os.rename(path, aside)
-    shutil.rmtree(aside)
+    replaced = _beside(path, "replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    os.rename(path, replaced)
+    shutil.rmtree(replaced)
 
 
-def _sibling(destination: Path) -> Path:
-    owner = f"{socket.gethostname()}-{os.getpid()}"
-    return destination.with_name(f".{destination.name}.partial-{owner}-{secrets.token_hex(4)}")
+def _beside(destination: Path, kind: str) -> Path:
+    return destination.with_name(f".{destination.name}.{kind}")
 
 
-def _remove_stale(destination: Path) -> None:
-    """Removes what killed writers on this host left of `destination`."""
-    prefix = f".{destination.name}.partial-{socket.gethostname()}-"
-    for left in destination.parent.iterdir():
-        pid = left.name.removeprefix(prefix).partition("-")[0]
-        is_writers = left.name.startswith(prefix) and pid.isdecimal()
-        if is_writers and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
+def _sync_tree(directory: Path) -> None:
+    for folder, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
 
 
-def _move_into_place(working: Path, destination: Path, *, overwrite: bool) -> None:
-    replaced = None
-    if overwrite and destination.exists():
-        replaced = _sibling(destination)
-        os.rename(destination, replaced)
+def _sync(path: Path) -> None:
+    """Returns when a file, or the list of names of a directory, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.rename(working, destination)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        raise CheckpointError(
-            f"{destination} was created by another process meanwhile; use it, or name another "
-            "destination."
-        ) from error
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
+def _why_unwritten(error: BaseException | None) -> str | None:
+    """Why the system refused a write, in its words, if an error (or its cause) is of that kind."""
+    reasons = [os.strerror(code) for code in _REFUSED_WRITES]
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left on device" in str(error) or "Disk quota exceeded" in str(error):
-            return True
+        if isinstance(error, OSError) and error.errno in _REFUSED_WRITES:
+            return error.strerror
+        for reason in reasons:  # errors of C++ have the words only
+            if reason in str(error):
+                return reason
         error = error.__cause__ or error.__context__
-    return False
+    return None

@@ -103,7 +103,12 @@ class Running:
         self.workload = Workload(options, lambda: self.store.cells["reference"]["token_ids"])
         config = options.document()["config"]
         del config["batch_sizes"]  # they choose cells
-        header = {"config": config, "inputs": self.workload.inputs, "models": self.workload.models}
+        header = {
+            "config": config,
+            "inputs": self.workload.inputs,
+            "models": self.workload.models,
+            "kernels": self.workload.target.kernels,
+        }
         self.store = CellStore(path, header=header, resume=options.resume)
 
     def measure(self, *, say: Say) -> None:

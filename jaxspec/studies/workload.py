@@ -18,7 +18,8 @@ import numpy as np
 from jaxspec.audit.scoring import Scorer
 from jaxspec.bench.measure import PairBench, load_prompts
 from jaxspec.cache.layouts import LAYOUTS, Layout
-from jaxspec.checkpoint.format import is_converted, read_manifest
+from jaxspec.checkpoint.format import is_converted
+from jaxspec.checkpoint.manifest import read_manifest
 from jaxspec.checkpoint.resolve import cached_models, load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
@@ -295,5 +296,5 @@ def _revision(name: str) -> str | None:
     """Commit of a hub id that was converted, or of the source of a converted directory."""
     if is_converted(name):
         with contextlib.suppress(CheckpointError):
-            return read_manifest(name)["revision"]
+            return read_manifest(name).revision
     return next((model.revision for model in cached_models() if model.source == name), None)

@@ -38,9 +38,13 @@ def write_hugging_face(
 ) -> None:
     """Writes config, generation config, safetensors with an index, and tokenizer files.
 
-    An existing directory is replaced. A shard exceeds `max_shard_bytes` only if one tensor does.
+    An existing checkpoint is replaced. A shard exceeds `max_shard_bytes` only if one tensor does.
+
+    Raises:
+      SettingError: another process is writing the directory.
+      CheckpointError: the directory exists and is no checkpoint, or it cannot be written.
     """
-    with atomic_directory(directory, overwrite=True) as partial:
+    with atomic_directory(directory, overwrite=True, may_replace=is_hugging_face) as partial:
         _write_json(partial / "config.json", _config_fields(config, tokenizer, dtype))
         end_of_text = data.end_of_text_id(tokenizer)
         _write_json(
@@ -52,6 +56,11 @@ def write_hugging_face(
         _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
         for path in partial.iterdir():
             path.chmod(0o644)
+
+
+def is_hugging_face(directory: pathlib.Path) -> bool:
+    """Whether a directory holds a Hugging Face checkpoint."""
+    return (directory / "config.json").is_file()
 
 
 def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[str, np.ndarray]]:

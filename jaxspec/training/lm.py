@@ -17,7 +17,7 @@ import pathlib
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import optax
 import rich.console
 import rich.progress
 import tokenizers
+import xxhash
 from flax import serialization, struct
 
 from jaxspec.checkpoint.resolve import load_model
@@ -34,6 +35,7 @@ from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.locks import only_writer
 from jaxspec.training import data, export
 from jaxspec.training.acceptance import measure_acceptance
 from jaxspec.types import PyTree
@@ -53,6 +55,8 @@ _FREE_FIELDS = (
     "evaluate_tokens",
     "checkpoint_every",
 )
+
+OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,9 +288,7 @@ def held_out_loss(
     return loss / weight if weight else math.nan
 
 
-def train_lm(
-    config: TrainConfig, *, on_step: Callable[[int, dict[str, float]], None] | None = None
-) -> dict[str, Any]:
+def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str, Any]:
     """Trains a model as `config` says and writes it to `config.out`.
 
     Args:
@@ -299,13 +301,28 @@ def train_lm(
       `acceptance` per domain, the fields of `TextAcceptance`.
 
     Raises:
-      SettingError: settings or corpora that cannot be trained on.
+      SettingError: settings or corpora that cannot be trained on, or another process is writing to
+        `config.out`.
       ModelError: the teacher's vocabulary is not the tokenizer's.
-      CheckpointError: there is nothing to resume, or it is another run's.
+      CheckpointError: there is nothing to resume, or it is another run's; or `config.out` cannot be
+        written.
     """
+    try:
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        with only_writer(config.out.resolve()):
+            _check_out(config)
+            return _train(config, on_step)
+    except OSError as error:
+        raise CheckpointError(
+            f"Training in {config.out} stopped, as a file cannot be read or written ({error}); "
+            "mend that and run again, with --resume if a checkpoint was written."
+        ) from error
+
+
+def _train(config: TrainConfig, on_step: OnStep | None) -> dict[str, Any]:
+    """`train_lm` in a directory that no other process writes."""
     start_s = time.perf_counter()
     teacher = None if config.teacher is None else load_teacher(config.teacher)
-    _check_out(config)
     domains = [data.Domain.parse(text) for text in config.domains]
     domains = domains or data.discover_domains(config.corpora)
     tokenizer, streams, held_out = _prepare(config, domains, _tokenizer(config, teacher))
@@ -383,7 +400,7 @@ def train_lm(
             for name, windows in windows_of(config.max_length, 4 * config.evaluate_tokens)
         }
     export.write_hugging_face(config.out / "model", model, state.params, tokenizer)
-    (config.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_atomically(config.out / "result.json", json.dumps(result, indent=2).encode() + b"\n")
     return result
 
 
@@ -402,7 +419,8 @@ def save_checkpoint(
         "params": _to_arrays(state.params),
         "optimizer": _to_arrays(state.optimizer),
     }
-    write_atomically(path, serialization.msgpack_serialize(record))
+    content = serialization.msgpack_serialize(record)
+    write_atomically(path, xxhash.xxh3_128_digest(content) + content)
 
 
 def load_run(directory: pathlib.Path) -> Run:
@@ -417,7 +435,7 @@ def load_run(directory: pathlib.Path) -> Run:
     return Run(
         config=config,
         params=_from_arrays(template, record["params"]),
-        tokenizer=tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER)),
+        tokenizer=_read_tokenizer(directory / _TOKENIZER),
     )
 
 
@@ -441,16 +459,27 @@ def load_teacher(name: str) -> Run:
 
 
 def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
+    """What `save_checkpoint` wrote: its checksum, then the record."""
     try:
-        record: Any = serialization.msgpack_restore(path.read_bytes())
+        written = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"There is no {path.name} in {path.parent}; give the directory of a run of "
             "`jaxspec train lm`."
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); train again.") from error
-    return record
+    checksum, content = written[:16], written[16:]
+    if xxhash.xxh3_128_digest(content) != checksum:
+        raise CheckpointError(f"{path} is damaged, not as it was written; train again.")
+    return serialization.msgpack_restore(content)
+
+
+def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(
+            f"The tokenizer {path} cannot be read ({error}); give another."
+        ) from error
 
 
 def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
@@ -490,6 +519,12 @@ def _check_out(config: TrainConfig) -> None:
         raise CheckpointError(
             f"{config.out} already holds a run; use --resume or name another directory."
         )
+    model = config.out / "model"
+    if model.exists() and not export.is_hugging_face(model):
+        raise CheckpointError(
+            f"{model} exists, and the trained model would be written there; name another directory "
+            "or move it."
+        )
 
 
 def _tokenizer(config: TrainConfig, teacher: Run | None) -> tokenizers.Tokenizer | None:
@@ -501,7 +536,7 @@ def _tokenizer(config: TrainConfig, teacher: Run | None) -> tokenizers.Tokenizer
             raise SettingError(
                 f"There is no {_TOKENIZER} in {config.tokenizer}; give its directory."
             )
-        given = tokenizers.Tokenizer.from_file(str(path))
+        given = _read_tokenizer(path)
     if teacher is None:
         return given
     if given is not None and given.get_vocab() != teacher.tokenizer.get_vocab():
@@ -521,11 +556,11 @@ def _prepare(
     if tokenizer is None:
         saved = config.out / _TOKENIZER
         if config.resume and saved.is_file():
-            tokenizer = tokenizers.Tokenizer.from_file(str(saved))
+            tokenizer = _read_tokenizer(saved)
         else:
             texts = [text for part in documents for text in part.train]
             tokenizer = data.train_tokenizer(texts, config.vocab_size)
-    tokenizer.save(str(config.out / _TOKENIZER))
+    write_atomically(config.out / _TOKENIZER, tokenizer.to_str(pretty=True).encode())
     streams, held_out = [], []
     for domain, part in zip(domains, documents, strict=True):
         stem = config.out / "tokens" / domain.name

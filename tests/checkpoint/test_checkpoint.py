@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import hf_checkpoints
@@ -15,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxspec import convert
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint import resolve
 from jaxspec.checkpoint.format import load_converted, save_model
 from jaxspec.checkpoint.resolve import cached_models, load_model, remove_cached_model
-from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.errors import CheckpointError, DamagedError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -142,34 +146,144 @@ def test_saving_does_not_overwrite_unasked(tmp_path):
     assert_same_params(load_model(tmp_path / "saved").params, second.params)
 
 
-def test_damaged_checkpoints(tmp_path):
-    saved = tmp_path / "saved"
-    save_model(tiny_model(), saved)
+# Damage
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory) -> Path:
+    model = dataclasses.replace(tiny_model(), tokenizer=tiny.tokenizer())
+    save_model(model, tmp_path_factory.mktemp("saved") / "model")
+    return tmp_path_factory.getbasetemp() / "saved0" / "model"
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path) -> Path:
+    """A converted directory, to be damaged."""
+    return Path(shutil.copytree(saved_once, tmp_path / "saved"))
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_anywhere_is_found(saved_once, tmp_path):
+    """One in every file of the directory, and 24 in the parameters."""
+    rng = np.random.default_rng(0)
+    largest = max(files(saved_once / "params"), key=lambda path: path.stat().st_size)
+    places = [path for path in files(saved_once) if path.stat().st_size] + [largest] * 24
+    for trial, place in enumerate(places):
+        copy = Path(shutil.copytree(saved_once, tmp_path / str(trial)))
+        damaged = copy / place.relative_to(saved_once)
+        flip_bit(damaged, int(rng.integers(8 * damaged.stat().st_size)))
+        with pytest.raises(CheckpointError) as raised:
+            load_model(copy)
+        assert damaged.name in str(raised.value) or "checkpoint format" in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "gone", "pipe"])
+def test_damaged_files(saved, damage):
+    for name in ("state/manifest.ocdbt", "tokenizer/tokenizer.json"):
+        (path,) = [path for path in files(saved) if str(path).endswith(name)]
+        content = path.read_bytes()
+        path.unlink()
+        if damage == "pipe":
+            os.mkfifo(path)
+        elif damage != "gone":
+            path.write_bytes(content[:-1] if damage == "cut" else content + b"x")
+        with pytest.raises(DamagedError, match=f"{path.name} .*: the checkpoint is damaged"):
+            load_model(saved)
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+    assert load_model(saved).config == CONFIG
+
+
+def test_checks_can_be_left_out(saved):
+    """Then a damaged weight is loaded as it is; everything else is judged by types and ranges."""
+    hf_checkpoints.edit_json(saved / "jaxspec.json", source="edited by hand")
+    with pytest.raises(DamagedError, match="was changed after it was written"):
+        load_model(saved)
+    assert load_model(saved, verify=False).config == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": 5}, "config is '5'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"eos_token_ids": ["x"]}, "eos_token_ids is 'x'"),
+        ({"eos_token_ids": [1e30]}, "eos_token_ids is '1e"),
+        ({"prefix_token_ids": [-1]}, "a token id is -1"),
+        ({"generation_config": []}, "generation_config is"),
+        ({"source": None}, "lacks"),
+        ({"num_params": 7}, "num_params is 7"),
+        ({"files": {"params": 3}}, "files is '3'"),
+        ({"more": 1}, "more"),
+        ({"config.width": 1.5}, "width is '1.5'"),
+        ({"config.width": "16"}, "width is '16'"),
+        (
+            {"config.num_layers": 2147483647, "config.sliding_windows": []},
+            "num_layers is 2147483647",
+        ),
+        ({"config.num_kv_heads": 0}, "does not describe a model"),
+        ({"config.rope": None}, "rope"),
+        ({"config.sliding_windows": [5]}, "sliding windows"),
+    ],
+)
+def test_manifests_that_describe_no_model(saved, change, message):
+    """Also where the checksums are left out."""
+    manifest = saved / "jaxspec.json"
+    fields = json.loads(manifest.read_text())
+    for name, value in change.items():
+        part, _, inner = name.rpartition(".")
+        (fields[part] if part else fields)[inner] = value
+    manifest.write_text(json.dumps(fields))
+    message = message if change != {"source": None} else "source is 'None'"
+    with pytest.raises(DamagedError, match="does not describe a model") as raised:
+        load_model(saved, verify=False)
+    assert message in str(raised.value)
+
+
+def test_manifests_that_cannot_be_read(saved):
     manifest = saved / "jaxspec.json"
     kept = manifest.read_text()
-
+    for text in ("{", "", "[]", "5", "null", '{"format_version": 2', "[" * 9999, "\udcff", "{}"):
+        manifest.write_bytes(text.encode(errors="surrogateescape"))
+        for verify in (True, False):
+            with pytest.raises(DamagedError, match="not readable as a jaxspec manifest"):
+                load_model(saved, verify=verify)
+    os.truncate(manifest, 2**40)  # a hole: it takes no space
+    with pytest.raises(DamagedError, match="not readable as a jaxspec manifest"):
+        load_model(saved)
+    manifest.write_text(kept)
     hf_checkpoints.edit_json(manifest, format_version=99)
     with pytest.raises(CheckpointError, match="format 99"):
         load_model(saved)
-    manifest.write_text("{")
-    with pytest.raises(CheckpointError, match="not readable"):
-        load_model(saved)
-    fields = json.loads(kept)
-    del fields["config"]["width"]
+
+
+def test_parameters_of_another_model(saved):
+    """What Orbax finds is compared with the configuration before anything is allocated."""
+    other = dataclasses.replace(CONFIG, width=32)
+    manifest = saved / "jaxspec.json"
+    fields = json.loads(manifest.read_text())
+    fields |= {"config": other.to_json(), "num_params": decoder.num_params(other)}
     manifest.write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match="lacks fields"):
-        load_model(saved)
-    fields = json.loads(kept)
-    fields["config"]["width"] = 32
-    manifest.write_text(json.dumps(fields))
-    with pytest.raises(
-        CheckpointError, match=r"as those of a llama model \(embedding is stored as"
-    ):
-        load_model(saved)
-    manifest.write_text(kept)
+    with pytest.raises(CheckpointError, match=r"as those of a llama model \(.* is stored as"):
+        load_model(saved, verify=False)
     shutil.rmtree(saved / "params")
     with pytest.raises(CheckpointError, match="convert the model again"):
-        load_model(saved)
+        load_model(saved, verify=False)
+
+
+def test_a_replacement_that_was_interrupted_is_finished_by_its_reader(saved):
+    saved.rename(saved.with_name(".saved.complete"))
+    assert load_model(saved).config == CONFIG
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
 def test_checkpoints_import_neither_transformers_nor_torch():
@@ -374,27 +488,36 @@ def test_an_absent_cache_is_empty(cache):
     assert cached_models() == []
 
 
-def test_two_conversions_at_once_share_the_first(hf, monkeypatch):
-    """While one process converts, another one finishes; its directory is used."""
-    original = resolve.convert_directory
-
-    def overtaken(directory, destination, **options):
-        monkeypatch.setattr(resolve, "convert_directory", original)
-        writer = checkpoint.write_params
-
-        def finish_first(*args):
-            writer(*args)
-            monkeypatch.setattr("jaxspec.convert.writer.write_params", writer)
-            original(directory, destination, **options)
-
-        monkeypatch.setattr("jaxspec.convert.writer.write_params", finish_first)
-        return original(directory, destination, **options)
-
-    monkeypatch.setattr(resolve, "convert_directory", overtaken)
-    model = load_model(hf)
+def test_a_damaged_entry_is_listed_and_removed(hf, cache):
+    load_model(hf)
     (entry,) = cached_models()
-    assert_same_params(model.params, load_model(entry.path).params)
-    assert [path.name for path in Path(entry.path).parent.iterdir()] == [entry.name]
+    (Path(entry.path) / "jaxspec.json").write_text("{")
+    (cache / "remains").mkdir()
+    damaged, remains = cached_models()
+    assert (damaged.name, damaged.source, damaged.dtype) == (entry.name, None, None)
+    assert "not readable" in damaged.problem
+    assert "remains/jaxspec.json" in remains.problem
+    assert remove_cached_model(damaged.name) == damaged.num_bytes > 0
+    remove_cached_model("remains")
+    assert cached_models() == []
+
+
+@pytest.mark.parametrize("place", ["jaxspec.json", "params"])
+def test_a_damaged_entry_is_made_again(hf, conversions, place):
+    before = load_model(hf)
+    (entry,) = cached_models()
+    path = max(files(Path(entry.path) / place) or [Path(entry.path) / place], key=os.path.getsize)
+    flip_bit(path, 1001)
+    assert [model.problem is None for model in cached_models(verify=True)] == [False]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        after = load_model(hf)
+    assert_same_params(after.params, before.params)
+    assert len(conversions) == 2
+    if place == "params":
+        assert any("is not as it was written" in str(each.message) for each in told)
+    assert cached_models(verify=True) == cached_models()
+    assert cached_models()[0].problem is None
 
 
 def test_processes_that_convert_the_same_model_at_once(hf, cache):
@@ -404,5 +527,6 @@ def test_processes_that_convert_the_same_model_at_once(hf, cache):
         for _ in range(3)
     ]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert len([path for path in cache.iterdir() if path.name != KERNELS_DIRECTORY]) == 1
+    (made,) = [path for path in cache.iterdir() if path.name != KERNELS_DIRECTORY]
+    assert made.name.startswith("hf-")
     assert load_model(hf).config.family == "qwen3"

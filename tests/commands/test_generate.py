@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jaxspec.commands import generate
 from jaxspec.commands.outputs import round_lengths
 from jaxspec.drafters.names import make_drafter
 from jaxspec.errors import JaxspecError
+from jaxspec.runtime.locks import only_writer
 from jaxspec.types import Origin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -263,15 +265,25 @@ def test_resume_with_other_sampling_is_refused(
     assert path.read_bytes() == content
 
 
-def digest(verifier=None, drafter=None, draft_length=3, **params):
+def digest(verifier=None, drafter=None, draft_length=3, kernels="xla", **params):
     engine = Engine(
-        tiny.model(),
+        dataclasses.replace(tiny.model(), kernels=kernels),
         drafter or NGram(),
         verifier=verifier,
         draft_length=draft_length,
         verify_length=6,
     )
     return generate._settings_digest(engine, SamplingParams(**params), "jsonl")
+
+
+def test_a_line_depends_on_what_computes_it(monkeypatch):
+    """Other kernels and devices sum in another order: their tokens are not mixed in one file."""
+    on_cpu = digest()
+    assert digest(kernels="pallas") != on_cpu
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.jax, "default_backend", lambda: "tpu")
+        assert digest() != on_cpu
+    assert digest() == on_cpu
 
 
 def test_what_a_line_depends_on():
@@ -463,17 +475,49 @@ def test_a_trace_names_the_kind_of_each_prompt_and_replaces_an_older_one(cli, mo
     assert [file.name for file in tmp_path.iterdir() if "trace" in file.name] == ["trace.parquet"]
 
 
-def test_a_trace_that_cannot_be_written_leaves_the_older_one(tmp_path):
-    class Full:
-        def to_parquet(self, path, **options):
-            pathlib.Path(path).write_text("half")
-            raise OSError(28, "No space left on device")
+@pytest.fixture
+def small_files():
+    """Files of this process that grow beyond 3,000 bytes are refused, as by a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
+
+def test_a_trace_that_cannot_be_written_leaves_the_older_one(tmp_path, small_files):
+    pandas = pytest.importorskip("pandas")
     trace = tmp_path / "trace.parquet"
     trace.write_text("old")
-    with pytest.raises(JaxspecError, match=r"trace.parquet cannot be written \(No space left"):
-        generate.write_parquet(Full(), trace)
+    small_files()
+    with pytest.raises(JaxspecError, match=r"trace.parquet cannot be written \(File too large"):
+        generate.write_parquet(pandas.DataFrame({"value": range(9999)}), trace)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_an_output_that_cannot_grow_keeps_its_whole_lines_and_resumes(
+    cli, models, prompts, whole, tmp_path, small_files
+):
+    path = tmp_path / "out.jsonl"
+    args = ("generate", *settings(models), "--prompts", prompts, "--output", path, "--resume")
+    small_files()
+    result = cli(*args)
+    assert result.status == 1
+    assert "out.jsonl cannot be written (File too large); make room and run again" in result.err
+    kept = path.read_bytes()
+    assert whole.read_bytes().startswith(kept)
+    assert kept.endswith(b"\n") or not kept
+    assert 0 < len(read_lines(path)) < len(PROMPTS)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    assert cli(*args).status == 0
+    assert path.read_bytes() == whole.read_bytes()
+
+
+def test_the_second_process_with_an_output_is_told_who_writes_it(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    path = tmp_path / "out.jsonl"
+    with only_writer(path):
+        told = refused("generate", "--target", "demo-target", *ONE, "--output", path, "--resume")
+    assert f"out.jsonl is being written by process {os.getpid()} on" in told
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -601,6 +645,8 @@ ONE = ("--prompt", "Once")
         ((*ONE, "--format", "spec-bench", "--output", "o"), "no question_id or no category"),
         ((*ONE, "--output", "/proc/none/out"), "/proc/none/out cannot be written"),
         ((*ONE, "--output", "."), "cannot be written (Is a directory)"),
+        ((*ONE, "--output", "/dev/full"), "/dev/full cannot be written (it is a device, a pipe"),
+        ((*ONE, "--output", "/dev/full", "--resume"), "/dev/full cannot be written (it is a"),
         (
             (*ONE, "--chat", "--chat-template", "absent.jinja"),
             "neither 'vicuna' nor a readable file",

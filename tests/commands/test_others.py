@@ -99,6 +99,28 @@ def test_cache(cli, refused, cache):
     assert [model.name for model in checkpoint.cached_models()] == ["two-2"]
 
 
+def test_a_damaged_model_in_the_cache(cli, cache):
+    for name in ("one", "two"):
+        tiny.save(cache, name)
+    whole = cli("cache", "verify")
+    assert whole.status == 0
+    assert "2 of 2 converted models are as they were written" in whole.out
+    weights = max(cache.glob("two/params/**/d/*"), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert cli("cache", "list").status == 0  # reads the manifests only
+    verified = cli("cache", "verify", "--json")
+    assert verified.status == 3
+    assert "1 of 2 converted models" in verified.out
+    assert "is not as it was written" in verified.out
+    assert [bool(model["problem"]) for model in verified.document["models"]] == [False, True]
+    (cache / "two" / "jaxspec.json").write_text("{")
+    listed = cli("cache", "list")
+    assert listed.status == 0
+    assert "damaged" in listed.out
+    assert cli("cache", "remove", "two").status == 0
+    assert [path.name for path in cache.iterdir()] == ["one"]
+
+
 def test_compiled_programs_are_listed_and_removed(cli, cache):
     kept = cache / ".compiled" / "jit_run-0-cache"
     kept.parent.mkdir(parents=True)

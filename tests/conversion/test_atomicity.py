@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from jaxspec.checkpoint.format import load_converted
 from jaxspec.convert import convert
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime import directories
 
 # Small batches and a pause after each make the time of writing most of the run.
@@ -110,7 +111,7 @@ def test_killed_while_overwriting(tmp_path):
     convert(source, destination)
     before = params_of(destination)
     child = start(source, destination, "--overwrite")
-    while not list(tmp_path.glob(".out.partial-*/params*")):
+    while not list(tmp_path.glob(".out.partial/params*")):
         assert child.poll() is None
         time.sleep(0.005)
     child.send_signal(signal.SIGKILL)
@@ -121,26 +122,30 @@ def test_killed_while_overwriting(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
-def test_a_living_writer_is_left_alone(tmp_path):
-    """Only directories of processes that have ended are removed."""
-    mine = directories._sibling(tmp_path / "out")
-    mine.mkdir()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    stale = mine.with_name(mine.name.replace(f"-{directories.os.getpid()}-", f"-{ended.pid}-"))
-    stale.mkdir()
-    with directories.atomic_directory(tmp_path / "out"):
-        assert mine.exists()
-        assert not stale.exists()
+def test_the_second_of_two_conversions_is_refused(tmp_path):
+    """It is told who converts, and the first one finishes."""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3")
+    first = start(source, tmp_path / "out")
+    while not list(tmp_path.glob(".out.partial/params*")):
+        assert first.poll() is None
+        time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)
+    with pytest.raises(SettingError, match=rf"out is being written by process {first.pid}"):
+        convert(source, tmp_path / "out", overwrite=True)
+    first.send_signal(signal.SIGCONT)
+    assert first.wait() == 0
+    assert load_converted(tmp_path / "out").vocab_size == 97
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
-def test_the_slower_of_two_writers_is_told(tmp_path):
-    def write(text, meanwhile=lambda: None):
-        with directories.atomic_directory(tmp_path / "out") as directory:
-            (directory / "from").write_text(text)
-            meanwhile()
-
-    with pytest.raises(CheckpointError, match="created by another process"):
-        write("slower", meanwhile=lambda: write("faster"))
-    assert (tmp_path / "out/from").read_text() == "faster"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_disk_that_fills_up(tmp_path):
+    """As a limit on the size of files: it is an error of Orbax's C++."""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written \(File too large\)"):
+            convert(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
-from jaxspec.checkpoint.format import leaf_shapes, load_converted, read_manifest
+from jaxspec.checkpoint.format import leaf_shapes, load_converted
+from jaxspec.checkpoint.manifest import read_manifest
 from jaxspec.convert import conversion, writer
 from jaxspec.convert import convert as run_conversion
 from jaxspec.errors import CheckpointError
@@ -101,7 +102,7 @@ def test_the_checkpoint_keeps_its_dtype(stored, whole, tmp_path):
 
 def test_dtype_can_be_chosen(whole, tmp_path):
     summary = run_conversion(whole / "hf", tmp_path / "out", dtype="bfloat16")
-    assert summary.dtype == read_manifest(tmp_path / "out")["dtype"] == "bfloat16"
+    assert summary.dtype == read_manifest(tmp_path / "out").dtype == "bfloat16"
     for wide, narrow in zip(leaves(whole / "out"), leaves(tmp_path / "out"), strict=True):
         rounded = wide.astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(rounded, narrow)
@@ -218,7 +219,7 @@ def test_python_m_convert_in_a_checkout(whole, tmp_path):
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert read_manifest(tmp_path / "out")["config"]["family"] == "llama"
+    assert read_manifest(tmp_path / "out").config.family == "llama"
 
 
 def test_command_line(whole, tmp_path, capsys, monkeypatch):
@@ -231,7 +232,7 @@ def test_command_line(whole, tmp_path, capsys, monkeypatch):
     assert document["dtype"] == "bfloat16"
     assert document["destination"] == str(tmp_path / "out")
     assert str(tmp_path / "out") in printed
-    assert read_manifest(tmp_path / "out")["dtype"] == "bfloat16"
+    assert read_manifest(tmp_path / "out").dtype == "bfloat16"
 
     assert cli.main(["convert", str(whole / "hf"), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err

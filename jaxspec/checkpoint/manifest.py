@@ -1,0 +1,270 @@
+"""`jaxspec.json`: what a converted directory says of its model, and of its own files.
+
+It holds a checksum of every other file and one of itself, so that a directory whose bytes are not
+those that were written is refused, and not decoded with. The checksums (XXH3, 128 bits) find
+damage; they are no signature, and protect from nobody who can write to the directory.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import stat
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import xxhash
+
+from jaxspec.errors import CheckpointError, DamagedError
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig
+
+FORMAT_VERSION = 2
+MANIFEST = "jaxspec.json"
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000
+
+_LARGEST_MANIFEST_BYTES = 2**28
+_SMALL_BYTES = 2**20  # files up to this size are checked before any is read
+_BLOCK_BYTES = 2**18
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The fields of `jaxspec.json`.
+
+    Attributes:
+      config: architecture.
+      dtype: of the stored parameters: `float32`, `bfloat16` or `float16`.
+      eos_token_ids: stop tokens.
+      prefix_token_ids: put in front of text.
+      generation_config: the checkpoint's generation defaults.
+      source: what was converted.
+      revision: commit of a hub id, else None.
+      transformers_version: that wrote the tokenizer's files.
+      num_params: parameters.
+      files: size in bytes and checksum of every other file, by its path in the directory.
+    """
+
+    config: ModelConfig
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    prefix_token_ids: tuple[int, ...]
+    generation_config: dict[str, Any]
+    source: str
+    revision: str | None
+    transformers_version: str
+    num_params: int
+    files: dict[str, FileChecksum]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileChecksum:
+    """What a file held when it was written: its size in bytes, and its XXH3 checksum in hex."""
+
+    num_bytes: int
+    xxh3: str
+
+
+def write_manifest(
+    directory: Path,
+    *,
+    config: ModelConfig,
+    dtype: Any,
+    eos_token_ids: tuple[int, ...],
+    prefix_token_ids: tuple[int, ...],
+    generation_config: Mapping[str, Any],
+    source: str,
+    revision: str | None = None,
+) -> None:
+    """Writes `jaxspec.json`, last of all files: its presence makes a directory a converted one."""
+    manifest = Manifest(
+        config=config,
+        dtype=jnp.dtype(dtype).name,
+        eos_token_ids=eos_token_ids,
+        prefix_token_ids=prefix_token_ids,
+        generation_config=dict(generation_config),
+        source=source,
+        revision=revision,
+        transformers_version=importlib.metadata.version("transformers"),
+        num_params=decoder.num_params(config),
+        files=dict(_checksums(directory)),
+    )
+    described = dataclasses.asdict(manifest)
+    checksum = _checksum_of_fields(described)
+    fields = {"format_version": FORMAT_VERSION, **described, "checksum": checksum}
+    (directory / MANIFEST).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manifest:
+    """The manifest of a converted directory; its fields have the right types and ranges.
+
+    Args:
+      directory: the converted directory.
+      verify: compare its own checksum too, which a manifest that was edited by hand does not have.
+
+    Raises:
+      DamagedError: it cannot be read, or is not as it was written.
+      CheckpointError: another version of jaxspec wrote it.
+    """
+    path = Path(directory) / MANIFEST
+    try:
+        if _size_of_file(path) > _LARGEST_MANIFEST_BYTES:
+            raise ValueError("too large")
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        version, checksum = fields.pop("format_version"), fields.pop("checksum", None)
+        is_as_written = checksum == _checksum_of_fields(fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(
+            f"{path} is not readable as a jaxspec manifest; convert the model again."
+        ) from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory} has checkpoint format {str(version)[:20]}, this jaxspec reads format "
+            f"{FORMAT_VERSION}; convert the model again or install the matching jaxspec."
+        )
+    if verify and not is_as_written:
+        raise DamagedError(
+            f"{path} was changed after it was written; convert the model again, or load it without "
+            "checks (--no-verify, verify=False) if the change was meant."
+        )
+    try:
+        manifest = _typed(fields, Manifest, MANIFEST)
+        _check_ranges(manifest)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise DamagedError(
+            f"{path} does not describe a model ({error}); convert the model again."
+        ) from error
+    return manifest
+
+
+@contextlib.contextmanager
+def verified(directory: Path, files: Mapping[str, FileChecksum]) -> Iterator[None]:
+    """Compares files with their checksums: small ones now, the rest while the block reads them.
+
+    Raises:
+      DamagedError: a file is missing, or is not as it was written; whatever the block raised then
+        is its cause.
+    """
+    large = {}
+    for name, expected in files.items():
+        if expected.num_bytes <= _SMALL_BYTES:
+            _check_file(directory, name, expected)
+        else:
+            large[name] = expected
+    with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
+        checks = [pool.submit(_check_file, directory, *item) for item in large.items()]
+        try:
+            yield
+        finally:
+            for check in checks:
+                check.result()
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compares every file of a converted directory with its checksum.
+
+    Raises:
+      DamagedError: a file is missing, or is not as it was written.
+    """
+    with verified(directory, manifest.files):
+        pass
+
+
+def _check_file(directory: Path, name: str, expected: FileChecksum) -> None:
+    """Raises `DamagedError` unless a file is as it was written."""
+    path = directory / name
+    try:
+        num_bytes = _size_of_file(path)
+        if num_bytes != expected.num_bytes:
+            problem = f"has {num_bytes:,} bytes and not {expected.num_bytes:,}"
+        elif _xxh3(path) != expected.xxh3:
+            problem = "is not as it was written"
+        else:
+            return
+    except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
+        problem = f"cannot be read ({getattr(error, 'strerror', error)})"
+    raise DamagedError(f"{path} {problem}: the checkpoint is damaged; convert the model again.")
+
+
+def _checksums(directory: Path) -> Iterator[tuple[str, FileChecksum]]:
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(directory).as_posix()
+            yield name, FileChecksum(num_bytes=path.stat().st_size, xxh3=_xxh3(path))
+
+
+def _xxh3(path: Path) -> str:
+    """Hex digest of a file. It is read and not mapped: a disk's error is then no signal."""
+    digest, block = xxhash.xxh3_128(), bytearray(_BLOCK_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while num_bytes := file.readinto(block):
+            digest.update(memoryview(block)[:num_bytes])
+    return digest.hexdigest()
+
+
+def _checksum_of_fields(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
+
+
+def _size_of_file(path: Path) -> int:
+    """Size of a file in bytes; raises `OSError` for anything else: to open a pipe would wait."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file")
+    return status.st_size
+
+
+# Types and ranges
+
+
+def _typed(value: Any, wanted: Any, path: str) -> Any:
+    """What JSON holds as the type of a field: dataclasses, tuples, dicts, unions and literals.
+
+    Raises:
+      TypeError: it is of another type; names the field.
+    """
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
+        hints = typing.get_type_hints(wanted)
+        if set(value) != set(hints):
+            different = ", ".join(sorted(set(value) ^ set(hints)))
+            raise TypeError(f"{path} has other fields than it should: {different:.80}")
+        return wanted(**{name: _typed(value[name], hints[name], name) for name in hints})
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(item, arguments[0], path) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(item, arguments[1], path) for key, item in value.items()}
+    if origin in (types.UnionType, typing.Union):
+        kept = types.NoneType if value is None else arguments[0]
+        if kept in arguments:
+            return _typed(value, kept, path)
+    if origin is typing.Literal and value in arguments:
+        return value
+    if wanted is Any or (type(value) is wanted and origin is None):
+        return value
+    if wanted is float and type(value) is int:
+        return float(value)
+    raise TypeError(f"{path} is {str(value)[:40]!r}")
+
+
+def _check_ranges(manifest: Manifest) -> None:
+    """Raises `ValueError` for what no model has, before anything is made of its size."""
+    if manifest.config.num_layers > MAX_LAYERS:
+        raise ValueError(f"num_layers is {manifest.config.num_layers}")
+    if manifest.num_params != decoder.num_params(manifest.config):
+        raise ValueError(f"num_params is {manifest.num_params}")
+    if manifest.dtype not in DTYPES:
+        raise ValueError(f"dtype is {manifest.dtype[:40]!r}")
+    for token_id in (*manifest.eos_token_ids, *manifest.prefix_token_ids):
+        if not 0 <= token_id < 2**31:
+            raise ValueError(f"a token id is {token_id}")

@@ -1,0 +1,80 @@
+"""One writer at a time: locks that end with the process that holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxspec.errors import SettingError
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def only_writer(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Makes this process the only writer of a file or directory while the block runs.
+
+    The lock is on `.NAME.lock` beside `path`, which names the process that holds it. It is released
+    when that process ends, however it ends; a lock file that is left behind locks nothing.
+
+    Args:
+      path: what is to be written; its parent exists.
+      wait: until another writer has finished, instead of raising.
+
+    Raises:
+      SettingError: another process is writing `path`; the message names it.
+      OSError: the lock file cannot be made.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = _acquire(lock, path, wait=wait)
+    try:
+        with contextlib.suppress(OSError):  # the note is for messages; a full disk has no room
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(lock: Path, path: Path, *, wait: bool) -> int:
+    """A descriptor of the lock file, locked."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(lock, flags, 0o644)
+        try:
+            _lock(descriptor, path, wait=wait)
+            if _is_at(descriptor, lock):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, lock: Path) -> bool:
+    """Whether the open file is still the one of this name: a holder removes it before it releases
+    the lock."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(lock, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(descriptor: int, path: Path, *, wait: bool) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+    if not wait:
+        raise SettingError(
+            f"{path} is being written by {holder}; wait until it has finished, or name another."
+        )
+    _log.warning("waiting for %s, which is writing %s", holder, path)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
