@@ -182,14 +182,15 @@ def convert_directory(
     with checkpoint.converted_directory(dst, overwrite=overwrite) as working:
         needed = num_bytes + _largest_leaf_bytes(config, stored) + _OVERHEAD_BYTES
         check_free_space(working, needed, what=f"Converting {source}")
-        with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
-            stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
+        # First what takes seconds: a fault of the tokenizer's files shows before the weights.
         prefix = convert_tokenizer(
             directory,
             working / "tokenizer",
             model_type=family.name,
             vocab_size=config.vocab_size,
         )
+        with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
+            stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
         write_manifest(
             working,
             config=config,

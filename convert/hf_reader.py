@@ -28,6 +28,7 @@ _DTYPES = {  # by the name that safetensors has for them, and torch's
     ("BF16", "torch.bfloat16"): np.dtype(ml_dtypes.bfloat16),
 }
 _OTHER_DTYPE = np.dtype("V1")  # integers, fp8, float64: nothing the decoder computes in
+_MOST_LEVELS = 100  # of a JSON file; more could be read, but not written again
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -51,7 +52,19 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} holds no JSON object; fetch the file again.")
+    if _is_nested(fields, levels=_MOST_LEVELS):
+        raise CheckpointError(
+            f"{path} is nested more than {_MOST_LEVELS} levels deep; fetch the file again."
+        )
     return fields
+
+
+def _is_nested(value: Any, *, levels: int) -> bool:
+    """Whether a JSON value is nested deeper than so many levels."""
+    if not isinstance(value, (dict, list)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_nested(item, levels=levels - 1) for item in items)
 
 
 def check_file(path: Path, *, largest_bytes: int | None = None) -> None:

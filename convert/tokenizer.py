@@ -58,6 +58,11 @@ def convert_tokenizer(
         if os.path.lexists(source / name):
             check_file(source / name, largest_bytes=LARGEST_TEXT_BYTES)
     if not any((source / name).exists() for name in _PIPELINES):
+        if (source / "tokenizer_config.json").exists():
+            raise CheckpointError(
+                f"{source} has a tokenizer_config.json and none of {', '.join(_PIPELINES)}; fetch "
+                "the missing file, or remove tokenizer_config.json to go without a tokenizer."
+            )
         return None
     settings = HFConfig({}, str(source))
     if (source / "tokenizer_config.json").exists():

@@ -97,7 +97,7 @@ def _draft_model(name: str, dtype: Any) -> MakeDrafter:
 def _is_model(name: str) -> bool:
     """Whether a name that is no drafter's is a model's. A hub id without a slash looks like a
     misspelt drafter, so it is written `draft_model:ID`."""
-    is_path = "/" in name or os.path.isdir(expand_user(name))
+    is_path = "/" in name or (name != "" and os.path.isdir(expand_user(name)))
     return name in DEMO_MODELS or name.startswith("random:") or is_path
 
 

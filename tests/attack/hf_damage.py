@@ -17,6 +17,7 @@ import tiny
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm4")
 NESTED = "[" * 100_000
+DEEP = "[" * 600 + "]" * 600
 
 # What a field may hold by mistake, as JSON text.
 VALUES = (
@@ -24,7 +25,7 @@ VALUES = (
     "9223372036854775808", "1e30", "1e400", "-1e400", "NaN", "Infinity", "1e-300", "9" * 5000,
     '""', '"x"', '"1"', '"\\ud800"', "[]", "[1]", '["x"]', "[null]", "[[1]]", "{}", '{"a": 1}',
     '{"rope_type": 5}', '{"rope_type": "yarn"}', '{"rope_type": "yarn", "factor": NaN}',
-    '{"rope_type": "linear", "factor": 0}', '{"rope_type": "llama3", "factor": "x"}', NESTED,
+    '{"rope_type": "linear", "factor": 0}', '{"rope_type": "llama3", "factor": "x"}', NESTED, DEEP,
 )  # fmt: skip
 
 # Fields that are read, or that transformers reads of a tokenizer's files.

@@ -195,6 +195,15 @@ def test_json_that_cannot_be_read(content, hf):
     refused(hf, CheckpointError, "config.json cannot be read as JSON")
 
 
+@pytest.mark.parametrize("levels", [100, 300, 600, 900])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_is_nested_too_deeply(name, levels, hf):
+    settings = json.loads((hf / "config.json").read_text())
+    content = json.dumps({**settings, "deep": "DEEP"})
+    (hf / name).write_text(content.replace('"DEEP"', "[" * levels + "]" * levels))
+    refused(hf, CheckpointError, f"{name} is nested more than 100 levels deep")
+
+
 def test_a_file_of_settings_without_end(hf):
     with (hf / "config.json").open("r+b") as file:
         file.truncate(2**40)

@@ -164,6 +164,12 @@ def test_without_a_tokenizer(hf):
     assert load_converted(hf.parent / "out").tokenizer is None
 
 
+def test_settings_of_a_tokenizer_that_is_missing(hf):
+    (hf / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"none of tokenizer.json, .*; fetch the missing"):
+        convert(hf, hf.parent / "out")
+
+
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
 )

@@ -21,7 +21,7 @@ ENDLESS = (
     "{% endfor %}{% endfor %}{% endfor %}"
 )
 DOUBLING = (
-    "{% set n = namespace(x='x' * 1000) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+    "{% set n = namespace(x='x' * 100000000) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
     "{% endfor %}{{ n.x | length }}"
 )
 
