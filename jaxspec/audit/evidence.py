@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 import scipy.stats
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def bets_of(segment: Segment, temperature: float) -> np.ndarray:
 
 def log_evidence(log_bets: np.ndarray) -> float:
     """Of bets `[A]` on the alternatives, the log of their mean."""
-    return float(scipy.special.logsumexp(log_bets) - math.log(len(ALTERNATIVES)))
+    return float(np.logaddexp.reduce(log_bets)) - math.log(len(ALTERNATIVES))
 
 
 def evidence_limit(num_outputs: int = 1) -> float:
@@ -165,9 +164,9 @@ class Bets:
             by_seed[("alone", place) if seed is None else ("seed", seed)].append(own)
         total = cls.none()
         for group in by_seed.values():
-            mean = scipy.special.logsumexp([own.log_bets for own in group], axis=0)
+            total_bets = np.logaddexp.reduce([own.log_bets for own in group], axis=0)
             total = cls(
-                log_bets=total.log_bets + mean - math.log(len(group)),
+                log_bets=total.log_bets + total_bets - math.log(len(group)),
                 expected=total.expected + np.mean([own.expected for own in group], axis=0),
                 variance=total.variance + np.mean([own.variance for own in group], axis=0),
                 num_tokens=total.num_tokens + round(np.mean([own.num_tokens for own in group])),

@@ -120,17 +120,17 @@ class ConfusionBench(PairBench):
 
     against: Literal["hf"] | None = None
     """Also audit outputs of `transformers` on the same models (extra `parity`)."""
-    limit: int = 24
+    limit: int = 12
     """Prompts, of the sample prompts."""
     max_tokens: int = 24
     """Tokens of an output."""
     temperature: float = 0.8
     """Of sampled outputs."""
-    spoiled: int = 48
+    spoiled: int = 36
     """Outputs that are spoiled in each way."""
-    files: int = 12
+    files: int = 8
     """Files of each size with sampling parameters that are not those of the draws."""
-    file_sizes: tuple[int, ...] = (1, 8, 24)
+    file_sizes: tuple[int, ...] = (1, 12)
     """Outputs of these files."""
 
     @property

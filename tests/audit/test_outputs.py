@@ -38,6 +38,22 @@ def greedy(engine):
     return engine.generate(PROMPTS, SamplingParams(max_tokens=20))
 
 
+@pytest.fixture(scope="module")
+def scorer(target):
+    """One for all audits in fp32: its programs are compiled once."""
+    return Scorer(target, max_length=128)
+
+
+@pytest.fixture
+def audit_of(target, write, scorer):
+    """The audit of a file of these lines, the header first."""
+
+    def audit(*lines):
+        return audit_outputs(target, read_outputs(write(*lines), target), scorer=scorer)
+
+    return audit
+
+
 @pytest.fixture
 def write(tmp_path):
     def to_file(*lines):
@@ -56,14 +72,14 @@ def line(completion, **fields):
     }
 
 
-def test_the_targets_own_output_passes_as_ids_with_text_and_as_text(write, target, greedy):
-    audit = audit_outputs(target, read_outputs(write(HEADER, *map(line, greedy)), target))
+def test_the_targets_own_output_passes_as_ids_with_text_and_as_text(audit_of, greedy):
+    audit = audit_of(HEADER, *map(line, greedy))
     assert audit.holds
     assert (audit.exact, audit.exact_up_to_ties, audit.prefix_match) == (1, 1, 1)
     assert audit.engine == "other 1.2"
     assert "3 of 3 greedy outputs" in audit.sentence
     with_text = [line(one, text=one.text) for one in greedy]
-    assert audit_outputs(target, read_outputs(write(HEADER, *with_text), target)).holds
+    assert audit_of(HEADER, *with_text).holds
     assert json.loads(json.dumps(audit.to_json()))["holds"] is True
 
 
@@ -77,10 +93,10 @@ def test_text_is_read_by_the_targets_tokenizer(write, target):
     assert audit_outputs(target, file).to_json()["ids_from_text"] is True
 
 
-def test_a_changed_token_is_named_with_its_line(write, target, greedy):
+def test_a_changed_token_is_named_with_its_line(audit_of, greedy):
     lines = [line(one) for one in greedy]
     lines[1]["token_ids"][6] = (lines[1]["token_ids"][6] + 3) % tiny.VOCAB
-    audit = audit_outputs(target, read_outputs(write(HEADER, *lines), target))
+    audit = audit_of(HEADER, *lines)
     assert not audit.holds
     assert (audit.exact, audit.exact_up_to_ties) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
     assert audit.prefix_match == pytest.approx((1 + 6 / 20 + 1) / 3)
@@ -89,11 +105,11 @@ def test_a_changed_token_is_named_with_its_line(write, target, greedy):
     assert first["margin"] > first["bound"]
 
 
-def test_every_token_is_checked_not_only_the_first(write, target, greedy):
+def test_every_token_is_checked_not_only_the_first(audit_of, greedy):
     lines = [line(greedy[0])]
     for index in (4, 15):
         lines[0]["token_ids"][index] = (lines[0]["token_ids"][index] + 3) % tiny.VOCAB
-    audit = audit_outputs(target, read_outputs(write(HEADER, *lines), target))
+    audit = audit_of(HEADER, *lines)
     assert {4, 15} <= {d.index for d in audit.judged[0].divergences}
 
 
@@ -117,14 +133,13 @@ def test_their_dtype_widens_the_bound_and_nothing_else(write, target, greedy):
     assert in_bf16.bound > 10 * in_fp32.bound
 
 
-def test_jaxspecs_own_seeds_are_checked_draw_by_draw(write, target, engine):
+def test_jaxspecs_own_seeds_are_checked_draw_by_draw(audit_of, engine):
     params = SamplingParams(max_tokens=12, temperature=1.0)
     done = engine.generate(PROMPTS, [dataclasses.replace(params, seed=i) for i in (4, 5, 6)])
     drawn = {"temperature": 1.0, "max_tokens": 12}
     for name, other, holds in (("jaxspec", 0, True), ("jaxspec", 1, False), ("other", 1, True)):
         lines = [line(one, seed=one.seed + other, sampling_params=drawn) for one in done]
-        path = write({**HEADER, "engine": name}, *lines)
-        audit = audit_outputs(target, read_outputs(path, target))
+        audit = audit_of({**HEADER, "engine": name}, *lines)
         assert (audit.samples.num_excluded == 0) is holds
         found = {d.finding for own in audit.judged for d in own.divergences}
         assert found == (set() if holds else {Finding.SAMPLING})
@@ -134,7 +149,7 @@ def test_jaxspecs_own_seeds_are_checked_draw_by_draw(write, target, engine):
 
 
 @pytest.mark.parametrize("place", ["line", "sampling_params", "header", "header's sampling_params"])
-def test_parameters_are_read_wherever_they_stand(write, target, engine, place):
+def test_parameters_are_read_wherever_they_stand(write, target, engine, scorer, place):
     """A sampled output is not judged as a greedy one because of where it says so."""
     drawn = {"temperature": 1.0, "top_k": 12, "max_tokens": 12}
     done = engine.generate(PROMPTS, SamplingParams(**drawn, seed=4))
@@ -144,15 +159,15 @@ def test_parameters_are_read_wherever_they_stand(write, target, engine, place):
     lines = [line(one, seed=4, **of_line) for one in done]
     file = read_outputs(write({**header, **of_header}, *lines), target)
     assert [o.params for o in file.outputs] == [SamplingParams(**drawn, seed=4)] * len(done)
-    audit = audit_outputs(target, file)
+    audit = audit_outputs(target, file, scorer=scorer)
     assert audit.holds
     assert (len(audit.greedy), len(audit.sampled)) == (0, len(done))
 
 
-def test_lines_that_jaxspec_writes_are_read(write, target, greedy):
+def test_lines_that_jaxspec_writes_are_read(audit_of, greedy):
     header = {"engine": "jaxspec", "max_tokens": 20}
     lines = [one.to_json() for one in greedy]
-    assert audit_outputs(target, read_outputs(write(header, *lines), target)).holds
+    assert audit_of(header, *lines).holds
 
 
 def test_unknown_fields_of_the_header_are_refused(write, target):
@@ -163,19 +178,19 @@ def test_unknown_fields_of_the_header_are_refused(write, target):
 # Where outputs end.
 
 
-def ended(write, target, one, *, header=HEADER, **fields):
+def ended(audit_of, one, *, header=HEADER, **fields):
     """The audit of one output."""
-    return audit_outputs(target, read_outputs(write(header, {**line(one), **fields}), target))
+    return audit_of(header, {**line(one), **fields})
 
 
 @pytest.mark.parametrize("length", [0, 1, 10, 19])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_output_that_is_cut_is_found(write, target, engine, length, temperature):
+def test_an_output_that_is_cut_is_found(audit_of, engine, length, temperature):
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, ignore_eos=True)
     one = engine.generate(PROMPTS[:1], params)[0]
     said = {"temperature": temperature, "ignore_eos": True}
-    assert ended(write, target, one, **said).holds
-    audit = ended(write, target, one, token_ids=list(one.token_ids[:length]), **said)
+    assert ended(audit_of, one, **said).holds
+    audit = ended(audit_of, one, token_ids=list(one.token_ids[:length]), **said)
     assert not audit.holds
     assert "1 without a stop token before max_tokens" in audit.sentence
     found = audit.to_json()["divergences"][-1]
@@ -185,45 +200,45 @@ def test_an_output_that_is_cut_is_found(write, target, engine, length, temperatu
         assert audit.exact == 0
 
 
-def test_an_output_longer_than_its_limit_is_found(write, target, greedy):
+def test_an_output_longer_than_its_limit_is_found(audit_of, greedy):
     audit = ended(write, target, greedy[0], header={**HEADER, "max_tokens": 15})
     assert not audit.holds
     found = audit.to_json()["divergences"][-1]
     assert (found["index"], found["token"], found["expected"]) == (15, greedy[0].token_ids[15], -1)
 
 
-def test_an_output_may_end_with_a_stop_token_or_a_stop_string(write, target, greedy):
+def test_an_output_may_end_with_a_stop_token_or_a_stop_string(audit_of, target, greedy):
     one = greedy[0]
     stop = one.token_ids[9]
     ids = list(one.token_ids[: one.token_ids.index(stop) + 1])
-    assert not ended(write, target, one, token_ids=ids).holds
-    assert ended(write, target, one, token_ids=ids, stop_token_ids=[stop]).holds
+    assert not ended(audit_of, one, token_ids=ids).holds
+    assert ended(audit_of, one, token_ids=ids, stop_token_ids=[stop]).holds
     text = target.tokenizer.decode(ids)
-    assert ended(write, target, one, token_ids=ids, stop=[text[-1]]).holds
-    assert not ended(write, target, one, token_ids=ids, stop=["never said"]).holds
+    assert ended(audit_of, one, token_ids=ids, stop=[text[-1]]).holds
+    assert not ended(audit_of, one, token_ids=ids, stop=["never said"]).holds
 
 
-def test_a_file_without_its_stop_tokens_is_told_so(write, target, greedy):
+def test_a_file_without_its_stop_tokens_is_told_so(audit_of, greedy):
     one, stop = greedy[0], greedy[0].token_ids[9]
     ids = list(one.token_ids[: one.token_ids.index(stop)])
-    audit = ended(write, target, one, token_ids=ids, stop_token_ids=[stop])
+    audit = ended(audit_of, one, token_ids=ids, stop_token_ids=[stop])
     assert not audit.holds
     assert "if the engine emitted it, write it into the file" in audit.sentence
 
 
-def test_padding_after_a_stop_token_passes_and_other_tokens_do_not(write, target, greedy):
+def test_padding_after_a_stop_token_passes_and_other_tokens_do_not(audit_of, greedy):
     one = greedy[0]
     stop = one.token_ids[9]
     ids = list(one.token_ids[: one.token_ids.index(stop) + 1])
     said = {"stop_token_ids": [stop]}
     for after, holds in (([tiny.EOS] * 3, True), ([7, 8], False), ([7, 7], False)):
-        audit = ended(write, target, one, token_ids=ids + after, **said)
+        audit = ended(audit_of, one, token_ids=ids + after, **said)
         assert audit.holds is holds
         assert audit.to_json()["num_too_long"] == (0 if holds else 1)
 
 
-def test_the_ends_of_texts_are_not_judged_and_the_report_says_so(write, target):
-    audit = audit_outputs(target, read_outputs(write(HEADER, {"prompt": "a", "text": "b"}), target))
+def test_the_ends_of_texts_are_not_judged_and_the_report_says_so(audit_of):
+    audit = audit_of(HEADER, {"prompt": "a", "text": "b"})
     assert audit.ends == {}
     assert "max_tokens" not in audit.promise
     assert audit.to_json()["are_ends_judged"] is False
@@ -240,11 +255,10 @@ def samples(engine, *, temperature):
 
 
 @pytest.mark.parametrize(("drawn_at", "holds"), [(1.0, True), (3.0, False)])
-def test_samples_are_tested_against_the_distribution(write, target, engine, drawn_at, holds):
+def test_samples_are_tested_against_the_distribution(audit_of, engine, drawn_at, holds):
     said = {"temperature": 1.0, "top_k": 12, "max_tokens": 4}
     done = samples(engine, temperature=drawn_at)
-    path = write({**HEADER, **said}, *map(line, done))
-    audit = audit_outputs(target, read_outputs(path, target))
+    audit = audit_of({**HEADER, **said}, *map(line, done))
     assert list(audit.distribution_tests) == [2]
     test = audit.distribution_tests[2]
     assert test.num_samples == NUM_SAMPLES
@@ -255,11 +269,11 @@ def test_samples_are_tested_against_the_distribution(write, target, engine, draw
     assert "chi-square" in audit.sentence
 
 
-def test_a_token_that_the_filters_exclude_breaks_the_distribution(target, engine):
+def test_a_token_that_the_filters_exclude_breaks_the_distribution(scorer, engine):
     done = samples(engine, temperature=1.0)
     params = SamplingParams(temperature=1.0, top_k=2)
     found = test_distribution(
-        Scorer(target, max_length=64),
+        scorer,
         prompt_ids=done[0].prompt_token_ids,
         samples=[one.token_ids for one in done],
         params=params,
@@ -267,10 +281,9 @@ def test_a_token_that_the_filters_exclude_breaks_the_distribution(target, engine
     assert found.p_value == 0
 
 
-def test_greedy_outputs_that_are_said_to_be_sampled_are_found(write, target, greedy):
+def test_greedy_outputs_that_are_said_to_be_sampled_are_found(audit_of, greedy):
     """They are no sample of any temperature, however likely each of their tokens is."""
-    path = write({**HEADER, "temperature": 1.0}, *map(line, greedy))
-    audit = audit_outputs(target, read_outputs(path, target))
+    audit = audit_of({**HEADER, "temperature": 1.0}, *map(line, greedy))
     assert not audit.holds
     assert audit.samples.is_unlikely_together or audit.samples.num_unlikely
 
@@ -285,23 +298,22 @@ def test_greedy_outputs_that_are_said_to_be_sampled_are_found(write, target, gre
     ],
     ids=["colder", "hotter", "top-p not said", "top-p not used"],
 )
-def test_outputs_of_other_parameters_are_found_together(write, target, engine, drawn, said):
+def test_outputs_of_other_parameters_are_found_together(audit_of, engine, drawn, said):
     params = [SamplingParams(max_tokens=20, seed=i, **drawn) for i in range(24)]
     done = engine.generate(PROMPTS * 8, params)
 
     def audit(said):
         lines = [line(one, seed=one.seed) for one in done]
-        return audit_outputs(target, read_outputs(write({**HEADER, **said}, *lines), target))
+        return audit_of({**HEADER, **said}, *lines)
 
     assert audit(drawn).holds
     assert not audit(said).holds
 
 
-def test_the_report_says_what_so_many_tokens_can_show(write, target, engine):
+def test_the_report_says_what_so_many_tokens_can_show(audit_of, engine):
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=1)
     done = engine.generate(PROMPTS[:1], params)
-    path = write({**HEADER, "temperature": 1.0}, *map(line, done))
-    document = audit_outputs(target, read_outputs(path, target)).to_json()
+    document = audit_of({**HEADER, "temperature": 1.0}, *map(line, done)).to_json()
     powers = {power["alternative"]: power for power in document["sampled"]["power"]}
     assert {power["num_tokens"] for power in powers.values()} == {20}
     needed = {name: power["tokens_needed"] for name, power in powers.items()}
@@ -309,7 +321,7 @@ def test_the_report_says_what_so_many_tokens_can_show(write, target, engine):
     assert powers["temperature x 0.8"]["chance"] < powers["greedy"]["chance"]
 
 
-def test_outputs_that_share_a_seed_do_not_add_up(write, target, engine):
+def test_outputs_that_share_a_seed_do_not_add_up(audit_of, engine):
     """The same output twenty times is one draw."""
     params = SamplingParams(max_tokens=3, temperature=1.0, seed=1)
     one = engine.generate(PROMPTS[:1], params)[0]
@@ -317,17 +329,17 @@ def test_outputs_that_share_a_seed_do_not_add_up(write, target, engine):
     def audit(seeds):
         said = {**HEADER, "temperature": 1.0, "max_tokens": 3}
         lines = [line(one, seed=seed) for seed in seeds]
-        return audit_outputs(target, read_outputs(write(said, *lines), target))
+        return audit_of(said, *lines)
 
     assert audit([5] * 40).holds
     assert audit([5] * 40).distribution_tests == {}
     assert not audit(range(40)).holds
 
 
-def test_few_samples_are_not_tested(target, engine):
+def test_few_samples_are_not_tested(scorer, engine):
     done = samples(engine, temperature=1.0)[: distributions.MIN_SAMPLES - 1]
     found = test_distribution(
-        Scorer(target, max_length=64),
+        scorer,
         prompt_ids=done[0].prompt_token_ids,
         samples=[one.token_ids for one in done],
         params=SamplingParams(temperature=1.0),
