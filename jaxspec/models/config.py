@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -154,7 +153,7 @@ class ModelConfig:
         for name in (*counts, "num_kv_heads", "head_size", "max_length"):
             _check_count(name, getattr(self, name))
         epsilon = self.norm_epsilon
-        if not isinstance(epsilon, numbers.Real) or not 0 < np.float32(epsilon) <= 1:
+        if not isinstance(epsilon, (int, float, np.floating)) or not 0 < np.float32(epsilon) <= 1:
             raise _out_of_range("norm_epsilon", epsilon, "a number above 0 and at most 1")
         for window in self.sliding_windows:
             if window is not None:
@@ -198,14 +197,14 @@ class ModelConfig:
 
 def _check_count(name: str, value: Any) -> None:
     """Raises `ModelError` unless a field is a whole number that the device can count to."""
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or not 1 <= value < 2**31:
         raise _out_of_range(name, value, f"a whole number from 1 to {2**31 - 1}")
 
 
 def _check_factor(name: str, value: Any) -> None:
     """Raises `ModelError` unless a field is a finite number above 0."""
-    if not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    if not isinstance(value, (int, float, np.floating)) or not 0 < value < math.inf:
         raise _out_of_range(name, value, "a finite number above 0")
 
 
