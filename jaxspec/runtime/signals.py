@@ -61,7 +61,8 @@ def _raise_on_signals() -> None:
     """Lets the signals raise `Interrupted`, except those that the parent process has us ignore
     (`nohup`, a shell's background jobs)."""
     reading, writing = os.pipe()
-    os.set_blocking(writing, False)  # as `set_wakeup_fd` wants it
+    for end in (reading, writing):
+        os.set_blocking(end, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -79,6 +80,7 @@ def _interrupt(number: int, _) -> NoReturn:
 
 def _end_in_time(reading: int) -> NoReturn:
     """Ends the process at the second signal, or `GRACE_S` after the first."""
+    select.select([reading], [], [])
     [number] = os.read(reading, 1)
     time.sleep(AT_ONCE_S)
     with contextlib.suppress(BlockingIOError):

@@ -234,7 +234,10 @@ def soak(num_requests: int, num_phases: int) -> None:
     """Phases of requests with the weights of two models by turns."""
     models = [tiny.model(seed=seed, eos_token_ids=()) for seed in (0, 1)]
     engine = Engine(models[0], DraftModel(tiny.model(seed=2)), max_queue=16, **SHAPE)
-    engine.warm_up()
+    engine.submit([5], SamplingParams(max_tokens=100), request_id="cancelled")
+    engine.step()
+    engine.cancel("cancelled")
+    assert [done.stop_reason for done in engine.step()] == ["cancelled"]
     chosen, rng = variants(random.Random(0)), random.Random(1)
     alone = []
     for model in models:

@@ -19,8 +19,8 @@ import hashlib, sys, time
 from jaxspec.runtime import signals
 
 def main():
-    print("started", flush=True)
     try:
+        print("started", flush=True)
         {work}
     except KeyboardInterrupt as interrupt:
         {cleaning}
@@ -29,6 +29,17 @@ def main():
     return 0
 
 signals.GRACE_S = {grace_s}
+signals.exit_with(main)
+"""
+CLOSED = """
+from jaxspec.runtime import signals
+
+def main():
+    try:
+        print("lost", flush=True)
+    except BrokenPipeError:
+        return signals.BROKEN_PIPE_STATUS
+
 signals.exit_with(main)
 """
 IN_PYTHON = "time.sleep(100)"
@@ -106,8 +117,7 @@ def test_a_closed_pipe_does_not_keep_the_status_back():
         [
             sys.executable,
             "-c",
-            "from jaxspec.runtime import signals\n"
-            "signals.exit_with(lambda: print('lost') or signals.BROKEN_PIPE_STATUS)",
+            CLOSED,
         ],
         cwd=ROOT,
         stdout=writing,
