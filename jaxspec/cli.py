@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import json
 import os
@@ -27,6 +28,9 @@ COMMANDS = {
     "cache": ("commands.cache:CacheCommand", "list, verify or remove converted and compiled files"),
     "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
+
+# Why standard output takes nothing: a full disk or quota, a limit on its size, a broken disk.
+OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -65,7 +69,8 @@ def main(args: Sequence[str] | None = None) -> int:
         discard_output()
         return 141
     except OSError as error:
-        if not is_output_refused():
+        # What commands write elsewhere they name; and an error of opening has a file name.
+        if error.filename is not None or error.errno not in OUTPUT_REFUSED:
             raise
         discard_output()
         print(
@@ -106,15 +111,6 @@ def check_jax() -> None:
             f"JAX does not start in this environment, {named} ({reason}); correct the variable, or "
             "leave it out."
         ) from error
-
-
-def is_output_refused() -> bool:
-    """Whether standard output does not take what was written to it."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
 
 
 def discard_output() -> None:

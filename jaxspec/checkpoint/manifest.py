@@ -234,7 +234,7 @@ def _typed(value: Any, wanted: Any, path: str) -> Any:
       TypeError: it is of another type; names the field.
     """
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
+    if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, dict):
         hints = typing.get_type_hints(wanted)
         if set(value) != set(hints):
             different = ", ".join(sorted(set(value) ^ set(hints)))

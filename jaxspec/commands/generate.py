@@ -363,6 +363,10 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                 "--trace was given with --resume, and nothing was recorded of the lines that are "
                 "finished; leave one of them out."
             )
+        if self.output is not None and self.trace.resolve() == self.output.resolve():
+            raise SettingError(
+                f"--trace and --output both name {self.trace}; give each a file of its own."
+            )
         for module in ("pandas", "pyarrow"):
             import_extra(module, "traces")
         try:

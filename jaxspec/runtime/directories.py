@@ -74,8 +74,9 @@ def write_atomically(path: Path, content: bytes) -> None:
         check_regular_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(path, wait=True):
+            partial.unlink(missing_ok=True)
             try:
-                with open(partial, "wb") as file:
+                with open(partial, "xb") as file:  # which follows no link that is put there
                     file.write(content)
                 _sync(partial)
                 os.replace(partial, path)

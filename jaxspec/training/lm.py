@@ -470,7 +470,8 @@ def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
     checksum, content = written[:16], written[16:]
     if xxhash.xxh3_128_digest(content) != checksum:
         raise CheckpointError(f"{path} is damaged, not as it was written; train again.")
-    return serialization.msgpack_restore(content)
+    record: Any = serialization.msgpack_restore(content)
+    return record
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:

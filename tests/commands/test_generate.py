@@ -527,6 +527,7 @@ def test_the_second_process_with_an_output_is_told_who_writes_it(refused, monkey
         (("--trace-level", "tokens"), "without --trace"),
         (("--trace", "t.parquet", "--output", "o", "--resume"), "with --resume"),
         (("--trace", "/dev/null/t.parquet"), "cannot be written"),
+        (("--trace", "t.parquet", "--output", "./t.parquet"), "give each a file of its own"),
     ],
 )
 def test_traces_that_are_refused(refused, tmp_path, monkeypatch, args, message):

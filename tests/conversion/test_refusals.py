@@ -346,7 +346,7 @@ def test_overwrite_spares_what_is_no_checkpoint(hf):
     out = hf.parent / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("irreplaceable")
-    with pytest.raises(CheckpointError, match="is not a converted directory"):
+    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
         convert(hf, out, overwrite=True)
     assert (out / "thesis.txt").read_text() == "irreplaceable"
 
@@ -383,7 +383,7 @@ def test_a_disk_that_fills_up_on_the_way(error, hf, monkeypatch):
         save(*args, **kwargs)
 
     monkeypatch.setattr(ocp.partial, "save", fail_late)
-    refused(hf, CheckpointError, "filled up", "free some space")
+    refused(hf, CheckpointError, "cannot be written (No space left", "free some space")
     assert len(calls) == 3
 
 

@@ -134,6 +134,19 @@ def test_links_are_followed(tmp_path):
     assert names(tmp_path / "disk") == ["file", "model"]
 
 
+def test_links_in_the_place_of_a_working_file_are_not_followed(tmp_path):
+    """In a shared directory somebody else may have put them there."""
+    (tmp_path / "theirs").write_text("theirs")
+    for name in (".file.partial", ".file.lock"):
+        (tmp_path / name).symlink_to(tmp_path / "theirs")
+    with pytest.raises(SettingError, match="file cannot be written"):
+        write_atomically(tmp_path / "file", b"text")
+    (tmp_path / ".file.lock").unlink()
+    write_atomically(tmp_path / "file", b"text")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert names(tmp_path) == ["file", "theirs"]
+
+
 # A disk that takes no more
 
 

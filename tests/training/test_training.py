@@ -5,6 +5,8 @@ import errno
 import json
 import math
 import os
+import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import tiny as tiny_models
 
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.models import decoder
+from jaxspec.runtime.locks import only_writer
 from jaxspec.training import data, export, lm
 from jaxspec.training.acceptance import measure_acceptance
 
@@ -400,6 +403,50 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
             mistake()
         assert isinstance(caught.value, JaxspecError)
         assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_run_is_not_resumed(tmp_path, corpora, trained):
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    checkpoint = out / "checkpoint.msgpack"
+    written = checkpoint.read_bytes()
+    flipped = bytearray(written)
+    flipped[len(written) // 2] ^= 1
+    for content in (bytes(flipped), written[:-1], written[:10], b""):
+        checkpoint.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            lm.train_lm(tiny(out, corpora, resume=True))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            lm.load_run(out)
+    checkpoint.write_bytes(written)
+    (out / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        lm.load_run(out)
+
+
+def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path, corpora):
+    """It is refused before anything is trained."""
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / "model" / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(CheckpointError, match="out/model exists"):
+        lm.train_lm(tiny(tmp_path / "out", corpora), on_step=lambda *_: pytest.fail("trained"))
+    assert (tmp_path / "out" / "model" / "thesis.txt").read_text() == "irreplaceable"
+
+
+def test_the_second_trainer_is_told_who_the_first_is(tmp_path, corpora):
+    with only_writer(tmp_path / "out"), pytest.raises(SettingError, match=f"{os.getpid()}"):
+        lm.train_lm(tiny(tmp_path / "out", corpora))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_is_told(tmp_path, corpora):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(JaxspecError, match="File too large"):
+            lm.train_lm(tiny(tmp_path / "out", corpora))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
