@@ -14,7 +14,12 @@ import atexit
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A background job of a shell's; the processes that tests interrupt would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores; and bits do not depend on the number of threads.

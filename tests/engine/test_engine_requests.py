@@ -411,9 +411,9 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     with pytest.raises(
         SettingError, match=r"the most that fits is a batch_size of \d+ at this max_length"
     ) as raised:
-        Engine(target, batch_size=2**24, max_length=2**16)
+        Engine(target, batch_size=2**14, max_length=2**16)
     batch_size = int(str(raised.value).split("fits is a batch_size of ")[1].split()[0])
-    assert 1 <= batch_size < 2**24
+    assert 1 <= batch_size < 2**14
 
     # Exactly what is named fits, one row or one block more does not.
     monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (nbytes, "in this cgroup"))
