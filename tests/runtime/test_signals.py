@@ -66,6 +66,8 @@ def start():
             stack.callback(process.kill)
             assert process.stdout is not None
             assert process.stdout.readline() == "started\n"
+            if work == IN_COMPILED_CODE:
+                time.sleep(1)  # until it is there
             return process
 
         yield run
