@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,7 +148,17 @@ def atomic_directory(
                 ) from error
             raise
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove_written(partial)
+
+
+def _remove_written(partial: Path) -> None:
+    """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may go on for a
+    moment, and make files in a directory that is being removed."""
+    for _ in range(20):
+        shutil.rmtree(partial, ignore_errors=True)
+        if not partial.exists():
+            return
+        time.sleep(0.1)
 
 
 def _check_replaceable(

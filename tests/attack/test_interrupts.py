@@ -135,6 +135,8 @@ def interrupt(
         return Outcome("failed", f"hangs: no end {LIMIT_S} s after the signal")
     if process.returncode == 128 + number and "Traceback" not in err and "interrupted" in err:
         outcome = Outcome("refused", "interrupted")
+    elif process.returncode == -number:  # the work is done, and Python takes its handlers away
+        outcome = Outcome("unchanged")
     else:
         outcome = of_status(process.returncode, err)
     problem = command.problem(directory) if not again else None

@@ -201,7 +201,7 @@ def test_an_output_that_is_cut_is_found(audit_of, engine, length, temperature):
 
 
 def test_an_output_longer_than_its_limit_is_found(audit_of, greedy):
-    audit = ended(write, target, greedy[0], header={**HEADER, "max_tokens": 15})
+    audit = ended(audit_of, greedy[0], header={**HEADER, "max_tokens": 15})
     assert not audit.holds
     found = audit.to_json()["divergences"][-1]
     assert (found["index"], found["token"], found["expected"]) == (15, greedy[0].token_ids[15], -1)

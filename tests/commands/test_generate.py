@@ -608,7 +608,7 @@ ONE = ("--prompt", "Once")
         ((*ONE, "--prompts", "some.txt"), "Both --prompt and --prompts"),
         (("--prompt", ""), "The prompt is empty"),
         (("--prompts", "absent.txt"), "absent.txt cannot be read (No such file"),
-        (("--prompts", "."), "cannot be read (Is a directory)"),
+        (("--prompts", "."), "cannot be read (it is a directory, not a file)"),
         ((*ONE, "--draft-length", "0", "--drafter", "ngram"), "draft length of 0"),
         (
             (*ONE, "--draft-length", "5", "--verify-length", "5", "--drafter", "ngram"),
