@@ -260,8 +260,8 @@ class _Line:
         has_limit = params.max_tokens < LARGEST_COUNT or params.stop
         if "token_ids" in self.fields and not (is_stopped or has_limit):
             raise self.wrong(
-                "ends without a stop token and gives no max_tokens, so nobody can tell whether it "
-                "was cut short; add max_tokens to the line, or to the header for all lines."
+                "ends without a stop token and gives no max_tokens, so there is no telling whether "
+                "it was cut short; add max_tokens to the line, or to the header for all lines."
             )
         return Output(
             number=self.number,
@@ -334,8 +334,8 @@ class _Line:
         alone = next((name for name in OF_SAMPLED if name in given), None)
         if alone is not None and "temperature" not in given:
             raise SettingError(
-                f"{self.where} has {alone} {given[alone]!r} and no temperature, so nobody can tell "
-                "whether it was sampled; add the temperature (0 if it was greedy)."
+                f"{self.where} has {alone} {given[alone]!r} and no temperature, so there is no "
+                "telling whether it was sampled; add the temperature (0 if it was greedy)."
             )
         if given.get("stop") and self.target.tokenizer is None:
             raise SettingError(

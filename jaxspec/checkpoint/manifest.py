@@ -2,7 +2,7 @@
 
 It holds a checksum of every other file and one of itself, so that a directory whose bytes are not
 those that were written is refused, and not decoded with. The checksums (XXH3, 128 bits) find
-damage; they are no signature, and protect from nobody who can write to the directory.
+damage; they are no signature: whoever can write to the directory can change them too.
 """
 
 from __future__ import annotations

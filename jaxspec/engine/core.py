@@ -34,6 +34,11 @@ ROUNDS_PER_CHUNK = 4
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
 
 
+def is_compiling(executor: Executor) -> bool:
+    """Whether one of the executor's programs is being compiled, in any thread."""
+    return any(getattr(each, "is_compiling", False) for each in executor.programs.values())
+
+
 class EngineCore:
     """Moves requests from the queue through the executor's rows to their completions.
 
@@ -74,7 +79,7 @@ class EngineCore:
         self._step_timeout_s = step_timeout_s
         self._watchdog = None
         if step_timeout_s is not None:
-            self._watchdog = Watchdog(step_timeout_s, lambda: executor.is_compiling)
+            self._watchdog = Watchdog(step_timeout_s, lambda: is_compiling(executor))
         self._is_abandoned = False
 
     @property

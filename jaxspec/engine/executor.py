@@ -425,11 +425,6 @@ class Executor:
             on_program,
         )
 
-    @property
-    def is_compiling(self) -> bool:
-        """Whether one of the programs is being compiled, in any thread."""
-        return any(getattr(each, "is_compiling", False) for each in self.programs.values())
-
     def lower_run(self) -> jax.stages.Lowered:
         """The lowered program of rounds, of the widest verify length: to read its text, or to
         compile it and read its memory."""

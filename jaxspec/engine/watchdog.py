@@ -1,4 +1,4 @@
-"""A limit on the time of a step: nobody waits for ever for a device that does not answer."""
+"""A limit on the time of a step, so that a device that does not answer is not waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command ends when it is interrupted, and when nobody reads its output any more.
+"""How a command ends when it is interrupted, and when its output is no longer read.
 
 SIGINT (Ctrl-C) and SIGTERM raise `Interrupted` in the main thread, so that files are finished or
 removed on the way out. Two things need more than that:

@@ -1,8 +1,8 @@
 """The C++ kernels' shared library: compiled once for this machine, and checked before it is loaded.
 
 Loading a library runs its code, so it is loaded only from a directory that belongs to the user and
-that nobody else can write to. Its SHA-256 digest is part of its name: a file that was cut short is
-compiled again instead of ending the process with SIGBUS. A lock makes one process compile while
+that no other user can write to. Its SHA-256 digest is part of its name: a file that was cut short
+is compiled again instead of ending the process with SIGBUS. A lock makes one process compile while
 others wait.
 """
 
