@@ -290,10 +290,16 @@ class AdaptiveDrafting:
         self._choice: Choice | None = None  # of the rounds that `note` is called for next
         self._first_round: Any = 0  # before these, by shard
 
-    def prepare(self) -> None:
-        """Measures rounds, unless that was done. Every row must be empty, and is afterwards."""
+    def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
+        """Measures rounds, unless that was done. Every row must be empty, and is afterwards.
+
+        Args:
+          on_answer: called whenever the device has done what it was given.
+        """
         if self.controller is None:
-            requests = MadeUpRequests(self._executor, draft_length=self._draft_length)
+            requests = MadeUpRequests(
+                self._executor, draft_length=self._draft_length, on_answer=on_answer
+            )
             times = measure_round_times(
                 requests, longest=self._draft_length, room=self._executor.longest_prompt
             )
@@ -400,10 +406,12 @@ class MadeUpRequests:
     Attributes:
       executor: the rows.
       draft_length: of the requests, the longest that is measured.
+      on_answer: called after every wait.
     """
 
     executor: Executor
     draft_length: int
+    on_answer: Callable[[], None] | None = None
 
     def fill(self, prompt_length: int) -> None:
         """Fills the batch with prompts of one token, the first one of `prompt_length`."""
@@ -414,18 +422,23 @@ class MadeUpRequests:
             prompt = (0,) * (prompt_length if index == 0 else 1)
             request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
             executor.admit_and_prefill(row, request, draft_length=self.draft_length, arrival=index)
-        jax.block_until_ready(executor.state)
+        self._wait()
 
     def run(self, draft_length: int, num_rounds: int) -> None:
         """Runs rounds that draft `draft_length` tokens."""
         executor = self.executor
         executor.set_draft_limits([draft_length] * executor.num_rows)
         executor.run(num_rounds, draft_length=draft_length)
-        jax.block_until_ready(executor.state)
+        self._wait()
 
     def catch_up(self) -> int:
         """Lets the drafter read what it has not seen; returns the number of chunks."""
         lags = enumerate(self.executor.lags())
         num_chunks = self.executor.catch_up({row: int(lag) for row, lag in lags if lag > 1})
-        jax.block_until_ready(self.executor.state)
+        self._wait()
         return num_chunks
+
+    def _wait(self) -> None:
+        jax.block_until_ready(self.executor.state)
+        if self.on_answer is not None:
+            self.on_answer()

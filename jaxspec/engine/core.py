@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
 from jaxspec.engine.shared_steps import SharedSteps
 from jaxspec.engine.watchdog import StepTimeoutError, Watchdog
-from jaxspec.errors import QueueFullError
+from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion, make_completion
 from jaxspec.requests.requests import Request
+from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.telemetry.counters import Acceptance, Metrics
 from jaxspec.telemetry.trace import row_trace
 from jaxspec.types import DecodeState, Finish
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 # Between two chunks of prompts, two pieces of a stream, and two looks at deadlines.
 ROUNDS_PER_CHUNK = 4
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
+
+T = TypeVar("T")
 
 
 def is_compiling(executor: Executor) -> bool:
@@ -47,8 +50,8 @@ class EngineCore:
       adaptive: chooses draft lengths; None leaves them as the requests ask.
       rounds_per_sync: most rounds between two looks at the rows.
       max_queue: requests that may wait.
-      step_timeout_s: seconds after which a step is given up, and the engine with it; None for
-        never.
+      step_timeout_s: seconds after which a step, or another call of the device, is given up, and
+        the engine with it; None for never.
       logprobs_mode: noted in completions with log-probabilities.
 
     Attributes:
@@ -79,46 +82,68 @@ class EngineCore:
         self._step_timeout_s = step_timeout_s
         self._watchdog = None
         if step_timeout_s is not None:
-            self._watchdog = Watchdog(step_timeout_s, lambda: is_compiling(executor))
+            self._watchdog = self._make_watchdog(step_timeout_s)
         self._is_abandoned = False
 
     @property
     def num_rounds(self) -> int:
         """Rounds run so far, on all shards together."""
-        with self.lock:
-            if self._is_abandoned:
-                return 0
-            return int(np.sum(self.executor.fetch("schedule").num_rounds))
+        schedule = self._watched(lambda: self.executor.fetch("schedule"))
+        return 0 if schedule is None else int(np.sum(schedule.num_rounds))
 
     def step(self) -> None:
         """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are read and
         output is awaited it is one chunk and `ROUNDS_PER_CHUNK` rounds."""
-        with self.lock:
-            if self._is_abandoned:
-                return
-            if self._watchdog is None:
-                self._step()
-                return
-            try:
-                self._watchdog.run(self._step)
-            except StepTimeoutError:
+        self._watched(self._step)
+
+    def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
+        """Compiles every program; see `Executor.warm_up`. Needs no lock.
+
+        Raises:
+          RequestError: the device does not answer.
+        """
+        warm_up = functools.partial(self.executor.warm_up, on_program)
+        if self._step_timeout_s is None:
+            return warm_up()
+        try:
+            return self._make_watchdog(self._step_timeout_s).run(warm_up)
+        except StepTimeoutError:
+            with self.lock:
                 self._abandon()
+            raise RequestError(f"The engine {self._why_abandoned}; make another engine.") from None
 
     def shut_down(self) -> None:
         """Cancels every request, and drops the state."""
         with self.lock:
             self.queue.close()
-            self._end_early()
-            self._collect()
+            self._watched(self._end_early)
+            self._watched(self._collect)
             self.executor.reset()
+
+    def _watched(self, call: Callable[[], T]) -> T | None:
+        """What a call of the device returns. If it takes too long, the engine ends; from then on
+        nothing is called, and this returns None."""
+        with self.lock:
+            if self._is_abandoned:
+                return None
+            if self._watchdog is None:
+                return call()
+            try:
+                return self._watchdog.run(call)
+            except StepTimeoutError:
+                self._abandon()
+                return None
+
+    def _make_watchdog(self, limit_s: float) -> Watchdog:
+        return Watchdog(limit_s, lambda: is_compiling(self.executor))
 
     # What waits for the output of requests, and steps until it is there.
 
     def enqueue(self, *tickets: Ticket, is_limited: bool = True) -> None:
         """Lets tickets wait for rows; see `RequestQueue.add`."""
         if self.adaptive is not None and not self.queue.is_closed:
-            with self.lock:
-                self.adaptive.prepare()
+            renew = None if self._watchdog is None else self._watchdog.renew
+            self._watched(functools.partial(self.adaptive.prepare, on_answer=renew))
         self.queue.add(*tickets, is_limited=is_limited)
 
     def completions(
@@ -343,10 +368,13 @@ class EngineCore:
     def _abandon(self) -> None:
         """Ends every request, and the engine: its device does not answer any more."""
         self._is_abandoned = True
-        why = f"ended because a step took longer than {self._step_timeout_s:g} s (step_timeout_s)"
-        _log.error("the engine %s", why)
+        _log.error("the engine %s", self._why_abandoned)
         self.metrics.abandon()
-        self.queue.abandon(Finish.DEVICE_TIMEOUT, why)
+        self.queue.abandon(Finish.DEVICE_TIMEOUT, self._why_abandoned)
+
+    @property
+    def _why_abandoned(self) -> str:
+        return f"ended because a step took longer than {self._step_timeout_s:g} s (step_timeout_s)"
 
     def _abort(self, request: Request, finish: Finish) -> Completion:
         """The completion of a request that emitted nothing."""

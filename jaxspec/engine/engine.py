@@ -416,7 +416,7 @@ class Engine:
         """Compiles every program ahead of the first request, instead of each at its first use; see
         `Executor.warm_up`. With `draft_length="auto"` the first request still waits until rounds
         have been measured. Any thread may call it."""
-        return self.executor.warm_up(on_program)
+        return self._core.warm_up(on_program)
 
     def reset(self) -> None:
         """Drops the state of ended requests; no output depends on it.

@@ -6,8 +6,11 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 POLL_S = 0.1  # between two looks at whether something is being compiled
+
+T = TypeVar("T")
 
 
 class StepTimeoutError(Exception):
@@ -15,22 +18,23 @@ class StepTimeoutError(Exception):
 
 
 class Watchdog:
-    """Runs steps, each in a thread that can be given up: a call of the device cannot be ended.
+    """Runs what calls the device in a thread that can be given up: such a call cannot be ended.
 
     One caller at a time.
 
     Args:
-      limit_s: seconds that a step may take.
+      limit_s: seconds that a step may take, or a part of it that `renew` ends.
       is_compiling: whether something is being compiled now, which does not count.
     """
 
     def __init__(self, limit_s: float, is_compiling: Callable[[], bool]):
         self._limit_s = limit_s
         self._is_compiling = is_compiling
-        self._last: concurrent.futures.Future[None] | None = None
+        self._last: concurrent.futures.Future[Any] | None = None
+        self._is_renewed = False
 
-    def run(self, step: Callable[[], None]) -> None:
-        """Returns when the step does, and raises what it raises.
+    def run(self, step: Callable[[], T]) -> T:
+        """Returns what the step returns, and raises what it raises.
 
         Raises:
           StepTimeoutError: it takes too long.
@@ -40,21 +44,29 @@ class Watchdog:
         self._last = done = concurrent.futures.Future()
         threading.Thread(target=_call, args=(step, done), daemon=True).start()
         self._wait_for(done)
-        done.result()
+        return done.result()
 
-    def _wait_for(self, done: concurrent.futures.Future[None]) -> None:
+    def renew(self) -> None:
+        """Gives the step that runs its whole time again. The step calls it where the device has
+        answered, if it waits for it several times."""
+        self._is_renewed = True
+
+    def _wait_for(self, done: concurrent.futures.Future[Any]) -> None:
         left_s, before_s = self._limit_s, time.monotonic()
         while left_s > 0:
             concurrent.futures.wait([done], timeout=min(left_s, POLL_S))
             if done.done():
                 return
             now_s = time.monotonic()
-            left_s -= 0 if self._is_compiling() else now_s - before_s
+            if self._is_renewed:
+                self._is_renewed, left_s = False, self._limit_s
+            elif not self._is_compiling():
+                left_s -= now_s - before_s
             before_s = now_s
         raise StepTimeoutError
 
 
-def _call(step: Callable[[], None], done: concurrent.futures.Future[None]) -> None:
+def _call(step: Callable[[], T], done: concurrent.futures.Future[T]) -> None:
     try:
         done.set_result(step())
     except BaseException as error:

@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from xxhash import xxh3_128_hexdigest
 
 from jaxspec import convert
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint import resolve
 from jaxspec.checkpoint.format import load_converted, save_model
+from jaxspec.checkpoint.manifest import FileChecksum, check_files, read_manifest, write_manifest
 from jaxspec.checkpoint.resolve import cached_models, load_model, remove_cached_model
 from jaxspec.errors import CheckpointError, DamagedError, ModelError
 from jaxspec.models import decoder
@@ -184,6 +186,35 @@ def test_a_flipped_bit_anywhere_is_found(saved_once, tmp_path):
         with pytest.raises(CheckpointError) as raised:
             load_model(copy)
         assert damaged.name in str(raised.value) or "checkpoint format" in str(raised.value)
+
+
+def test_large_files_have_the_checksums_of_their_bytes(tmp_path):
+    """Of an odd size, and of several of the parts in which they are hashed."""
+    content = np.random.default_rng(0).bytes(5 * 2**20 + 3)
+    large = tmp_path / "large"
+    large.write_bytes(content)
+    (tmp_path / "empty").touch()
+    write_manifest(
+        tmp_path,
+        config=CONFIG,
+        dtype="float32",
+        eos_token_ids=(),
+        prefix_token_ids=(),
+        generation_config={},
+        source="made up",
+    )
+    written = read_manifest(tmp_path)
+    assert written.files == {
+        "large": FileChecksum(num_bytes=len(content), xxh3=xxh3_128_hexdigest(content)),
+        "empty": FileChecksum(num_bytes=0, xxh3=xxh3_128_hexdigest(b"")),
+    }
+    check_files(tmp_path, written)
+    for place in (0, 2**21 - 1, 2**21, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        large.write_bytes(damaged)
+        with pytest.raises(DamagedError, match="large is not as it was written"):
+            check_files(tmp_path, written)
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "gone", "pipe"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 
+import jax
 import pytest
 import toy
 
-from jaxspec import Engine, NGram, RequestError, SamplingParams, SettingError
+from jaxspec import DraftModel, Engine, NGram, RequestError, SamplingParams, SettingError
 from jaxspec.runtime.compilation import Program
 
 PROMPTS = toy.prompts((3, 9, 1))
@@ -171,6 +173,80 @@ def test_compilations_do_not_count_as_hanging(target):
     programs["run"] = Program(SlowToCompile(programs["run"]), "the decode round")
     [completion] = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
     assert completion.finish_reason == "length"
+
+
+def in_time(call, limit_s=60):
+    """What a call returns or raises, if it does so in time."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        return pool.submit(call).result(timeout=limit_s)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def test_a_device_that_does_not_answer_while_rounds_are_measured(target):
+    drafter = DraftModel(toy.model(seed=1))
+    engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)
+    real, answer = engine.executor.programs["run"], threading.Event()
+
+    def hangs(*arguments):
+        answer.wait()
+        return real(*arguments)
+
+    engine.executor.programs["run"] = hangs
+    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
+        in_time(lambda: engine.generate([PROMPTS[0]], LONG))
+    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
+        in_time(lambda: engine.submit(PROMPTS[0], LONG))
+    answer.set()
+
+
+def test_measuring_many_rounds_may_take_longer_than_a_step(target):
+    drafter = DraftModel(toy.model(seed=1))
+    engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)
+    real, calls = engine.executor.programs["run"], []
+
+    def slow(*arguments):
+        calls.append(time.monotonic())
+        time.sleep(0.06)
+        return real(*arguments)
+
+    engine.warm_up()
+    engine.executor.programs["run"] = slow
+    engine.submit(PROMPTS[0], LONG)
+    assert calls[-1] - calls[0] > 1.5
+    engine.shutdown()
+
+
+def test_a_device_that_does_not_answer_before_the_first_step(target):
+    engine = Engine(target, step_timeout_s=1.0, **SHAPE)
+    answer = threading.Event()
+    engine.executor.programs["init"] = answer.wait
+    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
+        list(in_time(lambda: engine.generate([PROMPTS[0]], LONG)))
+    answer.set()
+
+
+def test_a_warm_up_that_does_not_return(target):
+    engine = Engine(target, step_timeout_s=1.0, **SHAPE)
+    answer = threading.Event()
+    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
+        in_time(lambda: engine.warm_up(lambda program: answer.wait()))
+    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
+        engine.submit(PROMPTS[0], LONG)
+    answer.set()
+
+
+def test_a_warm_up_may_compile_for_longer_than_a_step(target, monkeypatch):
+    real = jax.stages.Lowered.compile
+
+    def slow(*arguments):
+        time.sleep(1.0)
+        return real(*arguments)
+
+    engine = Engine(target, step_timeout_s=0.5, **SHAPE)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
+    assert min(program.seconds for program in engine.warm_up()) > 1.0
 
 
 def test_an_error_of_a_step_reaches_its_caller_through_the_watchdog(target):
