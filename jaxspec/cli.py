@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import errno
 import importlib
@@ -50,38 +51,57 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         status = run_command(sys.argv[1:] if args is None else args)
         sys.stdout.flush()
-    except JaxspecError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except (MemoryError, RuntimeError) as error:  # JAX's errors are RuntimeErrors
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        return status
+    except (Exception, KeyboardInterrupt) as error:
+        ending = ending_of(error)
+        if ending is None:
             raise
-        reason = str(error).split("\n")[0]
-        print(
-            f"error: The memory does not suffice ({reason}); lower --batch-size or --max-length, "
-            "or choose a smaller model or dtype.",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt as interrupt:
-        with contextlib.suppress(OSError):
-            print("interrupted", file=sys.stderr)
-        return getattr(interrupt, "status", 130)
-    except BrokenPipeError:
+    if ending.discards_output:
         discard_output()
-        return BROKEN_PIPE_STATUS
-    except OSError as error:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(ending.message)
+    return ending.status
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a command ends that raised something: exit status, and what it says on standard error."""
+
+    status: int
+    message: str = ""
+    discards_output: bool = False
+
+
+def ending_of(error: BaseException) -> Ending | None:
+    """How a command ends that raised this error; None for a bug, which needs its traceback."""
+    first_line = str(error).split("\n")[0]
+    match error:
+        case JaxspecError():
+            return Ending(1, f"error: {' '.join(str(error).split())}\n")
+        case KeyboardInterrupt():
+            return Ending(getattr(error, "status", 130), "interrupted\n")
+        case BrokenPipeError():
+            return Ending(BROKEN_PIPE_STATUS, discards_output=True)
         # What commands write elsewhere they name; and an error of opening has a file name.
-        if error.filename is not None or error.errno not in OUTPUT_REFUSED:
-            raise
-        discard_output()
-        print(
-            f"error: Standard output cannot be written ({error.strerror}); redirect it to a file "
-            "on a disk with room.",
-            file=sys.stderr,
-        )
-        return 1
-    return status
+        case OSError(filename=None) if error.errno in OUTPUT_REFUSED:
+            return Ending(
+                1,
+                f"error: Standard output cannot be written ({error.strerror}); redirect it to a "
+                "file on a disk with room.\n",
+                discards_output=True,
+            )
+        case MemoryError() | RuntimeError() if is_out_of_memory(error):
+            return Ending(
+                1,
+                f"error: The memory does not suffice ({first_line}); lower --batch-size or "
+                "--max-length, or choose a smaller model or dtype.\n",
+            )
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the host's memory or a device's is used up; JAX says so in a `RuntimeError`."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def program() -> NoReturn:

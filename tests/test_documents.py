@@ -181,6 +181,7 @@ def test_the_speed_table_of_the_readme_is_that_of_the_results():
 def test_the_table_of_negative_controls_has_them_all():
     rows = table_under(DOCS / "exactness.md", "| fault | as in | breaks |")
     assert [row[0].replace(" ", "_") for row in rows] == list(FAULTS)
+    assert f"injecting {len(FAULTS)} faults" in text_of(README)
     document = json.loads((RESULTS / "controls-cpu.json").read_text())
     for control, row in zip(document["controls"], rows, strict=True):
         assert row[3] == ("yes" if control["caught"] else "no")

@@ -371,14 +371,7 @@ def audit_engine(
     few = repeated[:: max(1, len(repeated) // NUM_ALONE)][:NUM_ALONE]
     alone = _run(engine, [requests[i] for i in few], batch_size=1)
     tell("E4: the reference loop")
-    shape = engine.shape
-    reference_loop = Engine(
-        engine.target,
-        batch_size=shape.batch_size,
-        max_length=shape.max_length,
-        prefill_chunk=shape.prefill_chunk,
-    )
-    reference = [(c, None) for c in reference_loop.run(_with_logprobs(requests, None))]
+    reference = _run_reference_loop(engine, requests)
 
     tell("judging divergences")
     longest = max(len(c.prompt_token_ids + c.token_ids) for c, _ in (*drafted, *reference))
@@ -404,16 +397,9 @@ def audit_engine(
         "E4": level("E4", own, reference),
     }
     tell("the distribution of sampled outputs")
-    distribution = DistributionLevel(reason=f"{verifier.name} does not promise the distribution")
-    if verifier.is_lossless:
-        room = engine.longest_prompt + 1  # tokens of prompt and output
-        distribution = _distribution(scorer, requests, [c for c, _ in drafted], room=room)
-    tables = TablesLevel(reason=f"{verifier.name} draws the tokens of plain decoding")
-    if verifier.is_lossless and not verifier.is_coupled:
-        tell("the verifier on tables of known distributions")
-        tables = _tables(verifier) if sampled else TablesLevel(reason="no request is sampled")
-    elif not verifier.is_lossless:
-        tables = TablesLevel(reason=distribution.reason)
+    distribution = _distribution(scorer, engine, requests, [c for c, _ in drafted])
+    tell("the verifier on tables of known distributions")
+    tables = _tables(verifier, is_sampled=bool(sampled))
     return EngineAudit(
         engine=engine.describe(),
         dtype=scorer.dtype.name,
@@ -424,7 +410,9 @@ def audit_engine(
         distribution=distribution,
         tables=tables,
         study=StudyMetrics.of(
-            engine.target, *([c.token_ids for c, _ in run] for run in (drafted, reference))
+            engine.target,
+            outputs=[c.token_ids for c, _ in drafted],
+            references=[c.token_ids for c, _ in reference],
         ),
         probe=seen,
         acceptance=Acceptance.total([c.acceptance for c, _ in drafted]),
@@ -473,6 +461,17 @@ def _run(
     return found
 
 
+def _run_reference_loop(engine: Engine, requests: Sequence[Request]) -> _Run:
+    """Decodes requests one token at a time, in another program."""
+    loop = Engine(
+        engine.target,
+        batch_size=engine.shape.batch_size,
+        max_length=engine.shape.max_length,
+        prefill_chunk=engine.shape.prefill_chunk,
+    )
+    return [(completion, None) for completion in loop.run(_with_logprobs(requests, None))]
+
+
 def _with_logprobs(requests: Sequence[Request], logprobs: int | None) -> list[Request]:
     """The requests with this number of log-probabilities asked for."""
     params = (dataclasses.replace(request.params, logprobs=logprobs) for request in requests)
@@ -509,10 +508,12 @@ def _compare(
 
 
 def _distribution(
-    scorer: Scorer, requests: Sequence[Request], completions: Sequence[Completion], *, room: int
+    scorer: Scorer, engine: Engine, requests: Sequence[Request], completions: Sequence[Completion]
 ) -> DistributionLevel:
-    """What the sampled outputs among these say about the distribution, where prompt and output
-    have room for so many tokens."""
+    """What the sampled outputs among an engine's say about the distribution."""
+    if not engine.verifier.is_lossless:
+        return DistributionLevel(reason=_lossy(engine.verifier))
+    room = engine.longest_prompt + 1  # tokens of prompt and output
 
     def sample(request: Request, completion: Completion) -> Sample:
         own = request.params
@@ -542,10 +543,21 @@ def _distribution(
     )
 
 
-def _tables(verifier: Verifier) -> TablesLevel:
-    """The scenes with this verifier, as it is now."""
+def _tables(verifier: Verifier, *, is_sampled: bool) -> TablesLevel:
+    """The scenes with this verifier, as it is now, unless it or the requests promise less."""
+    if not verifier.is_lossless:
+        return TablesLevel(reason=_lossy(verifier))
+    if verifier.is_coupled:
+        return TablesLevel(reason=f"{verifier.name} draws the tokens of plain decoding")
+    if not is_sampled:
+        return TablesLevel(reason="no request is sampled")
     scenes = {name: make(verifier) for name, make in SCENES.items()}
     return TablesLevel(
         p_values={name: scene.p_value() for name, scene in scenes.items()},
         num_outputs=sum(scene.num_rows for scene in scenes.values()),
     )
+
+
+def _lossy(verifier: Verifier) -> str:
+    """Why the levels of the distribution do not apply."""
+    return f"{verifier.name} does not promise the distribution"

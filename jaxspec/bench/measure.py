@@ -6,11 +6,12 @@ document holds. Programs that are timed against each other take turns (`runtime.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -31,6 +32,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document, public_name, write_document
+from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import K, Turns, take_turns
 from jaxspec.types import Finish, PyTree
@@ -42,6 +44,27 @@ Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 ROUND = ("decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "sampling.py")
 NOT_OF_THE_RESULT = ("out", "json", "plot", "resume")
+
+
+@contextlib.contextmanager
+def only_run_into(out: pathlib.Path | None) -> Iterator[None]:
+    """Refuses other processes that run a bench with the same `--out` while the block runs; without
+    one it does nothing.
+
+    Raises:
+      SettingError: another process runs one; or the directory of `out` cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        if out is not None:
+            out = out.resolve()
+            try:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(only_writer(out, during="run"))
+            except OSError as error:
+                raise SettingError(
+                    f"{out} cannot be written ({error.strerror}); name another --out."
+                ) from error
+        yield
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +90,10 @@ class Bench:
 
     def run(self, console: Console) -> dict[str, Any]:
         """Measures, writes the file and prints the tables; returns the JSON document."""
-        document = self.document(**self.measure())
-        if self.out is not None:
-            write_document(document, self.out)
+        with only_run_into(self.out):
+            document = self.document(**self.measure())
+            if self.out is not None:
+                write_document(document, self.out)
         self.show(document, console)
         return document
 

@@ -218,9 +218,9 @@ def _xxh3(path: Path) -> str:
         memoryview(mapped) as content,
     ):
         for start in range(0, len(content), _BLOCK_BYTES):
-            block = content[start : start + _BLOCK_BYTES]
-            _populate(mapped, start, len(block))
-            digest.update(block)
+            with content[start : start + _BLOCK_BYTES] as block:
+                _populate(mapped, start, len(block))
+                digest.update(block)
     return digest.hexdigest()
 
 

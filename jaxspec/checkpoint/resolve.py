@@ -230,7 +230,7 @@ def _convert_cached(
     with contextlib.ExitStack() as stack:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(only_writer(root / f"{destination.name}.conversion", wait=True))
+            stack.enter_context(only_writer(destination, during="conversion", wait=True))
             is_whole = _is_whole(destination, verify=verify)
             if destination.exists() and not is_whole:
                 remove_directory(destination)

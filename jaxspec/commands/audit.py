@@ -103,7 +103,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             target = load_model(self.target or "demo-target", dtype=self.dtype, verify=self.verify)
             is_default = self.target is None and self.drafter_name == "none"
             options = DrafterOptions(draft="demo-draft") if is_default else self
-            make_drafter = options.choose_drafter(dtype=self.dtype)
+            make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
             if make_drafter is None:
                 raise SettingError(
                     "No drafter was given for the negative controls; add --draft MODEL, or leave "
@@ -165,7 +165,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             )
         check_at_least_one(self, "n_requests", "batch_size", "max_length")
         each = self.sampling_params()
-        make_drafter = self.choose_drafter(dtype=self.dtype)
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if make_drafter is None:
             raise SettingError(
                 "No drafter was given, so there is nothing to audit; add --draft MODEL or "

@@ -21,7 +21,7 @@ from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.bench.hf import HuggingFace, compare
 from jaxspec.bench.kernels import KernelsBench
-from jaxspec.bench.measure import ROUND, Bench, check_at_least_one, load_prompts
+from jaxspec.bench.measure import ROUND, Bench, check_at_least_one, load_prompts, only_run_into
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.step_cost import StepCostBench
@@ -295,7 +295,7 @@ class GpuCommand(Bench):
         header = self.document()
         del header["config"]["budget_s"]  # a resumed grid is the same one, given more time
         plan = DRY_RUN if self.dry_run else GPU
-        with working("") as status:
+        with only_run_into(self.out), working("") as status:
             document = measure_grid(
                 plan,
                 self.out,

@@ -65,7 +65,8 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
         check_draft_length(self.draft_length, verify_length)
         makers = {
-            name: drafter_of_command(name, dtype=self.dtype) for name in dict.fromkeys(self.drafter)
+            name: drafter_of_command(name, dtype=self.dtype, verify=self.verify)
+            for name in dict.fromkeys(self.drafter)
         }
         lines = self.read_prompts()
         each = self.sampling_params()

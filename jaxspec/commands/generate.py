@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import tyro
+import xxhash
 from rich.console import Console
 
 from jaxspec.cache.layouts import Layout
@@ -44,6 +46,7 @@ from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.telemetry.counters import Acceptance
+from jaxspec.types import PyTree
 from jaxspec.verifiers import VerifierName, make_verifier
 
 
@@ -119,7 +122,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         lines, inputs = self._read_lines()
         check_at_least_one(self, "batch_size", "max_length", "verify_length")
         self._check_sampling()
-        make_drafter = self.choose_drafter(dtype=self.dtype)
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
         template, template_kwargs = self._chat_settings(lines)
         self._check_output(lines)
@@ -447,6 +450,15 @@ def _batches(
         yield batch, time.perf_counter() - started_s
 
 
+def _digest_of_weights(params: PyTree) -> str:
+    """Of the values of all arrays, which come from the device one at a time."""
+    digest = xxhash.xxh3_128()
+    for leaf in jax.tree.leaves(params):
+        values = np.ascontiguousarray(jax.device_get(leaf))
+        digest.update(values.reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
 def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str:
     """Of what a line depends on besides its prompt; other kernels and other devices sum in another
     order, and take the other of two tokens that tie.
@@ -463,10 +475,12 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
     kernels = getattr(engine.target, "kernels", None)
     computed_by = [kernels, jax.default_backend()]
-    settings = [engine.target.name, computed_by, shape, dtypes, sampling, format]
+    weights = _digest_of_weights(engine.executor.target_params)
+    settings = [engine.target.name, weights, computed_by, shape, dtypes, sampling, format]
     if len(engine.verify_lengths) > 1:  # which of them a token was scored in decides ties
         settings.append(engine.verify_lengths)
     if is_sampled and not engine.verifier.is_coupled:
         described = engine.describe()
         settings += [described[name] for name in ("verifier", "drafter", "draft_length")]
+        settings.append(_digest_of_weights(engine.executor.params["drafter"]))
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -56,9 +56,9 @@ class DrafterOptions:
             )
         return f"{kind}:{self.draft}"
 
-    def choose_drafter(self, *, dtype: str | None) -> MakeDrafter | None:
+    def choose_drafter(self, *, dtype: str | None, verify: bool = True) -> MakeDrafter | None:
         """What makes the drafter for a target, or None; raises as `names.choose_drafter`."""
-        return drafter_of_command(self.drafter_name, dtype=dtype)
+        return drafter_of_command(self.drafter_name, dtype=dtype, verify=verify)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,16 +130,17 @@ class EngineOptions:
     dtype: DtypeName | None = None
     """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
     verify: bool = True
-    """With --no-verify the target is loaded without comparing its files with their checksums."""
+    """With --no-verify target and draft model are loaded without comparing their files with their
+    checksums."""
 
 
-def drafter_of_command(name: str, *, dtype: str | None) -> MakeDrafter | None:
+def drafter_of_command(name: str, *, dtype: str | None, verify: bool = True) -> MakeDrafter | None:
     """`choose_drafter` for a name on the command line: as with `python -m`, modules of the current
     directory are found (an installed script does not find them)."""
     with contextlib.suppress(FileNotFoundError):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-    return choose_drafter(name, dtype=dtype)
+    return choose_drafter(name, dtype=dtype, verify=verify)
 
 
 def check_at_least_one(options: Any, *names: str) -> None:

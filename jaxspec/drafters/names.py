@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -22,7 +23,7 @@ MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def choose_drafter(name: str, *, dtype: Any = None) -> MakeDrafter | None:
+def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> MakeDrafter | None:
     """What makes the drafter of this name for a target; None for `none`, plain decoding.
 
     The name is checked now; models are loaded when the drafter is made.
@@ -32,20 +33,22 @@ def choose_drafter(name: str, *, dtype: Any = None) -> MakeDrafter | None:
         `draft_model:MODEL`, `draft_model@MIN_CONFIDENCE:MODEL` (see `DraftModel`), or
         `package.module:factory`, a function of the target or of nothing.
       dtype: of a draft model, see `load_model`.
+      verify: whether its files are compared with their checksums, see `load_model`.
 
     Raises:
       SettingError: the name is malformed, or begins with a home directory that is not known.
       ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
+    load = functools.partial(load_model, dtype=dtype, verify=verify)
     kind, _, rest = name.partition(":")
     if name == "none":
         return None
     if kind == "ngram":
         return _ngram(name, rest)
     if kind.partition("@")[0] == "draft_model":
-        return _draft_model(name, dtype)
+        return _draft_model(name, load)
     if _is_model(name):
-        return lambda target: DraftModel(load_model(name, dtype=dtype))
+        return lambda target: DraftModel(load(name))
     if not _FACTORY.fullmatch(name):
         raise SettingError(
             f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX or "
@@ -75,7 +78,7 @@ def _ngram(name: str, lengths: str) -> MakeDrafter:
     return lambda target: ngram
 
 
-def _draft_model(name: str, dtype: Any) -> MakeDrafter:
+def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
     kind, _, model = name.partition(":")
     _, at, text = kind.partition("@")
     min_confidence = 0.0
@@ -91,7 +94,7 @@ def _draft_model(name: str, dtype: Any) -> MakeDrafter:
             )
     if not model:
         raise SettingError(f"The drafter {name!r} was given without a model; write {kind}:MODEL.")
-    return lambda target: DraftModel(load_model(model, dtype=dtype), min_confidence)
+    return lambda target: DraftModel(load(model), min_confidence)
 
 
 def _is_model(name: str) -> bool:

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def only_writer(path: Path, *, wait: bool = False) -> Iterator[None]:
+def only_writer(path: Path, *, during: str | None = None, wait: bool = False) -> Iterator[None]:
     """Makes this process the only writer of a file or directory while the block runs.
 
     The lock is on `.NAME.lock` beside `path`, which names the process that holds it. It is released
@@ -24,13 +24,16 @@ def only_writer(path: Path, *, wait: bool = False) -> Iterator[None]:
 
     Args:
       path: what is to be written; its parent exists.
+      during: a longer piece of work, as `run`, within which `path` is written under its own lock.
+        Its lock is `.NAME.DURING.lock`, and keeps away only others that do the same.
       wait: until another writer has finished, instead of raising.
 
     Raises:
       SettingError: another process is writing `path`; the message names it.
       OSError: the lock file cannot be made.
     """
-    lock = path.with_name(f".{path.name}.lock")
+    name = path.name if during is None else f"{path.name}.{during}"
+    lock = path.with_name(f".{name}.lock")
     descriptor = _acquire(lock, path, wait=wait)
     try:
         with contextlib.suppress(OSError):  # the note is for messages; a full disk has no room

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from jaxspec.bench.cells import CellStore
-from jaxspec.bench.measure import Dtype, Say, check_at_least_one
+from jaxspec.bench.measure import Dtype, Say, check_at_least_one, only_run_into
 from jaxspec.runtime.environment import provenance
 from jaxspec.studies import measurements
 from jaxspec.studies.report import print_report, write_report
@@ -74,16 +74,17 @@ class Study(WorkloadOptions):
             options, "limit", "max_prompt_tokens", "max_tokens", "draft_length", "pool", "repeats",
             "batch_sizes",
         )  # fmt: skip
-        running = Running(options)
-        running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
-        document = options.document(
-            inputs=running.workload.inputs,
-            is_spec_bench=running.workload.is_spec_bench,
-            is_synthetic=options.oracle is not None,
-            cells=running.store.cells,
-            elapsed_s=time.perf_counter() - started_s,
-        )
-        write_report(document, options.out)
+        with only_run_into(options.out):
+            running = Running(options)
+            running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
+            document = options.document(
+                inputs=running.workload.inputs,
+                is_spec_bench=running.workload.is_spec_bench,
+                is_synthetic=options.oracle is not None,
+                cells=running.store.cells,
+                elapsed_s=time.perf_counter() - started_s,
+            )
+            write_report(document, options.out)
         print_report(document["cells"], console)
         console.print(f"report written to {options.out}", markup=False, highlight=False)
         return document

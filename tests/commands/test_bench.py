@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.report import TextTable
 from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
@@ -48,6 +50,31 @@ def document(models, tmp_path_factory):
         found = command.run(bench.Console(quiet=True))
     assert plot.read_bytes().startswith(b"\x89PNG")
     return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("predict", "--target", "qwen3-0.6b", "--draft", "qwen3-0.6b"),
+        ("study", "--quick"),
+        ("gpu", "--dry-run"),
+    ],
+)
+def test_the_second_run_into_one_place_is_told_of_the_first(refused, tmp_path, args):
+    out = tmp_path / "results" / "out"
+    out.parent.mkdir()
+    with only_writer(out, during="run"):
+        told = refused("bench", *args, "--out", out)
+    assert f"results/out is being written by process {os.getpid()} on" in told
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_bench_writes_its_file_and_leaves_no_lock(cli, tmp_path):
+    out = tmp_path / "results" / "out.json"
+    args = ("predict", "--target", "qwen3-0.6b", "--draft", "qwen3-0.6b", "--batch", "1")
+    assert cli("bench", *args, "--out", out).status == 0
+    assert json.loads(out.read_text())["command"] == "bench predict"
+    assert list(out.parent.iterdir()) == [out]
 
 
 def fake_compile(batch_size):

@@ -8,15 +8,20 @@ import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import hf_checkpoints
+import jax
 import pytest
 import tiny
 
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
+from jaxspec.checkpoint.format import save_model
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands.outputs import round_lengths
@@ -177,6 +182,51 @@ def test_resume_with_other_settings_is_refused(
     # A later option replaces an earlier one of the same name.
     assert message in refused("generate", *options, *changes)
     assert path.read_bytes() == before
+
+
+def with_noise(path, destination):
+    """A converted directory with other weights."""
+    model = load_model(path)
+    noisy = jax.tree.map(lambda leaf: leaf + 0.01, model.params)
+    save_model(dataclasses.replace(model, params=noisy), destination, overwrite=True)
+
+
+def test_resume_with_other_weights_under_the_same_name_is_refused(
+    cli, refused, models, prompts, tmp_path
+):
+    target, path = tmp_path / "target", tmp_path / "out.jsonl"
+    shutil.copytree(models.target, target)
+    args = ("generate", *settings(models), "--target", target, "--prompts", prompts)
+    args = (*args, "--output", path, "--resume")
+    assert cli(*args).status == 0
+    before = path.read_bytes()
+    with_noise(models.target, target)
+    assert "Line 1 of" in refused(*args)
+    assert path.read_bytes() == before
+    # The same weights, written once more, are the same weights.
+    save_model(load_model(models.target), target, overwrite=True)
+    assert cli(*args).status == 0
+
+
+def test_where_the_draft_changes_tokens_its_weights_are_told_apart_too(
+    cli, refused, models, prompts, tmp_path
+):
+    draft, path = tmp_path / "draft", tmp_path / "out.jsonl"
+    shutil.copytree(models.draft, draft)
+    args = ("generate", *settings(models), "--draft", draft, "--verifier", "rejection")
+    args = (*args, "--temperature", 1, "--prompts", prompts, "--output", path, "--resume")
+    assert cli(*args).status == 0
+    with_noise(models.draft, draft)
+    assert "Line 1 of" in refused(*args)
+
+
+def test_checks_of_the_draft_model_can_be_left_out_too(cli, refused, models, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(models.draft, draft)
+    hf_checkpoints.edit_json(draft / "jaxspec.json", source="edited by hand")
+    args = ("generate", "--target", models.target, "--draft", draft, *ONE, "--max-tokens", 2)
+    assert "draft/jaxspec.json was changed after it was written" in refused(*args)
+    assert cli(*args, "--no-verify").status == 0
 
 
 def test_resume_leaves_a_foreign_file_alone(refused, models, prompts, tmp_path):
