@@ -455,7 +455,7 @@ def _digest_of_weights(params: PyTree) -> str:
     digest = xxhash.xxh3_128()
     for leaf in jax.tree.leaves(params):
         values = np.ascontiguousarray(jax.device_get(leaf))
-        digest.update(values.reshape(-1).view(np.uint8))
+        digest.update(values.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
