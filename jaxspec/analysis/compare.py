@@ -430,7 +430,7 @@ def run_candidates(
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
         compile_s[label] = time.perf_counter() - started_s
         if engine.drafter is not None and is_judged:
-            tell(f"{label}: the same program, drafts marked invalid")
+            tell(f"{label}: plain decoding by the same engine")
             plain[label] = [one.token_ids for one in engine.run(requests, speculate=False)]
 
     def empty(label: str) -> None:

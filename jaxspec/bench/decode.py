@@ -1,7 +1,7 @@
 """Plain decoding beside speculative decoding: speed, where a round's time goes, its roofline.
 
 The baseline of every speed-up is the window-1 plain loop, the fastest plain decoding there is, and
-engines take turns. Every output is compared with plain decoding in the same program (equal), and
+engines take turns. Every output is compared with plain decoding by the same engine (equal), and
 with the window-1 loop (equal, or a proven tie within rounding).
 """
 
@@ -137,7 +137,7 @@ class DecodeBench:
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """What the engines differ in, by name: the window-1 plain loop, every draft length, and
-        the draft length that is chosen as it goes, under both promises."""
+        the draft length that is chosen as it goes, under each promise."""
         lengths = {f"drafted {n}": {"draft_length": n} for n in self.options.draft_lengths}
         adaptive = {
             f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
@@ -164,9 +164,18 @@ class DecodeBench:
             self.target, self.drafter, verifier=verifier, draft_length=draft_length, **settings
         )
 
+    def engines(self, batch_size: int) -> dict[str, Engine]:
+        """One for each of `settings`. Where the widths of windows do not show in the bits, engines
+        of both promises are the same, and there is one."""
+        made = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
+        bitwise, ties = (made[f"auto, {promise}"] for promise in PROMISES)
+        if ties.verify_lengths == bitwise.verify_lengths:
+            del made["auto, ties"]
+        return made
+
     def run(self) -> dict[str, Any]:
-        """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under both
-        promises, `cost_model`, `holds`."""
+        """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under each
+        promise, `cost_model`, `holds`."""
         ceilings = {}
         # Of working sets as large as each model's weights: what fits a cache is as fast as it.
         for name, model in self.models.items():
@@ -205,7 +214,7 @@ class DecodeBench:
 
     def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
         """Plain decoding, every draft length, and those that choose theirs, at one batch size."""
-        engines = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
+        engines = self.engines(batch_size)
         # Verifiers that keep only the target's distribution draw other tokens when they sample:
         # nothing to compare.
         verifier = make_verifier(self.options.verifier)
@@ -223,10 +232,8 @@ class DecodeBench:
         for own, (name, engine) in zip(candidates, engines.items(), strict=True):
             total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
-            # Rows that are aligned, or scored in several widths, round otherwise: ties only.
-            is_one_program = (
-                self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
-            )
+            # Rows that are aligned, or scored in widths that show, round otherwise: ties only.
+            keeps_bits = self.options.layout == "ragged" and engine.executor.is_width_invariant
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
                 "batch_size": batch_size,
@@ -242,7 +249,7 @@ class DecodeBench:
                 "emitted_per_round": total.emitted_per_round,
                 "per_position_acceptance": list(total.per_position),
                 "equal_to_plain": (
-                    not own.num_unequal_to_plain if is_judged and is_one_program else None
+                    not own.num_unequal_to_plain if is_judged and keeps_bits else None
                 ),
                 "num_equal_to_window_1": found.num_equal if is_judged else None,
                 "num_not_ties": len(found.differing) - found.count(Finding.TIE),

@@ -119,7 +119,7 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
     """Both libraries in turns, A B A B; ratios are medians over the turns.
 
     At every batch size: greedy against the window-1 loop, every draft length, and the draft length
-    that is chosen by itself under both promises. At batch 1 also assisted generation and prompt
+    that is chosen by itself under each promise. At batch 1 also assisted generation and prompt
     lookup, by their defaults and with each draft length matched, against the same engines and
     against the n-gram drafter's.
     """
@@ -131,7 +131,7 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
 def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, Any]]:
     max_tokens, lengths = bench.options.max_tokens, bench.options.draft_lengths
     repeats = bench.options.repeats
-    ours = {name: bench.engine(batch_size, **each) for name, each in bench.settings.items()}
+    ours = bench.engines(batch_size)
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
         ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths}
