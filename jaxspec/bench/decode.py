@@ -26,6 +26,7 @@ from jaxspec.cache.pages import round_up_to_block
 from jaxspec.decode.settings import DraftLength, Exactness
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
@@ -57,6 +58,9 @@ class DecodeOptions(Bench):
     drafter: str | None = None
     """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
     its first token less likely than that), or your own `package.module:factory`."""
+    oracle: float | None = None
+    """Draft what the target will emit, each token right with this probability, at the cost of the
+    draft model; for models without trained weights (`random:PRESET`). Synthetic."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
     """What decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"
@@ -129,8 +133,9 @@ class DecodeBench:
 
     @property
     def models(self) -> dict[str, LanguageModel]:
-        """The `target`, and the `draft` model if the drafter is one of the package's own."""
-        draft = self.drafter.model if isinstance(self.drafter, DraftModel) else None
+        """The `target`, and the `draft` model if the drafter runs one of the package's own."""
+        drafter = self.drafter.cost_of if isinstance(self.drafter, Oracle) else self.drafter
+        draft = drafter.model if isinstance(drafter, DraftModel) else None
         has_draft = isinstance(draft, LanguageModel)
         return {"target": self.target} | ({"draft": draft} if has_draft else {})
 
@@ -163,6 +168,17 @@ class DecodeBench:
         return Engine(
             self.target, self.drafter, verifier=verifier, draft_length=draft_length, **settings
         )
+
+    def with_oracle(self, acceptance: float) -> DecodeBench:
+        """The same measurements with an oracle that has seen plain decoding's outputs, and costs
+        what the drafter does."""
+        plain = self.engine(max(self.options.batch_sizes), 0)
+        sequences = [
+            done.prompt_token_ids + done.token_ids
+            for done in plain.generate(self.prompts, self.params)
+        ]
+        oracle = Oracle(sequences, acceptance=acceptance, cost_of=self.drafter)
+        return dataclasses.replace(self, drafter=oracle)
 
     def engines(self, batch_size: int) -> dict[str, Engine]:
         """One for each of `settings`. Where the widths of windows do not show in the bits, engines
@@ -236,6 +252,7 @@ class DecodeBench:
             keeps_bits = self.options.layout == "ragged" and engine.executor.is_width_invariant
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
+                "is_synthetic": bool(length) and self.drafter.is_synthetic,
                 "batch_size": batch_size,
                 "draft_length": length,
                 "verify_length": engine.shape.verify_length,
