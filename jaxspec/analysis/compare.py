@@ -79,9 +79,8 @@ class Candidate:
       completions: one per request, in order; of the last timed run.
       run_s: seconds of each timed run over all requests, prompts read included.
       compile_s: seconds before the first run.
-      num_unequal_to_plain: outputs that in any run differ from the same program with every draft
-        marked invalid; None for plain decoding itself, which is that program's window-1
-        counterpart.
+      num_unequal_to_plain: outputs that in any run differ from plain decoding by the same engine;
+        None for plain decoding itself.
       divergences: from the first candidate's outputs, by index of the request.
       must_be_equal: whether not even a tie may make them differ from the first candidate's: both
         verify windows of one length, and the start-up probe found that bits do not depend on
@@ -430,7 +429,7 @@ def run_candidates(
         engine.generate([[0, 0]], SamplingParams(max_tokens=1))
         compile_s[label] = time.perf_counter() - started_s
         if engine.drafter is not None and is_judged:
-            tell(f"{label}: the same program, drafts marked invalid")
+            tell(f"{label}: plain decoding by the same engine")
             plain[label] = [one.token_ids for one in engine.run(requests, speculate=False)]
 
     def empty(label: str) -> None:

@@ -146,7 +146,7 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
 
 
 _COMPARED_WITH = {
-    "E1": "the same program, nothing drafted",
+    "E1": "the same engine, nothing drafted",
     "E2": "another order, alone",
     "E3": "plain sampling, same seeds",
     "E4": "the reference loop",

@@ -5,8 +5,8 @@ engine keeps them) and of the committed KV are compared too. Verifiers that draw
 plain decoding promise the distribution only; they also decode the tables of `jaxspec.audit.scenes`,
 where faults show that a few outputs of a real model cannot.
 
-In the aligned layout bits depend on the neighbours' lengths, and with `exactness="ties"` on what
-was drafted, and so every level allows ties there.
+In the aligned layout bits depend on the neighbours' lengths, and in windows of several widths on
+what was drafted (unless the kernels' bits do not), and so every level allows ties there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jaxspec.verifiers import Verifier
 NUM_ALONE = 4  # requests that are also decoded alone, for E2
 
 CLAIMS = {
-    "E1": "the same program with drafts marked invalid gives the same tokens and bits",
+    "E1": "plain decoding by the same engine gives the same tokens and bits",
     "E2": "alone and in another order, a request gives the same tokens and bits",
     "E3": "sampled plain decoding with the same seeds gives the same tokens",
     "E4": "the window-1 reference loop gives the same tokens, except at proven ties",
@@ -330,7 +330,7 @@ def audit_engine(
 ) -> EngineAudit:
     """Audits an engine on a workload.
 
-    The workload is decoded speculatively, plainly in the same program, in another order, in part
+    The workload is decoded speculatively, plainly by the same engine, in another order, in part
     alone, and by the reference loop. Give the engine `max_logprobs=0`, and E1 and E2 compare the
     bits of the tokens' log-probabilities too.
 
@@ -352,8 +352,8 @@ def audit_engine(
     tell("the start-up probe")
     seen = probe(engine)
     # Where bits depend on neighbours or widths, no more than the promise of E4 can be kept.
-    has_one_width = len(engine.verify_lengths) == 1
-    is_bit_exact = seen.holds and has_one_width and engine.layout == "ragged"
+    keeps_bits = engine.executor.is_width_invariant and engine.layout == "ragged"
+    is_bit_exact = seen.holds and keeps_bits
     # Plain decoding draws as coupled verification does; other verifiers equal it where greedy.
     sampled = [i for i, request in enumerate(requests) if request.params.temperature > 0]
     own = [i for i in range(len(requests)) if verifier.is_coupled or i not in sampled]
@@ -363,7 +363,7 @@ def audit_engine(
 
     tell("speculative run")
     drafted = _run(engine, requests)
-    tell("E1: the same program, drafts marked invalid")
+    tell("E1: plain decoding by the same engine")
     plain = _run(engine, requests, speculate=False)
     tell("E2: another order, and alone")
     order = np.random.default_rng(seed).permutation(len(requests)).tolist()
@@ -430,7 +430,7 @@ def promise_of(verifier: Verifier, *, is_bit_exact: bool = True) -> str:
         )
     if verifier.is_coupled:
         return (
-            "bit-exact: the tokens of plain decoding in the same program, at any temperature; "
+            "bit-exact: the tokens of plain decoding by the same engine, at any temperature; "
             "against other programs, equal up to proven ties"
         )
     if verifier.is_lossless:

@@ -1,7 +1,7 @@
 """Plain decoding beside speculative decoding: speed, where a round's time goes, its roofline.
 
 The baseline of every speed-up is the window-1 plain loop, the fastest plain decoding there is, and
-engines take turns. Every output is compared with plain decoding in the same program (equal), and
+engines take turns. Every output is compared with plain decoding by the same engine (equal), and
 with the window-1 loop (equal, or a proven tie within rounding).
 """
 
@@ -26,6 +26,7 @@ from jaxspec.cache.pages import round_up_to_block
 from jaxspec.decode.settings import DraftLength, Exactness
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
@@ -57,6 +58,9 @@ class DecodeOptions(Bench):
     drafter: str | None = None
     """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
     its first token less likely than that), or your own `package.module:factory`."""
+    oracle: float | None = None
+    """Draft what the target will emit, each token right with this probability, at the cost of the
+    draft model; for models without trained weights (`random:PRESET`). Synthetic."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
     """What decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"
@@ -129,15 +133,16 @@ class DecodeBench:
 
     @property
     def models(self) -> dict[str, LanguageModel]:
-        """The `target`, and the `draft` model if the drafter is one of the package's own."""
-        draft = self.drafter.model if isinstance(self.drafter, DraftModel) else None
+        """The `target`, and the `draft` model if the drafter runs one of the package's own."""
+        drafter = self.drafter.cost_of if isinstance(self.drafter, Oracle) else self.drafter
+        draft = drafter.model if isinstance(drafter, DraftModel) else None
         has_draft = isinstance(draft, LanguageModel)
         return {"target": self.target} | ({"draft": draft} if has_draft else {})
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """What the engines differ in, by name: the window-1 plain loop, every draft length, and
-        the draft length that is chosen as it goes, under both promises."""
+        the draft length that is chosen as it goes, under each promise."""
         lengths = {f"drafted {n}": {"draft_length": n} for n in self.options.draft_lengths}
         adaptive = {
             f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
@@ -164,9 +169,29 @@ class DecodeBench:
             self.target, self.drafter, verifier=verifier, draft_length=draft_length, **settings
         )
 
+    def with_oracle(self, acceptance: float) -> DecodeBench:
+        """The same measurements with an oracle that has seen plain decoding's outputs, and costs
+        what the drafter does."""
+        plain = self.engine(max(self.options.batch_sizes), 0)
+        sequences = [
+            done.prompt_token_ids + done.token_ids
+            for done in plain.generate(self.prompts, self.params)
+        ]
+        oracle = Oracle(sequences, acceptance=acceptance, cost_of=self.drafter)
+        return dataclasses.replace(self, drafter=oracle)
+
+    def engines(self, batch_size: int) -> dict[str, Engine]:
+        """One for each of `settings`. Where the widths of windows do not show in the bits, engines
+        of both promises are the same, and there is one."""
+        made = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
+        bitwise, ties = (made[f"auto, {promise}"] for promise in PROMISES)
+        if ties.verify_lengths == bitwise.verify_lengths:
+            del made["auto, ties"]
+        return made
+
     def run(self) -> dict[str, Any]:
-        """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under both
-        promises, `cost_model`, `holds`."""
+        """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under each
+        promise, `cost_model`, `holds`."""
         ceilings = {}
         # Of working sets as large as each model's weights: what fits a cache is as fast as it.
         for name, model in self.models.items():
@@ -205,7 +230,7 @@ class DecodeBench:
 
     def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
         """Plain decoding, every draft length, and those that choose theirs, at one batch size."""
-        engines = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
+        engines = self.engines(batch_size)
         # Verifiers that keep only the target's distribution draw other tokens when they sample:
         # nothing to compare.
         verifier = make_verifier(self.options.verifier)
@@ -223,12 +248,11 @@ class DecodeBench:
         for own, (name, engine) in zip(candidates, engines.items(), strict=True):
             total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
-            # Rows that are aligned, or scored in several widths, round otherwise: ties only.
-            is_one_program = (
-                self.options.layout == "ragged" and len(engine.executor.verify_lengths) == 1
-            )
+            # Rows that are aligned, or scored in widths that show, round otherwise: ties only.
+            keeps_bits = self.options.layout == "ragged" and engine.executor.is_width_invariant
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
+                "is_synthetic": bool(length) and self.drafter.is_synthetic,
                 "batch_size": batch_size,
                 "draft_length": length,
                 "verify_length": engine.shape.verify_length,
@@ -242,7 +266,7 @@ class DecodeBench:
                 "emitted_per_round": total.emitted_per_round,
                 "per_position_acceptance": list(total.per_position),
                 "equal_to_plain": (
-                    not own.num_unequal_to_plain if is_judged and is_one_program else None
+                    not own.num_unequal_to_plain if is_judged and keeps_bits else None
                 ),
                 "num_equal_to_window_1": found.num_equal if is_judged else None,
                 "num_not_ties": len(found.differing) - found.count(Finding.TIE),

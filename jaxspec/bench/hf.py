@@ -1,23 +1,30 @@
 """`transformers` on the same weights, prompt ids and limits: greedy, assisted, prompt lookup.
 
-One Hugging Face directory serves both sides: `load_model` converts it, torch loads it as it is.
-Needs the `parity` extra (torch).
+One Hugging Face directory serves both sides: `load_model` converts it, torch loads it as it is. A
+random preset is written as one (`exported`). Needs the `parity` extra (torch).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspec.bench.decode import PLAIN, DecodeBench, agreement
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import ModelError, SettingError
+from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import take_turns
+from jaxspec.training.export import write_hugging_face
+
+_SHARD_BYTES = 2**30  # of a preset's tensors on disk
 
 LOOKUP_TOKENS = 10  # of prompt lookup where nothing is matched, as transformers' guide has it
 
@@ -115,11 +122,31 @@ class HuggingFace:
         return self.greedy(prompts, **settings)
 
 
+@contextlib.contextmanager
+def exported(model: LanguageModel) -> Iterator[str]:
+    """A Hugging Face directory of this model's weights, in its dtype, that is deleted in the end.
+
+    Raises:
+      ModelError: a family that cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxspec-") as root:
+        directory = pathlib.Path(root) / "model"
+        write_hugging_face(
+            directory,
+            model.config,
+            model.params,
+            None,
+            dtype=model.dtype,
+            max_shard_bytes=_SHARD_BYTES,
+        )
+        yield str(directory)
+
+
 def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
     """Both libraries in turns, A B A B; ratios are medians over the turns.
 
     At every batch size: greedy against the window-1 loop, every draft length, and the draft length
-    that is chosen by itself under both promises. At batch 1 also assisted generation and prompt
+    that is chosen by itself under each promise. At batch 1 also assisted generation and prompt
     lookup, by their defaults and with each draft length matched, against the same engines and
     against the n-gram drafter's.
     """
@@ -131,7 +158,7 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
 def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, Any]]:
     max_tokens, lengths = bench.options.max_tokens, bench.options.draft_lengths
     repeats = bench.options.repeats
-    ours = {name: bench.engine(batch_size, **each) for name, each in bench.settings.items()}
+    ours = bench.engines(batch_size)
     if batch_size == 1 and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
         ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths}

@@ -5,6 +5,7 @@ Another bench is one line in `BenchCommand.bench`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -19,9 +20,16 @@ from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
-from jaxspec.bench.hf import HuggingFace, compare
+from jaxspec.bench.hf import HuggingFace, compare, exported
 from jaxspec.bench.kernels import KernelsBench
-from jaxspec.bench.measure import ROUND, Bench, check_at_least_one, load_prompts, only_run_into
+from jaxspec.bench.measure import (
+    ROUND,
+    Bench,
+    check_at_least_one,
+    load_prompts,
+    only_run_into,
+    random_prompts,
+)
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.step_cost import StepCostBench
@@ -32,6 +40,7 @@ from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
+from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts
@@ -40,6 +49,8 @@ from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.confusion import ConfusionBench
 from jaxspec.studies.rounds import SchedulersBench
 from jaxspec.studies.study import Study
+
+RANDOM = "random:"  # what the name of a preset with random weights begins with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,17 +79,18 @@ class DecodeCommand(DecodeOptions):
         with working("") as status:
             status.update("loading the models")
             target = load_model(self.target, dtype=self.dtype)
-            lines, inputs = load_prompts(self.prompts, self.limit)
+            prompts, inputs = self._read_prompts(target)
             bench = DecodeBench(
                 options=self,
                 target=target,
                 drafter=make_drafter(target),
-                prompts=encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens),
+                prompts=prompts,
                 say=status.update,
             )
-            against = []
-            if self.against is not None:
-                against = compare(bench, HuggingFace.load(self.target, draft, dtype=self.dtype))
+            if self.oracle is not None:
+                status.update("decoding plainly, for the oracle")
+                bench = bench.with_oracle(self.oracle)
+            against = [] if self.against is None else compare(bench, self._load_hf(bench))
             results = bench.run()
             status.update("measuring compile times in another process")
             results["compile"] = compile_times(
@@ -126,6 +138,10 @@ class DecodeCommand(DecodeOptions):
             sentences.append(
                 f"Memory of the last run: {memory['bytes'] / 2**20:.0f} MiB ({memory['source']})."
             )
+        if any(run["is_synthetic"] for run in document["runs"]):
+            sentences.append(
+                "The drafts are synthetic: an oracle makes them, at a draft model's cost."
+            )
         found = [(sentence, "dim") for sentence in sentences]
         if not document["holds"]:
             found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
@@ -145,18 +161,47 @@ class DecodeCommand(DecodeOptions):
         names = ("batch_sizes", "draft_lengths", "repeats", "limit", "max_prompt_tokens")
         check_at_least_one(self, *names)
         check_draft_length(max(self.draft_lengths), max(self.draft_lengths) + 1)
+        if self.oracle is not None and draft is None:
+            raise SettingError(
+                "--oracle was given without a draft model, whose cost it should have; add --draft "
+                "MODEL."
+            )
         if self.against == "hf":
-            models = [name for name in (self.target, draft) if name is not None]
-            if not all((pathlib.Path(name) / "config.json").is_file() for name in models):
-                raise SettingError(
-                    "--against hf was given with a model that is no Hugging Face directory; name "
-                    "directories with a config.json, so that both sides read the same weights."
-                )
+            for name in filter(None, (self.target, draft if self.oracle is None else None)):
+                is_directory = (pathlib.Path(name) / "config.json").is_file()
+                if not is_directory and not name.startswith(RANDOM):
+                    raise SettingError(
+                        f"--against hf was given with the model {name}, which is neither a Hugging "
+                        "Face directory nor random:PRESET; name directories with a config.json, so "
+                        "that both sides read the same weights."
+                    )
             if self.temperature:
                 raise SettingError(
                     f"--against hf was given at temperature {self.temperature:g}, where both sides "
                     "draw by random numbers of their own; leave the temperature out."
                 )
+
+    def _read_prompts(self, target: LanguageModel) -> tuple[list[tuple[int, ...]], dict[str, str]]:
+        """Token ids, and the checksum of their file; random ids for a model without a tokenizer."""
+        if target.tokenizer is None and self.prompts is None:
+            drawn = random_prompts(target, self.limit, self.max_prompt_tokens)
+            return [tuple(prompt) for prompt in drawn], {}
+        lines, inputs = load_prompts(self.prompts, self.limit)
+        return encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens), inputs
+
+    def _load_hf(self, bench: DecodeBench) -> HuggingFace:
+        """The same weights in `transformers`; no draft model where an oracle drafts."""
+        draft = self._draft() if self.oracle is None else None
+        with contextlib.ExitStack() as directories:
+
+            def source(name: str, part: str) -> str:
+                if not name.startswith(RANDOM):
+                    return name
+                return directories.enter_context(exported(bench.models[part]))
+
+            return HuggingFace.load(
+                source(self.target, "target"), draft and source(draft, "draft"), dtype=self.dtype
+            )
 
     def _engine_options(self, draft: str | None, bench: DecodeBench) -> list[str]:
         """Options of `jaxspec generate` that make the last of the speculative engines."""

@@ -71,9 +71,9 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     """Tokens drafted per round. `auto` chooses from none to --verify-length - 1 (default 4) while
     decoding, by acceptance and by the measured cost of rounds."""
     exactness: Exactness = "bitwise"
-    """bitwise: every token is scored by the same program, so outputs do not depend on the drafts in
-    any bit. ties: score only as many tokens as were drafted, which is faster; outputs are equal
-    except at ties within rounding."""
+    """bitwise: outputs do not depend on the drafts in any bit. ties: score only as many tokens as
+    were drafted, which is faster; outputs are equal except at ties within rounding. On a CPU with
+    the native kernels bitwise is as fast, and ties as exact."""
     verifier: VerifierName = "coupled"
     """What decides how much of a draft is kept. coupled: the tokens of plain decoding with the same
     seeds; rejection and block: the target's distribution; typical: lossy."""
@@ -477,7 +477,7 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     computed_by = [kernels, jax.default_backend()]
     weights = _digest_of_weights(engine.executor.target_params)
     settings = [engine.target.name, weights, computed_by, shape, dtypes, sampling, format]
-    if len(engine.verify_lengths) > 1:  # which of them a token was scored in decides ties
+    if not engine.executor.is_width_invariant:  # the width of its window decides ties
         settings.append(engine.verify_lengths)
     if is_sampled and not engine.verifier.is_coupled:
         described = engine.describe()

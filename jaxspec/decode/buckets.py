@@ -1,9 +1,11 @@
-"""Window buckets: the windows between which `exactness="ties"` changes, down to plain decoding.
+"""Window buckets: the windows between which an engine changes, down to plain decoding.
 
 A round that drafts n tokens needs a window of n + 1, and a wider one only costs time. The widest
-window of an engine makes the state; a narrower round writes less of it. Which window a token was
-scored in shows in its rounding (another matrix shape sums in another order), so outputs agree with
-those of one window except at ties within rounding.
+window of an engine makes the state; a narrower round writes less of it. With most kernels the
+window that a token was scored in shows in its rounding (another matrix shape sums in another
+order); outputs then agree with those of one window except at ties within rounding, and only
+`exactness="ties"` uses several. With kernels whose bits do not depend on the width every engine
+does.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import dataclasses
 import jax
 
 from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.settings import Exactness
 from jaxspec.decode.state import form_of
 from jaxspec.errors import SettingError
-from jaxspec.types import EngineShape, PyTree
+from jaxspec.models.width_probe import is_width_invariant
+from jaxspec.types import PyTree
 
 
 def window_buckets(widest: int) -> tuple[int, ...]:
@@ -28,25 +32,56 @@ def window_buckets(widest: int) -> tuple[int, ...]:
     return tuple(sorted(windows))
 
 
-def make_buckets(loop: DecodeLoop) -> dict[int, DecodeLoop]:
-    """A loop for each of `window_buckets`, all over the state of `loop`, the widest.
+def choose_windows(
+    loop: DecodeLoop, *, exactness: Exactness, is_adaptive: bool, keeps_bits: bool
+) -> tuple[int, ...]:
+    """The windows that an engine compiles rounds of, from the narrowest to the widest, which is
+    that of `loop`.
+
+    Args:
+      loop: of the engine.
+      exactness: the promise that was asked for.
+      is_adaptive: whether the draft length changes from round to round. Where it does not, plain
+        decoding is the only narrower window that `bitwise` uses.
+      keeps_bits: as `keeps_bits_at_every_width` says.
 
     Raises:
-      SettingError: the drafter keeps a state that depends on the window.
+      SettingError: `ties`, with a drafter that keeps a state that depends on the window.
     """
-    widest = loop.resident_shape
-    buckets = window_buckets(widest.verify_length)
-    for verify_length in buckets:
-        shape = dataclasses.replace(widest, verify_length=verify_length)
-        if _drafter_state(loop, shape) != _drafter_state(loop, widest):
-            raise SettingError(
-                f'exactness="ties" was given with the drafter {loop.drafter.name}, which keeps a '
-                "state that depends on the window and so cannot be used at several; leave the "
-                "exactness out, or make the drafter's `init` independent of `shape.verify_length`."
-            )
-    return {verify_length: loop.at(verify_length) for verify_length in buckets}
+    widest = loop.shape.verify_length
+    if loop.is_plain or not (exactness == "ties" or keeps_bits):
+        return (widest,)
+    windows = window_buckets(widest) if exactness == "ties" or is_adaptive else (1, widest)
+    if all(_drafter_state(loop, length) == _drafter_state(loop, widest) for length in windows):
+        return windows
+    if exactness == "ties":
+        raise SettingError(
+            f'exactness="ties" was given with the drafter {loop.drafter.name}, which keeps a '
+            "state that depends on the window and so cannot be used at several; leave the "
+            "exactness out, or make the drafter's `init` independent of `shape.verify_length`."
+        )
+    return (widest,)
 
 
-def _drafter_state(loop: DecodeLoop, shape: EngineShape) -> tuple[PyTree, list[tuple]]:
-    """The form of the drafter's state."""
+def _drafter_state(loop: DecodeLoop, verify_length: int) -> tuple[PyTree, list[tuple]]:
+    """The form of the drafter's state in an engine of this window."""
+    shape = dataclasses.replace(loop.resident_shape, verify_length=verify_length)
     return form_of(jax.eval_shape(lambda: loop.drafter.init(shape)))
+
+
+def keeps_bits_at_every_width(loop: DecodeLoop) -> bool:
+    """Whether the tokens of `loop` are the same, to the bit, in every window up to its own: the
+    verifier draws the target's own tokens, and the target's bits do not depend on the window. Of
+    one device, chains and the ragged layout only."""
+    drafter = loop.drafter
+    return (
+        loop.verifier.is_coupled
+        and loop.layout == "ragged"
+        and drafter.is_chain
+        and drafter.score is None
+        and is_width_invariant(
+            loop.target,
+            batch_size=loop.shape.batch_size,
+            verify_length=loop.shape.verify_length,
+        )
+    )

@@ -1,9 +1,9 @@
 """Plain decoding, one token per step: the baseline of every speed-up, and an independent reference.
 
 It shares the model, the distribution of a row's tokens (`sampling`), the state and the recorders
-with the speculative round, but no code that places, verifies or commits tokens. Its bits differ
-from a wider window's (another matrix shape sums in another order), so its output equals theirs
-except at ties within rounding.
+with the speculative round, but no code that places, verifies or commits tokens. With most kernels
+its bits differ from a wider window's (another matrix shape sums in another order), and its output
+equals theirs except at ties within rounding; with those that are `is_width_invariant` it is equal.
 """
 
 from __future__ import annotations

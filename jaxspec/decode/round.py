@@ -8,7 +8,9 @@ Two rows, window of four (`r` the newest committed token, `d` drafts), before a 
 
 Plain decoding is the same program with `draft_limit` 0: every node invalid. The logits after the
 newest committed token do not depend on what follows it in the window, so speculative output equals
-plain output bit for bit, with the verifiers that draw the target's own tokens (`coupled`).
+plain output bit for bit, with the verifiers that draw the target's own tokens (`coupled`). Where
+the target's bits do not depend on the width of the window either, plain decoding runs in windows of
+one token (`plain`), to the same bits; see `buckets`.
 """
 
 from __future__ import annotations

@@ -9,15 +9,18 @@ time of a round is measured once, with the engine's own programs, at a short and
 shapes are static, so a round costs the same however many rows are running. Given those times, the
 same acceptance leads to the same choices.
 
-Two rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
-only for a clear gain. And once plain decoding has won, drafts are tried again only when the whole
-trial costs a small share of the time spent in plain decoding since the last one.
+Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
+only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
+are worth their while: at batch 1 eight rounds of one request say little. And once plain decoding has
+won, drafts are tried again only when the whole trial costs a small share of the time spent in plain
+decoding since the last one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +34,8 @@ from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
 
-CLEAR_GAIN = 0.05  # drafting must beat plain decoding by this, and a new length the current one
+CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
+DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
 TRIAL_SHARE = 0.01  # of the time spent in plain decoding: what a trial of drafts may cost
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
@@ -172,19 +176,32 @@ class DraftLengthController:
         """The current choice, ignoring trials; None before the first."""
         return self._current
 
-    def acceptance(self) -> tuple[float, ...]:
+    def acceptance(self, doubt: float = 0.0) -> tuple[float, ...]:
         """Probability that the draft at each position is accepted, of a chain with all before it. A
-        position that was seldom reached is assumed to be like the one before it."""
+        position that was seldom reached is assumed to be like the one before it.
+
+        Args:
+          doubt: standard errors to be added to what was found.
+        """
         found, all_before, chance = [], 1.0, PRIOR_ACCEPTANCE
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            chance = (accepted + PRIOR_ROUNDS * chance) / (reached + PRIOR_ROUNDS)
-            all_before *= chance
-            found.append(all_before if self.is_chain else chance)
+            weight = reached + PRIOR_ROUNDS
+            chance = (accepted + PRIOR_ROUNDS * chance) / weight
+            error = math.sqrt(chance * (1 - chance) / weight)
+            likely = min(chance + doubt * error, 1.0)
+            all_before *= likely
+            found.append(all_before if self.is_chain else likely)
         return tuple(found)
 
-    def tokens_per_s(self, draft_length: int, context: int, chunks_per_token: float = 0.0) -> float:
-        """Expected, of one row; `chunks_per_token` as in `choose`."""
-        emitted = 1.0 + sum(self.acceptance()[:draft_length])
+    def tokens_per_s(
+        self,
+        draft_length: int,
+        context: int,
+        chunks_per_token: float = 0.0,
+        doubt: float = 0.0,
+    ) -> float:
+        """Expected, of one row; `chunks_per_token` as in `choose`, `doubt` as in `acceptance`."""
+        emitted = 1.0 + sum(self.acceptance(doubt)[:draft_length])
         seconds = self.times.of(draft_length, context)
         if draft_length > 0:
             seconds += emitted * chunks_per_token * self.times.chunk_s
@@ -208,9 +225,12 @@ class DraftLengthController:
           chunks_per_token: prompt chunks that the drafter reads per token that a row emits, summed
             over the rows.
         """
-        rates = [
-            self.tokens_per_s(n, context, chunks_per_token) for n in range(len(self.times.short_s))
-        ]
+        lengths = range(len(self.times.short_s))
+
+        def rates_at(doubt: float) -> list[float]:
+            return [self.tokens_per_s(n, context, chunks_per_token, doubt) for n in lengths]
+
+        rates = rates_at(doubt=0.0)
         if self._current == 0 and not self._is_trial:
             drafting = max(range(1, len(rates)), key=rates.__getitem__)
             more_s = self.times.of(drafting, context) - self.times.of(0, context)
@@ -219,9 +239,12 @@ class DraftLengthController:
             if not self._is_trial:
                 return Choice(draft_length=0, num_rounds=num_rounds)
             return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))
-        # Plain decoding's rate is certain; drafting must beat it clearly.
-        worth = [rates[0], *(rate / (1 + CLEAR_GAIN) for rate in rates[1:])]
-        best = max(range(len(worth)), key=worth.__getitem__)
+        worth = _worth(rates)
+        if self._current != 0 and worth[0] == max(worth):
+            # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
+            # of drafting is found out late.
+            worth = _worth(rates_at(DOUBT))
+        best = max(lengths, key=worth.__getitem__)
         needed = 1.0 if best == 0 else 1 + CLEAR_GAIN
         if self._current is None or worth[best] > needed * worth[self._current]:
             self._current = best
@@ -270,6 +293,12 @@ class DraftLengthController:
         self._num_known *= share_kept
         self._reached = [share_kept * reached for reached in self._reached]
         self._accepted = [share_kept * accepted for accepted in self._accepted]
+
+
+def _worth(rates: Sequence[float]) -> list[float]:
+    """Rates by draft length as they are compared: plain decoding's is certain, and drafting must
+    beat it clearly."""
+    return [rates[0], *(rate / (1 + CLEAR_GAIN) for rate in rates[1:])]
 
 
 class AdaptiveDrafting:
@@ -327,6 +356,7 @@ class AdaptiveDrafting:
         executor, controller = self._executor, self.controller
         assert controller is not None, "prepare comes first"
         self._first_round = executor.fetch("schedule").num_rounds
+        was_resting = self.is_resting
         lags = functools.cache(lambda: self._lags(tickets))
         drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]
         choice = controller.choose(
@@ -338,7 +368,7 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
-        if choice.draft_length > 0:
+        if choice.draft_length > 0 and was_resting:  # otherwise it has seen everything
             executor.catch_up(lags())
         if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
             limits = np.zeros((executor.num_rows,), np.int32)

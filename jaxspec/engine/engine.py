@@ -66,9 +66,10 @@ class Engine:
         that all end at one slot, and moves them after every round, as 2510.22876 does.
       draft_length: tokens drafted per round, 1 to `verify_length - 1`; or `auto`, which chooses
         them, or none, by acceptance and by the measured cost of rounds; see `engine.adaptive`.
-      exactness: `bitwise` scores every token in a window of one width, so that drafts do not change
-        a bit of the output. `ties` scores only as many tokens as the drafts need, down to one per
-        step: faster, and equal except at ties within rounding.
+      exactness: with `bitwise` drafts do not change a bit of the output. With `ties` two tokens
+        that tie within rounding may be exchanged; every round scores only as many tokens as its
+        drafts need, down to one. Where the kernels' bits do not depend on the width of a window
+        (`native`), both do that and both are bitwise; with others `bitwise` keeps to one width.
       verify_length: T, tokens scored per round, or at most with `ties`; default `draft_length + 1`,
         and 5 with `auto`. Runs that should agree bit for bit must share it.
       batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own numbers of
@@ -198,9 +199,10 @@ class Engine:
     @property
     def exactness(self) -> str:
         """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding:
-        asked for, or the aligned layout), `distribution` (the target's distribution) or `lossy`."""
+        several widths where they show in the bits, or the aligned layout), `distribution` (the
+        target's distribution) or `lossy`."""
         if self.verifier.is_coupled:
-            is_bitwise = self.layout == "ragged" and len(self.verify_lengths) == 1
+            is_bitwise = self.layout == "ragged" and self.executor.is_width_invariant
             return "bitwise" if is_bitwise else "ties"
         return "distribution" if self.verifier.is_lossless else "lossy"
 
@@ -245,7 +247,7 @@ class Engine:
           prompts: each text, token ids or a list of chat messages.
           params: one for all, or one each; default `SamplingParams()`.
           speculate: False decodes plainly: in the same compiled program with every draft marked
-            invalid, or with `exactness="ties"` in steps of one token.
+            invalid, or in steps of one token where the engine has several widths.
           draft_length: instead of the engine's, up to `verify_length - 1`; compiles nothing.
           chat_template: Jinja template for messages instead of the tokenizer's own.
           timeout_s: seconds after which requests end with what they have, and the stop reason

@@ -31,7 +31,7 @@ import numpy as np
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout
 from jaxspec.decode import invariants
-from jaxspec.decode.buckets import make_buckets
+from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
 from jaxspec.decode.loop import DecodeLoop, LogprobsConfig
 from jaxspec.decode.settings import (
     DEFAULT_DRAFT_LENGTH,
@@ -71,7 +71,8 @@ class Executor:
     Args:
       loop: of one data shard; `make_executor` makes it from settings.
       exactness: `ties` compiles rounds of several verify lengths, and `run` takes the narrowest
-        that a draft length needs; see `decode.buckets`.
+        that a draft length needs. So does `bitwise` where that changes no bit; see
+        `decode.buckets`.
       is_adaptive: warm up also what lets the drafter rest and catch up.
       check_invariants: run round by round, with NaN wherever no committed KV is, and check after
         each what `invariants.broken_invariants` says.
@@ -90,6 +91,8 @@ class Executor:
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: what weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
+      is_width_invariant: whether the bits of an output do not depend on which of these its tokens
+        were scored in.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may put a wrapper in the place of one, to watch its calls.
     """
@@ -111,11 +114,12 @@ class Executor:
                 "only; leave the mesh out to hunt the fault."
             )
         check_exactness(exactness)
-        widest = loop.shape.verify_length
-        buckets = {widest: loop}
-        if exactness == "ties" and not loop.is_plain:
-            buckets = make_buckets(loop)
-        self.verify_lengths = tuple(buckets)
+        # A mesh may split what is summed, and then XLA does it.
+        keeps_bits = not loop.is_plain and mesh is None and keeps_bits_at_every_width(loop)
+        self.verify_lengths = choose_windows(
+            loop, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
+        )
+        self.is_width_invariant = keeps_bits or len(self.verify_lengths) == 1
         everywhere = self._on_mesh(loop)
         self.num_rows: int = everywhere.resident_shape.batch_size
         self.num_shards = self.num_rows // loop.resident_shape.batch_size
@@ -142,9 +146,9 @@ class Executor:
             "admit": self.program("admission", everywhere.admit, **updates),
             "prefill": self.program("prefill", everywhere.prefill, **updates),
         }
-        for length, bucket in buckets.items():
+        for length in self.verify_lengths:
             self.programs[self._run_name(length)] = self.program(
-                "decode round", self._on_mesh(bucket).run, verify_length=length, **updates
+                "decode round", self._on_mesh(loop.at(length)).run, verify_length=length, **updates
             )
         self.programs |= {
             "prefill_target": self.program(

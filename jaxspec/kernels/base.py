@@ -126,10 +126,13 @@ class Kernels:
     Attributes:
       attention: see `block_attention`.
       product: see `product`.
+      is_width_invariant: whether a token gets the same bits in windows of every width, wherever
+        these kernels leave no product to XLA. Engines try it before they rely on it.
     """
 
     attention: Attention = block_attention
     product: Product = product
+    is_width_invariant: bool = False
 
     def attend(
         self,

@@ -32,7 +32,9 @@ class Model(Protocol):
     A model may also have a method `param_specs(num_shards)` that returns the `PartitionSpec` of
     each of its `params` over a mesh axis `model` of that size (see `LanguageModel`); without it,
     every device of the axis runs the whole model. With `num_layers` and `forward_features` (see
-    `TappedModel`) drafters can read its residual stream between layers.
+    `TappedModel`) drafters can read its residual stream between layers. With an attribute
+    `is_width_invariant` that is True it declares that a token's hidden states, logits and KV have
+    the same bits in windows of every width; engines then score in narrow windows too.
 
     Attributes:
       name: for reports.
@@ -215,6 +217,11 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """Compute and cache dtype."""
         return self.params["embedding"].dtype
+
+    @property
+    def is_width_invariant(self) -> bool:
+        """Whether its kernels declare it; see `Kernels` and `models.width_probe`."""
+        return get_kernels(self.kernels).is_width_invariant
 
     def check_params(self) -> None:
         """Raises `ModelError` unless the parameters have the shapes that `config` asks for, and one

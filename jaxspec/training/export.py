@@ -1,4 +1,4 @@
-"""Writing a trained model as a Hugging Face Qwen3 checkpoint directory."""
+"""Writing a model as a Hugging Face checkpoint directory: a trained Qwen3, or a random Llama."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenizers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
+from jaxspec.errors import ModelError
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import atomic_directory
 from jaxspec.training import data
@@ -31,29 +32,33 @@ def write_hugging_face(
     directory: pathlib.Path,
     config: ModelConfig,
     params: PyTree,
-    tokenizer: tokenizers.Tokenizer,
+    tokenizer: tokenizers.Tokenizer | None,
     *,
     dtype: np.dtype | type = ml_dtypes.bfloat16,
     max_shard_bytes: int = 5_000_000,
 ) -> None:
-    """Writes config, generation config, safetensors with an index, and tokenizer files.
+    """Writes config, safetensors with an index, and if there is a tokenizer its files and a
+    generation config.
 
     An existing checkpoint is replaced. A shard exceeds `max_shard_bytes` only if one tensor does.
 
     Raises:
+      ModelError: neither `qwen3` nor `llama`, or scaled rotary embeddings.
       SettingError: another process is writing the directory.
       CheckpointError: the directory exists and is no checkpoint, or it cannot be written.
     """
+    end_of_text = None if tokenizer is None else data.end_of_text_id(tokenizer)
+    fields = _config_fields(config, end_of_text, dtype)
     with atomic_directory(directory, overwrite=True, may_replace=is_hugging_face) as partial:
-        _write_json(partial / "config.json", _config_fields(config, tokenizer, dtype))
-        end_of_text = data.end_of_text_id(tokenizer)
-        _write_json(
-            partial / "generation_config.json",
-            {"do_sample": False, "eos_token_id": end_of_text, "pad_token_id": end_of_text},
-        )
+        _write_json(partial / "config.json", fields)
         _write_tensors(partial, dict(hugging_face_tensors(config, params)), dtype, max_shard_bytes)
-        tokenizer.save(str(partial / "tokenizer.json"))
-        _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
+        if tokenizer is not None:
+            _write_json(
+                partial / "generation_config.json",
+                {"do_sample": False, "eos_token_id": end_of_text, "pad_token_id": end_of_text},
+            )
+            tokenizer.save(str(partial / "tokenizer.json"))
+            _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
         for path in partial.iterdir():
             path.chmod(0o644)
 
@@ -64,7 +69,7 @@ def is_hugging_face(directory: pathlib.Path) -> bool:
 
 
 def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and array of every tensor of `Qwen3ForCausalLM`, matrices as `[out, in]`.
+    """Name and array of every tensor of a Qwen3 or Llama, matrices as `[out, in]`.
 
     Query head k * G + g of the checkpoint is query head g of our KV head k.
     """
@@ -82,8 +87,9 @@ def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[
         yield f"{prefix}.self_attn.k_proj.weight", heads(qkv[:, :, group])
         yield f"{prefix}.self_attn.v_proj.weight", heads(qkv[:, :, group + 1])
         yield f"{prefix}.self_attn.o_proj.weight", layer["output"].reshape(-1, width).T
-        yield f"{prefix}.self_attn.q_norm.weight", layer["q_norm"]
-        yield f"{prefix}.self_attn.k_norm.weight", layer["k_norm"]
+        if config.has_qk_norm:
+            yield f"{prefix}.self_attn.q_norm.weight", layer["q_norm"]
+            yield f"{prefix}.self_attn.k_norm.weight", layer["k_norm"]
         yield f"{prefix}.mlp.gate_proj.weight", layer["gate_up"][:, 0].T
         yield f"{prefix}.mlp.up_proj.weight", layer["gate_up"][:, 1].T
         yield f"{prefix}.mlp.down_proj.weight", layer["down"].T
@@ -94,10 +100,23 @@ def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[
         yield "lm_head.weight", np.asarray(params["head"]).T
 
 
-def _config_fields(config: ModelConfig, tokenizer: tokenizers.Tokenizer, dtype) -> dict:
-    end_of_text = data.end_of_text_id(tokenizer)
+def _config_fields(config: ModelConfig, end_of_text: int | None, dtype) -> dict:
+    of_family = {
+        "qwen3": {
+            "architectures": ["Qwen3ForCausalLM"],
+            "max_window_layers": config.num_layers,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        "llama": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
+    }
+    if config.family not in of_family or config.rope.scaling != "none":
+        raise ModelError(
+            f"A {config.family} model with {config.rope.scaling} rotary scaling was to be written "
+            "as a Hugging Face checkpoint; only qwen3 and llama without scaling can be."
+        )
     return {
-        "architectures": ["Qwen3ForCausalLM"],
+        **of_family[config.family],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -109,19 +128,16 @@ def _config_fields(config: ModelConfig, tokenizer: tokenizers.Tokenizer, dtype) 
         "initializer_range": 0.02,
         "intermediate_size": config.feed_forward_width,
         "max_position_embeddings": config.max_length,
-        "max_window_layers": config.num_layers,
-        "model_type": "qwen3",
+        "model_type": config.family,
         "num_attention_heads": config.num_query_heads,
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.norm_epsilon,
         "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
         "rope_theta": config.rope.theta,
-        "sliding_window": None,
         "tie_word_embeddings": config.is_tied,
         "torch_dtype": np.dtype(dtype).name,
         "use_cache": True,
-        "use_sliding_window": False,
         "vocab_size": config.vocab_size,
     }
 

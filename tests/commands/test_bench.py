@@ -18,10 +18,12 @@ from jaxspec.bench import measure, stages
 from jaxspec.bench.compile_time import compile_times
 from jaxspec.bench.decode import agreement
 from jaxspec.bench.roofline import Ceilings, measure_ceilings
+from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import bench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
+from jaxspec.models.decoder import num_params
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.locks import only_writer
@@ -106,16 +108,59 @@ def test_decode_compares_every_draft_length_with_plain(document):
     assert drafted["speedup_vs_plain"] == pytest.approx(ratio)
 
 
-def test_decode_shows_both_promises_with_a_draft_length_that_chooses_itself(document):
-    bitwise, ties = document["adaptive"]
-    assert (bitwise["exactness"], ties["exactness"]) == ("bitwise", "ties")
-    assert (bitwise["verify_lengths"], ties["verify_lengths"]) == ([3], [1, 3])
-    assert bitwise["equal_to_plain"] is True
-    assert ties["equal_to_plain"] is None
-    for run in (bitwise, ties):
+def test_decode_shows_each_promise_with_a_draft_length_that_chooses_itself(document, models):
+    if load_model(str(models.target)).is_width_invariant:
+        assert [run["exactness"] for run in document["adaptive"]] == ["bitwise"]
+        assert [run["verify_lengths"] for run in document["adaptive"]] == [[1, 3]]
+    else:
+        assert [run["exactness"] for run in document["adaptive"]] == ["bitwise", "ties"]
+        assert [run["verify_lengths"] for run in document["adaptive"]] == [[3], [1, 3]]
+    assert document["adaptive"][0]["equal_to_plain"] is True
+    for run in document["adaptive"]:
         assert run["num_not_ties"] == 0
         assert set(run["rounds_by_draft_length"]) <= {"0", "1", "2"}
         assert sum(run["rounds_by_draft_length"].values()) > 0
+
+
+def test_an_oracle_drafts_for_random_weights_at_the_cost_of_a_draft_model(monkeypatch):
+    pytest.importorskip("torch")
+    llama = {"family": "llama", "has_qk_norm": False}
+    monkeypatch.setitem(PRESETS, "tiny-target", toy.config(**llama))
+    monkeypatch.setitem(PRESETS, "tiny-draft", toy.config(num_layers=1, **llama))
+    monkeypatch.setattr(bench, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
+    command = bench.DecodeCommand(
+        target="random:tiny-target",
+        draft="random:tiny-draft",
+        oracle=0.75,
+        against="hf",
+        batch_sizes=(2,),
+        draft_lengths=(2,),
+        limit=4,
+        max_prompt_tokens=8,
+        max_tokens=40,
+        repeats=1,
+    )
+    found = command.run(bench.Console(quiet=True))
+    assert found["holds"]
+    plain, drafted = found["runs"]
+    assert (plain["is_synthetic"], drafted["is_synthetic"]) == (False, True)
+    assert drafted["drafter"] == "oracle:0.75 (synthetic, cost of draft_model:random:tiny-draft)"
+    assert drafted["per_position_acceptance"][0] == pytest.approx(0.75, abs=0.15)
+    assert drafted["stages_ms"]["draft"] > 0
+    assert set(found["cost_model"]["fits"]) == {"all", "target", "draft"}
+    assert {pair["hf"] for pair in found["against"]} == {"hf greedy"}
+    assert any("synthetic" in sentence for sentence, _ in command.remarks(found))
+
+
+def test_an_oracle_needs_a_draft_model_to_cost_what_it_does():
+    command = bench.DecodeCommand(target="random:llama-635m", drafter="ngram", oracle=0.8)
+    with pytest.raises(SettingError, match="--oracle was given without a draft model"):
+        command.measure()
+
+
+def test_the_pair_for_cpus_has_the_sizes_that_it_is_named_for():
+    target, draft = (num_params(PRESETS[name]) for name in ("llama-635m", "llama-65m"))
+    assert (round(target / 1e6), round(draft / 1e6)) == (635, 65)
 
 
 def test_the_roofline_is_bytes_over_the_bandwidth_that_was_measured(document):

@@ -132,6 +132,59 @@ def test_drafts_that_become_good_are_found_again():
     assert speed(world, 0.9) > 1.5
 
 
+# Round times by draft length, plain decoding's being 1, with costs per drafted token as measured on
+# two cores: the larger the batch, the dearer (see docs/results/decode-cpu.json).
+ROUND_TIMES = {
+    batch_size: (1.0, *(1.15 + per_token * n for n in range(1, LONGEST + 1)))
+    for batch_size, per_token in ((1, 0.11), (4, 0.18), (8, 0.27))
+}
+
+
+def regret(*, batch_size, chance, seed, num_rounds=400, per_request=14):
+    """Share of the tokens per second that the best fixed length has over the controller, of a few
+    hundred rounds from the start. Acceptance varies from request to request, about `chance`."""
+    seconds = ROUND_TIMES[batch_size]
+    fixed = dataclasses.replace(times(chunk=0.2), short_s=seconds, long_s=seconds)
+    controller, random = DraftLengthController(fixed), np.random.default_rng(seed)
+
+    odds = chance / (1 - chance) * np.exp(np.random.default_rng(0).normal(size=4000))
+    every = odds / (1 + odds)
+    emitted = [np.mean(sum(every**j for j in range(n + 1))) for n in range(LONGEST + 1)]
+    best = max(e / s for e, s in zip(emitted, seconds, strict=True))
+    num_tokens = num_s = done = 0
+    while done < num_rounds:
+        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
+        n, rounds = choice.draft_length, min(choice.num_rounds, per_request)
+        of_rows = random.choice(every, size=(batch_size, 1))
+        accepted = np.cumprod(random.random((rounds, batch_size, n)) < of_rows, axis=2)
+        # What such rounds emit in the mean: the luck of these draws is no merit.
+        num_tokens += rounds * emitted[n]
+        num_s += rounds * seconds[n]
+        controller.note(
+            draft_length=n,
+            context=100,
+            num_rounds=rounds,
+            num_row_rounds=rounds * batch_size,
+            num_accepted_at=accepted.sum(axis=(0, 1)).tolist(),
+        )
+        done += rounds
+    return 1 - num_tokens / num_s / best
+
+
+@pytest.mark.parametrize("batch_size", ROUND_TIMES)
+@pytest.mark.parametrize("chance", [0.3, 0.5, 0.8])
+def test_it_is_within_three_percent_of_the_best_fixed_length(batch_size, chance):
+    found = [regret(batch_size=batch_size, chance=chance, seed=seed) for seed in range(10)]
+    assert np.mean(found) < 0.03
+
+
+def test_the_check_above_sees_decisions_without_evidence(monkeypatch):
+    monkeypatch.setattr(adaptive, "CLEAR_GAIN", 0.05)
+    monkeypatch.setattr(adaptive, "DOUBT", 0.0)
+    found = [regret(batch_size=1, chance=0.5, seed=seed) for seed in range(10)]
+    assert np.mean(found) > 0.03
+
+
 def test_prompts_that_the_drafter_must_read_count_against_drafts():
     settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 0}
     seen = {"draft_length": 4, "context": 100, "num_rounds": 99, "num_row_rounds": 800}

@@ -203,3 +203,56 @@ def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
         toy.prompts((80,)), SamplingParams(max_tokens=5)
     )
     assert len(done[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bitwise_engines_score_in_narrow_windows_and_no_bit_tells(dtype):
+    """Tokens, log-probabilities and KV, greedy and sampled, are those of one token at a time."""
+    target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
+    prompts = ["Once upon a time", "def main():", "The sum of"]
+    params = [
+        SamplingParams(
+            max_tokens=40, ignore_eos=True, logprobs=0, temperature=temperature, top_p=0.9, seed=3
+        )
+        for temperature in (0.0, 0.8, 1.0)
+    ]
+    shape = {"batch_size": 3, "max_length": 256, "scheduler": jaxspec.Static(), "max_logprobs": 0}
+    plain = outcome(Engine(target, **shape), prompts, params)
+    bitwise = Engine(target, jaxspec.DraftModel(draft), draft_length=4, **shape)
+    ties = Engine(target, jaxspec.DraftModel(draft), draft_length=4, exactness="ties", **shape)
+    assert (bitwise.verify_lengths, ties.verify_lengths) == ((1, 5), (1, 3, 5))
+    assert bitwise.exactness == ties.exactness == "bitwise"
+    for engine, options in (
+        (bitwise, {}),
+        (bitwise, {"speculate": False}),
+        (ties, {"draft_length": 2}),
+    ):
+        for ours, theirs in zip(outcome(engine, prompts, params, **options), plain, strict=True):
+            assert ours == theirs
+    used = bitwise.executor.compile_counts()
+    assert (used["run_1"], used["run"]) == (1, 1)
+    assert ties.executor.compile_counts()["run_3"] == 1
+
+
+def outcome(engine, prompts, params, **options):
+    """Tokens, log-probabilities and the bytes of the KV of each request."""
+    done = engine.generate(prompts, params, **options)
+    kvs = [
+        b"".join(values.tobytes() for values in engine.executor.committed_kv(row))
+        for row in range(len(prompts))
+    ]
+    return [(x.token_ids, x.logprobs, kv) for x, kv in zip(done, kvs, strict=True)]
+
+
+def test_engines_that_the_kernels_do_not_serve_keep_to_one_width(pair):
+    target, draft = pair
+    shape = {"draft_length": 4, "max_length": 256}
+    drafter = jaxspec.DraftModel(draft)
+    wide = Engine(target, drafter, batch_size=cpu.MAX_ROWS // 5 + 1, **shape)
+    xla = Engine(dataclasses.replace(target, kernels="xla"), drafter, batch_size=2, **shape)
+    aligned = Engine(target, drafter, batch_size=2, layout="aligned", **shape)
+    rejecting = Engine(target, drafter, batch_size=2, verifier="rejection", **shape)
+    for engine in (wide, xla, aligned, rejecting):
+        assert engine.verify_lengths == (5,)
+    assert wide.exactness == xla.exactness == "bitwise"
+    assert aligned.exactness == "ties"

@@ -238,4 +238,4 @@ def _is_split() -> bool:
     return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
 
 
-NATIVE = NativeKernels(product=_product_or_xla)
+NATIVE = NativeKernels(product=_product_or_xla, is_width_invariant=True)

@@ -1,0 +1,154 @@
+"""Do a token's bits depend on the width of the window that it is computed in?
+
+They do with XLA's products: another number of rows is another order of sums. Kernels that sum in
+one order say so (`Kernels.is_width_invariant`). An engine may then score a token in whatever window
+is cheapest, down to plain decoding's one token, and promise the same bits. As this rests on a
+claim, the claim is tried first: through one layer and the head, with the model's own weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.cache import pages as kv
+from jaxspec.kernels.registry import get_kernels
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.prefill import chain_window
+from jaxspec.types import PyTree, Window
+
+_log = logging.getLogger(__name__)
+
+# Logits `[B, T, V]` of tokens `[B, T]` in a window, and the cache.
+_Score: TypeAlias = Callable[[PyTree, jax.Array, Window, kv.KVCache], tuple[jax.Array, kv.KVCache]]
+
+_InitCache: TypeAlias = Callable[[int, int], kv.KVCache]  # of a number of rows and of slots
+
+_found: dict[Hashable, bool] = {}  # by what the bits of a `LanguageModel` depend on
+
+
+def is_width_invariant(model: Model, *, batch_size: int, verify_length: int) -> bool:
+    """Whether tokens get the same bits in windows of one token and of `verify_length`.
+
+    The model must declare it (see `Model`), and it is then tried, once per architecture, dtype,
+    kernels and size. A declaration that turns out to be wrong is logged as a warning. Kernels leave
+    to XLA what they cannot do (long windows, some dtypes); what they declare does not hold there,
+    and nothing is tried.
+
+    Args:
+      model: the target.
+      batch_size: rows of a batch.
+      verify_length: tokens of the widest window.
+    """
+    if not getattr(model, "is_width_invariant", False):
+        return False
+    size = batch_size, verify_length
+    if not isinstance(model, LanguageModel):
+        return _try_widths(model, model.params, *size, score=_whole(model), init=model.init_cache)
+    key = (model.config, model.dtype, model.kernels, *size)
+    if key not in _found:
+        first = {**model.params, "layers": model.params["layers"][:1]}
+        score, init = _first_layer(model)
+        _found[key] = _try_widths(model, first, *size, score=score, init=init)
+    return _found[key]
+
+
+def _whole(model: Model) -> _Score:
+    def score(params, tokens, window, cache):
+        hidden, cache = model.forward(params, tokens, window, cache)
+        return model.logits(params, hidden), cache
+
+    return score
+
+
+def _first_layer(model: LanguageModel) -> tuple[_Score, _InitCache]:
+    """The embedding, one layer and the head; a cache for that layer."""
+    config, kernels = model.config, get_kernels(model.kernels)
+
+    def score(params, tokens, window, cache):
+        hidden = decoder.embed(params, tokens)
+        hidden, cache = decoder.run_layers(
+            config, params, hidden, window, cache, stop=1, kernels=kernels
+        )
+        return decoder.head(config, params, hidden, kernels=kernels), cache
+
+    def init(num_rows, capacity):
+        return kv.init_cache(
+            num_layers=1,
+            num_rows=num_rows,
+            capacity=capacity,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            dtype=model.dtype,
+        )
+
+    return score, init
+
+
+def _try_widths(
+    model: Model,
+    params: PyTree,
+    num_rows: int,
+    num_tokens: int,
+    *,
+    score: _Score,
+    init: _InitCache,
+) -> bool:
+    """Whether a window and its tokens one at a time give the same logits and KV, to the bit."""
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (num_rows, num_tokens))
+    # A block more than the window needs: the context of some rows fills it, that of others not.
+    capacity = kv.BLOCK + kv.round_up_to_block(num_tokens)
+    start = np.linspace(capacity - num_tokens, 1, num_rows)
+
+    # One program, for what takes time here is to compile it.
+    @jax.jit
+    def both_ways(params, tokens, start):
+        cache = _with_context(init(num_rows, capacity))
+        at_once = score(params, tokens, chain_window(start, num_tokens), cache)
+
+        def score_one(cache, index):
+            token = lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
+            logits, cache = score(params, token, chain_window(start + index, 1), cache)
+            return cache, logits[:, 0]
+
+        written, logits = lax.scan(score_one, cache, jnp.arange(num_tokens, dtype=jnp.int32))
+        return at_once, (jnp.swapaxes(logits, 0, 1), written)
+
+    lowered = both_ways.lower(params, tokens.astype(np.int32), start.astype(np.int32))
+    if isinstance(model, LanguageModel) and "dot_general" in lowered.as_text():
+        return False  # the kernels leave a product of this size to XLA
+    found = lowered.compile()(params, tokens.astype(np.int32), start.astype(np.int32))
+    at_once, one_by_one = (jax.tree.leaves(jax.device_get(each)) for each in found)
+    is_same = all(a.tobytes() == b.tobytes() for a, b in zip(at_once, one_by_one, strict=True))
+    if not is_same:
+        _log.warning(
+            "%s declares that its results do not depend on the width of a window, but windows of "
+            "%d tokens and of 1 gave other bits; every round scores %d tokens instead.",
+            model.name,
+            num_tokens,
+            num_tokens,
+        )
+    return is_same
+
+
+def _with_context(cache: kv.KVCache) -> kv.KVCache:
+    """The cache with some KV in every slot, the same in every row."""
+    num_rows, num_slots = cache.table.shape[0], cache.capacity
+    slots = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_rows, num_slots))
+
+    def fill(layer: kv.LayerCache) -> kv.LayerCache:
+        _, num_heads, _, head_size = layer.k.shape
+        shape = (num_slots, num_heads, head_size)
+        some = jnp.sin(jnp.arange(math.prod(shape), dtype=jnp.float32)).astype(cache.dtype)
+        some = jnp.broadcast_to(some.reshape(shape), (num_rows, *shape))
+        return kv.write(layer, cache.table, some, some[:, ::-1], slots)
+
+    return cache.replace(layers=tuple(map(fill, cache.layers)))

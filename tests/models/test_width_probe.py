@@ -1,0 +1,93 @@
+"""Whether bits depend on the width of a window: what is declared is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import jax.numpy as jnp
+import pytest
+import toy
+
+from jaxspec.kernels import cpu, registry
+from jaxspec.kernels.base import Kernels
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.width_probe import is_width_invariant
+
+pytestmark = [
+    pytest.mark.as_shipped,
+    pytest.mark.skipif(cpu.problem() is not None, reason=f"{cpu.problem()}"),
+]
+
+
+def holds(model, *, batch_size=2, verify_length=3):
+    return is_width_invariant(model, batch_size=batch_size, verify_length=verify_length)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_cpu_kernels_keep_what_they_declare(dtype):
+    assert holds(toy.model(kernels="native", dtype=dtype))
+
+
+def test_where_the_cpu_kernels_leave_products_to_xla_nothing_is_declared(caplog):
+    model = toy.model(kernels="native")
+    most = cpu.MAX_ROWS // 3
+    assert holds(model, batch_size=most)
+    assert not holds(model, batch_size=most + 1)
+    assert not holds(toy.model(kernels="native", dtype=jnp.float16))
+    assert not holds(toy.model(kernels="xla"))
+    assert not caplog.records
+
+
+def _wide_rows_are_larger(x, weight, *, is_gated=False, **settings):
+    """A product that depends on the number of rows in its last bits."""
+    num_rows = math.prod(x.shape[: -2 if is_gated else -1])
+    made = cpu.NATIVE.product(x, weight, is_gated=is_gated, **settings)
+    return made * jnp.asarray(1 + num_rows * 2**-20, made.dtype)
+
+
+WRONG = dataclasses.replace(cpu.NATIVE, product=_wide_rows_are_larger)
+
+
+def test_kernels_that_declare_it_wrongly_are_caught(monkeypatch, caplog):
+    monkeypatch.setitem(registry.KERNELS, "wrong", (__name__, "WRONG"))
+    model = dataclasses.replace(toy.model(), kernels="wrong")
+    with caplog.at_level(logging.WARNING):
+        assert not holds(model)
+    [record] = caplog.records
+    assert "windows of 3 tokens and of 1 gave other bits" in record.getMessage()
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnModel:
+    """A model from outside: the package's own behind the least that the protocol asks for."""
+
+    inside: LanguageModel
+
+    def __getattr__(self, name):
+        if name == "is_width_invariant":
+            raise AttributeError(name)
+        return getattr(self.inside, name)
+
+
+class DeclaredModel(OwnModel):
+    is_width_invariant = True
+
+
+def test_a_model_from_outside_declares_it_or_does_not(caplog):
+    inside = toy.model(kernels="native", num_layers=1)
+    assert not holds(OwnModel(inside))
+    assert holds(DeclaredModel(inside))
+    assert not caplog.records
+
+
+def test_a_model_from_outside_that_declares_it_wrongly_is_caught(monkeypatch, caplog):
+    monkeypatch.setitem(registry.KERNELS, "wrong", (__name__, "WRONG"))
+    with caplog.at_level(logging.WARNING):
+        assert not holds(DeclaredModel(dataclasses.replace(toy.model(), kernels="wrong")))
+    assert caplog.records
+
+
+def test_kernels_declare_nothing_unless_they_say_so():
+    assert not Kernels().is_width_invariant
