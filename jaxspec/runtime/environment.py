@@ -48,6 +48,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def loops_run_on_host() -> bool:
+    """Whether loops whose trip count is found out as they run are run by the host, which waits for
+    the device before every trip. So it is on a GPU: there, loops inside a round have trip counts
+    that the compiler knows."""
+    return jax.default_backend() == "gpu"
+
+
 def devices(num_used: int = 1) -> dict[str, Any]:
     """Platform, kinds and number of devices, how many of them an engine uses, and the kernels
     (`noted_kernels`)."""
