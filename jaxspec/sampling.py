@@ -274,9 +274,9 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
     """The largest threshold at or above which `weights` sum to at least `goal`, `[B, T, 1]` uint32.
 
-    Found bit by bit: 32 passes over the vocabulary instead of a sort of it. On a GPU, where the host
-    would run the loop, four bits at a time without one. Where all weights together miss the goal by
-    rounding, 0: everything is kept.
+    Found bit by bit: 32 passes over the vocabulary instead of a sort of it. On a GPU, where the
+    host would run the loop, four bits at a time without one. Where all weights together miss the
+    goal by rounding, 0: everything is kept.
     """
     zero = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
     if loops_run_on_host():

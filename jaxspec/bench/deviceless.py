@@ -195,7 +195,7 @@ def as_if_on(name: str) -> Iterator[None]:
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
     with (
-        mock.patch.object(jax, "default_backend", lambda: device.platform),
+        mock.patch.object(jax, "default_backend", return_value=device.platform),
         jax.sharding.use_abstract_mesh(mesh),
     ):
         yield

@@ -24,7 +24,7 @@ class EnvCommand(JsonOption):
         document = make_document("env", self)
         devices = document["devices"]
         fallback = devices["kernels_fallback"]
-        why = f" (not native: {fallback})" if fallback else ""
+        why = f" ({fallback})" if fallback else ""
         found = document["versions"] | {
             "commit": document["commit"] or "not a checkout",
             "host": devices["host"],

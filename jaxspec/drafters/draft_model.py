@@ -1,11 +1,12 @@
 """A small language model as the drafter (Leviathan et al., 2211.17192), with its own KV cache.
 
 The cache is kept between rounds: rejected drafts are forgotten by lowering an integer, as in the
-target. After full acceptance the last draft is still unseen, and the next round reads it first:
-with `d` the drafts of a round of three, and `|` the end of what the drafter has seen,
+target. After full acceptance the last draft is still unseen. So the first draft step of a round
+reads two tokens, of which the first is kept where it is new: with `d` the drafts of a round of
+three, and `|` the end of what the drafter has seen,
 
-    rejected after d1:   ... x d1|y          the next round drafts from y
-    all accepted:        ... x d1 d2|d3 y    the next round reads d3, then drafts from y
+    rejected after d1:   ... x d1|y          the next round drafts from y, having read d1 again
+    all accepted:        ... x d1 d2|d3 y    the next round reads d3 and drafts from y
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
       num_seen: `[B]` int32, committed tokens whose KV is in it.
       num_steps: `[B]` int32, draft steps that each row took in the round in progress.
       num_positions: int32 scalar, tokens read so far, prompts and drafts, of all rows that drafted
-        or were read; what the drafter has cost. It wraps around: take differences.
+        or were read; what the drafter has cost. What a first step reads again is not counted. It
+        wraps around: take differences.
     """
 
     cache: KVCache
@@ -159,8 +161,9 @@ class DraftModel(DrafterBase):
         """A chain; as many steps as the most demanding row asks for, counted at run time, but on a
         GPU all that the window has room for, unless drafts end early.
 
-        The first step also reads the one token that a row may lag by. A row reads what its own draft needs and nothing else, however long its neighbours draft.
-        Rows that lag by more than one token get no draft: their context has a hole.
+        The first step also reads the one token that a row may lag by. A row keeps what its own
+        draft needs and nothing else, however long its neighbours draft. Rows that lag by more than
+        one token get no draft: their context has a hole.
         """
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
         stops_early = self.min_confidence > 0

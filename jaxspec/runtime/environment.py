@@ -33,9 +33,15 @@ def note_kernels(name: str, *, fallback: str | None = None) -> None:
     _kernels.update(kernels=name, kernels_fallback=fallback)
 
 
+def note_fallback(why: str) -> None:
+    """Records why something is not done by the kernels made for this device."""
+    _kernels["kernels_fallback"] = why
+
+
 def noted_kernels() -> dict[str, str | None]:
     """`kernels`, those that models are loaded with by default (None before the first model), and
-    `kernels_fallback`, why the C++ kernels cannot be used on this CPU, or None."""
+    `kernels_fallback`, why those made for this device are not used, or not for everything, or
+    None."""
     return dict(_kernels)
 
 
