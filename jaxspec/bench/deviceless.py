@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import pathlib
 import tempfile
@@ -155,11 +156,10 @@ def compile_for(
     placed = shapes_at(arguments, jax.sharding.SingleDeviceSharding(_device(name)))
     with tempfile.TemporaryDirectory(prefix="jaxspec-deviceless-") as directory:
         is_gpu = ABSENT_DEVICES[name].platform == "gpu"
-        # A debug option's value is part of what a program is compiled from: the persistent cache
-        # does not answer, and the texts are written.
         options = {"xla_dump_to": directory} if is_gpu else None
         program = jax.jit(function, donate_argnums=donated, compiler_options=options)
-        compiled = program.lower(*placed).compile()
+        with _keeping_no_program():
+            compiled = program.lower(*placed).compile()
 
         def dumped(ending: str) -> str:
             found = sorted(pathlib.Path(directory).glob(f"*{ending}.txt"))
@@ -171,6 +171,18 @@ def compile_for(
             thunks=dumped("thunk_sequence_after_thunk_passes"),
             thunk_metadata=dumped("thunk_metadata"),
         )
+
+
+@contextlib.contextmanager
+def _keeping_no_program() -> Iterator[None]:
+    """The persistent cache takes nothing: it could not give it back without the device."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @contextlib.contextmanager
