@@ -168,8 +168,7 @@ def compile_run(device: str, shape: Shape) -> Program:
     caches = _caches(state)
     hlo = Hlo(text.hlo)
     greedy, sampled = (
-        _launches(hlo, text, context=shape.context, takes_longest=takes_longest)
-        for takes_longest in (False, True)
+        _launches(hlo, text, shape, takes_longest=takes_longest) for takes_longest in (False, True)
     )
     return Program(
         loops=[(each.depth, each.trip_count) for each in hlo.loops()],
@@ -212,7 +211,7 @@ def _pass_launches(device: str, shape: Shape) -> int:
 
 
 def _launches(
-    hlo: Hlo, text: CompiledText, *, context: int, takes_longest: bool
+    hlo: Hlo, text: CompiledText, shape: Shape, *, takes_longest: bool
 ) -> Launches | None:
     """What the host does for one round."""
     rounds = [thunk for thunk in read_thunks(text.thunks) if thunk.kind == "kWhile"]
@@ -223,7 +222,7 @@ def _launches(
     settings: dict[str, Any] = {
         "trip_counts": {number: known.get(name) for number, name in names.items()},
         # What is left without a trip count is attention over the live blocks of KV.
-        "num_trips": -(-context // BLOCK),
+        "num_trips": -(-(shape.context + shape.draft_length + 1) // BLOCK),
         "takes_longest": takes_longest,
     }
     body, condition = (
