@@ -99,10 +99,11 @@ class Hlo:
                 name, shape, opcode, rest = found.groups()
                 current.append(Instruction(name=name, shape=shape, opcode=opcode, rest=rest))
 
-    def instructions(self) -> Iterator[Instruction]:
-        """Those of all computations, inside of fusions too."""
-        for instructions in self.computations.values():
-            yield from instructions
+    def instructions(self, *, with_entry: bool = True) -> Iterator[Instruction]:
+        """Those of all computations, inside of fusions too; without the entry's, which run once."""
+        for name, instructions in self.computations.items():
+            if with_entry or name != self.entry:
+                yield from instructions
 
     def loops(self) -> list[Loop]:
         """All loops, also those in branches, each before the loops in it."""
@@ -120,11 +121,11 @@ class Hlo:
                 yield from self._loops(each.attribute("to_apply") or "", depth)
 
     def moves_of(self, shapes: Iterable[str]) -> list[str]:
-        """Copies, transpositions and conversions whose result has one of these shapes, such as
-        `u16[32,2,128,128]`: `name: opcode`."""
+        """Copies, transpositions and conversions in loops whose result has one of these shapes,
+        such as `u16[32,2,128,128]`: `name: opcode`."""
         return [
             f"{each.name}: {each.opcode}"
-            for each in self.instructions()
+            for each in self.instructions(with_entry=False)
             if each.opcode in _MOVES and any(shape in each.shape for shape in shapes)
         ]
 

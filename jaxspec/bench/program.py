@@ -99,7 +99,7 @@ class Program:
 
     Attributes:
       loops: depth and trip count of each; None where the compiler does not know it.
-      cache_moves: copies, transpositions and conversions of arrays of a cache's shape.
+      cache_moves: copies, transpositions and conversions of arrays of a cache's shape, in rounds.
       num_host_buffers: results in the host's memory.
       kv_bytes: of both caches.
       aliased_bytes: updated in place.
