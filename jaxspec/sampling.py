@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, DraftContext, RowSampling
 
 _IMPL = "threefry2x32"
@@ -196,12 +197,14 @@ def _count_committed(rows: BatchView, vocab_size: int) -> tuple[jax.Array, jax.A
     """Occurrences `[B, V]` fp32 of each token in prompt and output, and in the output alone.
 
     Counted block by block, as far as tokens are committed: nothing of the size of the max_length is
-    made.
+    made. On a GPU all slots are counted at once, so that no loop waits for the host.
     """
+    num_slots = rows.tokens.shape[1]
     row = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32)[:, None]
+    block = num_slots if loops_run_on_host() else BLOCK
 
     def count_block(index, counts):
-        slot = index * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        slot = index * block + jnp.arange(block, dtype=jnp.int32)
         tokens = jnp.take(rows.tokens, slot, axis=1, mode="clip")
         is_committed = slot[None] < rows.num_committed[:, None]
         is_output = is_committed & (slot[None] >= rows.sampling.prompt_length[:, None])
@@ -212,7 +215,9 @@ def _count_committed(rows: BatchView, vocab_size: int) -> tuple[jax.Array, jax.A
         )
 
     zeros = jnp.zeros((rows.tokens.shape[0], vocab_size), jnp.float32)
-    num_blocks = (jnp.max(rows.num_committed) + BLOCK - 1) // BLOCK
+    if block == num_slots:
+        return count_block(0, (zeros, zeros))
+    num_blocks = (jnp.max(rows.num_committed) + block - 1) // block
     return lax.fori_loop(0, num_blocks, count_block, (zeros, zeros))
 
 
@@ -269,16 +274,28 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
     """The largest threshold at or above which `weights` sum to at least `goal`, `[B, T, 1]` uint32.
 
-    Found bit by bit: 32 passes over the vocabulary instead of a sort of it. Where all weights
-    together miss the goal by rounding, 0: everything is kept.
+    Found bit by bit: 32 passes over the vocabulary instead of a sort of it. On a GPU, where the
+    host would run the loop, four bits at a time without one. Where all weights together miss the
+    goal by rounding, 0: everything is kept.
     """
+    zero = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
+    if loops_run_on_host():
+        threshold = zero
+        for shift in range(28, -1, -4):
+            digits = jnp.arange(1, 16, dtype=jnp.uint32) << shift
+            candidates = threshold | jnp.expand_dims(digits, range(zero.ndim - 1))
+            is_above = order[..., None, :] >= candidates[..., None]
+            total = jnp.sum(jnp.where(is_above, weights[..., None, :], 0), axis=-1)
+            reached = jnp.where(total >= goal, candidates, threshold)
+            threshold = jnp.max(reached, axis=-1, keepdims=True)
+        return threshold
 
     def with_bit(index, threshold):
         candidate = threshold | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
         total = jnp.sum(jnp.where(order >= candidate, weights, 0), axis=-1, keepdims=True)
         return jnp.where(total >= goal, candidate, threshold)
 
-    return lax.fori_loop(0, 32, with_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
+    return lax.fori_loop(0, 32, with_bit, zero)
 
 
 def scores(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:

@@ -8,10 +8,11 @@ A forward pass of a model with L layers over B rows, a window of T tokens and S 
     + (L (1 + S / block) + 1) step_s                    what runs one after the other: the layers,
                                                         their blocks of KV, the head
 
-and a speculative round N draft passes of one token, a target pass of N + 1, and `round_s` for
-verifying and committing. A sum of maxima per kind of kernel is tighter than one maximum of sums
-(Williams et al. 2009 for the roofline; Yuan et al., 2402.16363, for its use on decoding). The
-constants come from a measured grid of passes (`fit_device`) or from a datasheet (`DEVICES`).
+and a speculative round N draft passes, the first of two tokens and the others of one, a target pass
+of N + 1, and `round_s` for verifying and committing. A sum of maxima per kind of kernel is tighter
+than one maximum of sums (Williams et al. 2009 for the roofline; Yuan et al., 2402.16363, for its
+use on decoding). The constants come from a measured grid of passes (`fit_device`) or from a
+datasheet (`DEVICES`).
 
 Speed-ups follow Leviathan et al., 2211.17192: with a the chance that a drafted token is accepted, a
 round of N drafts emits (1 - a^(N + 1)) / (1 - a). Measured acceptance by position takes its place
@@ -388,29 +389,25 @@ class Pair:
         """Seconds of a target pass over `window` tokens after `context` slots."""
         return self.target_device.pass_s(self._pass(self.target, batch, window, context + window))
 
-    def draft_step_s(self, *, batch: int, context: float) -> float:
-        """Seconds of one draft step."""
+    def draft_step_s(self, *, batch: int, context: float, window: int = 1) -> float:
+        """Seconds of one draft step, over `window` tokens."""
         if self.draft is None:
             return 0.0
-        return self.draft_device.pass_s(self._pass(self.draft, batch, 1, context + 1))
+        return self.draft_device.pass_s(self._pass(self.draft, batch, window, context + 1))
 
     def plain_s(self, *, batch: int, context: float) -> float:
         """Seconds of a step of window-1 plain decoding."""
         step_s = self.target_s(batch=batch, window=1, context=context)
         return step_s + self.target_device.round_s
 
-    def round_s(
-        self, *, batch: int, draft_length: int, context: float, all_accepted: float = 0.0
-    ) -> float:
-        """Seconds of a speculative round.
-
-        Args:
-          all_accepted: chance that a row's draft is accepted in full. The draft model reads the
-            last of such a draft first in the next round, which is one pass more if any row did.
-        """
-        num_steps = draft_length + 1.0 - (1.0 - all_accepted) ** batch
+    def round_s(self, *, batch: int, draft_length: int, context: float) -> float:
+        """Seconds of a speculative round. Its first draft step reads two tokens: the newest, and
+        the one before it, which a fully accepted draft leaves unread."""
         target_s = self.target_s(batch=batch, window=draft_length + 1, context=context)
-        draft_s = num_steps * self.draft_step_s(batch=batch, context=context) + self.drafter_s
+        draft_s = self.drafter_s
+        if draft_length:
+            draft_s += self.draft_step_s(batch=batch, context=context, window=2)
+            draft_s += (draft_length - 1) * self.draft_step_s(batch=batch, context=context)
         return draft_s + target_s + self.target_device.round_s
 
     def speed_up(self, *, batch: int, context: float, cumulative: Sequence[float]) -> float:
@@ -420,7 +417,6 @@ class Pair:
             batch=batch,
             context=context,
             draft_length=len(cumulative),
-            all_accepted=cumulative[-1],
         )
 
     def speed_up_of(self, emitted: float, *, batch: int, context: float, **of_round: Any) -> float:

@@ -181,10 +181,15 @@ def write(
     pages, slots = _placed(table, slots)
     index = _flat_index(pages, slots, num_pages * block, block).reshape(-1)
 
+    page, slot, head = index // block, index % block, slice(None)
+    if jax.default_backend() == "tpu":
+        # Head by head: XLA would lay the pages out for a write of all heads in one way, for reading
+        # in another, and copy the cache between the two in every layer.
+        page, slot, head = page[:, None], slot[:, None], jnp.arange(num_heads)[None]
+
     def scatter(stored, values):
         values = _to_storage(values, stored).reshape(-1, num_heads, size)
-        place = stored.at[index // block, :, index % block]
-        return place.set(values, mode="drop", unique_indices=True)
+        return stored.at[page, head, slot].set(values, mode="drop", unique_indices=True)
 
     return layer.replace(k=scatter(layer.k, k), v=scatter(layer.v, v))
 

@@ -32,6 +32,7 @@ from jaxspec.bench.measure import (
 )
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
+from jaxspec.bench.program import ProgramBench
 from jaxspec.bench.step_cost import StepCostBench
 from jaxspec.bench.trace_cost import TraceCostBench
 from jaxspec.bench.verifiers import VerifiersBench
@@ -372,14 +373,15 @@ class GpuCommand(Bench):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Measure speed (`decode`; on a GPU `gpu`), predict it (`predict`), repeat the published study
-    (`study`), or measure one part by itself."""
+    """Measure speed (`decode`; on a GPU `gpu`), predict it (`predict`; from compiled programs
+    `program`), repeat the published study (`study`), or measure one part by itself."""
 
     bench: Annotated[
         Annotated[DecodeCommand, tyro.conf.subcommand("decode")]
         | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
         | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[GpuCommand, tyro.conf.subcommand("gpu")]
+        | Annotated[ProgramBench, tyro.conf.subcommand("program")]
         | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]
         | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]

@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxspec.commands.options import JsonOption
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.environment import devices_sentence
+from jaxspec.runtime.environment import autotune_directory, devices_sentence
 from jaxspec.runtime.report import TextTable
 
 
@@ -24,12 +24,13 @@ class EnvCommand(JsonOption):
         document = make_document("env", self)
         devices = document["devices"]
         fallback = devices["kernels_fallback"]
-        why = f" (not native: {fallback})" if fallback else ""
+        why = f" ({fallback})" if fallback else ""
         found = document["versions"] | {
             "commit": document["commit"] or "not a checkout",
             "host": devices["host"],
             "devices": f"{devices['num_devices']} x {', '.join(devices['kinds'])}",
             "kernels": devices["kernels"] + why,
+            "autotuned kernels": str(autotune_directory() or "none are kept"),
         }
         console.print(TextTable.of_values("Versions and devices", found))
         console.print(f"jaxspec is {devices_sentence(devices)}.")

@@ -1,16 +1,18 @@
 """A small language model as the drafter (Leviathan et al., 2211.17192), with its own KV cache.
 
 The cache is kept between rounds: rejected drafts are forgotten by lowering an integer, as in the
-target. After full acceptance the last draft is still unseen, and the next round reads it first:
-with `d` the drafts of a round of three, and `|` the end of what the drafter has seen,
+target. After full acceptance the last draft is still unseen. So the first draft step of a round
+reads two tokens, of which the first is kept where it is new: with `d` the drafts of a round of
+three, and `|` the end of what the drafter has seen,
 
-    rejected after d1:   ... x d1|y          the next round drafts from y
-    all accepted:        ... x d1 d2|d3 y    the next round reads d3, then drafts from y
+    rejected after d1:   ... x d1|y          the next round drafts from y, having read d1 again
+    all accepted:        ... x d1 d2|d3 y    the next round reads d3 and drafts from y
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.models.prefill import prefill_chunk
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
@@ -36,7 +39,8 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
       num_seen: `[B]` int32, committed tokens whose KV is in it.
       num_steps: `[B]` int32, draft steps that each row took in the round in progress.
       num_positions: int32 scalar, tokens read so far, prompts and drafts, of all rows that drafted
-        or were read; what the drafter has cost. It wraps around: take differences.
+        or were read; what the drafter has cost. What a first step reads again is not counted. It
+        wraps around: take differences.
     """
 
     cache: KVCache
@@ -154,10 +158,12 @@ class DraftModel(DrafterBase):
         return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
 
     def propose(self, shape, params, state: DraftModelState, rows: BatchView):
-        """A chain; as many steps as the most demanding row asks for, counted at run time.
+        """A chain; as many steps as the most demanding row asks for, counted at run time, but on a
+        GPU all that the window has room for, unless drafts end early.
 
-        A row reads what its own draft needs and nothing else, however long its neighbours draft.
-        Rows that lag by more than one token get no draft: their context has a hole.
+        The first step also reads the one token that a row may lag by. A row keeps what its own
+        draft needs and nothing else, however long its neighbours draft. Rows that lag by more than
+        one token get no draft: their context has a hole.
         """
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
         stops_early = self.min_confidence > 0
@@ -169,34 +175,22 @@ class DraftModel(DrafterBase):
         newest = rows.num_committed - 1
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
-        def read(token, position, is_kept, cache):
-            """Hidden states `[B, 1, E]` of one token per row; its KV is kept where `is_kept`."""
-            position = jnp.maximum(position, 0)
-            window = Window(
-                start=position,
-                positions=position[:, None],
-                slots=jnp.where(is_kept, position, -1)[:, None],
-            )
-            token = jnp.minimum(token, self.model.vocab_size - 1)[:, None]
-            return self.model.forward(params, token, window, cache)
+        def read(tokens, positions, is_kept, cache):
+            """Hidden states `[B, E]` of the last of each row's tokens; their KV is kept where
+            `is_kept`. All are `[B, T]`."""
+            positions = jnp.maximum(positions, 0)
+            slots = jnp.where(is_kept, positions, -1)
+            window = Window(start=positions[:, 0], positions=positions, slots=slots)
+            tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
+            hidden, cache = self.model.forward(params, tokens, window, cache)
+            return hidden[:, -1], cache
 
-        lags = is_drafting & (state.num_seen < newest)
-
-        def read_unseen(_, cache):
-            before = jnp.maximum(newest - 1, 0)[:, None]
-            token = jnp.take_along_axis(rows.tokens, before, axis=1)[:, 0]
-            return read(token, newest - 1, lags, cache)[1]
-
-        def step(carry):
-            node, num_steps, num_valid, tokens, distributions, cache = carry
-            last = lax.dynamic_slice_in_dim(tokens, node, 1, axis=1)[:, 0]
-            # A row that has stopped stays where it stood, so that it looks at no unwritten slot.
-            depth = jnp.minimum(node, jnp.maximum(num_valid - 1, 0))
-            hidden, cache = read(last, newest + depth, node < num_valid, cache)
+        def draw(node, hidden, carry: _Drafting) -> _Drafting:
+            """Node `node` after hidden states `[B, E]`."""
             drawn = draw_draft(
-                self.model.logits(params, hidden[:, 0]),
+                self.model.logits(params, hidden),
                 rows,
-                tokens[:, 1:],
+                carry.tokens,
                 node,
                 vocab_size=shape.vocab_size,
                 is_noise_shared=shape.is_noise_shared,
@@ -204,7 +198,7 @@ class DraftModel(DrafterBase):
                 needs_greedy_probs=shape.needs_greedy_probs,
                 needs_confidence=stops_early,
             )
-            tokens = lax.dynamic_update_slice_in_dim(tokens, drawn.token[:, None], node + 1, axis=1)
+            num_valid, distributions = carry.num_valid, carry.distributions
             if drawn.distribution is not None:
                 distributions = lax.dynamic_update_slice_in_dim(
                     distributions, drawn.distribution[:, None], node, axis=1
@@ -212,30 +206,75 @@ class DraftModel(DrafterBase):
             if drawn.confidence is not None:
                 is_sure = drawn.confidence >= self.min_confidence
                 num_valid = end_draft(num_valid, node, is_sure=is_sure)
-                num_steps = jnp.max(num_valid)
-            return node + 1, num_steps, num_valid, tokens, distributions, cache
+            tokens = lax.dynamic_update_slice_in_dim(
+                carry.tokens, drawn.token[:, None], node, axis=1
+            )
+            return carry.replace(tokens=tokens, num_valid=num_valid, distributions=distributions)
 
-        # Loops of no or one trip, unlike conditionals, pass the cache through without copying it.
-        cache = lax.fori_loop(0, jnp.any(lags).astype(jnp.int32), read_unseen, state.cache)
-        root = jnp.take_along_axis(rows.tokens, newest[:, None], axis=1)
-        tokens = jnp.pad(root, ((0, 0), (0, num_nodes)))
+        def first_step(_, carry: _Drafting) -> _Drafting:
+            position = newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
+            tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(position, 0), axis=1)
+            is_kept = jnp.stack([lags, is_drafting], axis=1)
+            hidden, cache = read(tokens, position, is_kept, carry.cache)
+            return draw(jnp.int32(0), hidden, carry.replace(cache=cache))
+
+        def step(node, carry: _Drafting) -> _Drafting:
+            last = lax.dynamic_slice_in_dim(carry.tokens, node - 1, 1, axis=1)
+            # A row that has stopped stays where it stood, so that it looks at no unwritten slot.
+            depth = jnp.minimum(node, jnp.maximum(carry.num_valid - 1, 0))
+            is_kept = (node < carry.num_valid)[:, None]
+            hidden, cache = read(last, (newest + depth)[:, None], is_kept, carry.cache)
+            return draw(node, hidden, carry.replace(cache=cache))
+
+        lags = is_drafting & (state.num_seen < newest)
         distributions = None
         if shape.needs_draft_probs:
             distributions = jnp.zeros((batch_size, num_nodes, shape.vocab_size), jnp.float32)
-        carry = jnp.int32(0), jnp.max(num_valid), num_valid, tokens, distributions, cache
-        carry = lax.while_loop(lambda carry: carry[0] < carry[1], step, carry)
-        _, _, num_valid, tokens, distributions, cache = carry
+        drafting = _Drafting(
+            tokens=jnp.zeros((batch_size, num_nodes), jnp.int32),
+            num_valid=num_valid,
+            distributions=distributions,
+            cache=state.cache,
+        )
+        for start, stop, take in ((0, 1, first_step), (1, num_nodes, step)):
+            drafting = self._take_steps(take, drafting, start, stop)
+        num_valid, cache = drafting.num_valid, drafting.cache
         draft = Draft(
-            tokens=tokens[:, 1:],
+            tokens=drafting.tokens,
             parents=chain_parents(batch_size, num_nodes),
             num_valid=num_valid,
-            q=distributions,
+            q=drafting.distributions,
         )
         num_prefilled = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
         state = state.replace(
             cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_prefilled
         )
         return draft, state
+
+    def _take_steps(
+        self,
+        step: Callable[[jax.Array, _Drafting], _Drafting],
+        drafting: _Drafting,
+        start: int,
+        stop: int,
+    ) -> _Drafting:
+        """Draft steps `start` to `stop`, as far as some row wants them.
+
+        A loop ends there, and passes the cache through without copying it, as a conditional would
+        not. Where the host runs loops, all steps are taken: those that no row wants keep nothing.
+        """
+        if loops_run_on_host() and not self.min_confidence:
+            return lax.fori_loop(start, stop, step, drafting)
+
+        def is_wanted(carry):
+            node, drafting = carry
+            return (node < stop) & (node < jnp.max(drafting.num_valid))
+
+        def advance(carry):
+            node, drafting = carry
+            return node + 1, step(node, drafting)
+
+        return lax.while_loop(is_wanted, advance, (jnp.int32(start), drafting))[1]
 
     def rewind(self, shape, params, state: DraftModelState, rows: BatchView, row, num_kept):
         """The KV of what was cut away is forgotten."""
@@ -247,6 +286,15 @@ class DraftModel(DrafterBase):
         seen = info.rows.num_committed + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
         num_seen = jnp.where(state.num_steps > 0, seen, state.num_seen)
         return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))
+
+
+class _Drafting(struct.PyTreeNode, kw_only=True):
+    """A draft in progress: the drafter's cache and the fields of `Draft`."""
+
+    tokens: jax.Array
+    num_valid: jax.Array
+    distributions: jax.Array | None
+    cache: KVCache
 
 
 def end_draft(num_valid: jax.Array, node: jax.Array, *, is_sure: jax.Array) -> jax.Array:

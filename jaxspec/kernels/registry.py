@@ -72,26 +72,38 @@ def native_problem() -> str | None:
 
 
 def default_kernels() -> KernelsName:
-    """`native` on a CPU whose machine can compile them, otherwise `xla`.
+    """`native` on a CPU, `pallas` on a GPU, where they can be used; otherwise `xla`.
 
-    On a CPU the second is announced once, by a warning in the log, in `Engine.describe()` and in
-    every JSON document: it is slower, and its outputs may differ at ties within rounding.
+    Where it is `xla` on a CPU or GPU, that is announced once, by a warning in the log, in
+    `Engine.describe()` and in every JSON document: it is slower, and its outputs may differ at ties
+    within rounding.
     """
-    if jax.default_backend() != "cpu":
-        environment.note_kernels("xla")
-        return "xla"
-    problem = native_problem()
-    name: KernelsName = "native" if problem is None else "xla"
+    wanted, problem = _wanted_kernels(jax.default_backend())
+    name: KernelsName = wanted if problem is None else "xla"
     environment.note_kernels(name, fallback=problem)
     if problem is not None:
-        _announce(problem)
+        _announce(wanted, problem)
     return name
 
 
+def _wanted_kernels(platform: str) -> tuple[KernelsName, str | None]:
+    """The kernels that are made for a platform, and why they cannot be used here, or None."""
+    if platform == "cpu":
+        return "native", native_problem()
+    if platform != "gpu":
+        return "xla", None
+    try:
+        get_kernels("pallas")
+    except SettingError as error:
+        return "pallas", str(error.__cause__)
+    return "pallas", None
+
+
 @functools.cache
-def _announce(problem: str) -> None:
+def _announce(wanted: str, problem: str) -> None:
     _log.warning(
-        "The C++ kernels cannot be used: %s. XLA's are used instead; they are slower, and two "
+        "The %s kernels cannot be used: %s. XLA's are used instead; they are slower, and two "
         "tokens that tie within rounding may be exchanged.",
+        {"native": "C++", "pallas": "Pallas"}[wanted],
         problem,
     )

@@ -8,6 +8,8 @@ decoder.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,7 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache import pages as kv
+from jaxspec.runtime.environment import loops_run_on_host, note_fallback
 from jaxspec.types import Window
+
+_log = logging.getLogger(__name__)
 
 # The running maximum starts finite: with a sliding window the first blocks are fully masked, and
 # -inf - -inf would be NaN. Masked scores are -inf, so their weight is exactly zero.
@@ -42,6 +47,9 @@ def block_attention(
     `dtype`. Sums run over absolute slots in block order, whatever the window holds: this is what
     makes a drafted token's result bit-equal to plain decoding's.
 
+    The loop over blocks ends where the longest row does, which no compiler knows. On a GPU its host
+    waits for the device before every block of every layer, so that using it there is announced.
+
     Args:
       queries: `[B, T, Q, H]`, rotated.
       layer: KV of this layer.
@@ -53,6 +61,9 @@ def block_attention(
     num_rows, window_length, num_query_heads, head_size = queries.shape
     block, num_kv_heads = layer.block, layer.num_heads
     chex.assert_shape(window.positions, (num_rows, window_length))
+    if loops_run_on_host():
+        kind = "windows" if window.paths is None else "trees"
+        _announce_host_loop(f"{kind} of {window_length} tokens, heads of {head_size}")
     group = num_query_heads // num_kv_heads
     grouped = queries.reshape(num_rows, window_length, num_kv_heads, group, head_size)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
@@ -132,6 +143,17 @@ def block_attention(
     )
     output = (output / total[..., None]).astype(queries.dtype)
     return output.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
+
+
+@functools.cache
+def _announce_host_loop(what: str) -> None:
+    problem = f"attention ({what}) runs in a loop over the KV that waits for the host"
+    note_fallback(problem)
+    _log.warning(
+        "On this GPU %s, before every block of every layer. The kernels 'pallas' have none, for "
+        "chains of short windows and heads of a power of two.",
+        problem,
+    )
 
 
 def causal_attention(

@@ -148,8 +148,7 @@ def random_model(
       dtype: parameters, compute and cache.
       seed: of the weights.
       sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
-      kernels: see `LanguageModel`; None is `native` on a CPU where there is a C++ compiler,
-        otherwise `xla`.
+      kernels: see `LanguageModel`; None is `default_kernels()`.
 
     Raises:
       ModelError: unknown preset.

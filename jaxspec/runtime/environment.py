@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import pathlib
@@ -33,10 +34,53 @@ def note_kernels(name: str, *, fallback: str | None = None) -> None:
     _kernels.update(kernels=name, kernels_fallback=fallback)
 
 
+def note_fallback(why: str) -> None:
+    """Records why something is not done by the kernels made for this device."""
+    _kernels["kernels_fallback"] = why
+
+
 def noted_kernels() -> dict[str, str | None]:
     """`kernels`, those that models are loaded with by default (None before the first model), and
-    `kernels_fallback`, why the C++ kernels cannot be used on this CPU, or None."""
+    `kernels_fallback`, why those made for this device are not used, or not for everything, or
+    None."""
     return dict(_kernels)
+
+
+AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"  # the flag, and JAX's name for the directory
+
+
+def autotune_directory() -> pathlib.Path | None:
+    """Where XLA keeps which kernels it found fastest by trying them out on a kind of GPU; None
+    elsewhere than on a GPU, and where nothing is kept.
+
+    Such trials are decided by timing, and other kernels sum in another order. Processes that share
+    this directory, or have copies of it, compile to the same kernels on the same kind of GPU, and
+    so to the same bits. JAX puts it into its persistent compilation cache, which commands use; a
+    program that uses the library gets it by `enable_compilation_cache` or by setting
+    `JAX_COMPILATION_CACHE_DIR`.
+    """
+    values = jax.config.values
+    kept, directory = values[_XLA_CACHES] or "", values["jax_compilation_cache_dir"]
+    is_kept = values["jax_enable_compilation_cache"] and (kept == "all" or AUTOTUNED in kept)
+    if jax.default_backend() != "gpu" or not is_kept or directory is None:
+        return None
+    return pathlib.Path(directory, AUTOTUNED)
+
+
+_XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
+
+
+def autotuned() -> dict[str, Any] | None:
+    """`num_results` in `autotune_directory`, and a `digest` that two processes share if they have
+    the same results; None where none are kept."""
+    directory = autotune_directory()
+    if directory is None:
+        return None
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return {"num_results": len(files), "digest": digest.hexdigest()[:16]}
 
 
 def versions() -> dict[str, str]:
@@ -46,6 +90,13 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def loops_run_on_host() -> bool:
+    """Whether loops whose trip count is found out as they run are run by the host, which waits for
+    the device before every trip. So it is on a GPU: there, loops inside a round have trip counts
+    that the compiler knows."""
+    return jax.default_backend() == "gpu"
 
 
 def devices(num_used: int = 1) -> dict[str, Any]:

@@ -177,14 +177,16 @@ def test_best_draft_length_stops_where_measured_acceptance_does():
     assert PAIR.best_draft_length(batch=1, context=64, acceptance=(0.9, 0.0, 0.0))[0] == 1
 
 
-def test_a_fully_accepted_draft_costs_one_draft_step_more():
-    where = {"batch": 4, "draft_length": 3, "context": 256}
-    never = PAIR.round_s(**where, all_accepted=0.0)
-    always = PAIR.round_s(**where, all_accepted=1.0)
-    half = PAIR.round_s(**where, all_accepted=0.5)
-    step_s = PAIR.draft_step_s(batch=4, context=256)
-    assert always - never == pytest.approx(step_s)
-    assert half - never == pytest.approx((1 - 0.5**4) * step_s)
+def test_the_first_draft_step_of_a_round_reads_two_tokens():
+    where = {"batch": 4, "context": 256}
+    step_s = PAIR.draft_step_s(**where)
+    three, four = (PAIR.round_s(**where, draft_length=length) for length in (3, 4))
+    wider_s = PAIR.target_s(**where, window=5) - PAIR.target_s(**where, window=4)
+    assert four - three == pytest.approx(step_s + wider_s)
+    steps_s = PAIR.draft_step_s(**where, window=2) + 2 * step_s
+    rest_s = PAIR.target_s(**where, window=4) + PAIR.target_device.round_s
+    assert three == pytest.approx(steps_s + rest_s)
+    assert PAIR.round_s(**where, draft_length=0) == pytest.approx(PAIR.plain_s(**where))
 
 
 def test_a_drafter_without_a_model_costs_what_it_was_measured_to():

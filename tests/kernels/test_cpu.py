@@ -370,6 +370,8 @@ def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):
     monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
     with pytest.raises(SettingError, match="JAX runs on gpu"):
         load_model("demo-draft", kernels="native")
+    assert kernels.default_kernels() == "pallas"
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "tpu")
     assert kernels.default_kernels() == "xla"
 
 

@@ -53,6 +53,43 @@ def test_commit_of_a_checkout_and_elsewhere(monkeypatch, tmp_path):
     assert environment.commit() is None
 
 
+def test_results_of_autotuning_are_told_apart(monkeypatch, tmp_path):
+    assert environment.autotune_directory() is None  # this is no GPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert environment.autotuned() is None
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert environment.autotuned()["num_results"] == 0
+        directory = environment.autotune_directory()
+        assert directory.parent == tmp_path
+        directory.mkdir()
+        digests = set()
+        for text in ("tile 64", "tile 128"):
+            (directory / "fusion.textproto").write_text(text)
+            found = environment.autotuned()
+            assert found["num_results"] == 1
+            digests.add(found["digest"])
+        assert len(digests) == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_jax_hands_the_directory_to_xla(monkeypatch, tmp_path):
+    from jax._src import compiler
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+        given = options.executable_build_options.debug_options
+        assert given.xla_gpu_per_fusion_autotune_cache_dir == str(environment.autotune_directory())
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def git(directory, *arguments):
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
     command = ["git", "-C", str(directory), *identity, *arguments]
