@@ -38,7 +38,7 @@ def test_any_number_of_threads_gives_the_same_bits(given):
         "import jax, sys; import test_cpu as t; from jaxspec.kernels import cpu\n"
         "x, weight, settings = t.product_inputs((48, 128, 200), ('norm',), t.jnp.float32)\n"
         "heads, _ = t.run(t.CASES['chain'], t.attention_inputs(t.CASES['chain']))\n"
-        "made = cpu.product(x, weight, **settings)\n"
+        "made = cpu.product(x, cpu.pack(weight), **settings)\n"
         "sys.stdout.buffer.write(t.np.asarray(made).tobytes() + t.np.asarray(heads).tobytes())\n"
     )
     done = subprocess.run(
@@ -53,7 +53,7 @@ def test_any_number_of_threads_gives_the_same_bits(given):
     )
     x, weight, settings = product_inputs((48, 128, 200), ("norm",), jnp.float32)
     heads, _ = run(CASES["chain"], attention_inputs(CASES["chain"]))
-    made = cpu.product(x, weight, **settings)
+    made = cpu.product(x, cpu.pack(weight), **settings)
     assert done.stdout == np.asarray(made).tobytes() + np.asarray(heads).tobytes()
 
 
@@ -250,6 +250,7 @@ import resource, psutil, numpy as np
 from jaxspec.kernels import cpu
 import test_cpu as t
 x, weight, settings = t.product_inputs((48, 128, 200), ("norm",), t.jnp.float32)
+weight = t.native.pack(weight)
 {}
 print(np.asarray(t.native.product(x, weight, **settings)).sum())
 """
