@@ -119,8 +119,8 @@ class ShardedLoop:
 
     @property
     def params(self) -> PyTree:
-        """The loop's parameters, where they happen to be; see `place`. Where a model is split, so are
-        its weights' own axes, and none is packed."""
+        """The loop's parameters, where they happen to be; see `place`. Weights that are split over
+        devices are not packed."""
         params = self.loop.params
         return unpacked(params) if self.mesh.shape[MODEL] > 1 else params
 

@@ -176,8 +176,10 @@ class Kernels:
     product: Product = product
 
     def pack(self, weight: jax.Array | PackedWeight, num_input_axes: int = 1) -> Any:
-        """A weight as `product` reads it best, `[in..., out...]` or a `PackedWeight`; of either, and
-        without a copy where it is so already."""
+        """A weight as `product` reads it best, `[in..., out...]` or a `PackedWeight`.
+
+        It is given as either, and not copied where it is so already.
+        """
         return unpacked(weight)
 
     def attend(

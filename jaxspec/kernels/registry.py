@@ -71,6 +71,13 @@ def native_problem() -> str | None:
     return cpu.problem()
 
 
+def native_family() -> str | None:
+    """The instructions that the CPU kernels multiply bfloat16 with; see `cpu.family`."""
+    from jaxspec.kernels import cpu
+
+    return cpu.family()
+
+
 def default_kernels() -> KernelsName:
     """`native` on a CPU whose machine can compile them, otherwise `xla`.
 
@@ -82,7 +89,9 @@ def default_kernels() -> KernelsName:
         return "xla"
     problem = native_problem()
     name: KernelsName = "native" if problem is None else "xla"
-    environment.note_kernels(name, fallback=problem)
+    environment.note_kernels(
+        name, family=native_family() if problem is None else None, fallback=problem
+    )
     if problem is not None:
         _announce(problem)
     return name

@@ -34,6 +34,7 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Angles, Kernels, PackedWeight
 from jaxspec.kernels.base import product as xla_product
 from jaxspec.kernels.cpu import build
+from jaxspec.runtime.host_limits import usable_cpus
 from jaxspec.types import Window
 
 MAX_QUERIES = 1024  # of a row and KV head: with more, those of a long prompt, XLA's is as quick
@@ -48,19 +49,19 @@ def problem() -> str | None:
     return _load()[1]
 
 
-def family() -> str:
+def family() -> str | None:
     """Which instructions multiply bfloat16: `AMX`, `AVX512-BF16`, `AVX512`, `AVX2`, `NEON` or
-    `generic`; empty where the kernels cannot be used."""
+    `generic`; None where the kernels cannot be used."""
     return _load()[2]
 
 
 @functools.cache
-def _load() -> tuple[int, str | None, str]:
+def _load() -> tuple[int, str | None, str | None]:
     """Lanes of a vector, what `problem` says, and the family; registers the kernels with JAX."""
     try:
         library = build.load_library()
     except build.BuildError as error:
-        return 0, str(error), ""
+        return 0, str(error), None
     for name in ("jaxspec_pack", "jaxspec_product", "jaxspec_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.jaxspec_start_threads(num_threads())
@@ -69,8 +70,8 @@ def _load() -> tuple[int, str | None, str]:
 
 
 def num_threads() -> int:
-    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may use cores,
-    but not more than 16.
+    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may keep CPUs
+    busy (`runtime.host_limits.usable_cpus`), but not more than 16.
 
     Raises:
       SettingError: the variable is no number of threads.
@@ -83,9 +84,7 @@ def num_threads() -> int:
                 f"leave it out."
             )
         return int(chosen)
-    # macOS does not say which cores a process may use.
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return min(len(usable) or os.cpu_count() or 1, 16)
+    return min(usable_cpus(), 16)
 
 
 def pack(weight: jax.Array, num_input_axes: int = 1) -> PackedWeight:
