@@ -89,9 +89,8 @@ def default_kernels() -> KernelsName:
         return "xla"
     problem = native_problem()
     name: KernelsName = "native" if problem is None else "xla"
-    environment.note_kernels(
-        name, family=native_family() if problem is None else None, fallback=problem
-    )
+    family = native_family() if problem is None else None
+    environment.note_kernels(name, family=family, fallback=problem)
     if problem is not None:
         _announce(problem)
     return name

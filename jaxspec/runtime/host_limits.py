@@ -87,8 +87,11 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def _cgroups(controller: str) -> Iterator[pathlib.Path]:
-    """Directories of the cgroups whose controller, `memory` or `cpu`, counts this process. In a container the path of a
-    cgroup may be the host's, of which only the last directories, or none, are mounted."""
+    """Directories of the cgroups whose controller, `memory` or `cpu`, counts this process.
+
+    In a container the path of a cgroup may be the host's, of which only the last directories, or
+    none, are mounted.
+    """
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux
