@@ -24,7 +24,8 @@ from flax import traverse_util
 
 from jaxspec.checkpoint.manifest import MANIFEST, read_manifest, verified, write_manifest
 from jaxspec.errors import DamagedError, ModelError
-from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
@@ -146,11 +147,11 @@ def save_model(
     Raises:
       CheckpointError: the destination exists and `overwrite` is false, or the disk is full.
     """
-    leaves = {path: _at(model.params, path) for path in leaf_shapes(model.config)}
-    num_bytes = _num_bytes(leaves)
+    paths = leaf_shapes(model.config)
+    num_bytes = sum(math.prod(shape) for shape in paths.values()) * model.dtype.itemsize
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
     with converted_directory(destination, overwrite=overwrite) as directory:
-        write_params(directory, leaves.items())
+        write_params(directory, ((path, unpacked(_at(model.params, path))) for path in paths))
         prefix: tuple[int, ...] = ()
         if model.tokenizer is not None:
             prefix = model.tokenizer.prefix_token_ids
@@ -186,6 +187,8 @@ def load_converted(
     dtype = parse_dtype(dtype)
     with verified(directory, manifest.files if verify else {}):
         params = _read_params(directory, manifest.config, dtype=dtype, sharding=sharding)
+        kernels = kernels or default_kernels()
+        params = decoder.pack_params(params, get_kernels(kernels), consume=True)
         tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
     return LanguageModel(
         name=name or str(directory),
@@ -194,7 +197,7 @@ def load_converted(
         eos_token_ids=manifest.eos_token_ids,
         tokenizer=tokenizer,
         generation_config=manifest.generation_config,
-        kernels=kernels or default_kernels(),
+        kernels=kernels,
     )
 
 

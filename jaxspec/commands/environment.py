@@ -24,7 +24,8 @@ class EnvCommand(JsonOption):
         document = make_document("env", self)
         devices = document["devices"]
         fallback = devices["kernels_fallback"]
-        why = f" ({fallback})" if fallback else ""
+        family = devices["kernels_family"]
+        why = f" ({fallback or family})" if fallback or family else ""
         found = document["versions"] | {
             "commit": document["commit"] or "not a checkout",
             "host": devices["host"],

@@ -30,6 +30,7 @@ from jaxspec.cache.pages import KVCache, LayerCache
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import Admission, has_rows
 from jaxspec.errors import SettingError
+from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import param_specs
 from jaxspec.types import DecodeState, EngineShape, PyTree
 
@@ -118,8 +119,10 @@ class ShardedLoop:
 
     @property
     def params(self) -> PyTree:
-        """The loop's parameters, where they happen to be; see `place`."""
-        return self.loop.params
+        """The loop's parameters, where they happen to be; see `place`. Weights that are split over
+        devices are not packed."""
+        params = self.loop.params
+        return unpacked(params) if self.mesh.shape[MODEL] > 1 else params
 
     @property
     def num_shards(self) -> int:

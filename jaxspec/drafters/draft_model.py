@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxspec.cache.pages import KVCache
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.models.base import Model, param_specs
+from jaxspec.kernels.base import unpacked
+from jaxspec.models.base import LanguageModel, Model, param_specs
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
@@ -102,7 +104,11 @@ class DraftModel(DrafterBase):
         try:
             return param_specs(self.model, num_shards)
         except SettingError:
-            return param_specs(self.model, 1)
+            return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(unpacked, self.params))
+
+    def pack(self, params: PyTree) -> PyTree:
+        """The draft model's parameters as its kernels read them best; see `LanguageModel.pack`."""
+        return self.model.pack(params) if isinstance(self.model, LanguageModel) else params
 
     def check(self, target: Model) -> None:
         """Raises `ModelError` if the two tokenizers give one id to different tokens."""

@@ -466,6 +466,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "promise": engine.verifier.promise,
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
         "kernels": getattr(engine.target, "kernels", None),
+        "kernels_family": noted_kernels()["kernels_family"],
         "kernels_fallback": noted_kernels()["kernels_fallback"],
         "autotuned": autotuned(),
         **dataclasses.asdict(engine.shape),

@@ -46,6 +46,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.memory import Memory, measure_memory
 from jaxspec.errors import SettingError
+from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
@@ -130,7 +131,7 @@ class Executor:
         # A program is compiled again where an argument is bound to a device that was not before;
         # so parameters and state are bound from the start to the device where the parameters are,
         # or to their places on the mesh.
-        self.params, self.home = loop.params, home_of(loop.params)
+        self.params, self.home = everywhere.params, home_of(loop.params)
         if isinstance(everywhere, ShardedLoop):
             self.params, self.home = everywhere.place(self.params), everywhere.state_shardings
         elif self.home is not None:
@@ -379,8 +380,8 @@ class Executor:
     # Weights and programs.
 
     def update_params(self, *, target: PyTree | None = None, drafter: PyTree | None = None) -> None:
-        """Replaces weights by others of the same structure, shapes and dtypes; nothing is compiled
-        again. KV of the old weights stays in the state.
+        """Replaces weights by others of the same structure, shapes and dtypes, packed for the
+        kernels or not; nothing is compiled again. KV of the old weights stays in the state.
 
         Raises:
           SettingError: a pytree of another structure, shape or dtype.
@@ -390,9 +391,12 @@ class Executor:
                 "Draft weights were given to an engine without a drafter; leave them out."
             )
         parts = dict(self.params)
-        for name, given in (("target", target), ("drafter", drafter)):
+        for name, owner, given in (
+            ("target", self.loop.target, target),
+            ("drafter", self.loop.drafter, drafter),
+        ):
             if given is not None:
-                parts[name] = _like(parts[name], given, name)
+                parts[name] = _like(parts[name], given, owner, name)
         self.params = parts
 
     @property
@@ -559,15 +563,16 @@ def _row_kv(
     ]
 
 
-def _like(old: PyTree, given: PyTree, name: str) -> PyTree:
-    """`given` where `old` is, if it is of the same shapes and dtypes."""
-    if jax.tree.structure(old) != jax.tree.structure(given):
+def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
+    """`given` where `old` is, and packed as it is, if it is of the same shapes and dtypes."""
+    before, after = jax.eval_shape(unpacked, old), jax.eval_shape(unpacked, given)
+    if jax.tree.structure(before) != jax.tree.structure(after):
         raise SettingError(
             f"The new weights of the {name} have another structure than those of the engine; give "
             "a pytree like them."
         )
     for (path, leaf), new in zip(
-        jax.tree.leaves_with_path(old), jax.tree.leaves(given), strict=True
+        jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
     ):
         if (leaf.shape, leaf.dtype) != (new.shape, new.dtype):
             raise SettingError(
@@ -575,4 +580,6 @@ def _like(old: PyTree, given: PyTree, name: str) -> PyTree:
                 f"{jax.tree_util.keystr(path)}, and the engine was compiled for "
                 f"{leaf.dtype}{list(leaf.shape)}; convert them to that."
             )
+    is_packed = jax.tree.structure(before) != jax.tree.structure(old)
+    given = owner.pack(given) if is_packed else unpacked(given)
     return jax.tree.map(lambda leaf, new: jax.device_put(new, leaf.sharding), old, given)

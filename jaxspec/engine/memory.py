@@ -14,7 +14,7 @@ from jaxspec.cache.pages import BLOCK, KVCache
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
-from jaxspec.runtime.host_memory import free_memory
+from jaxspec.runtime.host_limits import free_memory
 from jaxspec.types import PyTree
 
 

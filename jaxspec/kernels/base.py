@@ -7,16 +7,18 @@ parameters' dtype, as in Hugging Face's models.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.xla import Attention, block_attention
-from jaxspec.types import Window
+from jaxspec.types import PyTree, Window
 
 Angles: TypeAlias = tuple[jax.Array, jax.Array]  # cos and signed sin, see `layers.rotary_angles`
 
@@ -31,6 +33,48 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(epsilon))
     return jnp.expand_dims(weight, range(x.ndim - 1)) * (wide * scale).astype(x.dtype)
+
+
+class PackedWeight(struct.PyTreeNode):
+    """The weight of a product, in an order in which it is read from end to end.
+
+    The columns are in panels of 16. `data[panel, i, column, j]` is the weight of input `2 i + j`;
+    where there are no more columns, and after the last input up to a multiple of 32, it is zero.
+
+    Attributes:
+      data: `[ceil(outputs / 16), padded inputs / 2, 16, 2]`.
+      shape: of the weight, `[in..., out...]`.
+      num_input_axes: how many of these axes are inputs.
+    """
+
+    data: jax.Array
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    num_input_axes: int = struct.field(pytree_node=False)
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of the input axes."""
+        return math.prod(self.shape[: self.num_input_axes])
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The axes that are no inputs."""
+        return self.shape[self.num_input_axes :]
+
+    def unpacked(self) -> jax.Array:
+        """The weight itself, of `shape`."""
+        num_panels, num_pairs, panel, _ = self.data.shape
+        flat = self.data.transpose(1, 3, 0, 2).reshape(2 * num_pairs, num_panels * panel)
+        return flat[: self.num_inputs, : math.prod(self.output_shape)].reshape(self.shape)
+
+
+def unpacked(tree: PyTree) -> PyTree:
+    """A pytree with plain arrays in the place of its `PackedWeight`s."""
+
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, PackedWeight)
+
+    return jax.tree.map(lambda n: n.unpacked() if is_packed(n) else n, tree, is_leaf=is_packed)
 
 
 Product: TypeAlias = Callable[..., jax.Array]  # a backend with the signature of `product`
@@ -133,6 +177,13 @@ class Kernels:
     attention: Attention = block_attention
     product: Product = product
     is_width_invariant: bool = False
+
+    def pack(self, weight: jax.Array | PackedWeight, num_input_axes: int = 1) -> Any:
+        """A weight as `product` reads it best, `[in..., out...]` or a `PackedWeight`.
+
+        It is given as either, and not copied where it is so already.
+        """
+        return unpacked(weight)
 
     def attend(
         self,

@@ -71,6 +71,13 @@ def native_problem() -> str | None:
     return cpu.problem()
 
 
+def native_family() -> str | None:
+    """The instructions that the CPU kernels multiply bfloat16 with; see `cpu.family`."""
+    from jaxspec.kernels import cpu
+
+    return cpu.family()
+
+
 def default_kernels() -> KernelsName:
     """`native` on a CPU, `pallas` on a GPU, where they can be used; otherwise `xla`.
 
@@ -80,7 +87,8 @@ def default_kernels() -> KernelsName:
     """
     wanted, problem = _wanted_kernels(jax.default_backend())
     name: KernelsName = wanted if problem is None else "xla"
-    environment.note_kernels(name, fallback=problem)
+    family = native_family() if name == "native" else None
+    environment.note_kernels(name, family=family, fallback=problem)
     if problem is not None:
         _announce(wanted, problem)
     return name

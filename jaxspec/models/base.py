@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -161,7 +162,8 @@ def param_specs(owner: Any, num_shards: int) -> PyTree:
     """
     if num_shards > 1 and hasattr(owner, "param_specs"):
         return owner.param_specs(num_shards)
-    return jax.tree.map(lambda _: PartitionSpec(), owner.params)
+    params = jax.eval_shape(unpacked, owner.params) if num_shards > 1 else owner.params
+    return jax.tree.map(lambda _: PartitionSpec(), params)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +173,8 @@ class LanguageModel:
     Attributes:
       name: the name it was loaded under.
       config: architecture.
-      params: parameters in the compute dtype, which is also the KV cache's.
+      params: parameters in the compute dtype, which is also the KV cache's, as `pack` returns
+        them.
       eos_token_ids: from the checkpoint's generation config.
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults; they apply only where
@@ -195,11 +198,7 @@ class LanguageModel:
 
     def __post_init__(self):
         check_kernels(self.kernels)
-        # XLA:CPU is three times slower at products of a few rows with a transposed matrix, so on a
-        # CPU a tied head is also kept transposed.
-        if "head" not in self.params and jax.default_backend() == "cpu":
-            params = {**self.params, "head": self.params["embedding"].T}
-            object.__setattr__(self, "params", params)
+        object.__setattr__(self, "params", self.pack(self.params))
 
     def __repr__(self) -> str:
         size = decoder.num_params(self.config) / 1e6
@@ -223,6 +222,17 @@ class LanguageModel:
         """Whether its kernels declare it; see `Kernels` and `models.width_probe`."""
         return get_kernels(self.kernels).is_width_invariant
 
+    def pack(self, params: PyTree) -> PyTree:
+        """Parameters as the kernels read them best, from any that `jaxspec.models.decoder` takes.
+
+        XLA:CPU is three times slower at products of a few rows with a transposed matrix, so on a
+        CPU a tied head is also kept transposed. The C++ kernels have weights of their own order,
+        `PackedWeight`; `jaxspec.kernels.base.unpacked` makes plain arrays of them.
+        """
+        if "head" not in params and jax.default_backend() == "cpu":
+            params = {**params, "head": params["embedding"].T}
+        return decoder.pack_params(params, get_kernels(self.kernels))
+
     def check_params(self) -> None:
         """Raises `ModelError` unless the parameters have the shapes that `config` asks for, and one
         floating dtype."""
@@ -237,7 +247,8 @@ class LanguageModel:
             wanted,
             is_leaf=lambda node: isinstance(node, tuple) and all(type(n) is int for n in node),
         )
-        given = {name: self.params[name] for name in wanted if name in self.params}
+        params = jax.eval_shape(unpacked, self.params)
+        given = {name: params[name] for name in wanted if name in params}
         mismatch = first_mismatch(kinds_of(given), kinds_of(like))
         if mismatch is not None:
             path, found, expected = mismatch

@@ -28,6 +28,9 @@ from jaxspec.types import Window
 
 Params = Mapping[str, Any]
 
+# Weights of products, and how many of their axes are inputs.
+_PRODUCTS = {"qkv": 1, "output": 3, "gate_up": 1, "down": 1}
+
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
     """The parameter pytree with a shape tuple at each leaf."""
@@ -152,6 +155,35 @@ def _init_leaves(config: ModelConfig, shapes, key: jax.Array, dtype, stddev: flo
         return (noise * jnp.float32(scale)).astype(dtype)
 
     return {name: init(index, name) for index, name in enumerate(shapes)}
+
+
+def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> Params:
+    """Parameters with the weights of products as these kernels read them best; see `Kernels.pack`.
+
+    Args:
+      consume: the parameters are not needed any more: each weight is freed when it has been packed,
+        so that there are never two copies of all of them.
+    """
+
+    def pack(weight: Any, num_input_axes: int) -> Any:
+        packed = kernels.pack(weight, num_input_axes)
+        if consume and packed is not weight:
+            jax.block_until_ready(packed)
+            jax.tree.map(lambda leaf: leaf.delete(), weight)
+        return packed
+
+    def pack_layer(layer: layers.LayerParams) -> layers.LayerParams:
+        return {
+            name: pack(leaf, _PRODUCTS[name]) if name in _PRODUCTS else leaf
+            for name, leaf in layer.items()
+        }
+
+    made = dict(params)
+    if "layers" in params:
+        made["layers"] = tuple(map(pack_layer, params["layers"]))
+    if "head" in params:
+        made["head"] = pack(params["head"], 1)
+    return made
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:

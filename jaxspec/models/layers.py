@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.kernels.base import Product, product, rms_norm
+from jaxspec.kernels.base import PackedWeight, Product, product, rms_norm
 from jaxspec.models.config import ModelConfig, RopeConfig
 
-LayerParams = Mapping[str, jax.Array]
+LayerParams = Mapping[str, Any]
 
 
 def rotary_angles(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +60,9 @@ def decoder_layer(
     epsilon = config.norm_epsilon
     qkv = product(x, params["qkv"], norm=params["attention_norm"], epsilon=epsilon)
     heads = attend(qkv).reshape(*x.shape[:-1], -1)
-    output = params["output"].reshape(-1, config.width)
+    output = params["output"]
+    if not isinstance(output, PackedWeight):
+        output = output.reshape(-1, config.width)
     if config.has_output_bias or config.has_sandwich_norms:
         mixed = product(heads, output)
         if config.has_output_bias:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import ModelError
-from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -159,7 +159,7 @@ def random_model(
         name, config = f"random:{preset}", PRESETS[preset]
     else:
         raise ModelError(f"There is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
+    kernels = kernels or default_kernels()
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
-    return LanguageModel(
-        name=name, config=config, params=params, kernels=kernels or default_kernels()
-    )
+    params = decoder.pack_params(params, get_kernels(kernels), consume=True)
+    return LanguageModel(name=name, config=config, params=params, kernels=kernels)

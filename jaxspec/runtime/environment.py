@@ -25,13 +25,17 @@ PACKAGES = (
     "numpy",
 )
 
-_kernels: dict[str, str | None] = {"kernels": None, "kernels_fallback": None}
+_kernels: dict[str, str | None] = {
+    "kernels": None,
+    "kernels_family": None,
+    "kernels_fallback": None,
+}
 
 
-def note_kernels(name: str, *, fallback: str | None = None) -> None:
-    """Records which kernels this process loads its models with, and, where these are not the ones
-    made for this device, why."""
-    _kernels.update(kernels=name, kernels_fallback=fallback)
+def note_kernels(name: str, *, family: str | None = None, fallback: str | None = None) -> None:
+    """Records which kernels this process loads its models with, of which family of instructions,
+    and, where these are not the ones made for this device, why."""
+    _kernels.update(kernels=name, kernels_family=family, kernels_fallback=fallback)
 
 
 def note_fallback(why: str) -> None:
@@ -40,7 +44,8 @@ def note_fallback(why: str) -> None:
 
 
 def noted_kernels() -> dict[str, str | None]:
-    """`kernels`, those that models are loaded with by default (None before the first model), and
+    """`kernels`, those that models are loaded with by default (None before the first model);
+    `kernels_family`, the instructions that the C++ kernels multiply bfloat16 with, or None; and
     `kernels_fallback`, why those made for this device are not used, or not for everything, or
     None."""
     return dict(_kernels)

@@ -25,6 +25,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError
+from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import Model
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
@@ -282,7 +283,7 @@ def identity(name: str, model: Model) -> dict[str, Any]:
     """What tells one checkpoint from another: a digest of its parameters as they are used, and the
     revision it was downloaded at, if it was."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(unpacked(model.params)):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         digest.update(np.asarray(leaf).tobytes())
     return {

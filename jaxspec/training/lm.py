@@ -30,6 +30,7 @@ from flax import serialization, struct
 
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
@@ -455,7 +456,7 @@ def load_teacher(name: str) -> Run:
             "model with one."
         )
     tokenizer = model.tokenizer.hf.backend_tokenizer
-    return Run(config=model.config, params=model.params, tokenizer=tokenizer)
+    return Run(config=model.config, params=unpacked(model.params), tokenizer=tokenizer)
 
 
 def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:

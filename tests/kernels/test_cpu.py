@@ -42,6 +42,8 @@ def difference(ours, theirs):
 
 # Rows, inputs, outputs: whole tiles and strips, and what is left over of each.
 SHAPES = [(1, 64, 256), (5, 40, 61), (8, 96, 48), (9, 33, 17), (48, 128, 200), (64, 20, 3)]
+# Rows in one tile of a matrix unit, in two, three and more, whole and not.
+TALL = [(8, 96, 48), (9, 33, 17), (19, 64, 100), (40, 96, 80), (70, 33, 130), (150, 64, 20)]
 AROUND = {
     "nothing": (),
     "norm": ("norm",),
@@ -70,18 +72,20 @@ def product_inputs(shape, around, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_equal_xlas(shape, around, dtype):
     x, weight, settings = product_inputs(shape, AROUND[around], dtype)
-    ours = native.product(x, weight, **settings)
+    ours = native.product(x, native.pack(weight), **settings)
     assert difference(ours, base.product(x, weight, **settings)) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("shape", SHAPES[2:4])
+@pytest.mark.parametrize("shape", TALL)
 def test_a_rows_product_does_not_depend_on_how_many_rows_there_are(shape, around, dtype):
     x, weight, settings = product_inputs(shape, AROUND[around], dtype)
+    weight = native.pack(weight)
     together = np.asarray(native.product(x, weight, **settings), np.float32)
     residual = settings.pop("residual", None)
-    for rows in (slice(0, 1), slice(1, 4), slice(shape[0] - 2, None)):
+    num_rows = shape[0]
+    for rows in (slice(0, 1), slice(1, 4), slice(num_rows // 2, None), slice(num_rows - 2, None)):
         if residual is not None:
             settings["residual"] = residual[rows]
         alone = native.product(x[rows], weight, **settings)
@@ -98,6 +102,7 @@ def test_xlas_products_do_depend_on_it_so_the_check_above_can_fail():
 def test_what_is_no_number_stays_in_its_row(bad):
     for around in (("norm",), ("gate", "residual")):
         x, weight, settings = product_inputs((9, 64, 100), around, jnp.float32)
+        weight = native.pack(weight)
         healthy = np.asarray(native.product(x, weight, **settings))
         x = x.at[(4, *[0] * (x.ndim - 1))].set(bad)
         ill = np.asarray(native.product(x, weight, **settings))
@@ -110,7 +115,7 @@ def test_gates_are_right_from_end_to_end_of_their_range():
     gate = jnp.asarray(np.concatenate([np.linspace(-120, 120, 4001), [0.0, -0.0, -3e38, 3e38]]))
     gate = gate.astype(jnp.float32)
     x = jnp.stack([gate, jnp.ones_like(gate)])[:, :, None].swapaxes(0, 1)  # [rows, 2, 1]
-    one = jnp.ones((1, 1), jnp.float32)
+    one = native.pack(jnp.ones((1, 1), jnp.float32))
     got = [native.product(x[i : i + 50], one, is_gated=True) for i in range(0, len(x), 50)]
     got = np.concatenate(got)[:, 0]
     wide = np.asarray(gate, np.float64)
@@ -324,12 +329,56 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     assert not is_supported(qkv, layer, table, window.replace(paths=paths))
     many = jnp.zeros((3, native.MAX_QUERIES, *qkv.shape[2:]))
     assert not is_supported(many, layer, table, window)
-    x, weight = jnp.zeros((native.MAX_ROWS + 1, 8)), jnp.zeros((8, 8))
-    assert not native.is_product_supported(x, weight)
-    assert native.is_product_supported(x[1:], weight)
-    gated = jnp.zeros((native.MAX_ROWS, 2, 8))
-    assert native.is_product_supported(gated, weight, is_gated=True)
-    assert not native.is_product_supported(x[1:], weight.astype(jnp.bfloat16))
+
+
+# Packed weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "num_input_axes"), [((33, 5, 7), 1), ((3, 2, 8, 40), 3), ((1, 1), 1)]
+)
+def test_a_packed_weight_is_unpacked_to_what_it_was(shape, num_input_axes, dtype):
+    weight = random(1, *shape, dtype=dtype)
+    packed = native.pack(weight, num_input_axes)
+    assert packed.num_inputs * np.prod(packed.output_shape) == weight.size
+    np.testing.assert_array_equal(packed.unpacked(), weight)
+    flat = weight.reshape(packed.num_inputs, -1)
+    for row, column in ((0, 0), (packed.num_inputs - 1, flat.shape[1] - 1)):
+        place = column // 16, row // 2, column % 16, row % 2
+        assert packed.data[place] == flat[row, column]
+    num_zeros = packed.data.size - weight.size
+    assert np.sum(np.asarray(packed.data, np.float32) == 0) >= num_zeros
+
+
+def test_only_what_the_kernels_multiply_is_packed():
+    weight = random(1, 8, 8)
+    packed = native.NATIVE.pack(weight)
+    assert native.NATIVE.pack(packed) is packed
+    np.testing.assert_array_equal(base.XLA.pack(packed), weight)
+    assert base.XLA.pack(weight) is weight
+    for other in (weight.astype(jnp.float16), jnp.zeros((0, 8)), jnp.zeros((8,))):
+        assert native.NATIVE.pack(other) is other
+    like = native.NATIVE.pack(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert jax.tree.leaves(like) == [jax.ShapeDtypeStruct(packed.data.shape, jnp.float32)]
+
+
+def test_weights_that_are_not_packed_are_multiplied_by_xla():
+    x, weight, settings = product_inputs((5, 40, 61), ("norm",), jnp.float32)
+    ours = native.NATIVE.product(x, weight, **settings)
+    np.testing.assert_array_equal(ours, base.product(x, weight, **settings))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_weight_in_another_dtype_is_the_weight_in_it(dtype):
+    """As the audit casts all of a model's parameters."""
+    x, weight, settings = product_inputs((5, 40, 61), ("norm",), jnp.float32)
+    rounded = weight.astype(jnp.bfloat16)
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), native.pack(rounded))
+    settings["norm"] = settings["norm"].astype(dtype)
+    ours = native.product(x.astype(dtype), cast, **settings)
+    direct = native.product(x.astype(dtype), native.pack(rounded.astype(dtype)), **settings)
+    np.testing.assert_array_equal(ours, direct)
 
 
 @pytest.mark.parametrize("page", [-1, 9, 2**31 - 1])

@@ -4,6 +4,7 @@ is; and a process of its own for each number of threads."""
 import hashlib
 import os
 import pathlib
+import platform
 import stat
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def test_any_number_of_threads_gives_the_same_bits(given):
         "import jax, sys; import test_cpu as t; from jaxspec.kernels import cpu\n"
         "x, weight, settings = t.product_inputs((48, 128, 200), ('norm',), t.jnp.float32)\n"
         "heads, _ = t.run(t.CASES['chain'], t.attention_inputs(t.CASES['chain']))\n"
-        "made = cpu.product(x, weight, **settings)\n"
+        "made = cpu.product(x, cpu.pack(weight), **settings)\n"
         "sys.stdout.buffer.write(t.np.asarray(made).tobytes() + t.np.asarray(heads).tobytes())\n"
     )
     done = subprocess.run(
@@ -53,7 +54,7 @@ def test_any_number_of_threads_gives_the_same_bits(given):
     )
     x, weight, settings = product_inputs((48, 128, 200), ("norm",), jnp.float32)
     heads, _ = run(CASES["chain"], attention_inputs(CASES["chain"]))
-    made = cpu.product(x, weight, **settings)
+    made = cpu.product(x, cpu.pack(weight), **settings)
     assert done.stdout == np.asarray(made).tobytes() + np.asarray(heads).tobytes()
 
 
@@ -250,6 +251,7 @@ import resource, psutil, numpy as np
 from jaxspec.kernels import cpu
 import test_cpu as t
 x, weight, settings = t.product_inputs((48, 128, 200), ("norm",), t.jnp.float32)
+weight = t.native.pack(weight)
 {}
 print(np.asarray(t.native.product(x, weight, **settings)).sum())
 """
@@ -332,3 +334,49 @@ def test_a_command_that_loads_no_model_compiles_nothing(tmp_path):
         check=True,
     )
     assert not (tmp_path / ".kernels").exists()
+
+
+# Options that leave a processor's newer instructions out, and the family that is left on x86.
+FAMILIES = {
+    "AVX512-BF16": "-mno-amx-tile -mno-amx-bf16 -mno-amx-int8",
+    "AVX512": "-mno-amx-tile -mno-amx-bf16 -mno-amx-int8 -mno-avx512bf16",
+    "AVX2": "-march=haswell",
+    "generic": "-march=x86-64",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_instructions(tmp_path, family):
+    """All tests of the kernels, on each that this machine can run."""
+    if platform.machine() != "x86_64":
+        pytest.skip("these are options for x86-64")
+    # Those of `-march=native` that come later do not undo an option `-mno-...`, but do `-march`.
+    compiler = script(
+        tmp_path / "c++",
+        f'for word; do [ $word = -march=native ] && set -- "$@" {FAMILIES[family]} || '
+        'set -- "$@" "$word"; shift; done; exec g++ "$@"',
+    )
+    environ = {
+        **os.environ,
+        "CXX": str(compiler),
+        "JAXSPEC_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": python_path(),
+    }
+    code = "from jaxspec.kernels import cpu; print(cpu.problem(), cpu.family())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    problem, family_found = found.stdout.split(maxsplit=1)
+    expected = {family, "AVX512"} if family == "AVX512-BF16" else {family}
+    assert problem == "None"
+    assert family_found.strip() in expected
+    tests = [str(pathlib.Path(__file__).with_name("test_cpu.py")), "-m", "", "-n", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

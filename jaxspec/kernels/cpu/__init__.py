@@ -4,21 +4,25 @@ A decoding round multiplies every weight by a few rows: one for a single request
 batch. XLA:CPU runs such products far below the speed of cores and memory, copies the KV that
 attention reads, and starts some thirty small programs per layer. `kernels.cc` runs a layer as five:
 four products with the norms, gates and sums around them, and attention from the projections on.
-`product` and `attend` call it through JAX's foreign function interface.
+`product` and `attend` call it through JAX's foreign function interface. Weights are packed when a
+model is loaded, so that a product reads them from end to end.
 
 The machine's C++ compiler builds the kernels for its own processor when a model is first loaded on
 a CPU; the library is kept in the cache directory. Without a compiler, `problem` says so, and models
 use XLA's.
 
 The bits of an output depend on its own row only, not on how many rows there are. XLA's products sum
-in a different order for each number of rows.
+in a different order for each number of rows. They do depend on the instructions that multiply
+bfloat16, of which a process uses one `family`: AMX, AVX512-BF16, or products in fp32.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +31,17 @@ from jax.sharding import AxisType
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import Angles, Kernels
+from jaxspec.kernels.base import Angles, Kernels, PackedWeight
 from jaxspec.kernels.base import product as xla_product
 from jaxspec.kernels.cpu import build
+from jaxspec.runtime.host_limits import usable_cpus
 from jaxspec.types import Window
 
-MAX_ROWS = 128  # of a product: with more, those of a long prompt, XLA's are as quick
-MAX_QUERIES = 1024  # of a row and KV head, likewise
+MAX_QUERIES = 1024  # of a row and KV head: with more, those of a long prompt, XLA's is as quick
 MAX_VECTORS = 32  # of a head
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+_PANEL, _INPUTS = 16, 32  # columns of a panel, and what inputs are padded to a multiple of
 
 
 def problem() -> str | None:
@@ -44,22 +49,29 @@ def problem() -> str | None:
     return _load()[1]
 
 
+def family() -> str | None:
+    """Which instructions multiply bfloat16: `AMX`, `AVX512-BF16`, `AVX512`, `AVX2`, `NEON` or
+    `generic`; None where the kernels cannot be used."""
+    return _load()[2]
+
+
 @functools.cache
-def _load() -> tuple[int, str | None]:
-    """Lanes of a vector, and what `problem` says; registers the kernels with JAX."""
+def _load() -> tuple[int, str | None, str | None]:
+    """Lanes of a vector, what `problem` says, and the family; registers the kernels with JAX."""
     try:
         library = build.load_library()
     except build.BuildError as error:
-        return 0, str(error)
-    for name in ("jaxspec_product", "jaxspec_attention"):
+        return 0, str(error), None
+    for name in ("jaxspec_pack", "jaxspec_product", "jaxspec_attention"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.jaxspec_start_threads(num_threads())
-    return library.jaxspec_num_lanes(), None
+    library.jaxspec_family.restype = ctypes.c_char_p
+    return library.jaxspec_num_lanes(), None, library.jaxspec_family().decode()
 
 
 def num_threads() -> int:
-    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may use cores,
-    but not more than 16.
+    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may keep CPUs
+    busy (`runtime.host_limits.usable_cpus`), but not more than 16.
 
     Raises:
       SettingError: the variable is no number of threads.
@@ -72,20 +84,28 @@ def num_threads() -> int:
                 f"leave it out."
             )
         return int(chosen)
-    # macOS does not say which cores a process may use.
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return min(len(usable) or os.cpu_count() or 1, 16)
+    return min(usable_cpus(), 16)
 
 
-def is_product_supported(x: jax.Array, weight: jax.Array, *, is_gated: bool = False) -> bool:
-    """Whether `product` takes these: both fp32 or both bf16, at most `MAX_ROWS` rows."""
-    num_rows = math.prod(x.shape[: -2 if is_gated else -1])
-    return x.dtype in _DTYPES and x.dtype == weight.dtype and num_rows <= MAX_ROWS
+def pack(weight: jax.Array, num_input_axes: int = 1) -> PackedWeight:
+    """A weight `[in..., out...]`, fp32 or bf16, in the order in which `product` reads it."""
+    _load()
+    shape = weight.shape
+    num_inputs = math.prod(shape[:num_input_axes])
+    num_outputs = math.prod(shape[num_input_axes:])
+    packed = (-(-num_outputs // _PANEL), -(-num_inputs // _INPUTS) * _INPUTS // 2, _PANEL, 2)
+    data = _pack(weight.reshape(num_inputs, num_outputs), packed)
+    return PackedWeight(data=data, shape=shape, num_input_axes=num_input_axes)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pack(weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.ffi.ffi_call("jaxspec_pack", jax.ShapeDtypeStruct(shape, weight.dtype))(weight)
 
 
 def product(
     x: jax.Array,
-    weight: jax.Array,
+    weight: PackedWeight,
     *,
     norm: jax.Array | None = None,
     epsilon: float = 0.0,
@@ -93,24 +113,23 @@ def product(
     residual: jax.Array | None = None,
     dtype=None,
 ) -> jax.Array:
-    """`f(x) @ weight + residual` `[..., out...]`, as `jaxspec.kernels.base.product`; see there."""
-    num_inputs = weight.shape[0]
+    """`f(x) @ weight + residual` `[..., out...]`, as `jaxspec.kernels.base.product` of a packed
+    weight in x's dtype; see there."""
     leading = x.shape[: -2 if is_gated else -1]
-    num_rows = math.prod(leading)
-    flat = weight.reshape(num_inputs, -1)
+    num_rows, num_outputs = math.prod(leading), math.prod(weight.output_shape)
     nothing = jnp.zeros((0,), x.dtype)
     made = jax.ffi.ffi_call(
         "jaxspec_product",
-        jax.ShapeDtypeStruct((num_rows, flat.shape[1]), x.dtype if dtype is None else dtype),
+        jax.ShapeDtypeStruct((num_rows, num_outputs), x.dtype if dtype is None else dtype),
     )(
         x.reshape(num_rows, -1),
         nothing if norm is None else norm,
-        flat,
+        weight.data,
         nothing if residual is None else residual.reshape(num_rows, -1),
         epsilon=np.float32(epsilon),
         is_gated=is_gated,
     )
-    return made.reshape(*leading, *weight.shape[1:])
+    return made.reshape(*leading, *weight.output_shape)
 
 
 def is_attention_supported(
@@ -119,7 +138,7 @@ def is_attention_supported(
     """Whether `attend` takes these: fp32 or bf16, as is the KV, a chain and no tree, the ragged
     layout, heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where
     it has 16), at most `MAX_QUERIES` queries."""
-    num_lanes, _ = _load()
+    num_lanes = _load()[0]
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (
         qkv.dtype in _DTYPES
@@ -182,7 +201,17 @@ def attend(
 
 
 class NativeKernels(Kernels):
-    """The C++ kernels, and XLA's where these do not apply."""
+    """The C++ kernels, and XLA's where these do not apply: to weights that are not packed, because
+    their dtype is another or a mesh splits them, and to attention that
+    `is_attention_supported` does not take."""
+
+    def pack(self, weight, num_input_axes=1):
+        """A `PackedWeight`, if it is of a dtype that `product` takes and not split over devices."""
+        if isinstance(weight, PackedWeight) or not _can_pack(weight, num_input_axes):
+            return weight
+        if isinstance(weight, jax.ShapeDtypeStruct):
+            return jax.eval_shape(functools.partial(pack, num_input_axes=num_input_axes), weight)
+        return pack(jnp.asarray(weight), num_input_axes)
 
     def attend(
         self,
@@ -222,12 +251,15 @@ class NativeKernels(Kernels):
         )
 
 
-def _product_or_xla(
-    x: jax.Array, weight: jax.Array, *, is_gated: bool = False, **settings
-) -> jax.Array:
-    is_supported = is_product_supported(x, weight, is_gated=is_gated)
-    multiply = product if is_supported and not _is_split() else xla_product
-    return multiply(x, weight, is_gated=is_gated, **settings)
+def _product_or_xla(x: jax.Array, weight: jax.Array | PackedWeight, **settings) -> jax.Array:
+    multiply = product if isinstance(weight, PackedWeight) else xla_product
+    return multiply(x, weight, **settings)
+
+
+def _can_pack(weight: Any, num_input_axes: int) -> bool:
+    is_matrix = weight.dtype in _DTYPES and weight.ndim > num_input_axes and weight.size > 0
+    sharding = getattr(weight, "sharding", None)
+    return is_matrix and (sharding is None or sharding.is_fully_replicated)
 
 
 def _is_split() -> bool:

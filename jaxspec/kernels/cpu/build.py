@@ -30,14 +30,17 @@ from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory, sha2
 from jaxspec.runtime.locks import only_writer
 
 SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
+HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
 COMPILERS = ("c++", "g++", "clang++")  # in this order, unless $CXX names one
 # No -ffast-math: NaN has to stay NaN, and sums must keep their order. What is fused is said there.
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
 OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
 SYMBOLS = (
+    "jaxspec_pack",
     "jaxspec_product",
     "jaxspec_attention",
     "jaxspec_num_lanes",
+    "jaxspec_family",
     "jaxspec_start_threads",
 )
 TIMEOUT_S = 600  # it takes seconds, and minutes on a machine that is busy
@@ -56,7 +59,8 @@ def load_library() -> ctypes.CDLL:
       BuildError: there is no compiler, it failed, or the cache directory is not safe to load from.
     """
     compiler = _compiler()
-    what = [SOURCE.read_text(), *OPTIONS, *compiler, version("jaxlib"), _cpu()]
+    sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+    what = [*sources, *OPTIONS, *compiler, version("jaxlib"), _cpu()]
     key = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
     path = cache_directory() / KERNELS_DIRECTORY
     try:

@@ -1,4 +1,4 @@
-"""Free memory: of the host, of cgroups of both versions, under `ulimit`."""
+"""Free memory and CPUs: of the host, of cgroups of both versions, under `ulimit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from jaxspec import Engine, SettingError
-from jaxspec.runtime import host_memory
+from jaxspec.runtime import host_limits
 
 MIB = 2**20
 
@@ -18,8 +18,8 @@ MIB = 2**20
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
     """Cgroups of this process as files: a function that makes them."""
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host_limits, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_limits, "MEMBERSHIP", tmp_path / "membership")
 
     def make(membership, **groups):
         (tmp_path / "membership").write_text(membership)
@@ -52,7 +52,7 @@ def test_the_tightest_cgroup_counts(cgroups):
         slice=version_2(8 * MIB, 6 * MIB, cached=1 * MIB),
         slice_inner=version_2("max", 2 * MIB),
     )
-    assert host_memory.free_memory() == (3 * MIB, "in this cgroup")
+    assert host_limits.free_memory() == (3 * MIB, "in this cgroup")
 
 
 def test_version_1_with_the_hosts_path_in_a_container(cgroups):
@@ -60,13 +60,13 @@ def test_version_1_with_the_hosts_path_in_a_container(cgroups):
         "5:devices:/docker/x\n4:memory:/docker/x\n0::/\n",
         memory=version_1(8 * MIB, 10 * MIB, cached=3 * MIB),
     )
-    assert host_memory.free_memory() == (1 * MIB, "in this cgroup")
+    assert host_limits.free_memory() == (1 * MIB, "in this cgroup")
 
 
 @pytest.mark.parametrize("membership", ["0::/\n", "0::/gone\n4:memory:/\n"])
 def test_without_limits_the_host_counts(cgroups, membership):
     cgroups(membership, memory=version_1(2**63 - 4096, 10 * MIB))
-    count, where = host_memory.free_memory()
+    count, where = host_limits.free_memory()
     assert where == "on this host"
     assert count == pytest.approx(psutil.virtual_memory().available, rel=0.1)
 
@@ -96,3 +96,28 @@ def test_an_engine_that_does_not_fit_under_a_limit_is_refused(limit, used, optio
         pytest.raises(SettingError, match=f"MiB are free under ulimit {option} beside"),
     ):
         Engine(model, **shape)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"slice": {"cpu.max": "max 100000"}}, 64),
+        ({"slice": {"cpu.max": "150000 100000"}}, 2),  # one and a half: two threads keep it busy
+        ({"slice": {"cpu.max": "400000 100000"}, "slice_inner": {"cpu.max": "max 100000"}}, 4),
+        ({"slice_inner": {"cpu.max": "20000 100000"}}, 1),
+        ({"slice_inner": {"cpu.max": "nonsense"}}, 64),
+    ],
+)
+def test_cpus_are_those_that_a_cgroup_grants(cgroups, monkeypatch, limits, expected):
+    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda _: set(range(64)))
+    cgroups("0::/slice/inner\n", **limits)
+    assert host_limits.usable_cpus() == expected
+
+
+def test_cpus_of_a_cgroup_of_version_1(cgroups, monkeypatch):
+    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda _: set(range(8)))
+    limits = {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000}
+    cgroups("4:cpu,cpuacct:/docker/x\n", cpu=limits)
+    assert host_limits.usable_cpus() == 3
+    cgroups("4:cpu,cpuacct:/docker/x\n", cpu=limits | {"cpu.cfs_quota_us": -1})
+    assert host_limits.usable_cpus() == 8

@@ -1,7 +1,9 @@
-"""How much memory the host still has for this process, its cgroups and limits counted."""
+"""What this process may use of its host: memory and CPUs, with the limits of its cgroups."""
 
 from __future__ import annotations
 
+import math
+import os
 import pathlib
 import resource
 from collections.abc import Iterator
@@ -22,6 +24,34 @@ def free_memory() -> tuple[int, str]:
     return max(count, 0), where
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may keep busy: those that it may run on, or fewer if a cgroup, as that
+    of a container, grants it less time. At least 1."""
+    # macOS does not say which CPUs a process may run on.
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    counts = [float(len(own) or os.cpu_count() or 1), *_cpus_in_cgroups()]
+    return max(math.ceil(min(counts)), 1)
+
+
+def _cpus_in_cgroups() -> Iterator[float]:
+    """CPU time per time that each of this process's cgroups grants, where it has a limit."""
+    for directory in _cgroups("cpu"):
+        try:
+            if (directory / "cpu.max").exists():  # version 2
+                quota, period = (directory / "cpu.max").read_text().split()
+            else:
+                quota = (directory / "cpu.cfs_quota_us").read_text().strip()
+                period = (directory / "cpu.cfs_period_us").read_text()
+            if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
+        except (
+            OSError,
+            ValueError,
+            ZeroDivisionError,
+        ):  # not of these versions, or not ours to read
+            continue
+
+
 def _left_under_limits() -> Iterator[tuple[int, str]]:
     """What the limits on address space and on data leave, if they are set."""
     used = psutil.Process().memory_info()
@@ -37,7 +67,7 @@ def _left_under_limits() -> Iterator[tuple[int, str]]:
 def _left_in_cgroups() -> Iterator[int]:
     """What the limits of this process's cgroups, and of those around them, leave. Page cache that
     the kernel would give back counts as free."""
-    for directory in _memory_cgroups():
+    for directory in _cgroups("memory"):
         for limit, usage, prefix in (
             ("memory.max", "memory.current", ""),  # version 2
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # version 1
@@ -56,9 +86,12 @@ def _left_in_cgroups() -> Iterator[int]:
                 continue
 
 
-def _memory_cgroups() -> Iterator[pathlib.Path]:
-    """Directories of the cgroups that this process's memory counts in. In a container the path of a
-    cgroup may be the host's, of which only the last directories, or none, are mounted."""
+def _cgroups(controller: str) -> Iterator[pathlib.Path]:
+    """Directories of the cgroups whose controller, `memory` or `cpu`, counts this process.
+
+    In a container the path of a cgroup may be the host's, of which only the last directories, or
+    none, are mounted.
+    """
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux
@@ -67,8 +100,8 @@ def _memory_cgroups() -> Iterator[pathlib.Path]:
         number, controllers, path = line.split(":", 2)
         if number == "0":
             root = CGROUPS
-        elif "memory" in controllers.split(","):
-            root = CGROUPS / "memory"
+        elif controller in controllers.split(","):
+            root = CGROUPS / controller
         else:
             continue
         inner = root / path.strip("/")

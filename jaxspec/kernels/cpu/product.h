@@ -1,0 +1,426 @@
+// Products of rows with a weight that was packed when its model was loaded.
+//
+// A packed weight is read once, in order: `packed[panel][input / 2][column][input % 2]`, with kPanel
+// columns in a panel, and zeros where there are no more columns or inputs. Both inputs of a pair lie
+// together because the processors' instructions for bfloat16 multiply and add pairs.
+//
+// Every sum runs over the inputs in one order, whatever the number of rows, the tile that an output
+// falls into, or the thread. The order is the family's (`Family`), and a process has one family.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "norms.h"
+#include "threads.h"
+#include "vectors.h"
+
+namespace jaxspec {
+
+constexpr int64_t kPanel = 16;        // columns
+constexpr int64_t kInputs = 32;       // inputs are filled up to a multiple of this
+constexpr int64_t kGroup = 4;         // panels that a thread takes at a time
+constexpr int64_t kAheadBytes = 4096;  // of a panel, what is fetched before it is needed
+
+inline int64_t RoundUp(int64_t count, int64_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
+}
+
+// ------------------------------------------------------------------------------------------ packing
+
+// Asks for huge pages: with pages of 4 KiB, finding them costs a tenth of the time of reading them.
+inline void AdviseHugePages(void* data, size_t num_bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + num_bytes) / kHuge * kHuge;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// weight [num_inputs, num_outputs] -> packed [panels, padded inputs / 2, kPanel, 2].
+template <typename T>
+void Pack(const T* weight, T* packed, int64_t num_inputs, int64_t num_outputs) {
+  const int64_t num_panels = RoundUp(num_outputs, kPanel) / kPanel;
+  const int64_t num_padded = RoundUp(num_inputs, kInputs);
+  AdviseHugePages(packed, num_panels * num_padded * kPanel * sizeof(T));
+  Team::Get().For(RoundUp(num_panels, kGroup) / kGroup, [=](int64_t group) {
+    const int64_t begin = group * kGroup, end = std::min(begin + kGroup, num_panels);
+    for (int64_t input = 0; input < num_padded; ++input) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        T* const to = packed + (panel * num_padded + input / 2 * 2) * kPanel + input % 2;
+        const T* const from = weight + input * num_outputs + panel * kPanel;
+        const int64_t count = input < num_inputs ? num_outputs - panel * kPanel : 0;
+        for (int64_t i = 0; i < kPanel; ++i) to[2 * i] = i < count ? from[i] : T{};
+      }
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------- with vectors
+
+// Vectors that hold a row's sums of a panel. Those of floats are apart for even and odd inputs until
+// the end: a vector has kLanes / 2 columns.
+template <typename T>
+constexpr int kVectors = (std::is_same_v<T, float> ? 2 : 1) * kPanel / kLanes;
+
+template <typename T>
+constexpr int kTileRows = std::min(kNumSums / kVectors<T>, 12);
+
+// Panels of a tile of so many rows, as many as registers hold.
+template <typename T>
+constexpr int PanelsOf(int num_rows) {
+  const int most = kNumSums / (num_rows * kVectors<T>);
+  return most >= kGroup ? kGroup : most >= 2 ? 2 : 1;
+}
+
+// Sums of kRows rows of x and of kPanels neighbouring panels, to sums [kRows, kGroup * kPanel].
+template <typename T, int kRows, int kPanels>
+void Tile(const T* x, const T* packed, int64_t num_inputs, float* sums) {
+  constexpr int kSums = kPanels * kVectors<T>, kPerPanel = kVectors<T>, kOut = kPanel / kLanes;
+  using Numbers = std::conditional_t<std::is_same_v<T, float>, Vector, Unsigned>;
+  using Pair = std::conditional_t<std::is_same_v<T, float>, uint64_t, uint32_t>;
+  using Pairs = typename VectorOf<Pair, sizeof(Vector) / sizeof(Pair)>::type;
+  Vector of[kRows][kSums] = {};
+  for (int64_t input = 0; input < num_inputs; input += 2) {
+    Numbers weights[kSums];
+    for (int i = 0; i < kSums; ++i) {
+      const T* const from = packed + (i / kPerPanel * num_inputs + input) * kPanel +
+                            i % kPerPanel * (sizeof(Vector) / sizeof(T));
+      std::memcpy(&weights[i], from, sizeof(Numbers));
+      __builtin_prefetch(from + kAheadBytes / sizeof(T));
+    }
+    for (int r = 0; r < kRows; ++r) {
+      Pair pair;
+      std::memcpy(&pair, x + r * num_inputs + input, sizeof(pair));
+      const Numbers inputs = Bits<Numbers>(Pairs{} + pair);
+      for (int i = 0; i < kSums; ++i) of[r][i] = AddPairs(inputs, weights[i], of[r][i]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kPanels * kOut; ++i) {
+      constexpr bool kIsApart = kPerPanel > kOut;
+      const Vector sum = kIsApart ? AddNeighbours(of[r][kIsApart ? 2 * i : i], of[r][kIsApart ? 2 * i + 1 : i]) : of[r][i];
+      Store(sums + r * kGroup * kPanel + i * kLanes, sum);
+    }
+  }
+}
+
+template <typename T, int kWide, int... kRows>
+constexpr auto TilesOfRows(std::integer_sequence<int, kRows...>) {
+  return std::array{Tile<T, kRows + 1, kWide ? PanelsOf<T>(kRows + 1) : 1>...};
+}
+
+// sums [num_rows, kGroup * kPanel] of the panels of a group, in tiles of equal height, or a row less.
+template <typename T>
+void SumWithVectors(const T* x, const T* packed, int64_t num_rows, int64_t num_inputs,
+                    int64_t num_panels, float* sums) {
+  constexpr auto kRows = std::make_integer_sequence<int, kTileRows<T>>();
+  static constexpr auto kWide = TilesOfRows<T, 1>(kRows), kNarrow = TilesOfRows<T, 0>(kRows);
+  const int64_t num_tiles = RoundUp(num_rows, kTileRows<T>) / kTileRows<T>;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t row = num_rows * tile / num_tiles;
+    const int64_t height = num_rows * (tile + 1) / num_tiles - row, width = PanelsOf<T>(height);
+    for (int64_t panel = 0; panel < num_panels;) {
+      const bool is_wide = num_panels - panel >= width;
+      (is_wide ? kWide : kNarrow)[height - 1](x + row * num_inputs,
+                                              packed + panel * num_inputs * kPanel, num_inputs,
+                                              sums + (row * kGroup + panel) * kPanel);
+      panel += is_wide ? width : 1;
+    }
+  }
+}
+
+// --------------------------------------------------------------------------------- with matrix units
+
+// How the rows of x lie in tiles of equal height: [tile, inputs / kInputs, height, kInputs], so that
+// what a register is loaded with is in one piece.
+struct RowTiles {
+  int64_t count, height, num_inputs;
+
+  RowTiles(int64_t num_rows, int64_t num_inputs)
+      : count(RoundUp(num_rows, 16) / 16),
+        height(RoundUp(num_rows, count) / count),
+        num_inputs(num_inputs) {}
+
+  int64_t num_rows() const { return count * height; }  // some of the last may be none of x
+
+  void Put(const uint16_t* inputs, int64_t row, uint16_t* tiles) const {
+    tiles += row / height * height * num_inputs + row % height * kInputs;
+    for (int64_t i = 0; i < num_inputs; i += kInputs) {
+      std::memcpy(tiles + i * height, inputs + i, kInputs * sizeof(*inputs));
+    }
+  }
+};
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+
+// Whether this process may use AMX: Linux gives its registers to those that ask.
+inline bool HasMatrixUnits() {
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool is_granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return is_granted;
+}
+
+// The matrix registers of this thread, while this lives: `height` rows of 64 bytes for sums and rows
+// of x, and 16 for weights, which are in the last `num_weights` registers.
+class MatrixRegisters {
+ public:
+  MatrixRegisters(int64_t height, int num_weights) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t num_bytes[16] = {};
+      uint8_t num_rows[16] = {};
+    } layout;
+    for (int i = 0; i < 8; ++i) {
+      layout.num_bytes[i] = 64;
+      layout.num_rows[i] = i < 8 - num_weights ? height : 16;
+    }
+    // GCC does not know that these instructions read memory: all must have been written by now.
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    _tile_loadconfig(&layout);
+  }
+  ~MatrixRegisters() { _tile_release(); }
+};
+
+constexpr int64_t kTile = kInputs * kPanel, kSumsBytes = kGroup * kPanel * sizeof(float);
+
+// What is needed kAheadBytes after this tile.
+inline void FetchTile(const uint16_t* tile) {
+  const uint16_t* const ahead = tile + kAheadBytes / sizeof(*tile);
+  for (int64_t i = 0; i < kTile; i += 64 / sizeof(*tile)) __builtin_prefetch(ahead + i);
+}
+
+// The matrix registers are numbered in the text of a program, so each arrangement of tiles is written
+// out: x begins with the first tile of rows, sums are [rows, kGroup * kPanel].
+
+// One tile of rows, and one to four panels.
+template <int kPanels>
+void MultiplyOneByFour(const uint16_t* x, const RowTiles& of, const uint16_t* packed, float* sums) {
+  const int64_t panel = of.num_inputs * kPanel;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t i = 0; i < of.num_inputs; i += kInputs, packed += kTile) {
+    for (int p = 0; p < kPanels; ++p) FetchTile(packed + p * panel);
+    _tile_loadd(4, x + i * of.height, 64);
+    _tile_loadd(6, packed, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kPanels > 1) {
+      _tile_loadd(7, packed + panel, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kPanels > 2) {
+      _tile_loadd(6, packed + 2 * panel, 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (kPanels > 3) {
+      _tile_loadd(7, packed + 3 * panel, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, kSumsBytes);
+  if constexpr (kPanels > 1) _tile_stored(1, sums + kPanel, kSumsBytes);
+  if constexpr (kPanels > 2) _tile_stored(2, sums + 2 * kPanel, kSumsBytes);
+  if constexpr (kPanels > 3) _tile_stored(3, sums + 3 * kPanel, kSumsBytes);
+}
+
+// Two tiles of rows, and one or two panels.
+template <int kPanels>
+void MultiplyTwoByTwo(const uint16_t* x, const RowTiles& of, const uint16_t* packed, float* sums) {
+  const int64_t panel = of.num_inputs * kPanel;
+  const uint16_t* const second = x + of.height * of.num_inputs;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t i = 0; i < of.num_inputs; i += kInputs, packed += kTile) {
+    for (int p = 0; p < kPanels; ++p) FetchTile(packed + p * panel);
+    _tile_loadd(4, x + i * of.height, 64);
+    _tile_loadd(5, second + i * of.height, 64);
+    _tile_loadd(6, packed, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (kPanels > 1) {
+      _tile_loadd(7, packed + panel, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  float* const sums_of_second = sums + of.height * kGroup * kPanel;
+  _tile_stored(0, sums, kSumsBytes);
+  _tile_stored(1, sums_of_second, kSumsBytes);
+  if constexpr (kPanels > 1) _tile_stored(2, sums + kPanel, kSumsBytes);
+  if constexpr (kPanels > 1) _tile_stored(3, sums_of_second + kPanel, kSumsBytes);
+}
+
+// Three tiles of rows, as those of a batch's round, and one or two panels.
+template <int kPanels>
+void MultiplyThreeByTwo(const uint16_t* x, const RowTiles& of, const uint16_t* packed, float* sums) {
+  const int64_t panel = of.num_inputs * kPanel;
+  const uint16_t* const second = x + of.height * of.num_inputs;
+  const uint16_t* const third = second + of.height * of.num_inputs;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  for (int64_t i = 0; i < of.num_inputs; i += kInputs, packed += kTile) {
+    for (int p = 0; p < kPanels; ++p) FetchTile(packed + p * panel);
+    _tile_loadd(6, x + i * of.height, 64);
+    _tile_loadd(7, packed, 64);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (kPanels > 1) {
+      _tile_loadd(7, packed + panel, 64);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+    _tile_loadd(6, second + i * of.height, 64);
+    if constexpr (kPanels > 1) {
+      _tile_dpbf16ps(4, 6, 7);
+      _tile_loadd(7, packed, 64);
+    }
+    _tile_dpbf16ps(1, 6, 7);
+    _tile_loadd(6, third + i * of.height, 64);
+    _tile_dpbf16ps(2, 6, 7);
+    if constexpr (kPanels > 1) {
+      _tile_loadd(7, packed + panel, 64);
+      _tile_dpbf16ps(5, 6, 7);
+    }
+  }
+  float* const sums_of_second = sums + of.height * kGroup * kPanel;
+  float* const sums_of_third = sums_of_second + of.height * kGroup * kPanel;
+  _tile_stored(0, sums, kSumsBytes);
+  _tile_stored(1, sums_of_second, kSumsBytes);
+  _tile_stored(2, sums_of_third, kSumsBytes);
+  if constexpr (kPanels > 1) _tile_stored(3, sums + kPanel, kSumsBytes);
+  if constexpr (kPanels > 1) _tile_stored(4, sums_of_second + kPanel, kSumsBytes);
+  if constexpr (kPanels > 1) _tile_stored(5, sums_of_third + kPanel, kSumsBytes);
+}
+
+// As SumWithVectors, of rows in tiles; sums has `of.num_rows()` rows.
+inline void SumWithMatrixUnits(const uint16_t* x, const RowTiles& of, const uint16_t* packed,
+                               int64_t num_panels, float* sums) {
+  constexpr std::array kOne = {MultiplyOneByFour<1>, MultiplyOneByFour<2>, MultiplyOneByFour<3>,
+                               MultiplyOneByFour<4>};
+  constexpr std::array kTwo = {MultiplyTwoByTwo<1>, MultiplyTwoByTwo<2>};
+  constexpr std::array kThree = {MultiplyThreeByTwo<1>, MultiplyThreeByTwo<2>};
+  for (int64_t tile = 0; tile < of.count;) {
+    const int64_t num_left = of.count - tile, num_tiles = num_left == 3 ? 3 : std::min<int64_t>(num_left, 2);
+    const uint16_t* const rows = x + tile * of.height * of.num_inputs;
+    const MatrixRegisters registers(of.height, num_tiles == 3 ? 1 : 2);
+    for (int64_t p = 0; p < num_panels;) {
+      const int64_t width = num_tiles == 1 ? num_panels : std::min<int64_t>(num_panels - p, 2);
+      const auto multiply = (num_tiles == 1   ? kOne[width - 1]
+                             : num_tiles == 2 ? kTwo[width - 1]
+                                              : kThree[width - 1]);
+      multiply(rows, of, packed + p * of.num_inputs * kPanel,
+               sums + (tile * of.height * kGroup + p) * kPanel);
+      p += width;
+    }
+    tile += num_tiles;
+  }
+}
+
+#else
+
+inline bool HasMatrixUnits() { return false; }
+
+inline void SumWithMatrixUnits(const uint16_t*, const RowTiles&, const uint16_t*, int64_t, float*) {}
+
+#endif
+
+// -------------------------------------------------------------------------------------- the product
+
+// What multiplies bfloat16: it decides the order of sums, and with it an output's last bits.
+inline const char* Family() {
+  if (HasMatrixUnits()) return "AMX";
+#if defined(__AVX512BF16__)
+  return "AVX512-BF16";
+#elif defined(__AVX512F__)
+  return "AVX512";
+#elif defined(__AVX__) && defined(__FMA__)
+  return "AVX2";
+#elif defined(__aarch64__)
+  return "NEON";
+#else
+  return "generic";
+#endif
+}
+
+// y [num_rows, num_outputs] = f(x) @ weight + residual. f is an RMS norm, if there is a weight for it,
+// or SiLU gates, or nothing.
+template <typename T, typename Out>
+void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* packed,
+             const T* residual, Out* y, int64_t num_rows, int64_t num_inputs, int64_t num_padded,
+             int64_t num_outputs) {
+  thread_local std::vector<T> scratch;
+  const bool has_tiles = std::is_same_v<T, uint16_t> && HasMatrixUnits();
+  const RowTiles tiles(num_rows, num_padded);
+  if (has_tiles || norm != nullptr || is_gated || num_padded > num_inputs) {
+    scratch.resize((has_tiles ? tiles.num_rows() : num_rows) * num_padded);
+    T* const to = scratch.data();
+    const auto prepare = [=](int64_t row) {
+      thread_local std::vector<T> prepared;
+      if (has_tiles) prepared.resize(num_padded);
+      T* const inputs = has_tiles ? prepared.data() : to + row * num_padded;
+      if (is_gated) {
+        Gate(x + row * 2 * num_inputs, inputs, num_inputs);
+      } else if (norm != nullptr) {
+        Norm(x + row * num_inputs, norm, epsilon, inputs, num_inputs);
+      } else {
+        std::copy_n(x + row * num_inputs, num_inputs, inputs);
+      }
+      std::fill(inputs + num_inputs, inputs + num_padded, T{});
+      if constexpr (std::is_same_v<T, uint16_t>) {
+        if (has_tiles) tiles.Put(inputs, row, to);
+      }
+    };
+    if (num_rows * num_inputs >= 4096) {
+      Team::Get().For(num_rows, prepare);
+    } else {
+      for (int64_t row = 0; row < num_rows; ++row) prepare(row);
+    }
+    x = to;
+  }
+  // Groups of panels, small enough that every thread has several.
+  const int64_t num_panels = RoundUp(num_outputs, kPanel) / kPanel;
+  int64_t size = kGroup;
+  while (size > 1 && num_panels < 4 * size * Team::Get().num_threads()) size /= 2;
+  Team::Get().For(RoundUp(num_panels, size) / size, [=](int64_t group) {
+    thread_local std::vector<float> sums;
+    sums.resize(tiles.num_rows() * kGroup * kPanel);
+    const int64_t begin = group * size, count = std::min(size, num_panels - begin);
+    const T* const panels = packed + begin * num_padded * kPanel;
+    if constexpr (std::is_same_v<T, uint16_t>) {
+      if (has_tiles) SumWithMatrixUnits(x, tiles, panels, count, sums.data());
+    }
+    if (!has_tiles) SumWithVectors(x, panels, num_rows, num_padded, count, sums.data());
+    const int64_t stop = std::min((begin + count) * kPanel, num_outputs);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const float* const of_row = sums.data() + row * kGroup * kPanel;
+      for (int64_t column = begin * kPanel; column < stop; column += kLanes) {
+        const int64_t at = row * num_outputs + column;
+        Vector sum = Round<Out>(Load(of_row + column - begin * kPanel));
+        if (residual != nullptr) sum = Round<Out>(Load(residual + at, stop - column) + sum);
+        Store(y + at, sum, stop - column);
+      }
+    }
+  });
+}
+
+}  // namespace jaxspec
