@@ -87,7 +87,6 @@ def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
       spread: standard deviation of `q / p` if the distribution is.
     """
     is_possible = jnp.isfinite(log_p)
-    p = jnp.exp(log_p)
     columns = []
     for alternative in ALTERNATIVES.values():
         log_alternative = alternative(log_p)
@@ -98,7 +97,11 @@ def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         drawn = jnp.exp(log_alternative)
         expected = jnp.sum(drawn * log_ratio, axis=-1)
         variance = jnp.sum(drawn * jnp.square(log_ratio - expected[:, None]), axis=-1)
-        spread = jnp.sqrt(jnp.sum(p * jnp.square(jnp.expm1(log_ratio)), axis=-1))
+        # In logs: a ratio may be larger than fp32's numbers where p is smaller than them.
+        log_excess = jnp.where(
+            log_ratio > 20, log_ratio, jnp.log(jnp.abs(jnp.expm1(jnp.minimum(log_ratio, 20))))
+        )
+        spread = jnp.exp(jax.nn.logsumexp(log_p + 2 * log_excess, axis=-1) / 2)
         own = jnp.where(is_possible, log_ratio, jnp.inf)
         of_token = jnp.take_along_axis(own, tokens[:, None], axis=1)[:, 0]
         columns.append((of_token, expected, variance, spread))
@@ -110,7 +113,8 @@ def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
 def bets_of(segment: Segment, temperature: float) -> np.ndarray:
     """The segment's bets `[n, A]`, less what rounding may explain; log scale."""
     noise = segment.noise[:, None].astype(np.float64) / temperature
-    allowance = np.minimum(2 * noise, np.log1p(segment.spread * noise))
+    spread = np.where(noise > 0, segment.spread, 0.0)  # it may be inf, and inf * 0 is NaN
+    allowance = np.minimum(2 * noise, np.log1p(spread * noise))
     return segment.log_bets - allowance
 
 

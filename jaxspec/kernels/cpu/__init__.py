@@ -252,8 +252,9 @@ class NativeKernels(Kernels):
 
 
 def _product_or_xla(x: jax.Array, weight: jax.Array | PackedWeight, **settings) -> jax.Array:
-    multiply = product if isinstance(weight, PackedWeight) else xla_product
-    return multiply(x, weight, **settings)
+    if isinstance(weight, PackedWeight):
+        return product(x, weight, **settings)
+    return xla_product(x, weight, **settings)
 
 
 def _can_pack(weight: Any, num_input_axes: int) -> bool:
