@@ -119,7 +119,8 @@ class VerifiersBench(PairBench):
     def _cost(
         self, target: LanguageModel, draft: LanguageModel, shape: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Milliseconds per round of one engine under several sampling parameters, in turns."""
+        """Milliseconds per speculative round of one engine under several sampling parameters, in
+        turns."""
         engine = Engine(target, DraftModel(draft), draft_length=self.draft_length, **shape)
         kinds = {
             "greedy": {},
@@ -134,7 +135,7 @@ class VerifiersBench(PairBench):
 
         def decode(fields: dict[str, Any]) -> int:
             params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, seed=0, **fields)
-            completions = engine.generate(prompts, params, speculate=False)
+            completions = engine.generate(prompts, params)
             return max(completion.acceptance.num_rounds for completion in completions)
 
         turns = take_turns(

@@ -11,9 +11,9 @@ same acceptance leads to the same choices.
 
 Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
 only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
-are worth their while: at batch 1 eight rounds of one request say little. And once plain decoding has
-won, drafts are tried again only when the whole trial costs a small share of the time spent in plain
-decoding since the last one.
+are worth their while: at batch 1 eight rounds of one request say little. And once plain decoding
+has won, drafts are tried again only when the whole trial costs a small share of the time spent in
+plain decoding since the last one.
 """
 
 from __future__ import annotations
