@@ -197,15 +197,18 @@ def _pass_launches(device: str, shape: Shape) -> int:
     """Kernels of a pass of the target over a round's window."""
     loop = dataclasses.replace(shape, draft=_cut(shape.draft, 1)).loop()
     cache = jax.eval_shape(loop.init).cache
-    rows = jax.ShapeDtypeStruct((shape.batch_size,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((shape.batch_size, shape.draft_length + 1), jnp.int32)
-    window = Window(start=rows, positions=tokens, slots=tokens)
+
+    def make_window() -> Window:
+        positions = jnp.zeros((shape.batch_size, shape.draft_length + 1), jnp.int32)
+        return Window(start=positions[:, 0], positions=positions, slots=positions)
+
+    window = jax.eval_shape(make_window)
 
     def forward(params, cache, tokens, window):
         hidden, cache = loop.target.forward(params, tokens, window, cache)
         return loop.target.logits(params, hidden), cache
 
-    text = compile_for(device, forward, loop.target.params, cache, tokens, window, donated=1)
+    text = compile_for(device, forward, loop.target.params, cache, window.slots, window, donated=1)
     thunks = read_thunks(text.thunks)
     return count_launches(thunks, {}, num_trips=1, takes_longest=True).num_launched
 

@@ -205,7 +205,7 @@ class DraftModel(DrafterBase):
                 needs_confidence=stops_early,
             )
             num_valid, distributions = carry.num_valid, carry.distributions
-            if drawn.distribution is not None:
+            if distributions is not None and drawn.distribution is not None:
                 distributions = lax.dynamic_update_slice_in_dim(
                     distributions, drawn.distribution[:, None], node, axis=1
                 )

@@ -112,6 +112,8 @@ def test_describe(engine, target):
     assert found["exactness"] == "bitwise"
     assert found["verifier"] == "coupled"
     assert "bit for bit" in found["promise"]
+    assert found["loops_run_on_host"] == (jax.default_backend() == "gpu")
+    assert found["autotuned"] is None or found["loops_run_on_host"]
     for verifier, exactness in (
         (Rejection(), "distribution"),
         (Block(), "distribution"),
