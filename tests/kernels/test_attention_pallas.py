@@ -15,7 +15,14 @@ from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
 from jaxspec.kernels import pallas as attention_pallas
 from jaxspec.kernels.base import XLA
-from jaxspec.kernels.pallas import PALLAS, SPLIT_LENGTH, is_supported, pallas_attention
+from jaxspec.kernels.pallas import (
+    PALLAS,
+    SPLIT_LENGTH,
+    attend_grouped,
+    is_supported,
+    pallas_attention,
+    write_window,
+)
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.layers import rotary_angles
@@ -255,12 +262,32 @@ def test_a_window_is_written_as_xla_writes_it(dtype, is_interleaved, rotary_size
     jax.__version_info__ >= (0, 11), reason="later versions compile as they lower, with the driver"
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_triton_takes_it(dtype):
+def test_triton_takes_them(dtype):
     # The shapes of a published model, and no GPU: as far as the code that Triton would compile.
-    inputs = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
-    compiled = jax.jit(functools.partial(pallas_attention, dtype=dtype, interpret=False))
-    text = compiled.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 2
+    _, layer, table, window = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
+    norm = jnp.ones((128,), dtype)
+
+    def attend(qkv, layer, table, window):
+        queries, layer = write_window(
+            qkv,
+            layer,
+            table,
+            window,
+            rotary_angles(RopeConfig(theta=1e4, rotary_size=128), window.positions),
+            is_interleaved=False,
+            bias=None,
+            query_norm=norm,
+            key_norm=norm,
+            epsilon=1e-6,
+            interpret=False,
+        )
+        return attend_grouped(
+            queries, layer, table, window, dtype=dtype, sliding_window=None, interpret=False
+        )
+
+    inputs = jnp.zeros((2, 5, 8, 6, 128), dtype), layer, table, window
+    text = jax.jit(attend).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3
 
 
 PARAMS = SamplingParams(max_tokens=40)
