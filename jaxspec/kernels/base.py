@@ -228,7 +228,7 @@ class Kernels:
         )
         # 0 * NaN is NaN: a non-finite value would reach earlier queries, which do not see it. As a
         # key it reaches only those that do.
-        is_finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
+        is_finite = jnp.isfinite(values)
         keys = jnp.where(is_finite, keys, jnp.array(jnp.nan, keys.dtype))
         values = jnp.where(is_finite, values, jnp.zeros((), values.dtype))
         layer = kv.write(layer, table, keys, values, window.slots)

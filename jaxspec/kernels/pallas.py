@@ -1,12 +1,14 @@
-"""Attention of a short window as a GPU kernel: split over KV, each row at its own length's cost.
+"""Attention of a short window as GPU kernels: split over KV, each row at its own length's cost.
 
-This is `block_attention` for GPUs, written for Pallas' Triton compiler. Elsewhere it is
-interpreted, which is slow and meant for tests. XLA reads blocks of KV one after the other, up to
-the end of the longest row. Here they are read in parallel, as in flash-decoding (Dao et al., 2023):
-a first kernel has one program per row, KV head and split of `SPLIT_LENGTH` slots, and a second one
-combines the splits of each row. A program without a live slot ends at once and writes nothing.
+These are `attention_inputs`, `kv.write` and `block_attention` for GPUs, written for Pallas' Triton
+compiler. Elsewhere they are interpreted, which is slow and meant for tests. `write_window` makes
+the queries from the projections and writes the window's KV in place. XLA reads blocks of KV one
+after the other, up to the end of the longest row. Here they are read in parallel, as in
+flash-decoding (Dao et al., 2023): one kernel has a program per row, KV head and split of
+`SPLIT_LENGTH` slots, and another combines the splits of each row. A program without a live slot
+ends at once and writes nothing.
 
-It has not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
+They have not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
 accepts Triton kernels, and warns that a later version will not.
 
 Results are as reproducible as those of `block_attention`: the splits, and the order in which they
@@ -26,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxspec.cache import pages as kv
-from jaxspec.kernels.base import Kernels
+from jaxspec.kernels.base import Angles, Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.types import Window
 
@@ -62,29 +64,41 @@ def pallas_attention(
       sliding_window: slots that a query sees, or None for all.
       interpret: run in Pallas' interpreter; None does so unless there is a GPU.
     """
-    num_rows, window_length, num_query_heads, head_size = queries.shape
-    num_heads, block = layer.num_heads, layer.block
-    chex.assert_shape(window.positions, (num_rows, window_length))
-    group = num_query_heads // num_heads
-    if not is_supported(window, group=group, head_size=head_size):
+    group = queries.shape[2] // layer.num_heads
+    if not is_supported(window, group=group, head_size=queries.shape[3]):
         return block_attention(
             queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
         )
-    if interpret is None:
-        interpret = jax.default_backend() != "gpu"
+    num_rows, window_length, _, head_size = queries.shape
+    grouped = queries.reshape(num_rows, window_length, layer.num_heads, group, head_size)
+    grouped = grouped.transpose(0, 2, 1, 3, 4)
+    return attend_grouped(
+        grouped,
+        layer,
+        table,
+        window,
+        dtype=dtype,
+        sliding_window=sliding_window,
+        interpret=interpret,
+    )
 
-    # The queries of a KV head form one tile. Padding has position -1 and sees nothing.
-    num_queries = window_length * group
-    padded = _padded(num_queries)
-    grouped = queries.reshape(num_rows, window_length, num_heads, group, head_size)
-    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_heads, num_queries, head_size)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - num_queries), (0, 0)))
-    positions = jnp.repeat(window.positions, group, axis=1)
-    positions = jnp.pad(positions, ((0, 0), (0, padded - num_queries)), constant_values=-1)
 
-    is_aligned = isinstance(table, kv.AlignedTable)
-    pages = table.pages if is_aligned else table
-    first_slot = table.first_slot if is_aligned else jnp.zeros((num_rows,), jnp.int32)
+def attend_grouped(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int | None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Attention `[B, T, Q, H]` of queries by KV head, `[B, K, T, G, H]`; see `pallas_attention`."""
+    num_rows, num_heads, window_length, group, head_size = queries.shape
+    block = layer.block
+    chex.assert_shape(window.positions, (num_rows, window_length))
+    padded = _padded(window_length * group)
+    pages, first_slot = _pages(table)
     tile = min(block, pl.next_power_of_2(_TILE_BYTES // (head_size * jnp.dtype(dtype).itemsize)))
     tiles_per_split = max(SPLIT_LENGTH // tile, 1)
     capacity = pages.shape[1] * block
@@ -98,9 +112,6 @@ def pallas_attention(
     extents = jnp.stack([begin // tile, pl.cdiv(end, tile), first_slot], axis=1)
 
     whole = pl.BlockSpec()
-    of_queries = pl.BlockSpec(
-        (None, None, padded, head_size), lambda row, head, *_: (row, head, 0, 0)
-    )
     partial_shape = (num_rows, num_heads, num_splits, padded)
     partials = (
         jax.ShapeDtypeStruct(partial_shape, jnp.float32),
@@ -111,10 +122,14 @@ def pallas_attention(
         (None, None, None, padded), lambda row, head, split: (row, head, split, 0)
     )
     of_splits = pl.BlockSpec((None, None, num_splits, padded), lambda row, head: (row, head, 0, 0))
-    compiler_params = triton.CompilerParams(num_warps=4 if padded <= 32 else 8, num_stages=2)
+    settings = {
+        "compiler_params": triton.CompilerParams(num_warps=4 if padded <= 32 else 8, num_stages=2),
+        "interpret": _is_interpreted(interpret),
+    }
     highest, total, output = pl.pallas_call(
         functools.partial(
             _attend_split,
+            padded=padded,
             tile=tile,
             tiles_per_split=tiles_per_split,
             block=block,
@@ -122,14 +137,7 @@ def pallas_attention(
             sliding_window=sliding_window,
         ),
         grid=(num_rows, num_heads, num_splits),
-        in_specs=[
-            whole,
-            whole,
-            pl.BlockSpec((None, padded), lambda row, head, split: (row, 0)),
-            of_queries,
-            whole,
-            whole,
-        ],
+        in_specs=[whole] * 6,
         out_specs=(
             of_split,
             of_split,
@@ -139,12 +147,11 @@ def pallas_attention(
             ),
         ),
         out_shape=partials,
-        compiler_params=compiler_params,
-        interpret=interpret,
         name="window_attention",
-    )(extents, pages, positions, grouped, layer.k, layer.v)
-    combined = pl.pallas_call(
-        functools.partial(_combine_splits, tiles_per_split=tiles_per_split),
+        **settings,
+    )(extents, pages, window.positions, queries, layer.k, layer.v)
+    return pl.pallas_call(
+        functools.partial(_combine_splits, group=group, tiles_per_split=tiles_per_split),
         grid=(num_rows, num_heads),
         in_specs=[
             whole,
@@ -155,16 +162,13 @@ def pallas_attention(
                 lambda row, head: (row, head, 0, 0, 0),
             ),
         ],
-        out_specs=of_queries,
-        out_shape=jax.ShapeDtypeStruct(grouped.shape, queries.dtype),
-        compiler_params=compiler_params,
-        interpret=interpret,
+        out_specs=whole,
+        out_shape=jax.ShapeDtypeStruct(
+            (num_rows, window_length, num_heads * group, head_size), queries.dtype
+        ),
         name="combine_splits",
+        **settings,
     )(extents, highest, total, output)
-    combined = combined[:, :, :num_queries].reshape(
-        num_rows, num_heads, window_length, group, head_size
-    )
-    return combined.transpose(0, 2, 1, 3, 4).reshape(queries.shape)
 
 
 def is_supported(window: Window, *, group: int, head_size: int) -> bool:
@@ -180,17 +184,36 @@ def _padded(num_queries: int) -> int:
     return max(_MIN_SIZE, pl.next_power_of_2(num_queries))
 
 
+def _is_interpreted(interpret: bool | None) -> bool:
+    return jax.default_backend() != "gpu" if interpret is None else interpret
+
+
+def _pages(table: kv.Table) -> tuple[jax.Array, jax.Array]:
+    """Page numbers `[B, S / block]`, and the slot of each row's position 0 `[B]`."""
+    if isinstance(table, kv.AlignedTable):
+        return table.pages, table.first_slot
+    return table, jnp.zeros(table.shape[:1], jnp.int32)
+
+
+def _query_indices(padded: int, window_length: int, group: int) -> tuple[jax.Array, jax.Array]:
+    """Of each query of a tile `[M]`: its entry of the window, and its place in the group. Copies of
+    the last query fill the tile; they are stored where it is, and are the same to the bit."""
+    index = jnp.minimum(jnp.arange(padded, dtype=jnp.int32), window_length * group - 1)
+    return lax.div(index, group), lax.rem(index, group)
+
+
 def _attend_split(
     extents_ref,  # [B, 3]
     pages_ref,  # [B, S / block]
-    positions_ref,  # [M], M the padded queries
-    queries_ref,  # [M, H]
+    positions_ref,  # [B, T]
+    queries_ref,  # [B, K, T, G, H]
     k_ref,  # [P, K, block, H]
     v_ref,
-    highest_ref,  # [M]
+    highest_ref,  # [M], M the padded queries
     total_ref,  # [M]
     output_ref,  # [M, H]
     *,
+    padded: int,
     tile: int,
     tiles_per_split: int,
     block: int,
@@ -205,9 +228,10 @@ def _attend_split(
 
     @pl.when(first < end)
     def _():
-        positions = positions_ref[:]
-        queries = queries_ref[:, :]
-        num_queries, head_size = queries.shape
+        *_, window_length, group, head_size = queries_ref.shape
+        entry, member = _query_indices(padded, window_length, group)
+        positions = positions_ref[row, entry]
+        queries = queries_ref[row, head, entry, member, :]
         row_end = jnp.max(positions) + 1
         scale = head_size**-0.5
 
@@ -237,7 +261,7 @@ def _attend_split(
             )
 
         highest_ref[:], total_ref[:], output_ref[:, :] = lax.fori_loop(
-            first, end, body, _nothing(num_queries, head_size)
+            first, end, body, _nothing(padded, head_size)
         )
 
 
@@ -246,12 +270,13 @@ def _combine_splits(
     highest_ref,  # [splits, M]
     total_ref,  # [splits, M]
     output_ref,  # [splits, M, H]
-    combined_ref,  # [M, H]
+    combined_ref,  # [B, T, Q, H]
     *,
+    group: int,
     tiles_per_split: int,
 ):
     """One row and KV head: combines the live splits, in the order of their slots."""
-    row = pl.program_id(0)
+    row, head = pl.program_id(0), pl.program_id(1)
     first = extents_ref[row, 0] // tiles_per_split
     end = (extents_ref[row, 1] + tiles_per_split - 1) // tiles_per_split
 
@@ -266,8 +291,11 @@ def _combine_splits(
             output * rescale[:, None] + output_ref[split, :, :] * weight[:, None],
         )
 
-    _, total, output = lax.fori_loop(first, end, body, _nothing(*combined_ref.shape))
-    combined_ref[:, :] = (output / total[:, None]).astype(combined_ref.dtype)
+    padded, head_size = output_ref.shape[1:]
+    _, total, output = lax.fori_loop(first, end, body, _nothing(padded, head_size))
+    entry, member = _query_indices(padded, combined_ref.shape[1], group)
+    combined = (output / total[:, None]).astype(combined_ref.dtype)
+    combined_ref[row, entry, head * group + member, :] = combined
 
 
 def _nothing(num_queries: int, head_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -294,4 +322,161 @@ def _from_storage(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return values if values.dtype == dtype else lax.bitcast_convert_type(values, dtype)
 
 
-PALLAS = Kernels(attention=pallas_attention)
+def write_window(
+    qkv: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    angles: Angles,
+    *,
+    is_interleaved: bool,
+    bias: jax.Array | None,
+    query_norm: jax.Array | None,
+    key_norm: jax.Array | None,
+    epsilon: float,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, kv.LayerCache]:
+    """Queries `[B, K, T, G, H]`, and the layer's KV with the window's own written in place.
+
+    One kernel for what `Kernels.attend` does before the attention; arguments as there.
+    """
+    num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
+    pages, _ = _pages(table)
+    slots = kv.slots_of(table, window.slots)
+    cos, sin = (x.reshape(num_rows, window_length, -1).astype(jnp.float32) for x in angles)
+    rest = ((0, 0), (0, 0), (0, head_size - cos.shape[2]))
+    cos, signed_sin = jnp.pad(cos, rest, constant_values=1.0), jnp.pad(sin, rest)
+    optional = {"bias": bias, "query_norm": query_norm, "key_norm": key_norm}
+    given = {name: x for name, x in optional.items() if x is not None}
+
+    whole = pl.BlockSpec()
+    inputs = (pages, slots, qkv, cos, signed_sin, *given.values(), layer.k, layer.v)
+    queries, k, v = pl.pallas_call(
+        functools.partial(
+            _write_window,
+            given=tuple(given),
+            rotary_size=angles[0].shape[-1] * angles[0].shape[-2],
+            is_interleaved=is_interleaved,
+            epsilon=epsilon,
+        ),
+        grid=(num_rows, window_length, num_heads),
+        in_specs=[whole] * len(inputs),
+        out_specs=(whole, whole, whole),
+        out_shape=(
+            jax.ShapeDtypeStruct(
+                (num_rows, num_heads, window_length, group_and_kv - 2, head_size), qkv.dtype
+            ),
+            jax.ShapeDtypeStruct(layer.k.shape, layer.k.dtype),
+            jax.ShapeDtypeStruct(layer.v.shape, layer.v.dtype),
+        ),
+        input_output_aliases={len(inputs) - 2: 1, len(inputs) - 1: 2},
+        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=_is_interpreted(interpret),
+        name="write_window",
+    )(*inputs)
+    return queries, layer.replace(k=k, v=v)
+
+
+def _write_window(
+    pages_ref,  # [B, S / block]
+    slots_ref,  # [B, T]
+    qkv_ref,  # [B, T, K, G + 2, H]
+    cos_ref,  # [B, T, H], 1 where nothing is rotated
+    signed_sin_ref,  # [B, T, H], 0 there
+    *references,
+    given: tuple[str, ...],
+    rotary_size: int,
+    is_interleaved: bool,
+    epsilon: float,
+):
+    """One entry of a row's window, and one KV head."""
+    # Those given of the bias [K, G + 2, H] and the norms [H]; K and V as they were, and as they are
+    # now [P, K, block, H], between them the queries [B, K, T, G, H].
+    *optional, _, _, queries_ref, k_ref, v_ref = references
+    optional_refs = dict(zip(given, optional, strict=True))
+    row, entry, head = (pl.program_id(axis) for axis in range(3))
+    group, head_size = queries_ref.shape[3:]
+    block = k_ref.shape[2]
+    component = jnp.arange(head_size, dtype=jnp.int32)
+    if is_interleaved:
+        partner = component ^ 1
+    else:
+        partner = lax.rem(component + rotary_size // 2, rotary_size)
+    partner = jnp.where(component < rotary_size, partner, component)
+
+    def projection(index, components):
+        x = qkv_ref[row, entry, head, index, components]
+        return x + optional_refs["bias"][head, index, components] if "bias" in given else x
+
+    def rotated(index, norm):
+        def normed(components):
+            x = projection(index, components)
+            return optional_refs[norm][components] * (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+        if norm in given:
+            wide = projection(index, component).astype(jnp.float32)
+            scale = lax.rsqrt(jnp.sum(wide * wide) / head_size + jnp.float32(epsilon))
+            x, other = normed(component), normed(partner)
+        else:
+            x, other = projection(index, component), projection(index, partner)
+        turned = x.astype(jnp.float32) * cos_ref[row, entry, :]
+        turned += other.astype(jnp.float32) * signed_sin_ref[row, entry, :]
+        return turned.astype(x.dtype)
+
+    for member in range(group):
+        queries_ref[row, head, entry, member, :] = rotated(member, "query_norm")
+
+    slot = slots_ref[row, entry]
+
+    @pl.when((slot >= 0) & (slot < pages_ref.shape[1] * block))
+    def _():
+        keys, values = rotated(group, "key_norm"), projection(group + 1, component)
+        # As in `Kernels.attend`: 0 * NaN is NaN, so V must be finite; whoever sees it gets the key.
+        is_finite = jnp.abs(values) < jnp.inf
+        keys = jnp.where(is_finite, keys, jnp.full_like(keys, jnp.nan))
+        values = jnp.where(is_finite, values, jnp.zeros_like(values))
+        page, inside = pages_ref[row, lax.div(slot, block)], lax.rem(slot, block)
+        k_ref[page, head, inside, :] = _to_storage(keys, k_ref.dtype)
+        v_ref[page, head, inside, :] = _to_storage(values, v_ref.dtype)
+
+
+def _to_storage(values: jax.Array, stored: jnp.dtype) -> jax.Array:
+    return values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
+
+
+class PallasKernels(Kernels):
+    """The kernels above, and XLA's where these do not apply."""
+
+    def attend(
+        self,
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        angles: Angles,
+        *,
+        dtype: jnp.dtype,
+        sliding_window: int | None,
+        **settings,
+    ) -> tuple[jax.Array, kv.LayerCache]:
+        """As `Kernels.attend`."""
+        group, head_size = qkv.shape[3] - 2, qkv.shape[4]
+        if qkv.dtype != dtype or not is_supported(window, group=group, head_size=head_size):
+            return super().attend(
+                qkv,
+                layer,
+                table,
+                window,
+                angles,
+                dtype=dtype,
+                sliding_window=sliding_window,
+                **settings,
+            )
+        queries, layer = write_window(qkv, layer, table, window, angles, **settings)
+        heads = attend_grouped(
+            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
+        )
+        return heads, layer
+
+
+PALLAS = PallasKernels(attention=pallas_attention)

@@ -14,9 +14,18 @@ from jaxspec import Engine, NGram, SamplingParams, load_model
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
 from jaxspec.kernels import pallas as attention_pallas
-from jaxspec.kernels.pallas import SPLIT_LENGTH, is_supported, pallas_attention
+from jaxspec.kernels.base import XLA
+from jaxspec.kernels.pallas import (
+    PALLAS,
+    SPLIT_LENGTH,
+    attend_grouped,
+    is_supported,
+    pallas_attention,
+    write_window,
+)
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.layers import rotary_angles
 from jaxspec.types import Window
 
 SIZE = 16
@@ -118,12 +127,12 @@ def test_partial_sums_that_nobody_wrote_are_not_read(monkeypatch):
     # Sabotage: the splits beyond a row's end are put together too.
     combine = attention_pallas._combine_splits
 
-    def greedy(extents_ref, *references, tiles_per_split):
+    def greedy(extents_ref, *references, tiles_per_split, group):
         class Everything:
             def __getitem__(self, index):
                 return (0, 1024 // SPLIT_LENGTH * tiles_per_split)[index[1]]
 
-        combine(Everything(), *references, tiles_per_split=tiles_per_split)
+        combine(Everything(), *references, tiles_per_split=tiles_per_split, group=group)
 
     monkeypatch.setattr(attention_pallas, "_combine_splits", greedy)
     poisoned = pallas_attention(*inputs, dtype=jnp.float32)
@@ -204,16 +213,81 @@ def test_the_kernel_takes_short_windows_only():
     assert not is_supported(window, group=17, head_size=128)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "is_interleaved", "rotary_size", "has_norm"),
+    [(jnp.bfloat16, False, SIZE, True), (jnp.float32, True, SIZE // 2, False)],
+)
+def test_a_window_is_written_as_xla_writes_it(dtype, is_interleaved, rotary_size, has_norm):
+    _, layer, pages, window = setup([3, 200], 4, dtype=dtype)
+    table = kv.AlignedTable(pages=pages, first_slot=jnp.asarray([0, 50], jnp.int32))
+    window = window.replace(slots=window.slots.at[0, 3].set(-1))  # not to be stored
+    rng = np.random.default_rng(0)
+
+    def random(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    qkv = random(2, 4, 2, 5, SIZE).at[1, 2, 1, 4, 3].set(jnp.inf)  # a value
+    rope = RopeConfig(theta=1e4, rotary_size=rotary_size, is_interleaved=is_interleaved)
+    settings = {
+        "bias": None if has_norm else random(2, 5, SIZE),
+        "query_norm": random(SIZE) if has_norm else None,
+        "key_norm": random(SIZE) if has_norm else None,
+        "epsilon": 1e-6,
+        "is_interleaved": is_interleaved,
+    }
+
+    def attend(kernels):
+        def run(*inputs):
+            return kernels.attend(*inputs, dtype=dtype, sliding_window=None, **settings)
+
+        angles = rotary_angles(rope, window.positions)
+        return jax.jit(run)(qkv, layer, table, window, angles)
+
+    (ours, our_layer), (theirs, their_layer) = attend(PALLAS), attend(XLA)
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float32), np.asarray(theirs, np.float32), atol=ROUNDING[dtype]
+    )
+    every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (2, 512))
+    mine, reference = (
+        [np.asarray(x, np.float32) for x in kv.read_slots(written, pages, every, dtype)]
+        for written in (our_layer, their_layer)
+    )
+    np.testing.assert_allclose(mine[0], reference[0], atol=1e-6)  # fp32 sums in another order
+    np.testing.assert_array_equal(mine[1], reference[1])
+    assert np.isnan(mine[0][1, 252, 1]).any(), "a key whose value is not finite"
+    assert np.isfinite(mine[1]).all()
+
+
 @pytest.mark.skipif(
     jax.__version_info__ >= (0, 11), reason="later versions compile as they lower, with the driver"
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_triton_takes_it(dtype):
+def test_triton_takes_them(dtype):
     # The shapes of a published model, and no GPU: as far as the code that Triton would compile.
-    inputs = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
-    compiled = jax.jit(functools.partial(pallas_attention, dtype=dtype, interpret=False))
-    text = compiled.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 2
+    _, layer, table, window = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
+    norm = jnp.ones((128,), dtype)
+
+    def attend(qkv, layer, table, window):
+        queries, layer = write_window(
+            qkv,
+            layer,
+            table,
+            window,
+            rotary_angles(RopeConfig(theta=1e4, rotary_size=128), window.positions),
+            is_interleaved=False,
+            bias=None,
+            query_norm=norm,
+            key_norm=norm,
+            epsilon=1e-6,
+            interpret=False,
+        )
+        return attend_grouped(
+            queries, layer, table, window, dtype=dtype, sliding_window=None, interpret=False
+        )
+
+    inputs = jnp.zeros((2, 5, 8, 6, 128), dtype), layer, table, window
+    text = jax.jit(attend).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3
 
 
 PARAMS = SamplingParams(max_tokens=40)
