@@ -13,6 +13,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
 from jaxspec.errors import ModelError
+from jaxspec.kernels.base import unpacked
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import atomic_directory
 from jaxspec.training import data
@@ -78,6 +79,7 @@ def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[
     def heads(columns: np.ndarray) -> np.ndarray:  # [E, K, n, H] -> [K * n * H, E]
         return columns.reshape(width, -1).T
 
+    params = unpacked(params)
     yield "model.embed_tokens.weight", np.asarray(params["embedding"])
     for index, layer in enumerate(params["layers"]):
         layer = {name: np.asarray(value) for name, value in layer.items()}

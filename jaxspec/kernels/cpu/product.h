@@ -30,9 +30,9 @@
 
 namespace jaxspec {
 
-constexpr int64_t kPanel = 16;        // columns
-constexpr int64_t kInputs = 32;       // inputs are filled up to a multiple of this
-constexpr int64_t kGroup = 4;         // panels that a thread takes at a time
+constexpr int64_t kPanel = 16;         // columns
+constexpr int64_t kInputs = 32;        // inputs are filled up to a multiple of this
+constexpr int64_t kGroup = 4;          // panels that a thread takes at a time
 constexpr int64_t kAheadBytes = 4096;  // of a panel, what is fetched before it is needed
 
 inline int64_t RoundUp(int64_t count, int64_t multiple) {
@@ -41,7 +41,7 @@ inline int64_t RoundUp(int64_t count, int64_t multiple) {
 
 // ------------------------------------------------------------------------------------------ packing
 
-// Asks for huge pages: with pages of 4 KiB, finding them costs a tenth of the time of reading them.
+// Asks for huge pages: what is read from end to end would need a new page of 4 KiB all the time.
 inline void AdviseHugePages(void* data, size_t num_bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = uintptr_t{1} << 21;
@@ -112,8 +112,8 @@ void Tile(const T* x, const T* packed, int64_t num_inputs, float* sums) {
   }
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kPanels * kOut; ++i) {
-      constexpr bool kIsApart = kPerPanel > kOut;
-      const Vector sum = kIsApart ? AddNeighbours(of[r][kIsApart ? 2 * i : i], of[r][kIsApart ? 2 * i + 1 : i]) : of[r][i];
+      Vector sum = of[r][i];
+      if constexpr (kPerPanel > kOut) sum = AddNeighbours(of[r][2 * i], of[r][2 * i + 1]);
       Store(sums + r * kGroup * kPanel + i * kLanes, sum);
     }
   }
@@ -320,7 +320,8 @@ inline void SumWithMatrixUnits(const uint16_t* x, const RowTiles& of, const uint
   constexpr std::array kTwo = {MultiplyTwoByTwo<1>, MultiplyTwoByTwo<2>};
   constexpr std::array kThree = {MultiplyThreeByTwo<1>, MultiplyThreeByTwo<2>};
   for (int64_t tile = 0; tile < of.count;) {
-    const int64_t num_left = of.count - tile, num_tiles = num_left == 3 ? 3 : std::min<int64_t>(num_left, 2);
+    const int64_t num_left = of.count - tile;
+    const int64_t num_tiles = num_left == 3 ? 3 : std::min<int64_t>(num_left, 2);
     const uint16_t* const rows = x + tile * of.height * of.num_inputs;
     const MatrixRegisters registers(of.height, num_tiles == 3 ? 1 : 2);
     for (int64_t p = 0; p < num_panels;) {
