@@ -15,6 +15,7 @@ from pathlib import Path
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.locks import only_writer
+from jaxspec.runtime.signals import uninterrupted
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
 KERNELS_DIRECTORY = ".kernels"  # likewise: the compiled `native` kernels
@@ -130,6 +131,7 @@ def atomic_directory(
             stack.enter_context(only_writer(destination))
             _finish_interrupted(destination)
             _check_replaceable(destination, overwrite=overwrite, may_replace=may_replace)
+            stack.callback(_remove_written, partial)
             partial.mkdir()
         except OSError as error:
             raise CheckpointError(
@@ -147,10 +149,9 @@ def atomic_directory(
                     "destination on another disk (nothing was left behind)."
                 ) from error
             raise
-        finally:
-            _remove_written(partial)
 
 
+@uninterrupted
 def _remove_written(partial: Path) -> None:
     """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may go on for a
     moment, and make files in a directory that is being removed."""
@@ -202,6 +203,7 @@ def finish_interrupted(destination: Path) -> None:
         ) from error
 
 
+@uninterrupted
 def _finish_interrupted(destination: Path) -> None:
     """`finish_interrupted` while the lock is held; also removes what is not needed any more."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
@@ -215,6 +217,7 @@ def _finish_interrupted(destination: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+@uninterrupted
 def _move_into_place(partial: Path, destination: Path) -> None:
     """Gives a complete directory its name; `_finish_interrupted` can go on after every step."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
