@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.signals import uninterrupted
+from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
 KERNELS_DIRECTORY = ".kernels"  # likewise: the compiled `native` kernels
@@ -77,13 +78,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(path, wait=True):
             partial.unlink(missing_ok=True)
-            try:
+            with called_at_end(functools.partial(partial.unlink, missing_ok=True)):
                 with open(partial, "xb") as file:  # which follows no link that is put there
                     file.write(content)
                 _sync(partial)
                 os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
             _sync(path.parent)
     except OSError as error:
         raise SettingError(
@@ -131,7 +130,7 @@ def atomic_directory(
             stack.enter_context(only_writer(destination))
             _finish_interrupted(destination)
             _check_replaceable(destination, overwrite=overwrite, may_replace=may_replace)
-            stack.callback(_remove_written, partial)
+            stack.enter_context(called_at_end(functools.partial(_remove_written, partial)))
             partial.mkdir()
         except OSError as error:
             raise CheckpointError(

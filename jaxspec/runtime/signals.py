@@ -10,7 +10,8 @@ files are finished or removed on the way out. That needs more than a handler:
   forgotten is raised again; and whatever a process that was interrupted raises at last, it ends as
   interrupted (`interruption`).
 - Python calls no handler while the main thread is in compiled code. So a thread that the signals
-  wake ends the process at the second signal, and `GRACE_S` after the first.
+  wake ends the process at the second signal, and `GRACE_S` after the first, and calls what is
+  `called_at_end` itself.
 - XLA goes on compiling in threads of its own, which crash when the interpreter takes their client
   away at its end. So an interrupted process ends without that (`os._exit`).
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import select
 import signal
@@ -38,6 +40,7 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 _IMPORTING = "<frozen importlib._bootstrap>"
 _UNINTERRUPTED: set[CodeType] = set()
+_AT_END: list[Callable[[], object]] = []
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -70,6 +73,7 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     _handle_signals()
     status = main()
     if status == BROKEN_PIPE_STATUS or interruption() is not None:
+        _call_at_end()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -98,6 +102,20 @@ def uninterrupted(function: _Function) -> _Function:
     return function
 
 
+@contextlib.contextmanager
+def called_at_end(remove: Callable[[], object]) -> Iterator[None]:
+    """A block at whose end `remove` is called, perhaps twice, and also if the process has to be
+    ended within the block: perhaps in another thread then, and its errors do not count."""
+    _AT_END.append(remove)
+    try:
+        yield
+    finally:
+        try:
+            remove()
+        finally:
+            _AT_END.remove(remove)
+
+
 def _handle_signals() -> None:
     """Handles the signals, except those that the parent process has us ignore (`nohup`, a shell's
     background jobs)."""
@@ -121,6 +139,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     _State.number = number
     if not _State.is_raised:
         _end(number)
+    # Threads of libraries (Orbax's) fail when their files are taken away, and say so.
+    logging.disable()
+    threading.excepthook = lambda _: None
     _raise(number, frame)
 
 
@@ -176,7 +197,14 @@ def _wait_for_signal(reading: int, limit_s: float | None) -> int | None:
             return number
 
 
+def _call_at_end() -> None:
+    for remove in reversed(_AT_END):
+        with contextlib.suppress(Exception):
+            remove()
+
+
 def _end(number: int) -> NoReturn:
+    _call_at_end()
     with contextlib.suppress(OSError):
         cursor = SHOW_CURSOR if os.isatty(2) else b""
         os.write(2, cursor + b"interrupted\n")

@@ -354,3 +354,29 @@ def test_a_signal_to_a_writer_leaves_a_whole_directory_or_none(function, order, 
     done = run(WRITER, tmp_path, place / "out", function, order)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
     assert [path.name for path in place.iterdir()] == left
+
+
+STUCK = """
+import hashlib, os, signal, sys, threading
+from program import exit_with
+from jaxspec.runtime import signals
+from jaxspec.runtime.directories import atomic_directory
+
+signals.GRACE_S = 0.5
+
+def work():
+    with signals.raised(), atomic_directory(sys.argv[1]) as directory:
+        (directory / "file").write_text("new")
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no handler runs meanwhile
+
+exit_with(work)
+"""
+
+
+def test_a_writer_that_has_to_be_ended_leaves_nothing(tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    done = run(STUCK, tmp_path, place / "out")
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "interrupted\n")
+    assert not list(place.iterdir())
