@@ -198,7 +198,7 @@ def _wait_for_signal(reading: int, limit_s: float | None) -> int | None:
 
 
 def _call_at_end() -> None:
-    for remove in reversed(_AT_END):
+    for remove in reversed(tuple(_AT_END)):
         with contextlib.suppress(Exception):
             remove()
 

@@ -250,6 +250,7 @@ def run(code: str, directory: pathlib.Path, *args: object) -> subprocess.Complet
     (directory / "slow.py").write_text(SLOW_MODULE)
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
+        cwd=directory,
         env=os.environ | {"PYTHONPATH": f"{directory}:{ROOT}"},
         capture_output=True,
         text=True,
