@@ -324,7 +324,8 @@ real, is_sent = getattr(module, function), False
 
 def sending(path, *args, **kwargs):
     global is_sent
-    first = not is_sent and "partial" in str(path)
+    is_there = function == "mkdir" or os.path.exists(path)
+    first = not is_sent and is_there and "partial" in str(path)
     is_sent = is_sent or first
     if first and order == "before":
         send()
