@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError, SettingError
-from jaxspec.runtime.signals import BROKEN_PIPE_STATUS, exit_with
+from jaxspec.runtime import signals
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -52,8 +52,9 @@ def main(args: Sequence[str] | None = None) -> int:
         status = run_command(sys.argv[1:] if args is None else args)
         sys.stdout.flush()
         return status
-    except (Exception, KeyboardInterrupt) as error:
-        ending = ending_of(error)
+    except BaseException as error:
+        # After a signal, libraries may raise what they make of it.
+        ending = ending_of(signals.interruption() or error)
         if ending is None:
             raise
     if ending.discards_output:
@@ -81,7 +82,7 @@ def ending_of(error: BaseException) -> Ending | None:
         case KeyboardInterrupt():
             return Ending(getattr(error, "status", 130), "interrupted\n")
         case BrokenPipeError():
-            return Ending(BROKEN_PIPE_STATUS, discards_output=True)
+            return Ending(signals.BROKEN_PIPE_STATUS, discards_output=True)
         # What commands write elsewhere they name; and an error of opening has a file name.
         case OSError(filename=None) if error.errno in OUTPUT_REFUSED:
             return Ending(
@@ -106,7 +107,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def program() -> NoReturn:
     """`main` in a process of its own, which Ctrl-C and SIGTERM end in good time."""
-    exit_with(main)
+    signals.exit_with(main)
 
 
 def discard_output() -> None:
@@ -174,7 +175,8 @@ def run_command(args: Sequence[str]) -> int:
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
     prepare_process()
-    document = command.run(Console())
+    with signals.raised():
+        document = command.run(Console())
     if command.json:
         print(json.dumps(document))
     return 0 if document.get("holds", True) else 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.locks import only_writer
+from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
 KERNELS_DIRECTORY = ".kernels"  # likewise: the compiled `native` kernels
@@ -76,13 +78,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(path, wait=True):
             partial.unlink(missing_ok=True)
-            try:
+            with called_at_end(functools.partial(partial.unlink, missing_ok=True)):
                 with open(partial, "xb") as file:  # which follows no link that is put there
                     file.write(content)
                 _sync(partial)
                 os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
             _sync(path.parent)
     except OSError as error:
         raise SettingError(
@@ -130,6 +130,7 @@ def atomic_directory(
             stack.enter_context(only_writer(destination))
             _finish_interrupted(destination)
             _check_replaceable(destination, overwrite=overwrite, may_replace=may_replace)
+            stack.enter_context(called_at_end(functools.partial(_remove_written, partial)))
             partial.mkdir()
         except OSError as error:
             raise CheckpointError(
@@ -147,10 +148,9 @@ def atomic_directory(
                     "destination on another disk (nothing was left behind)."
                 ) from error
             raise
-        finally:
-            _remove_written(partial)
 
 
+@uninterrupted
 def _remove_written(partial: Path) -> None:
     """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may go on for a
     moment, and make files in a directory that is being removed."""
@@ -202,6 +202,7 @@ def finish_interrupted(destination: Path) -> None:
         ) from error
 
 
+@uninterrupted
 def _finish_interrupted(destination: Path) -> None:
     """`finish_interrupted` while the lock is held; also removes what is not needed any more."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
@@ -215,6 +216,7 @@ def _finish_interrupted(destination: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+@uninterrupted
 def _move_into_place(partial: Path, destination: Path) -> None:
     """Gives a complete directory its name; `_finish_interrupted` can go on after every step."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")

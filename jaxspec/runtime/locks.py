@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxspec.errors import SettingError
+from jaxspec.runtime.signals import called_at_end
 
 _log = logging.getLogger(__name__)
 
@@ -36,12 +38,13 @@ def only_writer(path: Path, *, during: str | None = None, wait: bool = False) ->
     lock = path.with_name(f".{name}.lock")
     descriptor = _acquire(lock, path, wait=wait)
     try:
-        with contextlib.suppress(OSError):  # the note is for messages; a full disk has no room
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
+        with called_at_end(functools.partial(lock.unlink, missing_ok=True)):
+            with contextlib.suppress(OSError):  # the note is for messages; a full disk has no room
+                holder = f"process {os.getpid()} on {socket.gethostname()}"
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, holder.encode(), 0)
+            yield
     finally:
-        lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 

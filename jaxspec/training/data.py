@@ -145,17 +145,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 def write_tokens(
     path: pathlib.Path, texts: Iterable[str], tokenizer: tokenizers.Tokenizer
 ) -> np.ndarray:
-    """Writes the token ids of `texts`, end-of-text after each; returns them mapped read-only."""
+    """Writes the token ids of `texts`, end-of-text after each; returns them mapped read-only.
+
+    Raises:
+      OSError: the file cannot be written; no part of it is left.
+    """
     end = np.array([end_of_text_id(tokenizer)], np.uint32)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        for text in texts:
-            # No merge crosses a cut, so the pieces have the tokens of the whole.
-            for encoding in tokenizer.encode_batch(list(_pieces(text))):
-                np.array(encoding.ids, np.uint32).tofile(file)
-            end.tofile(file)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:  # its `write` tells of a full disk; `ndarray.tofile` not
+            for text in texts:
+                # No merge crosses a cut, so the pieces have the tokens of the whole.
+                for encoding in tokenizer.encode_batch(list(_pieces(text))):
+                    file.write(np.array(encoding.ids, np.uint32).tobytes())
+                file.write(end.tobytes())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return map_tokens(path)
 
 

@@ -449,6 +449,18 @@ def test_a_disk_that_is_full_is_told(tmp_path, corpora):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_tokens_that_no_disk_takes_leave_no_file(tmp_path):
+    tokenizer = data.train_tokenizer(["some words"], 300)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            data.write_tokens(tmp_path / "t", ["some words"], tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
     """The Hugging Face directory that the run wrote teaches as the run does, but for rounding."""
     exported = lm.load_teacher(str(trained[0] / "model"))
