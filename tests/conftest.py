@@ -83,7 +83,7 @@ def _forget_programs():
 TIERS = {
     "core": (
         "analysis/test_cost.py",
-        "analysis/test_programs.py",
+        "analysis/test_compiled_programs.py",
         "cache/test_pages.py",
         "drafters/test_names.py",
         "golden",

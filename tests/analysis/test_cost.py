@@ -40,7 +40,7 @@ def test_products_are_all_parameters_but_embedding_and_vectors(name):
     matrices = work.layer_params + work.head_params
     embedding = 0 if config.is_tied else config.vocab_size * config.width
     vectors = num_params(config) - matrices - embedding
-    assert 0 < vectors < 2e-4 * matrices
+    assert 0 < vectors < 3e-4 * matrices
 
 
 def test_work_of_a_pass_by_hand():
