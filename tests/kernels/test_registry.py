@@ -24,7 +24,11 @@ def on_a_gpu(monkeypatch):
 
 def test_a_gpu_is_given_the_attention_kernel():
     assert registry.default_kernels() == "pallas"
-    assert environment.noted_kernels() == {"kernels": "pallas", "kernels_fallback": None}
+    assert environment.noted_kernels() == {
+        "kernels": "pallas",
+        "kernels_family": None,
+        "kernels_fallback": None,
+    }
 
 
 def test_where_pallas_is_missing_that_is_announced(monkeypatch, caplog):
