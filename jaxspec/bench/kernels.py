@@ -13,7 +13,7 @@ from jaxspec.bench.measure import Bench
 from jaxspec.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.bench.stages import forward_runs
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.kernels.registry import KernelsName
+from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import time_loops
 
@@ -55,6 +55,7 @@ class KernelsBench(Bench):
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds of each pass, and the ratio of XLA's to ours, the median of turns."""
+        default_kernels()  # the document names them, and their family of instructions
         results = []
         for dtype in self.dtypes:
             models = {name: load_model(self.target, dtype=dtype, kernels=name) for name in NAMES}
