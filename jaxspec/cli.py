@@ -221,6 +221,6 @@ models:
   Qwen/Qwen3-0.6B            any hub id of a supported architecture
   random:PRESET              random weights, for measuring speed; PRESET is one
                              of vicuna-7b, vicuna-68m, qwen3-8b, qwen3-0.6b,
-                             glm-4-9b, glm-4-draft-0.6b
+                             glm-4-9b, glm-4-draft-0.6b, llama-635m, llama-65m
 
 try: jaxspec demo"""

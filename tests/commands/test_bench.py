@@ -293,7 +293,7 @@ def test_batches_that_make_no_sense_are_refused(text):
         (["--batch-sizes", "0"], "--batch-sizes 0"),
         (["--draft-lengths", "0"], "--draft-lengths 0"),
         (["--repeats", "0"], "--repeats 0"),
-        (["--against", "hf"], "no Hugging Face directory"),
+        (["--against", "hf"], "neither a Hugging Face directory nor random:PRESET"),
     ],
 )
 def test_decode_refuses(refused, options, expected):

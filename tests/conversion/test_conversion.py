@@ -40,7 +40,7 @@ def whole(tmp_path_factory) -> Path:
 def test_layout_against_the_definition(whole):
     """Query head k * G + g, then key, then value, of KV head k; weights `[in, out]`."""
     theirs = hf_checkpoints.golden_arrays("llama", "tensor")
-    model = load_converted(whole / "out", dtype="float32")
+    model = load_converted(whole / "out", dtype="float32", kernels="xla")
     config, layer = model.config, model.params["layers"][1]
     qkv, size = np.asarray(layer["qkv"]), config.head_size
     for head in range(config.num_query_heads):
