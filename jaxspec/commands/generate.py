@@ -36,6 +36,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import MakeDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
+from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts
@@ -43,7 +44,6 @@ from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_regular_file
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.environment import noted_kernels
 from jaxspec.runtime.extras import import_extra
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.telemetry.counters import Acceptance
@@ -475,7 +475,7 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.target.params)})
     sampling = dataclasses.asdict(params if is_sampled else dataclasses.replace(params, seed=None))
     kernels = getattr(engine.target, "kernels", None)
-    computed_by = [kernels, noted_kernels()["kernels_family"], jax.default_backend()]
+    computed_by = [kernels, family_of(kernels), jax.default_backend()]
     weights = _digest_of_weights(engine.executor.target_params)
     settings = [engine.target.name, weights, computed_by, shape, dtypes, sampling, format]
     if not engine.executor.is_width_invariant:  # the width of its window decides ties

@@ -184,7 +184,8 @@ class ShardedLoop:
 
     def params_of_device(self) -> PyTree:
         """Shapes of the parameters, or parts of them, that one device holds."""
-        return jax.tree.map(_part, self.params, self.param_shardings)
+        params = jax.eval_shape(lambda: self.params)  # unpacks nothing
+        return jax.tree.map(_part, params, self.param_shardings)
 
     def state_of_device(self, state: DecodeState) -> DecodeState:
         """Shapes of what one device holds of a shard's `state`, which may have any number of

@@ -25,6 +25,7 @@ from jaxspec.engine.intake import Intake, check_timeout
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.errors import RequestError
+from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
@@ -466,7 +467,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "promise": engine.verifier.promise,
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
         "kernels": getattr(engine.target, "kernels", None),
-        "kernels_family": noted_kernels()["kernels_family"],
+        "kernels_family": family_of(getattr(engine.target, "kernels", None)),
         "kernels_fallback": noted_kernels()["kernels_fallback"],
         "loops_run_on_host": loops_run_on_host(),
         "autotuned": autotuned(),

@@ -92,8 +92,7 @@ class Executor:
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: what weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
-      is_width_invariant: whether the bits of an output do not depend on which of these its tokens
-        were scored in.
+      is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may put a wrapper in the place of one, to watch its calls.
     """
@@ -391,12 +390,10 @@ class Executor:
                 "Draft weights were given to an engine without a drafter; leave them out."
             )
         parts = dict(self.params)
-        for name, owner, given in (
-            ("target", self.loop.target, target),
-            ("drafter", self.loop.drafter, drafter),
-        ):
+        owners = {"target": self.loop.target, "drafter": self.loop.drafter}
+        for name, given in (("target", target), ("drafter", drafter)):
             if given is not None:
-                parts[name] = _like(parts[name], given, owner, name)
+                parts[name] = _like(parts[name], given, owners[name], name)
         self.params = parts
 
     @property

@@ -71,8 +71,11 @@ def native_problem() -> str | None:
     return cpu.problem()
 
 
-def native_family() -> str | None:
-    """The instructions that the CPU kernels multiply bfloat16 with; see `cpu.family`."""
+def family_of(name: str | None) -> str | None:
+    """The instructions that kernels of this name multiply bfloat16 with (`cpu.family`); None where
+    XLA chooses them."""
+    if name != "native":
+        return None
     from jaxspec.kernels import cpu
 
     return cpu.family()
@@ -87,8 +90,7 @@ def default_kernels() -> KernelsName:
     """
     wanted, problem = _wanted_kernels(jax.default_backend())
     name: KernelsName = wanted if problem is None else "xla"
-    family = native_family() if name == "native" else None
-    environment.note_kernels(name, family=family, fallback=problem)
+    environment.note_kernels(name, family=family_of(name), fallback=problem)
     if problem is not None:
         _announce(wanted, problem)
     return name

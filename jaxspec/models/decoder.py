@@ -167,7 +167,7 @@ def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> P
 
     def pack(weight: Any, num_input_axes: int) -> Any:
         packed = kernels.pack(weight, num_input_axes)
-        if consume and packed is not weight:
+        if consume and packed is not weight and not isinstance(weight, jax.core.Tracer):
             jax.block_until_ready(packed)
             jax.tree.map(lambda leaf: leaf.delete(), weight)
         return packed

@@ -2,8 +2,8 @@
 
 Values as in `lmsys/vicuna-7b-v1.3`, `double7/vicuna-68m`, `Qwen/Qwen3-8B`, `Qwen/Qwen3-0.6B`,
 `zai-org/GLM-4-9B-0414` and `jukofyork/GLM-4.5-DRAFT-0.6B-v3.0` (for the last the YaRN factor is
-inferred from its context length). `llama-635m` and `llama-65m` are nobody's: a pair of a size that
-a CPU decodes at some ten tokens per second, its draft model a tenth of its target.
+inferred from its context length). `llama-635m` and `llama-65m` were never published: a pair of a
+size that a CPU decodes at some ten tokens per second, its draft model a tenth of its target.
 """
 
 from __future__ import annotations

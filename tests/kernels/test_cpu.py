@@ -363,6 +363,28 @@ def test_only_what_the_kernels_multiply_is_packed():
     assert jax.tree.leaves(like) == [jax.ShapeDtypeStruct(packed.data.shape, jnp.float32)]
 
 
+def test_a_packed_weight_cast_to_what_the_kernels_do_not_take_is_unpacked():
+    weight = random(1, 8, 24)
+    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), native.pack(weight))
+    np.testing.assert_array_equal(native.NATIVE.pack(cast), weight.astype(jnp.float16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.astype(jnp.float16), "must both be fp32 or both bf16"),
+        (lambda data: data[:1], "not of this product's shape"),
+        (lambda data: data[:, :8], "not of this product's shape"),
+        (lambda data: data[:, :, :8], "not of this product's shape"),
+    ],
+)
+def test_a_packed_weight_that_is_none_is_refused(change, message):
+    packed = native.pack(random(1, 40, 61))
+    wrong = packed.replace(data=change(packed.data))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(native.product(random(2, 3, 40), wrong))
+
+
 def test_weights_that_are_not_packed_are_multiplied_by_xla():
     x, weight, settings = product_inputs((5, 40, 61), ("norm",), jnp.float32)
     ours = native.NATIVE.product(x, weight, **settings)

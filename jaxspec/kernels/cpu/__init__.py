@@ -31,7 +31,7 @@ from jax.sharding import AxisType
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import Angles, Kernels, PackedWeight
+from jaxspec.kernels.base import Angles, Kernels, PackedWeight, unpacked
 from jaxspec.kernels.base import product as xla_product
 from jaxspec.kernels.cpu import build
 from jaxspec.runtime.host_limits import usable_cpus
@@ -207,7 +207,9 @@ class NativeKernels(Kernels):
 
     def pack(self, weight, num_input_axes=1):
         """A `PackedWeight`, if it is of a dtype that `product` takes and not split over devices."""
-        if isinstance(weight, PackedWeight) or not _can_pack(weight, num_input_axes):
+        if isinstance(weight, PackedWeight):
+            return weight if weight.data.dtype in _DTYPES else unpacked(weight)
+        if not _can_pack(weight, num_input_axes):
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
             return jax.eval_shape(functools.partial(pack, num_input_axes=num_input_axes), weight)

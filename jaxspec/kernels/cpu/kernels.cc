@@ -47,6 +47,15 @@ ffi::Error ProductHandler(ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer 
   const int64_t num_rows = x.dimensions()[0];
   const int64_t num_inputs = x.dimensions()[1] / (is_gated ? 2 : 1);
   const int64_t num_padded = 2 * packed.dimensions()[1], num_outputs = y->dimensions()[1];
+  const ffi::DataType type = x.element_type();
+  if ((type != ffi::F32 && type != ffi::BF16) || packed.element_type() != type) {
+    return ffi::Error::InvalidArgument("x and the packed weight must both be fp32 or both bf16");
+  }
+  const int64_t num_panels = packed.dimensions()[0], num_packed = packed.element_count();
+  if (num_panels * kPanel < num_outputs || num_padded < num_inputs || num_padded % kInputs != 0 ||
+      num_packed != num_panels * num_padded * kPanel) {
+    return ffi::Error::InvalidArgument("the packed weight is not of this product's shape");
+  }
   auto run = [&](auto of, auto out) {
     using T = decltype(of);
     using Out = decltype(out);
