@@ -145,33 +145,28 @@ def interrupt(
     return outcome
 
 
-def attack(commands, tmp_path, record_property, *, num_moments: int, seed: int) -> None:
-    rng, tally = random.Random(seed), Tally("signals")
-    for name, command in commands.items():
-        process, started_s = start(command, tmp_path / f"{name}-whole"), time.monotonic()
-        _, err = process.communicate()
-        duration_s = time.monotonic() - started_s
-        assert process.returncode == 0, err
-        for moment in range(num_moments):
-            share, number = rng.uniform(0, 1), rng.choice(list(SIGNALS))
-            outcome = interrupt(
-                command,
-                tmp_path / f"{name}-{moment}",
-                number=SIGNALS[number],
-                after_s=share * duration_s,
-                again=rng.random() < 0.2,
-            )
-            tally.add(f"{number} after {share:.2f} of {name} ({seed}-{moment})", outcome)
+@pytest.mark.parametrize("name", ["generate", "convert"])
+@pytest.mark.parametrize(
+    ("num_moments", "seed"),
+    [(4, 0), pytest.param(40, 1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_signals(commands, tmp_path, record_property, name, num_moments, seed):
+    command, rng, tally = commands[name], random.Random(seed), Tally(f"signals to {name}")
+    process, started_s = start(command, tmp_path / "whole"), time.monotonic()
+    _, err = process.communicate()
+    duration_s = time.monotonic() - started_s
+    assert process.returncode == 0, err
+    for moment in range(num_moments):
+        share, number = rng.uniform(0, 1), rng.choice(list(SIGNALS))
+        outcome = interrupt(
+            command,
+            tmp_path / str(moment),
+            number=SIGNALS[number],
+            after_s=share * duration_s,
+            again=rng.random() < 0.2,
+        )
+        tally.add(f"{number} after {share:.2f} of {name} ({seed}-{moment})", outcome)
     tally.finish(record_property)
-
-
-def test_signals(commands, tmp_path, record_property):
-    attack(commands, tmp_path, record_property, num_moments=4, seed=0)
-
-
-@pytest.mark.slow
-def test_signals_at_many_moments(commands, tmp_path, record_property):
-    attack(commands, tmp_path, record_property, num_moments=40, seed=1)
 
 
 @pytest.mark.parametrize("args", [["env"], ["env", "--json"], ["cache", "list"], ["--help"]])
