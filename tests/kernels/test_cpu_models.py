@@ -76,6 +76,31 @@ def committed(engine, prompts, params):
     return [x.token_ids for x in done], of_rows
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_of_a_real_size_gives_the_same_tokens_at_every_batch_size_and_window(dtype):
+    target = jaxspec.random_model("llama-635m", dtype=dtype)
+    draft = jaxspec.DraftModel(jaxspec.random_model("llama-65m", dtype=dtype))
+    lengths = (3, 32, 17, 40, 9, 25, 12, 30)
+    prompts = [tuple(range(100 + 50 * i, 100 + 50 * i + n)) for i, n in enumerate(lengths)]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+
+    def token_ids(batch_size, drafter, draft_length):
+        engine = Engine(
+            target, drafter, draft_length=draft_length, batch_size=batch_size, max_length=128
+        )
+        return [done.token_ids for done in engine.generate(prompts, params)]
+
+    one_at_a_time = token_ids(1, None, 0)
+    sequences = [prompt + ids for prompt, ids in zip(prompts, one_at_a_time, strict=True)]
+    oracle = jaxspec.Oracle(sequences, acceptance=0.7, cost_of=draft)
+    for batch_size, drafter, draft_length in (
+        (4, None, 0), (8, None, 0), (1, oracle, 4), (8, oracle, 2), (8, oracle, 4), (3, oracle, 7),
+    ):  # fmt: skip
+        assert token_ids(batch_size, drafter, draft_length) == one_at_a_time
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype):
     target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
