@@ -11,6 +11,7 @@ A test belongs to the tier of its file, which is a marker too (`pytest -m core`)
 """
 
 import atexit
+import functools
 import os
 import pathlib
 import shutil
@@ -61,12 +62,28 @@ def _with_options(*args, env_options_overrides=None, **kwargs):
 compiler.get_compile_options = _with_options
 
 
+@functools.cache
+def fast_options() -> dict[str, bool | int]:
+    """Those of `COMPILE_FAST` that this version of XLA has."""
+
+    def is_known(name: str) -> bool:
+        try:
+            jax.jit(lambda: 0, compiler_options={name: COMPILE_FAST[name]})()
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            return False
+        return True
+
+    return {name: value for name, value in COMPILE_FAST.items() if is_known(name)}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Chooses how a test and the fixtures made for it are compiled, and what JAX refuses."""
     _options.clear()
     if jax.default_backend() == "cpu" and item.get_closest_marker("as_shipped") is None:
-        _options.update(COMPILE_FAST)
+        _options.update(fast_options())
     is_system = item.get_closest_marker("system") is not None
     jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
     jax.config.update("jax_debug_key_reuse", not is_system)
