@@ -322,9 +322,8 @@ def test_a_querys_attention_does_not_depend_on_how_many_read_the_same_kv(dtype):
 @pytest.mark.parametrize("fill", [np.nan, np.inf, -3e38])
 def test_what_dead_slots_hold_changes_no_bit(fill, dtype, sliding):
     # Rows that end in the middle of a block of slots, at its end and behind it.
-    case = Case(
-        starts=(0, 7, 11, 12, 125), group=2, size=96, rotary=96, dtype=dtype, sliding=sliding
-    )
+    starts = (0, 7, 11, 12, 125)
+    case = Case(starts=starts, group=2, size=96, rotary=96, dtype=dtype, sliding=sliding)
     clean, _ = run(case, attention_inputs(case))
     heads, _ = run(case, attention_inputs(case, fill=fill))
     assert np.isfinite(np.asarray(clean, np.float32)).all()
