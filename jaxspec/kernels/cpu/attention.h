@@ -72,7 +72,7 @@ struct RowHead {
   }
 };
 
-// Norms and turns the window's keys, and its queries, to queries [window * group, padded]; writes its KV.
+// Norms and turns queries and keys of the window, and writes its KV. queries [window * group, padded].
 template <typename T>
 void WriteWindow(const RowHead<T>& of, const HeadShape<T>& shape, T* queries) {
   const AttentionInputs<T>& in = of.in;
@@ -122,7 +122,7 @@ void WriteWindow(const RowHead<T>& of, const HeadShape<T>& shape, T* queries) {
 // What some queries see: blocks that hold all of it, and of these slots the ones from a query's begin
 // to its end.
 struct Seen {
-  int64_t count, first = 0, num_blocks;              // queries; slot of the first block
+  int64_t count, first, num_blocks;                  // queries; slot of the first block
   int64_t shared_begin, shared_end;                  // of the slots that all of them see
   Integers begins[kQueries], ends[kQueries], lanes;  // of each query, in all lanes
 

@@ -141,8 +141,8 @@ constexpr auto ValuesOfQueries(std::integer_sequence<int, kCounts...>) {
   return std::array{AddValues<T, kCounts + 1>...};
 }
 
-// All queries' weighted values, in tiles of equal height, or a query less, and few blocks at a time,
-// which a core keeps at hand while it goes through the numbers of a head.
+// The values of all queries, in tiles of equal height, or a query less. A core goes through all numbers
+// of a head for few blocks at a time, which its cache holds.
 template <typename T>
 void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t count,
                        const T* const* values, int64_t num_blocks, float* sums) {
@@ -206,7 +206,7 @@ inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16
   const MatrixRegisters registers(
       {of_sums, of_sums, of_sums, of_sums, of_keys, of_keys, of_pairs, of_pairs});
   for (int64_t b = 0; b < num_blocks; b += 4) {
-    const uint16_t* block[4];  // the last ones may be one
+    const uint16_t* block[4];  // past the end, the last one again
     for (int64_t i = 0; i < 4; ++i) block[i] = keys[std::min(b + i, num_blocks - 1)];
     for (int64_t i = b; i < std::min(b + 4, num_blocks); ++i) Fetch(keys[i + kAhead], shape.size);
     _tile_zero(0);
@@ -239,8 +239,9 @@ inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16
   }
 }
 
-// Weighted values of one or two steps of a head. Values are multiplied as they lie: a row of the
-// matrix is a slot's pairs of numbers. Weights in pairs with 0 sum the first numbers, or the second.
+// The weighted values of one or two steps of a head. Values are multiplied as they lie: a row of the
+// matrix is a slot, in pairs of numbers. A weight is in a pair with 0: it takes the first numbers, or
+// the second.
 template <int kSteps>
 void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t count,
               const uint16_t* const* values, int64_t num_blocks, int64_t begin, float* sums) {
