@@ -176,6 +176,13 @@ CASES = {
     "sliding": Case(sliding=130),
     "sees itself only": Case(sliding=1),
     "bf16": Case(dtype=jnp.bfloat16),
+    "bf16, head of 96, many queries": Case(
+        size=96, rotary=96, window=8, group=5, starts=(0, 14, 200), dtype=jnp.bfloat16
+    ),
+    "bf16, head of 80, sliding over few blocks": Case(
+        size=80, rotary=80, starts=(0, 14, 30, 141), dtype=jnp.bfloat16, sliding=17
+    ),
+    "sliding over few blocks": Case(starts=(0, 14, 30, 141), sliding=17),
     "bf16, norm, bias": Case(
         dtype=jnp.bfloat16, changes=(("norm", True), ("bias", True)), sliding=40
     ),
@@ -272,7 +279,18 @@ def test_another_mask_or_another_slot_is_seen_by_the_check_above():
 
 
 @pytest.mark.parametrize(
-    "name", ["chain", "sliding", "bf16", "wide head", "head of 8", "head of 20, bf16, bias"]
+    "name",
+    [
+        "chain",
+        "sliding",
+        "sliding over few blocks",
+        "bf16",
+        "bf16, head of 96, many queries",
+        "bf16, head of 80, sliding over few blocks",
+        "wide head",
+        "head of 8",
+        "head of 20, bf16, bias",
+    ],
 )
 def test_a_rows_attention_depends_on_neither_neighbours_nor_the_windows_width(name):
     case = CASES[name]
@@ -284,6 +302,32 @@ def test_a_rows_attention_depends_on_neither_neighbours_nor_the_windows_width(na
         narrow = dataclasses.replace(case, window=width)
         heads, _ = run(narrow, attention_inputs(narrow))
         np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :width])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_querys_attention_does_not_depend_on_how_many_read_the_same_kv(dtype):
+    most = 20
+    case = Case(starts=(0, 43, 125), window=1, heads=1, group=most, size=96, rotary=96, dtype=dtype)
+    config, params, qkv, *rest = attention_inputs(case)
+    together = np.asarray(run(case, (config, params, qkv, *rest))[0], np.float32)
+    for count in range(1, most):
+        for queries in (range(count), range(most - count, most)):
+            some = qkv[:, :, :, jnp.asarray([*queries, most, most + 1])]
+            heads, _ = run(case, (config, params, some, *rest))
+            np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :, queries])
+
+
+@pytest.mark.parametrize("sliding", [None, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fill", [np.nan, np.inf, -3e38])
+def test_what_dead_slots_hold_changes_no_bit(fill, dtype, sliding):
+    # Rows that end in the middle of a block of slots, at its end and behind it.
+    starts = (0, 7, 11, 12, 125)
+    case = Case(starts=starts, group=2, size=96, rotary=96, dtype=dtype, sliding=sliding)
+    clean, _ = run(case, attention_inputs(case))
+    heads, _ = run(case, attention_inputs(case, fill=fill))
+    assert np.isfinite(np.asarray(clean, np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(heads, np.float32), np.asarray(clean, np.float32))
 
 
 def test_entries_that_are_not_meant_are_not_stored_and_change_nobody():

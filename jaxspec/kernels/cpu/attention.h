@@ -1,13 +1,19 @@
 // Attention of a window over a row's own live KV, read where it lies.
+//
+// The queries of a row's KV head share what they read, kQueries of them at a time, and go through it
+// in blocks of kLanes slots. A block may hold slots that a query does not see: their weight is 0,
+// which changes no sum, whatever other queries a query shares its blocks with.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
+#include "attention_sums.h"
 #include "norms.h"
 #include "vectors.h"
 
@@ -38,52 +44,53 @@ inline void Rotate(float* x, const float* cos, const float* sin, int64_t size, b
   }
 }
 
-// What one row's KV head does in a round: its queries and keys are normed and turned, its KV is
-// written, and its queries, [window, group] of them, see their row's KV up to themselves. A head
-// fills kVectors vectors, where kIsWhole; otherwise the last of them are filled up with zeros.
-template <typename T, int kVectors, bool kIsWhole>
-void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
-  constexpr int64_t kPadded = kVectors * kLanes;
-  const int64_t size = kIsWhole ? kPadded : in.head_size;
-  const auto exist = [=](int64_t i) { return kIsWhole ? kLanes : size - i; };
-  const int64_t num_queries = in.window * in.group, capacity = in.num_blocks * in.block;
-  const int32_t* const positions = in.positions + row * in.window;
-  const int32_t* const slots = in.slots + row * in.window;
-  const int32_t* const table = in.table + row * in.num_blocks;
-  const auto at_slot = [&](T* pages, int64_t slot) {
-    const int64_t page = int64_t{table[slot / in.block]} * in.num_heads + head;
-    return pages + (page * in.block + slot % in.block) * size;
-  };
-  const auto end_of = [&](int64_t query) {  // positions beyond the capacity are of no row that lives
-    return std::clamp<int64_t>(positions[query / in.group] + int64_t{1}, 0, capacity);
-  };
-  const auto begin_of = [&](int64_t query) {
-    return in.sliding_window == 0 ? 0 : std::max<int64_t>(end_of(query) - in.sliding_window, 0);
-  };
-  int64_t first = capacity, last = 0;
-  for (int64_t query = 0; query < num_queries; query += in.group) {
-    first = std::min(first, begin_of(query) / kLanes * kLanes);
-    last = std::max(last, end_of(query));
-  }
-  const int64_t length = (std::max<int64_t>(last - first, 0) + kLanes - 1) / kLanes * kLanes;
-  thread_local std::vector<float> scratch;
-  scratch.resize((length + kPadded + 1) * num_queries);
-  float* const scores = scratch.data();  // [num_queries, length], then weights
-  float* const queries = scores + length * num_queries;
-  float* const totals = queries + kPadded * num_queries;  // of each query's weights
+// A row's KV head.
+template <typename T>
+struct RowHead {
+  const AttentionInputs<T>& in;
+  int64_t row, head;
 
+  int64_t capacity() const { return in.num_blocks * in.block; }
+
+  T* At(T* pages, int64_t slot) const {
+    const int64_t page = in.table[row * in.num_blocks + slot / in.block];
+    return pages + ((page * in.num_heads + head) * in.block + slot % in.block) * in.head_size;
+  }
+
+  // What a query sees; positions beyond the capacity are of no row that lives.
+  int64_t End(int64_t query) const {
+    const int64_t position = in.positions[row * in.window + query / in.group];
+    return std::clamp<int64_t>(position + 1, 0, capacity());
+  }
+  int64_t Begin(int64_t query) const {
+    return in.sliding_window == 0 ? 0 : std::max<int64_t>(End(query) - in.sliding_window, 0);
+  }
+
+  T* Output(int64_t query) const {
+    const int64_t token = row * in.window + query / in.group;
+    return in.output + ((token * in.num_heads + head) * in.group + query % in.group) * in.head_size;
+  }
+};
+
+// Norms and turns queries and keys of the window, and writes its KV. queries [window * group, padded].
+template <typename T>
+void WriteWindow(const RowHead<T>& of, const HeadShape<T>& shape, T* queries) {
+  const AttentionInputs<T>& in = of.in;
+  const int64_t size = shape.size, num_parts = in.group + 2;
+  thread_local std::vector<float> scratch;
+  scratch.resize(3 * shape.padded);
+  float* const query = scratch.data();
+  float *const key = query + shape.padded, *const value = key + shape.padded;
   for (int64_t t = 0; t < in.window; ++t) {
-    const int64_t token = row * in.window + t;
-    float parts[2][kPadded];  // the key, the value
-    for (int64_t part = 0; part < in.group + 2; ++part) {
+    const int64_t token = of.row * in.window + t;
+    for (int64_t part = 0; part < num_parts; ++part) {
       const bool is_query = part < in.group, is_value = part == in.group + 1;
-      float* const x = is_query ? queries + (t * in.group + part) * kPadded : parts[is_value];
-      const int64_t of_head = (head * (in.group + 2) + part) * size;
-      std::fill(x + size, x + kPadded, 0.0f);
-      Widen(in.qkv + token * in.num_heads * (in.group + 2) * size + of_head, x, size);
+      float* const x = is_query ? query : is_value ? value : key;
+      const int64_t of_head = (of.head * num_parts + part) * size;
+      Widen(in.qkv + token * in.num_heads * num_parts * size + of_head, x, size);
       if (in.bias != nullptr) {
         for (int64_t i = 0; i < size; i += kLanes) {
-          Store(x + i, Round<T>(Load(x + i) + Load(in.bias + of_head + i, exist(i))));
+          Store(x + i, Round<T>(Load(x + i) + Load(in.bias + of_head + i, size - i)));
         }
       }
       if (is_value) continue;
@@ -92,109 +99,161 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
       const int64_t angle = token * in.rotary_size / 2;
       Rotate(x, in.cos + angle, in.sin + angle, in.rotary_size, in.is_interleaved);
       for (int64_t i = 0; i < size; i += kLanes) Store(x + i, Round<T>(Load(x + i)));
+      if (!is_query) continue;
+      T* const to = queries + (t * in.group + part) * shape.padded;
+      for (int64_t i = 0; i < size; i += kLanes) {
+        Store(to + i, Load(x + i) * shape.query_scale, size - i);
+      }
+      std::fill(to + size, to + shape.padded, T{});
     }
-    if (slots[t] < 0 || slots[t] >= capacity) continue;
+    const int32_t slot = in.slots[token];
+    if (slot < 0 || slot >= of.capacity()) continue;
     // 0 * NaN is NaN: a value that is no number would reach the queries before it, which do not see
     // it. As a key it reaches those that do.
-    bool is_finite = true;
-    for (float x : parts[1]) is_finite &= std::isfinite(x);
+    const bool is_finite = std::all_of(value, value + size, [](float x) { return std::isfinite(x); });
     for (int64_t i = 0; i < size; i += kLanes) {
       const Vector nan = Vector{} + std::nanf("");
-      Store(at_slot(in.k, slots[t]) + i, is_finite ? Load(parts[0] + i) : nan, exist(i));
-      Store(at_slot(in.v, slots[t]) + i, is_finite ? Load(parts[1] + i) : Vector{}, exist(i));
-    }
-  }
-
-  const float scale = 1.0f / std::sqrt(static_cast<float>(size));
-  for (int64_t query = 0; query < num_queries; ++query) {
-    float* const of_slot = scores + query * length - first;
-    const int64_t begin = begin_of(query), end = end_of(query);
-    Vector wide[kVectors];
-    for (int i = 0; i < kVectors; ++i) wide[i] = Load(queries + query * kPadded + i * kLanes) * scale;
-    Vector highest = Vector{} - 1e30f;
-    for (int64_t slot = begin / kLanes * kLanes; slot < end; slot += kLanes) {
-      const T* const keys = at_slot(in.k, slot);
-      Vector products[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) {
-        products[lane] = wide[0] * Load(keys + lane * size, exist(0));
-        for (int i = 1; i < kVectors; ++i) {
-          const Vector key = Load(keys + lane * size + i * kLanes, exist(i * kLanes));
-          products[lane] = MulAdd(wide[i], key, products[lane]);
-        }
-      }
-      const Vector sums = Sums(products);
-      Store(of_slot + slot, sums);
-      Vector seen = sums;
-      for (int64_t lane = 0; lane < begin - slot; ++lane) seen[lane] = -1e30f;
-      for (int64_t lane = end - slot; lane < kLanes; ++lane) seen[lane] = -1e30f;
-      highest = seen > highest ? seen : highest;
-    }
-    float most = highest[0];
-    for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, highest[lane]);
-    Vector total = {};
-    for (int64_t slot = begin / kLanes * kLanes; slot < end; slot += kLanes) {
-      Vector weights = Exp(Load(of_slot + slot) - most);
-      for (int64_t lane = 0; lane < begin - slot; ++lane) weights[lane] = 0.0f;
-      for (int64_t lane = end - slot; lane < kLanes; ++lane) weights[lane] = 0.0f;
-      total += weights;
-      Store(of_slot + slot, Round<T>(weights));
-    }
-    totals[query] = Sum<kLanes>(total);
-  }
-
-  // As many queries at a time as the registers hold share what they all see.
-  constexpr int kTogether = std::clamp(16 / kVectors, 1, 4);
-  for (int64_t start = 0; start < num_queries; start += kTogether) {
-    const int count = std::min<int64_t>(kTogether, num_queries - start);
-    Vector sums[kTogether][kVectors] = {};
-    const auto add = [&](int q, int64_t slot, const T* value) {
-      const Vector weight = Splat(scores[(start + q) * length + slot - first]);
-      for (int i = 0; i < kVectors; ++i) {
-        sums[q][i] = MulAdd(weight, Load(value + i * kLanes, exist(i * kLanes)), sums[q][i]);
-      }
-    };
-    int64_t shared_begin = 0, shared_end = capacity;
-    for (int q = 0; q < count; ++q) {
-      shared_begin = std::max(shared_begin, begin_of(start + q));
-      shared_end = std::min(shared_end, end_of(start + q));
-    }
-    shared_end = std::max(shared_begin, shared_end);
-    for (int q = 0; q < count; ++q) {
-      const int64_t stop = std::min(shared_begin, end_of(start + q));
-      for (int64_t slot = begin_of(start + q); slot < stop; ++slot) add(q, slot, at_slot(in.v, slot));
-    }
-    for (int64_t slot = shared_begin; slot < shared_end; ++slot) {
-      const T* const value = at_slot(in.v, slot);
-      if (count == kTogether) {
-        for (int q = 0; q < kTogether; ++q) add(q, slot, value);
-      } else {
-        for (int q = 0; q < count; ++q) add(q, slot, value);
-      }
-    }
-    for (int q = 0; q < count; ++q) {
-      const int64_t query = start + q, end = end_of(query);
-      for (int64_t slot = shared_end; slot < end; ++slot) add(q, slot, at_slot(in.v, slot));
-      const int64_t token = row * in.window + query / in.group;
-      T* const to = in.output + (token * in.num_heads * in.group + head * in.group +
-                                 query % in.group) * size;
-      for (int i = 0; i < kVectors; ++i) {
-        Store(to + i * kLanes, Round<T>(sums[q][i] / totals[query]), exist(i * kLanes));
-      }
+      Store(of.At(in.k, slot) + i, is_finite ? Load(key + i) : nan, size - i);
+      Store(of.At(in.v, slot) + i, is_finite ? Load(value + i) : Vector{}, size - i);
     }
   }
 }
 
-template <typename T>
-using AttendFunction = decltype(&Attend<T, 1, true>);
+// What some queries see: blocks that hold all of it, and of these slots the ones from a query's begin
+// to its end.
+struct Seen {
+  int64_t count, first, num_blocks;                  // queries; slot of the first block
+  int64_t shared_begin, shared_end;                  // of the slots that all of them see
+  Integers begins[kQueries], ends[kQueries], lanes;  // of each query, in all lanes
 
-// The function for the least number of vectors, of 1, 2, 4, ... 32, that hold a head.
-template <typename T, int kVectors = 1>
-AttendFunction<T> AttendOf(int64_t head_size) {
-  if constexpr (kVectors > 32) {
-    return nullptr;
-  } else {
-    if (head_size > kVectors * kLanes) return AttendOf<T, 2 * kVectors>(head_size);
-    return head_size == kVectors * kLanes ? Attend<T, kVectors, true> : Attend<T, kVectors, false>;
+  template <typename T>
+  Seen(const RowHead<T>& of, int64_t start, int64_t count)
+      : count(count), shared_begin(0), shared_end(of.capacity()) {
+    int64_t begin_of_all = of.capacity(), end_of_all = 1;
+    for (int64_t q = 0; q < count; ++q) {
+      const int64_t begin = of.Begin(start + q), end = of.End(start + q);
+      begins[q] = Integers{} + static_cast<int32_t>(begin);
+      ends[q] = Integers{} + static_cast<int32_t>(end);
+      begin_of_all = std::min(begin_of_all, begin);
+      end_of_all = std::max(end_of_all, end);
+      shared_begin = std::max(shared_begin, begin);
+      shared_end = std::min(shared_end, end);
+    }
+    first = begin_of_all / kLanes * kLanes;
+    num_blocks = RoundUp(end_of_all - first, kLanes) / kLanes;
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
+  }
+
+  bool IsShared(int64_t block) const {
+    const int64_t slot = first + block * kLanes;
+    return slot >= shared_begin && slot + kLanes <= shared_end;
+  }
+
+  // The lanes of x whose slots the query sees, and `other` in the others.
+  Vector Of(int64_t query, int64_t block, Vector x, float other) const {
+    const Integers slots = lanes + static_cast<int32_t>(first + block * kLanes);
+    return (slots >= begins[query]) & (slots < ends[query]) ? x : Vector{} + other;
+  }
+};
+
+// Makes scores [block, query, kLanes] weights, and adds them up to totals. Where there are matrix
+// units, the weights follow a second time, as the first numbers of pairs.
+template <typename T>
+void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* totals) {
+  Vector highest[kQueries], sums[kQueries] = {};
+  std::fill(highest, highest + kQueries, Splat(-1e30f));
+  for (int64_t b = 0, i = 0; b < seen.num_blocks; ++b) {
+    for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
+      const Vector score = seen.Of(q, b, Load(scores + i), -1e30f);
+      highest[q] = score > highest[q] ? score : highest[q];
+    }
+  }
+  for (int64_t q = 0; q < seen.count; ++q) {
+    float most = highest[q][0];
+    for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, highest[q][lane]);
+    highest[q] = Splat(most);
+  }
+  float* const firsts = scores + seen.num_blocks * seen.count * kLanes;
+  for (int64_t b = 0, i = 0; b < seen.num_blocks; ++b) {
+    for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
+      const Vector exp = Exp((Load(scores + i) - highest[q]) * shape.score_scale);
+      const Vector weight = seen.Of(q, b, exp, 0.0f), rounded = Round<T>(weight);
+      sums[q] += weight;
+      Store(scores + i, rounded);
+      if (shape.has_tiles) Store(firsts + i, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+    }
+  }
+  for (int64_t q = 0; q < seen.count; ++q) totals[q] = Sum<kLanes>(sums[q]);
+}
+
+// Attention of `count` queries, at most kQueries, from `start` on.
+template <typename T>
+void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* queries, int64_t start,
+                    int64_t count) {
+  const Seen seen(of, start, count);
+  thread_local std::vector<const T*> blocks;
+  blocks.resize(2 * seen.num_blocks + kAhead);
+  const T **const keys = blocks.data(), **const values = keys + seen.num_blocks;
+  int64_t num_copies = 0;
+  for (int64_t b = 0; b < seen.num_blocks; ++b) {
+    keys[b] = of.At(of.in.k, seen.first + b * kLanes);
+    values[b] = of.At(of.in.v, seen.first + b * kLanes);
+    if (b < kAhead) Fetch(keys[b], shape.size);
+    num_copies += !seen.IsShared(b);
+  }
+  std::fill_n(values + seen.num_blocks, kAhead, values[seen.num_blocks - 1]);
+
+  thread_local std::vector<Line> scratch;
+  const int64_t num_weights = seen.num_blocks * count * kLanes;
+  scratch.resize(RoundUp(2 * num_weights + count * shape.padded, kLineFloats) / kLineFloats);
+  float* const weights = scratch.front().floats;  // [block, count, kLanes], twice
+  float* const sums = weights + 2 * num_weights;  // [count, padded]
+  float totals[kQueries];
+  Scores(shape, queries + start * shape.padded, count, keys, seen.num_blocks, weights);
+  Softmax(seen, shape, weights, totals);
+
+  // A slot that not all of the queries see may hold anything, and 0 * NaN is NaN.
+  thread_local std::vector<T> copies;
+  const int64_t block_size = kLanes * shape.size;
+  copies.resize(num_copies * block_size);
+  T* copy = copies.data();
+  for (int64_t b = 0; b < seen.num_blocks; ++b) {
+    if (seen.IsShared(b)) continue;
+    for (int64_t i = 0; i < block_size; i += kLanes) {
+      const Vector value = Load(values[b] + i);
+      Store(copy + i, value - value == 0.0f ? value : Vector{});
+    }
+    values[b] = copy;
+    copy += block_size;
+  }
+  WeightedValues(shape, weights, count, values, seen.num_blocks, sums);
+
+  for (int64_t q = 0; q < count; ++q) {
+    T* const to = of.Output(start + q);
+    const float* from = sums + q * shape.padded;
+    for (int64_t i = 0; i < shape.size; i += shape.step, from += kNumbers<T>) {
+      // 0 is added because of -0, which does not outlast weights of 0: how many of them follow
+      // depends on the other queries.
+      const auto part = [&](int p) {
+        return Round<T>((Load(from + p * kLanes) + 0.0f) / totals[q]);
+      };
+      StoreParts(to + i, part(0), part(kParts<T> - 1), std::min(shape.step, shape.size - i));
+    }
+  }
+}
+
+// What one row's KV head does in a round: its queries and keys are normed and turned, its KV is
+// written, and its queries, [window, group] of them, see their row's KV up to themselves.
+template <typename T>
+void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
+  const RowHead<T> of = {in, row, head};
+  const HeadShape<T> shape(in.head_size);
+  const int64_t num_queries = in.window * in.group;
+  thread_local std::vector<T> queries;
+  queries.resize(num_queries * shape.padded);
+  WriteWindow(of, shape, queries.data());
+  for (int64_t start = 0; start < num_queries; start += kQueries) {
+    AttendTogether(of, shape, queries.data(), start, std::min(kQueries, num_queries - start));
   }
 }
 

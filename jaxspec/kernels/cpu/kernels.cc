@@ -92,8 +92,6 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
   }
   auto run = [&](auto element) {
     using T = decltype(element);
-    const AttendFunction<T> attend = AttendOf<T>(head_size);
-    if (attend == nullptr) return ffi::Error::InvalidArgument("head size not supported");
     AttentionInputs<T> in;
     in.window = shape[1];
     in.num_heads = num_heads;
@@ -118,7 +116,7 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     in.slots = slots.typed_data();
     in.output = static_cast<T*>(output->untyped_data());
     Team::Get().For(num_rows * num_heads, [&](int64_t task) {
-      attend(in, task / num_heads, task % num_heads);
+      Attend(in, task / num_heads, task % num_heads);
     });
     return ffi::Error::Success();
   };

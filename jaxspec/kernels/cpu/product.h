@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -20,10 +19,9 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
+#include "matrix_units.h"
 #include "norms.h"
 #include "threads.h"
 #include "vectors.h"
@@ -34,10 +32,6 @@ constexpr int64_t kPanel = 16;         // columns
 constexpr int64_t kInputs = 32;        // inputs are filled up to a multiple of this
 constexpr int64_t kGroup = 4;          // panels that a thread takes at a time
 constexpr int64_t kAheadBytes = 4096;  // of a panel, what is fetched before it is needed
-
-inline int64_t RoundUp(int64_t count, int64_t multiple) {
-  return (count + multiple - 1) / multiple * multiple;
-}
 
 // ------------------------------------------------------------------------------------------ packing
 
@@ -91,22 +85,21 @@ constexpr int PanelsOf(int num_rows) {
 template <typename T, int kRows, int kPanels>
 void Tile(const T* x, const T* packed, int64_t num_inputs, float* sums) {
   constexpr int kSums = kPanels * kVectors<T>, kPerPanel = kVectors<T>, kOut = kPanel / kLanes;
-  using Numbers = std::conditional_t<std::is_same_v<T, float>, Vector, Unsigned>;
   using Pair = std::conditional_t<std::is_same_v<T, float>, uint64_t, uint32_t>;
   using Pairs = typename VectorOf<Pair, sizeof(Vector) / sizeof(Pair)>::type;
   Vector of[kRows][kSums] = {};
   for (int64_t input = 0; input < num_inputs; input += 2) {
-    Numbers weights[kSums];
+    Numbers<T> weights[kSums];
     for (int i = 0; i < kSums; ++i) {
       const T* const from = packed + (i / kPerPanel * num_inputs + input) * kPanel +
-                            i % kPerPanel * (sizeof(Vector) / sizeof(T));
-      std::memcpy(&weights[i], from, sizeof(Numbers));
+                            i % kPerPanel * kNumbers<T>;
+      std::memcpy(&weights[i], from, sizeof(Numbers<T>));
       __builtin_prefetch(from + kAheadBytes / sizeof(T));
     }
     for (int r = 0; r < kRows; ++r) {
       Pair pair;
       std::memcpy(&pair, x + r * num_inputs + input, sizeof(pair));
-      const Numbers inputs = Bits<Numbers>(Pairs{} + pair);
+      const Numbers<T> inputs = Bits<Numbers<T>>(Pairs{} + pair);
       for (int i = 0; i < kSums; ++i) of[r][i] = AddPairs(inputs, weights[i], of[r][i]);
     }
   }
@@ -167,34 +160,6 @@ struct RowTiles {
 };
 
 #if defined(__AMX_BF16__) && defined(__linux__)
-
-// Whether this process may use AMX: Linux gives its registers to those that ask.
-inline bool HasMatrixUnits() {
-  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool is_granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return is_granted;
-}
-
-// The matrix registers of this thread, while this lives: `height` rows of 64 bytes for sums and rows
-// of x, and 16 for weights, which are in the last `num_weights` registers.
-class MatrixRegisters {
- public:
-  MatrixRegisters(int64_t height, int num_weights) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t num_bytes[16] = {};
-      uint8_t num_rows[16] = {};
-    } layout;
-    for (int i = 0; i < 8; ++i) {
-      layout.num_bytes[i] = 64;
-      layout.num_rows[i] = i < 8 - num_weights ? height : 16;
-    }
-    // GCC does not know that these instructions read memory: all must have been written by now.
-    std::atomic_signal_fence(std::memory_order_seq_cst);
-    _tile_loadconfig(&layout);
-  }
-  ~MatrixRegisters() { _tile_release(); }
-};
 
 constexpr int64_t kTile = kInputs * kPanel, kSumsBytes = kGroup * kPanel * sizeof(float);
 
@@ -323,7 +288,9 @@ inline void SumWithMatrixUnits(const uint16_t* x, const RowTiles& of, const uint
     const int64_t num_left = of.count - tile;
     const int64_t num_tiles = num_left == 3 ? 3 : std::min<int64_t>(num_left, 2);
     const uint16_t* const rows = x + tile * of.height * of.num_inputs;
-    const MatrixRegisters registers(of.height, num_tiles == 3 ? 1 : 2);
+    const TileShape of_rows = {of.height, 64}, of_weights = {16, 64};
+    const MatrixRegisters registers({of_rows, of_rows, of_rows, of_rows, of_rows, of_rows,
+                                     num_tiles == 3 ? of_rows : of_weights, of_weights});
     for (int64_t p = 0; p < num_panels;) {
       const int64_t width = num_tiles == 1 ? num_panels : std::min<int64_t>(num_panels - p, 2);
       const auto multiply = (num_tiles == 1   ? kOne[width - 1]
@@ -338,8 +305,6 @@ inline void SumWithMatrixUnits(const uint16_t* x, const RowTiles& of, const uint
 }
 
 #else
-
-inline bool HasMatrixUnits() { return false; }
 
 inline void SumWithMatrixUnits(const uint16_t*, const RowTiles&, const uint16_t*, int64_t, float*) {}
 

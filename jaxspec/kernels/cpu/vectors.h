@@ -15,6 +15,10 @@
 
 namespace jaxspec {
 
+inline int64_t RoundUp(int64_t count, int64_t multiple) {
+  return (count + multiple - 1) / multiple * multiple;
+}
+
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kNumSums = 24;  // of 32 registers, those that hold a product's sums
 #elif defined(__AVX__)
@@ -145,6 +149,56 @@ inline Vector Sums(Vector (&x)[kLanes]) {
   return x[0];
 }
 
+// A register full of T: floats, or pairs of bfloat16.
+template <typename T>
+using Numbers = std::conditional_t<std::is_same_v<T, float>, Vector, Unsigned>;
+template <typename T>
+constexpr int kNumbers = sizeof(Vector) / sizeof(T);
+
+template <typename T>
+inline Numbers<T> LoadNumbers(const T* from) {
+  Numbers<T> numbers;
+  std::memcpy(&numbers, from, sizeof(numbers));
+  return numbers;
+}
+
+// The first `count` numbers; the others are 0, and what lies behind is not read.
+template <typename T>
+inline Numbers<T> LoadNumbers(const T* from, int64_t count) {
+#if defined(__AVX512BW__)
+  const uint64_t bytes = (uint64_t{1} << count * sizeof(T)) - 1;
+  return Bits<Numbers<T>>(_mm512_maskz_loadu_epi8(bytes, from));
+#else
+  Numbers<T> numbers = {};
+  std::memcpy(&numbers, from, count * sizeof(T));
+  return numbers;
+#endif
+}
+
+// The floats that a register holds, in kParts vectors: of pairs all the first ones, then the second.
+template <typename T>
+constexpr int kParts = kNumbers<T> / kLanes;
+
+template <int kPart>
+inline Vector Part(Vector numbers) {
+  return numbers;
+}
+
+template <int kPart>
+inline Vector Part(Unsigned pairs) {
+  return Bits<Vector>(kPart == 0 ? pairs << 16 : pairs & 0xffff0000u);
+}
+
+// Stores the first `count` numbers of a register with these parts, which must be values of T.
+inline void StoreParts(float* to, Vector numbers, Vector, int64_t count) {
+  std::memcpy(to, &numbers, count * sizeof(*to));
+}
+
+inline void StoreParts(uint16_t* to, Vector first, Vector second, int64_t count) {
+  const Unsigned pairs = Bits<Unsigned>(first) >> 16 | Bits<Unsigned>(second);
+  std::memcpy(to, &pairs, count * sizeof(*to));
+}
+
 // c + a * b, where the lanes of a and b are floats.
 inline Vector AddPairs(Vector a, Vector b, Vector c) { return MulAdd(a, b, c); }
 
@@ -153,8 +207,7 @@ inline Vector AddPairs(Unsigned a, Unsigned b, Vector c) {
 #if defined(__AVX512BF16__)
   return _mm512_dpbf16_ps(c, Bits<__m512bh>(a), Bits<__m512bh>(b));
 #else
-  c = MulAdd(Bits<Vector>(a << 16), Bits<Vector>(b << 16), c);
-  return MulAdd(Bits<Vector>(a & 0xffff0000u), Bits<Vector>(b & 0xffff0000u), c);
+  return MulAdd(Part<1>(a), Part<1>(b), MulAdd(Part<0>(a), Part<0>(b), c));
 #endif
 }
 

@@ -1,0 +1,328 @@
+// The sums of attention: scores of slots, and the values of slots by their weights.
+//
+// Slots come in blocks of kLanes, each in one piece. A score is a sum over a head's numbers, an output
+// one over the slots, in an order of the family's (`Family` in product.h): the same for any number of
+// queries and blocks.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "matrix_units.h"
+#include "vectors.h"
+
+namespace jaxspec {
+
+constexpr int64_t kQueries = 16;  // that share what they read
+
+struct alignas(64) Line {
+  float floats[16];
+};
+constexpr int64_t kLineFloats = 16;
+
+// How the numbers of a head are taken: so many at a time, a register full or a matrix row. Of
+// bfloat16 in pairs, and sums of the first numbers of pairs are apart from those of the second.
+template <typename T>
+struct HeadShape {
+  int64_t size, step, padded;      // padded: kNumbers for each step
+  float query_scale, score_scale;  // a query of bfloat16 stays as it is, and its scores are scaled
+  bool has_tiles;
+
+  explicit HeadShape(int64_t head_size) : size(head_size), step(kNumbers<T>) {
+    const float scale = 1.0f / std::sqrt(static_cast<float>(size));
+    query_scale = std::is_same_v<T, float> ? scale : 1.0f;
+    score_scale = std::is_same_v<T, float> ? 1.0f : scale;
+    has_tiles = !std::is_same_v<T, float> && HasMatrixUnits() && size % 2 == 0;
+    if (has_tiles) {
+      while (size % step != 0) step -= 2;
+    }
+    padded = RoundUp(size, step) / step * kNumbers<T>;
+  }
+};
+
+constexpr int64_t kAhead = 4;  // blocks that are fetched before they are needed
+
+template <typename T>
+inline void Fetch(const T* block, int64_t size) {
+  for (int64_t i = 0; i < kLanes * size; i += 64 / sizeof(T)) __builtin_prefetch(block + i);
+}
+
+// ---------------------------------------------------------------------------------- with vectors
+
+// Scores of kCount queries and a block, to scores [kCount, kLanes].
+template <typename T, int kCount>
+void ScoreTile(const T* queries, int64_t padded, const T* keys, int64_t size, float* scores) {
+  constexpr int kSlots = kLanes / kCount;
+  for (int slot = 0; slot < kLanes; slot += kSlots) {
+    Vector products[kLanes] = {};  // [kCount, kSlots]
+    const auto add = [&](int64_t i, auto load) {
+      Numbers<T> query[kCount];
+      for (int q = 0; q < kCount; ++q) query[q] = LoadNumbers(queries + q * padded + i);
+      for (int s = 0; s < kSlots; ++s) {
+        const Numbers<T> key = load(keys + (slot + s) * size + i);
+        for (int q = 0; q < kCount; ++q) {
+          products[q * kSlots + s] = AddPairs(query[q], key, products[q * kSlots + s]);
+        }
+      }
+    };
+    int64_t i = 0;
+    for (; i + kNumbers<T> <= size; i += kNumbers<T>) {
+      add(i, [](const T* from) { return LoadNumbers(from); });
+    }
+    if (i < size) add(i, [=](const T* from) { return LoadNumbers(from, size - i); });
+    const Vector sums = Sums(products);
+    for (int q = 0; q < kCount; ++q) {
+      std::memcpy(scores + q * kLanes + slot, reinterpret_cast<const float*>(&sums) + q * kSlots,
+                  kSlots * sizeof(float));
+    }
+  }
+}
+
+// Scores of all queries and a block, in tiles of four, two and one.
+template <typename T, int kCount = std::max(kLanes / 4, 1)>
+void ScoreBlock(const HeadShape<T>& shape, const T* queries, int64_t count, const T* keys,
+                float* scores) {
+  int64_t q = 0;
+  for (; q + kCount <= count; q += kCount) {
+    ScoreTile<T, kCount>(queries + q * shape.padded, shape.padded, keys, shape.size,
+                         scores + q * kLanes);
+  }
+  if constexpr (kCount > 1) {
+    ScoreBlock<T, kCount / 2>(shape, queries + q * shape.padded, count - q, keys,
+                              scores + q * kLanes);
+  }
+}
+
+// Queries that take a register full of values at the same time.
+template <typename T>
+constexpr int kTileQueries = std::min<int>(kNumSums / kParts<T>, kQueries);
+
+// Adds the values of some blocks by weights [block, stride, kLanes] to sums [kCount, padded].
+template <typename T, int kCount>
+void AddValues(const float* weights, int64_t stride, const T* const* values, int64_t num_blocks,
+               const HeadShape<T>& shape, float* sums) {
+  for (int64_t i = 0; i < shape.size; i += kNumbers<T>) {
+    Vector of[kCount][kParts<T>];
+    for (int q = 0; q < kCount; ++q) {
+      for (int p = 0; p < kParts<T>; ++p) of[q][p] = Load(sums + q * shape.padded + i + p * kLanes);
+    }
+    const auto add = [&](auto load) {
+      for (int64_t b = 0; b < num_blocks; ++b) {
+        for (int64_t slot = 0; slot < kLanes; ++slot) {
+          const Numbers<T> value = load(values[b] + slot * shape.size + i);
+          for (int q = 0; q < kCount; ++q) {
+            const Vector weight = Splat(weights[(b * stride + q) * kLanes + slot]);
+            of[q][0] = MulAdd(weight, Part<0>(value), of[q][0]);
+            if constexpr (kParts<T> == 2) of[q][1] = MulAdd(weight, Part<1>(value), of[q][1]);
+          }
+        }
+      }
+    };
+    if (i + kNumbers<T> <= shape.size) {
+      add([](const T* from) { return LoadNumbers(from); });
+    } else {
+      add([&](const T* from) { return LoadNumbers(from, shape.size - i); });
+    }
+    for (int q = 0; q < kCount; ++q) {
+      for (int p = 0; p < kParts<T>; ++p) Store(sums + q * shape.padded + i + p * kLanes, of[q][p]);
+    }
+  }
+}
+
+template <typename T, int... kCounts>
+constexpr auto ValuesOfQueries(std::integer_sequence<int, kCounts...>) {
+  return std::array{AddValues<T, kCounts + 1>...};
+}
+
+// The values of all queries, in tiles of equal height, or a query less. A core goes through all numbers
+// of a head for few blocks at a time, which its cache holds.
+template <typename T>
+void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t count,
+                       const T* const* values, int64_t num_blocks, float* sums) {
+  constexpr auto kCounts = std::make_integer_sequence<int, kTileQueries<T>>();
+  static constexpr auto kAdd = ValuesOfQueries<T>(kCounts);
+  constexpr int64_t kBlocks = 32 / kLanes;
+  const int64_t num_tiles = RoundUp(count, kTileQueries<T>) / kTileQueries<T>;
+  std::fill(sums, sums + count * shape.padded, 0.0f);
+  for (int64_t b = 0; b < num_blocks; b += kBlocks) {
+    for (int64_t i = b + kAhead; i < std::min(b + kAhead + kBlocks, num_blocks); ++i) {
+      Fetch(values[i], shape.size);
+    }
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const int64_t q = count * tile / num_tiles, height = count * (tile + 1) / num_tiles - q;
+      kAdd[height - 1](weights + (b * count + q) * kLanes, count, values + b,
+                       std::min(kBlocks, num_blocks - b), shape, sums + q * shape.padded);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------ with matrix units
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+
+// Lane i of vector j becomes lane j of vector i.
+inline void Transpose(Vector (&x)[kLanes]) {
+  Integers low = {}, high = {};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    low[lane] = lane / 2 + lane % 2 * kLanes;
+    high[lane] = low[lane] + kLanes / 2;
+  }
+#pragma GCC unroll 4
+  for (int level = 1; level < kLanes; level *= 2) {
+    Vector y[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      y[2 * i] = _mm512_permutex2var_ps(x[i], Bits<__m512i>(low), x[i + kLanes / 2]);
+      y[2 * i + 1] = _mm512_permutex2var_ps(x[i], Bits<__m512i>(high), x[i + kLanes / 2]);
+    }
+    std::copy(y, y + kLanes, x);
+  }
+}
+
+// Scores of all queries, as ScoreBlock of each block. Keys are multiplied as they lie: a matrix of 16
+// slots with one of 16 queries, which lie in pairs of numbers.
+inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16_t* queries,
+                                  int64_t count, const uint16_t* const* keys, int64_t num_blocks,
+                                  float* scores) {
+  thread_local std::vector<Line> scratch;
+  scratch.resize(shape.size / 2 + 4 * kLanes);
+  float* const sums = scratch.front().floats;  // [4, slot, query]
+  float* const pairs = sums + 4 * kLanes * kLanes;
+  std::fill(pairs, pairs + shape.size / 2 * kQueries, 0.0f);
+  for (int64_t q = 0; q < count; ++q) {
+    for (int64_t i = 0; i < shape.size / 2; ++i) {
+      std::memcpy(pairs + i * kQueries + q, queries + q * shape.padded + 2 * i, sizeof(float));
+    }
+  }
+  const TileShape of_sums = {16, 64}, of_keys = {16, 2 * shape.step};
+  const TileShape of_pairs = {shape.step / 2, 64};
+  const MatrixRegisters registers(
+      {of_sums, of_sums, of_sums, of_sums, of_keys, of_keys, of_pairs, of_pairs});
+  for (int64_t b = 0; b < num_blocks; b += 4) {
+    const uint16_t* block[4];  // past the end, the last one again
+    for (int64_t i = 0; i < 4; ++i) block[i] = keys[std::min(b + i, num_blocks - 1)];
+    for (int64_t i = b; i < std::min(b + 4, num_blocks); ++i) Fetch(keys[i + kAhead], shape.size);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < shape.size; i += shape.step) {
+      _tile_loadd(6, pairs + i / 2 * kQueries, 64);
+      _tile_loadd(4, block[0] + i, 2 * shape.size);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, block[1] + i, 2 * shape.size);
+      _tile_dpbf16ps(1, 5, 6);
+      _tile_loadd(4, block[2] + i, 2 * shape.size);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(5, block[3] + i, 2 * shape.size);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + kLanes * kLanes, 64);
+    _tile_stored(2, sums + 2 * kLanes * kLanes, 64);
+    _tile_stored(3, sums + 3 * kLanes * kLanes, 64);
+    for (int64_t i = 0; i < std::min<int64_t>(4, num_blocks - b); ++i) {
+      Vector of_queries[kLanes];
+      for (int s = 0; s < kLanes; ++s) of_queries[s] = Load(sums + (i * kLanes + s) * kLanes);
+      Transpose(of_queries);
+      for (int64_t q = 0; q < count; ++q) {
+        Store(scores + ((b + i) * count + q) * kLanes, of_queries[q]);
+      }
+    }
+  }
+}
+
+// The weighted values of one or two steps of a head. Values are multiplied as they lie: a row of the
+// matrix is a slot, in pairs of numbers. A weight is in a pair with 0: it takes the first numbers, or
+// the second.
+template <int kSteps>
+void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t count,
+              const uint16_t* const* values, int64_t num_blocks, int64_t begin, float* sums) {
+  const float* const first_weights = weights + num_blocks * count * kLanes;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    if (begin == 0 && b + kAhead < num_blocks) Fetch(values[b + kAhead], shape.size);
+    _tile_loadd(4, first_weights + b * count * kLanes, 64);
+    _tile_loadd(5, weights + b * count * kLanes, 64);
+    _tile_loadd(6, values[b] + begin, 2 * shape.size);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (kSteps == 2) {
+      _tile_loadd(7, values[b] + begin + shape.step, 2 * shape.size);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  const int64_t stride = shape.padded * sizeof(float);
+  sums += begin / shape.step * kNumbers<uint16_t>;
+  _tile_stored(0, sums, stride);
+  _tile_stored(1, sums + kLanes, stride);
+  if constexpr (kSteps == 2) _tile_stored(2, sums + 2 * kLanes, stride);
+  if constexpr (kSteps == 2) _tile_stored(3, sums + 3 * kLanes, stride);
+}
+
+// As ValuesWithVectors; behind the weights lie the same ones again, shifted to the first of a pair.
+inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>& shape, const float* weights,
+                                  int64_t count, const uint16_t* const* values, int64_t num_blocks,
+                                  float* sums) {
+  const TileShape of_sums = {count, 2 * shape.step}, of_weights = {count, 64};
+  const TileShape of_values = {16, 2 * shape.step};
+  const MatrixRegisters registers({of_sums, of_sums, of_sums, of_sums, of_weights, of_weights,
+                                   of_values, of_values});
+  for (int64_t begin = 0; begin < shape.size; begin += 2 * shape.step) {
+    const auto sum = begin + shape.step < shape.size ? SumSteps<2> : SumSteps<1>;
+    sum(shape, weights, count, values, num_blocks, begin, sums);
+  }
+}
+
+#else
+
+inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>&, const uint16_t*, int64_t,
+                                  const uint16_t* const*, int64_t, float*) {}
+
+inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>&, const float*, int64_t,
+                                  const uint16_t* const*, int64_t, float*) {}
+
+#endif
+
+// ------------------------------------------------------------------------------------ what is called
+
+// Scores of queries [count, padded] and blocks of keys, to scores [block, count, kLanes]. Behind the
+// keys' blocks there are at least kAhead others, those which are needed next.
+template <typename T>
+void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const T* const* keys,
+            int64_t num_blocks, float* scores) {
+  if constexpr (std::is_same_v<T, uint16_t>) {
+    if (shape.has_tiles) {
+      return ScoresWithMatrixUnits(shape, queries, count, keys, num_blocks, scores);
+    }
+  }
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    Fetch(keys[b + kAhead], shape.size);
+    ScoreBlock(shape, queries, count, keys[b], scores + b * count * kLanes);
+  }
+}
+
+// The values of blocks by weights [block, count, kLanes], to sums [count, padded].
+template <typename T>
+void WeightedValues(const HeadShape<T>& shape, const float* weights, int64_t count,
+                    const T* const* values, int64_t num_blocks, float* sums) {
+  if constexpr (std::is_same_v<T, uint16_t>) {
+    if (shape.has_tiles) {
+      return ValuesWithMatrixUnits(shape, weights, count, values, num_blocks, sums);
+    }
+  }
+  ValuesWithVectors(shape, weights, count, values, num_blocks, sums);
+}
+
+}  // namespace jaxspec
