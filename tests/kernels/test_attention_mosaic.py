@@ -16,12 +16,12 @@ from jaxspec.kernels.mosaic import SPLIT_LENGTH, is_supported, mosaic_attention
 from jaxspec.kernels.xla import block_attention
 from jaxspec.types import Window
 
-pytestmark = pytest.mark.as_shipped
 
-interpreted = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12),
-    reason="the interpreter of earlier versions has no layouts and no transposed operands",
-)
+def interpreted(test):
+    """A test that runs the kernel in Pallas' interpreter."""
+    reason = "the interpreter of earlier versions has no layouts and no transposed operands"
+    is_old = jax.__version_info__ < (0, 12)
+    return pytest.mark.as_shipped(pytest.mark.skipif(is_old, reason=reason)(test))
 
 
 def run(*inputs, dtype=jnp.bfloat16, sliding_window=None):
@@ -148,6 +148,7 @@ def test_what_the_kernel_cannot_do_is_left_to_the_triton_kernel():
     np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
+@pytest.mark.as_shipped
 @pytest.mark.deviceless
 @pytest.mark.skipif(
     ABSENT_DEVICES["h100"].problem is not None, reason=str(ABSENT_DEVICES["h100"].problem)
