@@ -34,17 +34,15 @@ def test_a_gpu_is_given_the_attention_kernel():
 
 
 def test_a_hopper_gpu_is_given_the_kernel_for_it(monkeypatch):
-    def devices():
-        return [types.SimpleNamespace(compute_capability=capability)]
-
-    monkeypatch.setattr(jax, "local_devices", devices)
     for capability, wanted in (("8.9", "pallas"), ("9.0", "mosaic"), ("10.0", "pallas")):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
         assert registry.default_kernels() == wanted
         assert environment.noted_kernels()["kernels"] == wanted
 
 
 def test_the_kernel_for_hopper_is_refused_elsewhere():
-    with pytest.raises(SettingError, match="compute capability 9 .*; choose 'xla' or 'pallas'"):
+    with pytest.raises(SettingError, match=r"compute capability 9 .*; choose 'xla' or 'pallas'"):
         registry.check_kernels("mosaic")
 
 
