@@ -35,7 +35,8 @@ from jaxspec.types import Window
 SPLIT_LENGTH = 2048  # slots
 TILE = 64  # slots that are multiplied at a time
 _NUM_ROWS = 64  # of a product: what a warpgroup multiplies at once
-_BYTES_AHEAD = 131072  # of KV, in shared memory
+_BYTES_AHEAD = 131072  # of KV, in shared memory,
+_TILES_AHEAD = 8  # in at most so many tiles
 _BY_QUERY = plgpu.Layout.WGMMA.reduce(1)  # of a value per query
 _LOWEST = -1e30  # finite, for the reason given in `jaxspec.kernels.xla`
 
@@ -117,7 +118,7 @@ def attend_grouped(
         plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
         plgpu.SwizzleTransform(swizzle),
     )
-    num_stages = _BYTES_AHEAD // (2 * TILE * head_size * dtype.itemsize)
+    num_stages = min(_BYTES_AHEAD // (2 * TILE * head_size * dtype.itemsize), _TILES_AHEAD)
     staged = plgpu.SMEM((padded, head_size), dtype)
     heads = jax.ShapeDtypeStruct((num_rows, window_length, num_heads, group, head_size), dtype)
     partial_shape = (num_rows, num_heads, num_splits, padded)
@@ -220,8 +221,8 @@ def _attend_split(
         plgpu.copy_gmem_to_smem(v_ref.at[page, head, inside], v_s.at[stage], v_loaded.at[stage])
 
     def attend():
-        live = pl.ds(0, num_queries)
-        plgpu.copy_gmem_to_smem(queries_ref.at[row, head], staged_s.at[live], queries_loaded)
+        whole = pl.ds(0, num_queries)
+        plgpu.copy_gmem_to_smem(queries_ref.at[row, head], staged_s.at[whole], queries_loaded)
         plgpu.copy_gmem_to_smem(positions_ref.at[row], positions_s, queries_loaded)
         for ahead in range(num_stages - 1):
             pl.when(first + ahead < end)(functools.partial(fetch, first + ahead))

@@ -159,6 +159,7 @@ def test_what_the_kernel_cannot_do_is_left_to_the_triton_kernel():
         (5, 4, 128, 1),
         (5, 4, 128, 2),
         (1, 1, 64, 1),
+        (5, 4, 16, 1),
         (8, 4, 80, 1),
         (3, 2, 96, 2),
         (8, 8, 256, 1),
