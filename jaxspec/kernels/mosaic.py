@@ -18,7 +18,6 @@ compute capability 9 only. Elsewhere, and for what `is_supported` leaves out, th
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import chex
@@ -360,9 +359,9 @@ def _nothing(num_queries: int, head_size: int) -> tuple[jax.Array, jax.Array, ja
     )
 
 
-# For loads and stores that are done once per program and need not be fast. JAX 0.12 took the index
-# from `load`, and has a `store` of its own for them.
-_NO_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+# For loads and stores that are done once per program and need not be fast. From JAX 0.11 on `load`
+# takes no index, and from 0.12 on there is a `store` for them.
+_NO_INDEX = () if jax.__version_info__ >= (0, 11) else ((),)
 
 
 def _load(reference, layout) -> jax.Array:
