@@ -241,7 +241,9 @@ def _attend_split(
                 plgpu.wgmma(acc, queries_s, k_s.at[stage].transpose((1, 0)))
                 return acc[...]
 
-            scores = pl.run_scoped(multiply_keys, plgpu.ACC((padded, TILE), jnp.float32))
+            scores = pl.run_scoped(
+                multiply_keys, plgpu.WGMMAAccumulatorRef((padded, TILE), jnp.float32)
+            )
             at = held + plgpu.broadcasted_iota(
                 jnp.int32, (padded, TILE), 1, layout=plgpu.Layout.WGMMA
             )
@@ -276,7 +278,9 @@ def _attend_split(
                 plgpu.wgmma(acc, weights_s, v_s.at[stage])
                 return acc[...]
 
-            values = pl.run_scoped(multiply_values, plgpu.ACC((padded, head_size), jnp.float32))
+            values = pl.run_scoped(
+                multiply_values, plgpu.WGMMAAccumulatorRef((padded, head_size), jnp.float32)
+            )
             return (
                 new_highest,
                 total * rescale + jnp.sum(weights, axis=1),
@@ -289,7 +293,7 @@ def _attend_split(
                 _store(reference.at[row, head, split], values)
         else:
             _, total, output = sums
-            _write_heads(total, output, staged_s, *outputs, row, head)
+            _write_heads(total, output, staged_s, outputs[0], row, head)
 
     if len(outputs) > 1:
         pl.when(first < end)(attend)
