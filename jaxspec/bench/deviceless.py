@@ -24,6 +24,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxspec.errors import SettingError
+from jaxspec.runtime import environment
 from jaxspec.runtime.compilation import shapes_at
 from jaxspec.types import PyTree
 
@@ -208,6 +209,7 @@ def as_if_on(name: str) -> Iterator[None]:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
     with (
         mock.patch.object(jax, "default_backend", return_value=device.platform),
+        mock.patch.object(environment, "is_hopper", return_value=device.platform == "gpu"),
         jax.sharding.use_abstract_mesh(mesh),
     ):
         yield

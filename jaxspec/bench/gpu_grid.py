@@ -36,13 +36,12 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime import environment
 from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import Turns, take_turns
 from jaxspec.schedulers import Static
 from jaxspec.types import PyTree
 from jaxspec.verifiers import Coupled
-
-KERNELS: tuple[KernelsName, ...] = ("xla", "pallas")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +68,13 @@ class Plan:
     ceiling_bytes: int = 1 << 32
 
     def cells(self) -> list[dict[str, Any]]:
-        """Every cell, in order of importance."""
+        """Every cell, in order of importance, with the kernels that can be used here."""
+        usable: tuple[KernelsName, ...] = ("xla", "pallas")
+        if environment.is_hopper():
+            usable = ("xla", "mosaic", "pallas")
         return [
             {"pair": name, "batch_size": place[0], "context": place[1], "kernels": kernels}
-            for place, name, kernels in itertools.product(self.places, self.pairs, KERNELS)
+            for place, name, kernels in itertools.product(self.places, self.pairs, usable)
         ]
 
 

@@ -43,7 +43,7 @@ PREDICATE_S = 10e-6  # copied from the device and waited for
 
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
-MAX_LAUNCHES_PER_LAYER = 13
+MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
 MAX_TEMPORARIES = 8  # times the target's logits
 
 

@@ -63,8 +63,9 @@ def load_model(
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device.
-      kernels: `xla`, `native` or `pallas`, see `LanguageModel`; None is `native` on a CPU where
-        there is a C++ compiler, `pallas` on a GPU, otherwise `xla`.
+      kernels: `xla`, `native`, `mosaic` or `pallas`, see `LanguageModel`; None is `native` on a
+        CPU where there is a C++ compiler, `mosaic` on a Hopper GPU, `pallas` on another, otherwise
+        `xla`.
       verify: compare the files of a converted directory with their checksums while they are read.
         A cached conversion that is damaged is made again; any other is refused.
 

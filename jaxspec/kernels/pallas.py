@@ -18,6 +18,7 @@ that a query does not see leave its sums unchanged to the bit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
@@ -29,7 +30,7 @@ from jax.experimental.pallas import triton
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.base import Angles, Kernels
-from jaxspec.kernels.xla import block_attention
+from jaxspec.kernels.xla import Attention, block_attention
 from jaxspec.types import Window
 
 SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leave less to combine
@@ -98,7 +99,7 @@ def attend_grouped(
     block = layer.block
     chex.assert_shape(window.positions, (num_rows, window_length))
     padded = _padded(window_length * group)
-    pages, first_slot = _pages(table)
+    pages, first_slot = pages_of(table)
     tile = min(block, pl.next_power_of_2(_TILE_BYTES // (head_size * jnp.dtype(dtype).itemsize)))
     tiles_per_split = max(SPLIT_LENGTH // tile, 1)
     capacity = pages.shape[1] * block
@@ -188,7 +189,7 @@ def _is_interpreted(interpret: bool | None) -> bool:
     return jax.default_backend() != "gpu" if interpret is None else interpret
 
 
-def _pages(table: kv.Table) -> tuple[jax.Array, jax.Array]:
+def pages_of(table: kv.Table) -> tuple[jax.Array, jax.Array]:
     """Page numbers `[B, S / block]`, and the slot of each row's position 0 `[B]`."""
     if isinstance(table, kv.AlignedTable):
         return table.pages, table.first_slot
@@ -341,7 +342,7 @@ def write_window(
     One kernel for what `Kernels.attend` does before the attention; arguments as there.
     """
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
-    pages, _ = _pages(table)
+    pages, _ = pages_of(table)
     slots = kv.slots_of(table, window.slots)
     cos, sin = (x.reshape(num_rows, window_length, -1).astype(jnp.float32) for x in angles)
     rest = ((0, 0), (0, 0), (0, head_size - cos.shape[2]))
@@ -444,8 +445,15 @@ def _to_storage(values: jax.Array, stored: jnp.dtype) -> jax.Array:
     return values if values.dtype == stored else lax.bitcast_convert_type(values, stored)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PallasKernels(Kernels):
-    """The kernels above, and XLA's where these do not apply."""
+    """The kernels above, and XLA's where these do not apply.
+
+    Attributes:
+      grouped_attention: see `attend_grouped`.
+    """
+
+    grouped_attention: Attention = attend_grouped
 
     def attend(
         self,
@@ -473,7 +481,7 @@ class PallasKernels(Kernels):
                 **settings,
             )
         queries, layer = write_window(qkv, layer, table, window, angles, **settings)
-        heads = attend_grouped(
+        heads = self.grouped_attention(
             queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
         )
         return heads, layer

@@ -19,11 +19,12 @@ from jaxspec.runtime import environment
 
 _log = logging.getLogger(__name__)
 
-KernelsName: TypeAlias = Literal["xla", "pallas", "native"]
+KernelsName: TypeAlias = Literal["xla", "mosaic", "pallas", "native"]
 
 # Where each is found: module and attribute.
 KERNELS: Mapping[str, tuple[str, str]] = {
     "xla": ("jaxspec.kernels.base", "XLA"),
+    "mosaic": ("jaxspec.kernels.mosaic", "MOSAIC"),
     "pallas": ("jaxspec.kernels.pallas", "PALLAS"),
     "native": ("jaxspec.kernels.cpu", "NATIVE"),
 }
@@ -51,6 +52,11 @@ def get_kernels(name: str) -> Kernels:
 def check_kernels(name: str) -> None:
     """Raises `SettingError` unless kernels of this name exist and can be used here."""
     get_kernels(name)
+    if name == "mosaic" and not environment.is_hopper():
+        raise SettingError(
+            f"kernels='mosaic' was given, but JAX runs on {jax.default_backend()} and they are for "
+            "GPUs of compute capability 9 (Hopper); choose 'xla' or 'pallas'."
+        )
     if name == "native":
         if jax.default_backend() != "cpu":
             raise SettingError(
@@ -82,7 +88,8 @@ def family_of(name: str | None) -> str | None:
 
 
 def default_kernels() -> KernelsName:
-    """`native` on a CPU, `pallas` on a GPU, where they can be used; otherwise `xla`.
+    """`native` on a CPU, `mosaic` on a Hopper GPU, `pallas` on another, where they can be used;
+    otherwise `xla`.
 
     Where it is `xla` on a CPU or GPU, that is announced once, by a warning in the log, in
     `Engine.describe()` and in every JSON document: it is slower, and its outputs may differ at ties
@@ -102,11 +109,12 @@ def _wanted_kernels(platform: str) -> tuple[KernelsName, str | None]:
         return "native", native_problem()
     if platform != "gpu":
         return "xla", None
+    name: KernelsName = "mosaic" if environment.is_hopper() else "pallas"
     try:
-        get_kernels("pallas")
+        get_kernels(name)
     except SettingError as error:
-        return "pallas", str(error.__cause__)
-    return "pallas", None
+        return name, str(error.__cause__)
+    return name, None
 
 
 @functools.cache
@@ -114,6 +122,6 @@ def _announce(wanted: str, problem: str) -> None:
     _log.warning(
         "The %s kernels cannot be used: %s. XLA's are used instead; they are slower, and two "
         "tokens that tie within rounding may be exchanged.",
-        {"native": "C++", "pallas": "Pallas"}[wanted],
+        {"native": "C++", "mosaic": "Mosaic GPU", "pallas": "Pallas"}[wanted],
         problem,
     )

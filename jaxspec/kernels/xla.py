@@ -150,8 +150,8 @@ def _announce_host_loop(what: str) -> None:
     problem = f"attention ({what}) runs in a loop over the KV that waits for the host"
     note_fallback(problem)
     _log.warning(
-        "On this GPU %s, before every block of every layer. The kernels 'pallas' have none, for "
-        "chains of short windows and heads of a power of two.",
+        "On this GPU %s, before every block of every layer. The kernels 'mosaic' and 'pallas' "
+        "have none, for chains of short windows and heads of a power of two.",
         problem,
     )
 

@@ -179,10 +179,10 @@ class LanguageModel:
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults; they apply only where
         `SamplingParams.from_generation_config` is called.
-      kernels: `xla`; `native`, products and attention in C++ on a CPU; or `pallas`, attention for
-        GPUs (interpreted elsewhere, for tests). They sum in different orders, so outputs differ at
-        ties within rounding. On a mesh that splits the model, `native` falls back to `xla`, and
-        `pallas` is refused.
+      kernels: `xla`; `native`, products and attention in C++ on a CPU; `mosaic`, attention for
+        Hopper GPUs; or `pallas`, attention for all GPUs (interpreted elsewhere, for tests). They
+        sum in different orders, so outputs differ at ties within rounding. On a mesh that splits
+        the model, `native` falls back to `xla`, and `mosaic` and `pallas` are refused.
 
     Raises:
       SettingError: unknown kernels, or kernels that cannot be used here.
@@ -264,7 +264,7 @@ class LanguageModel:
           SettingError: it does not divide the heads, the feed-forward or the vocabulary, or the
             kernels cannot be split.
         """
-        if num_shards > 1 and self.kernels == "pallas":
+        if num_shards > 1 and self.kernels in ("mosaic", "pallas"):
             raise SettingError(
                 f"The model {self.name} has kernels={self.kernels!r}, which a mesh axis model of "
                 f"{num_shards} devices cannot split; load it with kernels='xla'."

@@ -104,6 +104,14 @@ def loops_run_on_host() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def is_hopper() -> bool:
+    """Whether JAX runs on GPUs of compute capability 9, which `jaxspec.kernels.mosaic` is for."""
+    if jax.default_backend() != "gpu":
+        return False
+    capability = getattr(jax.local_devices()[0], "compute_capability", "")
+    return str(capability).split(".")[0] == "9"
+
+
 def devices(num_used: int = 1) -> dict[str, Any]:
     """Platform, kinds and number of devices, how many of them an engine uses, and the kernels
     (`noted_kernels`)."""

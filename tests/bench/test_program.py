@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.deviceless, pytest.mark.as_shipped]
 WHOLE = Shape(
     target=PRESETS["qwen3-8b"],
     draft=PRESETS["qwen3-0.6b"],
-    kernels="pallas",
+    kernels="mosaic",
     batch_size=8,
     context=1024,
     draft_length=4,
@@ -47,9 +47,10 @@ def needs(device: str):
 
 
 @needs("h100")
-def test_a_round_on_an_h100():
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_a_round_on_an_h100(kernels):
     with as_if_on("h100"):
-        found = compile_run("h100", SMALL)
+        found = compile_run("h100", dataclasses.replace(SMALL, kernels=kernels))
     assert found.problems(draft_length=4) == []
     assert found.loops == [(1, None), (2, 3)]  # rounds, and the draft steps after the first
     for launches in (found.greedy, found.sampled):
@@ -78,7 +79,7 @@ def test_sabotage_a_loop_in_every_layer_is_seen():
 @needs("h100")
 def test_gpus_are_given_the_attention_kernel():
     with as_if_on("h100"):
-        assert default_kernels() == "pallas"
+        assert default_kernels() == "mosaic"
 
 
 @needs("h200")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ties
 import toy
+from windows import ROUNDING, SIZE, setup
 
 from jaxspec import Engine, NGram, SamplingParams, load_model
 from jaxspec.cache import pages as kv
@@ -26,58 +27,6 @@ from jaxspec.kernels.pallas import (
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.layers import rotary_angles
-from jaxspec.types import Window
-
-SIZE = 16
-ROUNDING = {jnp.float32: 2e-6, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}
-
-
-def setup(
-    starts,
-    window_length,
-    *,
-    dtype=jnp.float32,
-    heads=2,
-    group=3,
-    size=SIZE,
-    capacity=512,
-    **garbage,
-):
-    """Queries of a window after each of `starts`, and a cache of random KV: each row's the same
-    whoever its neighbours are, in pages that are not in order; `fill` beyond the window."""
-    num_rows = len(starts)
-    start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)[None]
-    cache = kv.init_cache(
-        num_layers=1,
-        num_rows=num_rows,
-        capacity=capacity,
-        num_kv_heads=heads,
-        head_size=size,
-        dtype=dtype,
-    )
-    shuffled = np.random.default_rng(9).permutation(cache.table.size)
-    table = jnp.asarray(shuffled.reshape(cache.table.shape), jnp.int32)
-
-    def random(seed, *shape):
-        # By slot and not by capacity: the same numbers in a longer row.
-        return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-    slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (num_rows, capacity))
-    k, v = (
-        np.stack([random(which + int(begin), capacity, heads, size) for begin in starts])
-        for which in (1000, 2000)
-    )
-    fill = garbage.get("fill", 0.0)
-    for row, begin in enumerate(starts):
-        k[row, begin + window_length :] = v[row, begin + window_length :] = fill
-    layer = kv.write(
-        cache.layers[0], table, jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype), slots
-    )
-    queries = np.stack([random(int(begin), 8, heads * group, size) for begin in starts])
-    queries = jnp.asarray(queries[:, :window_length]).astype(dtype)
-    window = Window(start=start, positions=positions, slots=positions)
-    return queries, layer, table, window
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "dtype", "sliding_window"))
@@ -327,7 +276,7 @@ def test_speculation_and_neighbours_change_no_token(engine):
 
 def test_models_are_loaded_with_it_and_refuse_what_it_cannot_do(model):
     assert load_model("demo-draft", kernels="pallas").kernels == "pallas"
-    with pytest.raises(SettingError, match="no kernels 'cudnn'; choose one of xla, pallas, native"):
+    with pytest.raises(SettingError, match="no kernels 'cudnn'; choose one of xla, mosaic, "):
         load_model("demo-draft", kernels="cudnn")  # pyright: ignore
     ours = dataclasses.replace(model, kernels="pallas")
     with pytest.raises(SettingError, match="cannot split"):

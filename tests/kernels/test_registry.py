@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,6 +31,19 @@ def test_a_gpu_is_given_the_attention_kernel():
         "kernels_family": None,
         "kernels_fallback": None,
     }
+
+
+def test_a_hopper_gpu_is_given_the_kernel_for_it(monkeypatch):
+    for capability, wanted in (("8.9", "pallas"), ("9.0", "mosaic"), ("10.0", "pallas")):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert registry.default_kernels() == wanted
+        assert environment.noted_kernels()["kernels"] == wanted
+
+
+def test_the_kernel_for_hopper_is_refused_elsewhere():
+    with pytest.raises(SettingError, match=r"compute capability 9 .*; choose 'xla' or 'pallas'"):
+        registry.check_kernels("mosaic")
 
 
 def test_where_pallas_is_missing_that_is_announced(monkeypatch, caplog):

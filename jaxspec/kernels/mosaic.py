@@ -1,0 +1,383 @@
+"""Attention of a window as a kernel for Hopper GPUs, in Pallas' Mosaic GPU.
+
+A program attends all queries of a row and KV head to one split of the row's slots, with the
+products of a warpgroup. KV is copied through the page table from where it lies, `TILE` slots at a
+time and several tiles ahead of their use; a program copies no further than its queries see, and one
+without a live slot ends at once and writes nothing. Splits are long: rows that fit into one need no
+second kernel; for longer ones another kernel puts the splits together.
+
+A query's bits depend on its own row only, and not on the width of the window: each query is a row
+of the same products of 64, tiles and splits begin at absolute slots and are summed in their order,
+and slots that a query does not see leave its sums unchanged to the bit.
+
+It has not run on a GPU yet; `SPLIT_LENGTH` and `TILE` are estimates. Products of this kind exist on
+compute capability 9 only. Elsewhere, and for what `is_supported` leaves out, there is
+`jaxspec.kernels.pallas`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.cache import pages as kv
+from jaxspec.kernels import pallas as triton
+from jaxspec.types import Window
+
+SPLIT_LENGTH = 2048  # slots
+TILE = 64  # slots that are multiplied at a time
+_NUM_ROWS = 64  # of a product: what a warpgroup multiplies at once
+_BYTES_AHEAD = 131072  # of KV, in shared memory,
+_TILES_AHEAD = 8  # in at most so many tiles
+_BY_QUERY = plgpu.Layout.WGMMA.reduce(1)  # of a value per query
+_LOWEST = -1e30  # finite, for the reason given in `jaxspec.kernels.xla`
+
+
+def mosaic_attention(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
+
+    Calls `pallas_attention` where `is_supported` says no. A capacity of more than `SPLIT_LENGTH`
+    needs scratch memory for one layer's partial sums, fp32: the number of splits, times the queries
+    padded to 64.
+
+    Args:
+      queries: this and the arguments up to `sliding_window` are as in `block_attention`.
+      layer: KV of this layer.
+      table: page numbers of the window's rows.
+      window: where the queries stand.
+      dtype: dtype of the KV that is read.
+      sliding_window: slots that a query sees, or None for all.
+      interpret: `InterpretGPUParams` of Pallas' interpreter (from JAX 0.12), or None to compile.
+    """
+    num_rows, window_length, num_query_heads, head_size = queries.shape
+    group = num_query_heads // layer.num_heads
+    settings = {"dtype": dtype, "sliding_window": sliding_window}
+    if not is_supported(window, group=group, head_size=head_size, dtype=dtype):
+        return triton.pallas_attention(queries, layer, table, window, **settings)
+    grouped = queries.reshape(num_rows, window_length, layer.num_heads, group, head_size)
+    grouped = grouped.transpose(0, 2, 1, 3, 4)
+    return attend_grouped(grouped, layer, table, window, interpret=interpret, **settings)
+
+
+def attend_grouped(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int | None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Attention `[B, T, Q, H]` of queries by KV head, `[B, K, T, G, H]`; see `mosaic_attention`."""
+    num_rows, num_heads, window_length, group, head_size = queries.shape
+    if not is_supported(window, group=group, head_size=head_size, dtype=dtype):
+        return triton.attend_grouped(
+            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
+        )
+    chex.assert_shape(window.positions, (num_rows, window_length))
+    dtype, block = jnp.dtype(dtype), layer.block
+    pages, first_slot = triton.pages_of(table)
+    capacity = pages.shape[1] * block
+    num_splits = pl.cdiv(capacity, SPLIT_LENGTH)
+    # Per row: its first tile, one past its last, one past its last position, the slot of its first.
+    begin, end_position = first_slot, jnp.max(window.positions, axis=1) + 1
+    if sliding_window is not None:
+        oldest = jnp.min(window.positions, axis=1) - sliding_window + 1
+        begin = begin + jnp.maximum(oldest, 0)
+    end = jnp.minimum(first_slot + end_position, capacity)
+    extents = jnp.stack([begin // TILE, pl.cdiv(end, TILE), end_position, first_slot], axis=1)
+
+    num_queries = window_length * group
+    padded = _padded(num_queries)
+    positions = jnp.repeat(window.positions, group, axis=1)
+    positions = jnp.pad(positions, ((0, 0), (0, padded - num_queries)), constant_values=-1)
+    k, v = (
+        x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype) for x in (layer.k, layer.v)
+    )
+
+    swizzle = plgpu.find_swizzle(8 * dtype.itemsize * head_size)
+    tiled = (
+        plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    num_stages = min(_BYTES_AHEAD // (2 * TILE * head_size * dtype.itemsize), _TILES_AHEAD)
+    staged = plgpu.SMEM((padded, head_size), dtype)
+    heads = jax.ShapeDtypeStruct((num_rows, window_length, num_heads, group, head_size), dtype)
+    partial_shape = (num_rows, num_heads, num_splits, padded)
+    partials = (
+        jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+        jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+        jax.ShapeDtypeStruct((*partial_shape, head_size), jnp.float32),
+    )
+    settings = {
+        "compiler_params": plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        "interpret": interpret,
+    }
+    made = plgpu.kernel(
+        functools.partial(_attend_split, block=block, sliding_window=sliding_window),
+        out_type=(heads,) if num_splits == 1 else partials,
+        grid=(num_rows, num_heads, num_splits),
+        grid_names=("row", "head", "split"),
+        scratch_types={
+            "staged_s": staged,
+            "queries_s": plgpu.SMEM((padded, head_size), dtype, transforms=tiled),
+            "k_s": plgpu.SMEM((num_stages, TILE, head_size), dtype, transforms=tiled),
+            "v_s": plgpu.SMEM((num_stages, TILE, head_size), dtype, transforms=tiled),
+            "weights_s": plgpu.SMEM((padded, TILE), dtype, transforms=tiled),
+            "positions_s": plgpu.SMEM((padded,), jnp.int32),
+            "queries_loaded": plgpu.Barrier(num_arrivals=2),
+            "k_loaded": plgpu.Barrier(num_barriers=num_stages),
+            "v_loaded": plgpu.Barrier(num_barriers=num_stages),
+        },
+        kernel_name="window_attention",
+        **settings,
+    )(extents, positions, pages, queries.reshape(num_rows, num_heads, -1, head_size), k, v)
+    if num_splits > 1:
+        made = plgpu.kernel(
+            _combine_splits,
+            out_type=(heads,),
+            grid=(num_rows, num_heads),
+            grid_names=("row", "head"),
+            scratch_types=(staged,),
+            kernel_name="combine_splits",
+            **settings,
+        )(extents, *made)
+    [heads] = made
+    return heads.reshape(num_rows, window_length, num_heads * group, head_size)
+
+
+def is_supported(window: Window, *, group: int, head_size: int, dtype: jnp.dtype) -> bool:
+    """Whether the kernel can be used: for chains, bf16 or fp16, at most 128 queries per KV head
+    (`T * group`), and heads whose size is a multiple of 16, up to 128, or 256 with at most 64
+    queries. The heads of a group must fill multiples of 128 bytes, as copies to and from shared
+    memory do."""
+    dtype, padded = jnp.dtype(dtype), _padded(window.positions.shape[1] * group)
+    is_chain = window.paths is None and window.ends is None
+    is_tileable = head_size % 16 == 0 and (group * head_size * dtype.itemsize) % 128 == 0
+    fits = padded <= 128 and head_size <= 256 and padded * head_size <= 128 * 128
+    return is_chain and dtype in (jnp.bfloat16, jnp.float16) and is_tileable and fits
+
+
+def _padded(num_queries: int) -> int:
+    return pl.cdiv(num_queries, _NUM_ROWS) * _NUM_ROWS
+
+
+def _attend_split(
+    extents_ref,  # [B, 4]
+    positions_ref,  # [B, M], M the padded queries
+    pages_ref,  # [B, S / block]
+    queries_ref,  # [B, K, T * G, H]
+    k_ref,  # [P, K, block, H]
+    v_ref,
+    *outputs,
+    staged_s,
+    queries_s,
+    k_s,
+    v_s,
+    weights_s,
+    positions_s,
+    queries_loaded,
+    k_loaded,
+    v_loaded,
+    block: int,
+    sliding_window: int | None,
+):
+    """One row, KV head and split: the heads, or, if there are more splits, the highest score, the
+    total weight and the weighted values."""
+    # The outputs are `[B, T, K, G, H]`, or `[B, K, splits, M]` twice and `[B, K, splits, M, H]`.
+    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+    num_stages, _, head_size = k_s.shape
+    padded, num_queries = positions_s.shape[0], queries_ref.shape[2]
+    tiles_per_split = SPLIT_LENGTH // TILE
+    first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
+    end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)
+    end_position, first_slot = extents_ref[row, 2], extents_ref[row, 3]
+
+    def fetch(tile):
+        page = pages_ref[row, lax.div(tile * TILE, block)]
+        inside = pl.ds(lax.rem(tile * TILE, block), TILE)
+        stage = lax.rem(tile - first, num_stages)
+        plgpu.copy_gmem_to_smem(k_ref.at[page, head, inside], k_s.at[stage], k_loaded.at[stage])
+        plgpu.copy_gmem_to_smem(v_ref.at[page, head, inside], v_s.at[stage], v_loaded.at[stage])
+
+    def attend():
+        whole = pl.ds(0, num_queries)
+        plgpu.copy_gmem_to_smem(queries_ref.at[row, head], staged_s.at[whole], queries_loaded)
+        plgpu.copy_gmem_to_smem(positions_ref.at[row], positions_s, queries_loaded)
+        for ahead in range(num_stages - 1):
+            pl.when(first + ahead < end)(functools.partial(fetch, first + ahead))
+        plgpu.barrier_wait(queries_loaded)
+        positions = _load(positions_s, _BY_QUERY)
+        queries_s[...] = _load(staged_s, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+
+        def body(tile, carry):
+            highest, total, output = carry
+            stage = lax.rem(tile - first, num_stages)
+            held = tile * TILE - first_slot  # position of the tile's first slot
+
+            plgpu.barrier_wait(k_loaded.at[stage])
+
+            def multiply_keys(acc):
+                plgpu.wgmma(acc, queries_s, k_s.at[stage].transpose((1, 0)))
+                return acc[...]
+
+            scores = pl.run_scoped(
+                multiply_keys, plgpu.WGMMAAccumulatorRef((padded, TILE), jnp.float32)
+            )
+            at = held + plgpu.broadcasted_iota(
+                jnp.int32, (padded, TILE), 1, layout=plgpu.Layout.WGMMA
+            )
+            own = lax.broadcast_in_dim(positions, at.shape, [0])
+            visible = (at <= own) & (at >= 0)
+            if sliding_window is not None:
+                visible &= at > own - sliding_window
+            scores = jnp.where(visible, scores * head_size**-0.5, -jnp.inf)
+            new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
+            rescale = jnp.exp(highest - new_highest)
+            weights = jnp.exp(scores - lax.broadcast_in_dim(new_highest, scores.shape, [0]))
+            weights_s[...] = weights.astype(weights_s.dtype)
+
+            plgpu.barrier_wait(v_loaded.at[stage])
+
+            @pl.when((held < 0) | (held + TILE > end_position))
+            def _():
+                # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
+                at = held + plgpu.broadcasted_iota(
+                    jnp.int32, (TILE, head_size), 0, layout=plgpu.Layout.WGMMA
+                )
+                is_live = (at >= 0) & (at < end_position)
+                values = _load(v_s.at[stage], plgpu.Layout.WGMMA)
+                v_s[stage] = jnp.where(is_live, values, jnp.zeros_like(values))
+
+            plgpu.commit_smem()
+            # All warps are done with the tile before, so that its place can be written to.
+            ahead = tile + num_stages - 1
+            pl.when(ahead < end)(functools.partial(fetch, ahead))
+
+            def multiply_values(acc):
+                plgpu.wgmma(acc, weights_s, v_s.at[stage])
+                return acc[...]
+
+            values = pl.run_scoped(
+                multiply_values, plgpu.WGMMAAccumulatorRef((padded, head_size), jnp.float32)
+            )
+            return (
+                new_highest,
+                total * rescale + jnp.sum(weights, axis=1),
+                output * lax.broadcast_in_dim(rescale, output.shape, [0]) + values,
+            )
+
+        sums = lax.fori_loop(first, end, body, _nothing(padded, head_size))
+        if len(outputs) > 1:
+            for reference, values in zip(outputs, sums, strict=True):
+                _store(reference.at[row, head, split], values)
+        else:
+            _, total, output = sums
+            _write_heads(total, output, staged_s, outputs[0], row, head)
+
+    if len(outputs) > 1:
+        pl.when(first < end)(attend)
+    else:
+        attend()
+
+
+def _combine_splits(
+    extents_ref,  # [B, 4]
+    highest_ref,  # [B, K, splits, M]
+    total_ref,  # [B, K, splits, M]
+    output_ref,  # [B, K, splits, M, H]
+    heads_ref,  # [B, T, K, G, H]
+    staged_s,
+):
+    """One row and KV head: puts the live splits together, in the order of their slots."""
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    tiles_per_split = SPLIT_LENGTH // TILE
+    first = lax.div(extents_ref[row, 0], tiles_per_split)
+    end = lax.div(extents_ref[row, 1] + tiles_per_split - 1, tiles_per_split)
+
+    def body(split, carry):
+        highest, total, output = carry
+        here, added = (
+            _load(reference.at[row, head, split], _BY_QUERY)
+            for reference in (highest_ref, total_ref)
+        )
+        values = _load(output_ref.at[row, head, split], plgpu.Layout.WGMMA)
+        new_highest = jnp.maximum(highest, here)
+        rescale, weight = jnp.exp(highest - new_highest), jnp.exp(here - new_highest)
+        return (
+            new_highest,
+            total * rescale + added * weight,
+            output * lax.broadcast_in_dim(rescale, output.shape, [0])
+            + values * lax.broadcast_in_dim(weight, output.shape, [0]),
+        )
+
+    _, total, output = lax.fori_loop(first, end, body, _nothing(*staged_s.shape))
+    _write_heads(total, output, staged_s, heads_ref, row, head)
+
+
+def _write_heads(total: jax.Array, output: jax.Array, staged_s, heads_ref, row, head) -> None:
+    """Normalises the weighted values `[M, H]` and copies them to where they belong."""
+    _, window_length, _, group, _ = heads_ref.shape
+    heads = output / lax.broadcast_in_dim(total, output.shape, [0])
+    _store(staged_s, heads.astype(staged_s.dtype))
+    plgpu.commit_smem()
+
+    @pl.loop(0, window_length)
+    def _(entry):
+        members = pl.ds(entry * group, group)
+        plgpu.copy_smem_to_gmem(staged_s.at[members], heads_ref.at[row, entry, head])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _nothing(num_queries: int, head_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Highest score, total weight and output before any slot."""
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    return (
+        full((num_queries,), _LOWEST, _BY_QUERY),
+        full((num_queries,), 0.0, _BY_QUERY),
+        full((num_queries, head_size), 0.0, plgpu.Layout.WGMMA),
+    )
+
+
+# For loads and stores that are done once per program and need not be fast. From JAX 0.11 on `load`
+# takes no index, and from 0.12 on there is a `store` for them.
+_NO_INDEX = () if jax.__version_info__ >= (0, 11) else ((),)
+
+
+def _load(reference, layout) -> jax.Array:
+    return plgpu.load(reference, *_NO_INDEX, layout=layout, optimized=False)
+
+
+def _store(reference, values: jax.Array) -> None:
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        reference[...] = values
+    else:
+        store(reference, values, optimized=False)
+
+
+MOSAIC = triton.PallasKernels(attention=mosaic_attention, grouped_attention=attend_grouped)
