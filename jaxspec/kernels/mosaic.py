@@ -204,6 +204,7 @@ def _attend_split(
     """One row, KV head and split: the heads, or, if there are more splits, the highest score, the
     total weight and the weighted values."""
     # The outputs are `[B, T, K, G, H]`, or `[B, K, splits, M]` twice and `[B, K, splits, M, H]`.
+    has_splits = len(outputs) == 3
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     num_stages, _, head_size = k_s.shape
     padded, num_queries = positions_s.shape[0], queries_ref.shape[2]
@@ -288,14 +289,14 @@ def _attend_split(
             )
 
         sums = lax.fori_loop(first, end, body, _nothing(padded, head_size))
-        if len(outputs) > 1:
+        if has_splits:
             for reference, values in zip(outputs, sums, strict=True):
                 _store(reference.at[row, head, split], values)
         else:
             _, total, output = sums
             _write_heads(total, output, staged_s, outputs[0], row, head)
 
-    if len(outputs) > 1:
+    if has_splits:
         pl.when(first < end)(attend)
     else:
         attend()

@@ -16,6 +16,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
@@ -167,7 +168,7 @@ def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> P
 
     def pack(weight: Any, num_input_axes: int) -> Any:
         packed = kernels.pack(weight, num_input_axes)
-        if consume and packed is not weight and not isinstance(weight, jax.core.Tracer):
+        if consume and packed is not weight and not isinstance(weight, Tracer):
             jax.block_until_ready(packed)
             jax.tree.map(lambda leaf: leaf.delete(), weight)
         return packed
