@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxspec.bench.decode import PLAIN, DecodeBench, agreement
 from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.oracle import Oracle
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import take_turns
@@ -148,7 +149,8 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
     At every batch size: greedy against the window-1 loop, every draft length, and the draft length
     that is chosen by itself under each promise. At batch 1 also assisted generation and prompt
     lookup, by their defaults and with each draft length matched, against the same engines and
-    against the n-gram drafter's.
+    against the n-gram drafter's. Where an oracle drafts, greedy only: the text is noise, which no
+    lookup predicts.
     """
     return [
         found for batch_size in bench.options.batch_sizes for found in _at(bench, hf, batch_size)
@@ -159,12 +161,13 @@ def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, 
     max_tokens, lengths = bench.options.max_tokens, bench.options.draft_lengths
     repeats = bench.options.repeats
     ours = bench.engines(batch_size)
-    if batch_size == 1 and not isinstance(bench.drafter, NGram):
+    has_lookup = batch_size == 1 and not isinstance(bench.drafter, Oracle)
+    if has_lookup and not isinstance(bench.drafter, NGram):
         ngram = dataclasses.replace(bench, drafter=NGram())
         ours |= {f"n-gram {length}": ngram.engine(1, length) for length in lengths}
     settings: dict[str, Any] = {"prompts": bench.prompts, "max_new_tokens": max_tokens}
     theirs = {"hf greedy": functools.partial(hf.greedy, batch_size=batch_size, **settings)}
-    for length in (None, *lengths) if batch_size == 1 else ():
+    for length in (None, *lengths) if has_lookup else ():
         setting = "defaults" if length is None else f"matched {length}"
         settings["draft_length"] = length
         if hf.draft is not None:
