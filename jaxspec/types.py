@@ -23,6 +23,8 @@ from flax import struct
 
 PyTree = Any
 
+TAIL_STEP = 16  # slots; the tails of a tree's entries begin at multiples of it
+
 
 class Origin(enum.IntEnum):
     """Where a token of a row came from; the values of `DecodeState.origin`."""
@@ -62,6 +64,9 @@ class EngineShape:
       verify_length: T, tokens scored per round.
       prefill_chunk: tokens of one prefill call.
       vocab_size: V of the target.
+      tree_depth: how deep the trees may be that windows are laid out for, 0 for chains. With most
+        kernels the bits of a token depend on it (see `Window.tail_start`), so that engines whose
+        outputs are compared share it.
       is_noise_shared: whether a sampling drafter draws with the noise by which the target will draw
         the same position's token (coupled verification), instead of noise of its own.
       needs_draft_probs: whether drafts must come with the distribution they were drawn from,
@@ -75,6 +80,7 @@ class EngineShape:
     verify_length: int
     prefill_chunk: int
     vocab_size: int
+    tree_depth: int = 0
     is_noise_shared: bool = True
     needs_draft_probs: bool = False
     needs_greedy_probs: bool = False
@@ -114,6 +120,30 @@ class Window(struct.PyTreeNode, kw_only=True):
     paths: jax.Array | None = None
     ends: jax.Array | None = None
 
+    @property
+    def visible_ends(self) -> jax.Array:
+        """`[B, T]` int32, one past the last virtual slot that each entry sees."""
+        return self.positions + 1 if self.ends is None else self.ends
+
+    @property
+    def tail_start(self) -> jax.Array:
+        """`[B, T]` int32, of a tree: where each entry's own part of its context begins.
+
+        The slots below it are committed in every round that may score this entry, as `start` is at
+        least the entry's end less D; the up to `tail_length` slots from it on are read along the
+        entry's path. It depends on where the entry stands and on D, never on where the round began,
+        so that a token's sums are the same ones in whatever round it is scored.
+        """
+        assert self.paths is not None, "a chain has no tail"
+        committed = jnp.maximum(self.visible_ends - self.paths.shape[2], 0)
+        return TAIL_STEP * (committed // TAIL_STEP)
+
+    @property
+    def tail_length(self) -> int:
+        """Slots that every entry's tail has room for, a multiple of `TAIL_STEP`; static."""
+        assert self.paths is not None, "a chain has no tail"
+        return TAIL_STEP * -(-(self.paths.shape[2] + TAIL_STEP - 1) // TAIL_STEP)
+
     def stored_at(self, slots: jax.Array) -> jax.Array:
         """Where the KV of virtual `slots` `[1, n]` or `[B, n]` is stored: `[B, T, n]`, by entry.
 
@@ -133,7 +163,8 @@ class Draft(struct.PyTreeNode, kw_only=True):
     """A tree of proposed tokens per row; a chain is the tree `parents[b, n] == n - 1`.
 
     A drafter puts the nodes in the order of their worth: any number of first nodes is a tree too,
-    and a row that wants fewer gets the first ones.
+    and a row that wants fewer gets the first ones. A node of token -1 is a hole, where a level had
+    fewer candidates than room: it is scored as something, and never accepted.
 
     Attributes:
       tokens: `[B, N]` int32.
@@ -141,9 +172,11 @@ class Draft(struct.PyTreeNode, kw_only=True):
         newest committed token.
       num_valid: `[B]` int32, the first `num_valid[b]` nodes are proposals, the rest padding.
       q: `[B, N, V]` fp32, the distribution each token was drawn from, or None if the draft is
-        deterministic.
+        deterministic. Siblings are drawn from that of their parent without replacement, in the
+        order of their index, and each of them is given that distribution as a whole.
       max_depth: static, no node is deeper (children of the newest token have depth 1); the round
         takes it from the drafter. None is N, the depth of a chain.
+      is_chain: static, whether all nodes follow one another; the round takes it from the drafter.
     """
 
     tokens: jax.Array
@@ -151,6 +184,13 @@ class Draft(struct.PyTreeNode, kw_only=True):
     num_valid: jax.Array
     q: jax.Array | None = None
     max_depth: int | None = struct.field(pytree_node=False, default=None)
+    is_chain: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def is_node(self) -> jax.Array:
+        """`[B, N]` bool, which nodes are proposals: neither padding nor holes."""
+        index = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        return (index < self.num_valid[:, None]) & (self.tokens >= 0)
 
     @property
     def depth(self) -> int:
@@ -361,8 +401,7 @@ class RoundInfo(struct.PyTreeNode, kw_only=True):
         if self.window.paths is None:
             return self.draft.num_valid
         depth = self.window.positions[:, 1:] - self.window.start[:, None]
-        is_valid = jnp.arange(depth.shape[1], dtype=jnp.int32)[None] < self.draft.num_valid[:, None]
-        return jnp.max(jnp.where(is_valid, depth, 0), axis=1, initial=0)
+        return jnp.max(jnp.where(self.draft.is_node, depth, 0), axis=1, initial=0)
 
 
 class Shared(struct.PyTreeNode):

@@ -382,7 +382,7 @@ def _score(b: DrafterUnderTest) -> str:
     def both(params, state: DecodeState):
         rows = b.rows(state)
         draft, drafter_state = decode_round.propose(b.loop, params, state, rows)
-        window = decode_round.make_window(state, draft, is_chain=b.drafter.is_chain)
+        window = decode_round.make_window(state, draft, tree_depth=b.shape.tree_depth)
         tokens = decode_round.window_tokens(state, draft)
         hidden, cache = target.forward(params["target"], tokens, window, state.cache)
         scores, with_score, _ = decode_round.score(

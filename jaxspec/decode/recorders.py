@@ -40,7 +40,8 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     token was never emitted."""
     num_emitted = info.emission.num_emitted
     is_counted = num_emitted > 0
-    num_drafted = jnp.where(is_counted, info.draft.num_valid, 0)
+    num_nodes = jnp.sum(info.draft.is_node, axis=1, dtype=jnp.int32)
+    num_drafted = jnp.where(is_counted, num_nodes, 0)
     num_accepted = jnp.minimum(info.verdict.num_accepted, num_emitted)
     # Deeper nodes of a tree could not have been emitted.
     limit = info.rows.depth_limit

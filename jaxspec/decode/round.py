@@ -62,16 +62,15 @@ def draft_and_verify(
 ) -> tuple[RoundInfo, PyTree, PyTree]:
     """What a round finds, before it is committed; the target's cache with the accepted path in
     place, and the drafter's state."""
-    is_chain = parts.drafter.is_chain
-    rows = batch_view(state, is_chain=is_chain)
+    rows = batch_view(state, is_chain=parts.drafter.is_chain)
     draft, drafter_state = propose(parts, params, state, rows)
-    window = make_window(state, draft, is_chain=is_chain)
+    window = make_window(state, draft, tree_depth=parts.shape.tree_depth)
     tokens, context = window_tokens(state, draft), draft_context(draft, window)
     scores, cache, drafter_state = score(
         parts, params, drafter_state, rows, draft, tokens, window, state.cache
     )
     verdict = parts.verifier.verify(scores.logits, draft, rows, context)
-    if not is_chain:
+    if not draft.is_chain:
         cache = commit_path(cache, window.start, verdict.path)
     info = RoundInfo(
         rows=rows,
@@ -99,7 +98,10 @@ def propose(
     draft, drafter_state = drafter.propose(parts.round_shape, own, state.drafter, rows, **reads)
     wanted = jnp.minimum(rows.draft_limit, draft.tokens.shape[1])
     num_valid = jnp.clip(draft.num_valid, 0, wanted)
-    return draft.replace(num_valid=num_valid, max_depth=drafter.max_depth), drafter_state
+    draft = draft.replace(
+        num_valid=num_valid, max_depth=drafter.max_depth, is_chain=drafter.is_chain
+    )
+    return draft, drafter_state
 
 
 def score(
@@ -129,15 +131,14 @@ def score(
 
 
 def window_tokens(state: DecodeState, draft: Draft) -> jax.Array:
-    """`[B, T]` int32: the newest token, then the nodes. Invalid nodes repeat the newest token,
+    """`[B, T]` int32: the newest token, then the nodes. Padding and holes repeat the newest token,
     which any model can embed; they are scored, and nothing reads their logits."""
     root = newest_token(state)
-    is_valid = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None] < draft.num_valid[:, None]
-    return jnp.concatenate([root, jnp.where(is_valid, draft.tokens, root)], axis=1)
+    return jnp.concatenate([root, jnp.where(draft.is_node, draft.tokens, root)], axis=1)
 
 
-def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
-    """Where the newest token and the draft's nodes stand.
+def make_window(state: DecodeState, draft: Draft, *, tree_depth: int) -> Window:
+    """Where the newest token and the draft's nodes stand; `tree_depth` as in `EngineShape`.
 
     Entry i is stored at slot `start + i` and stands at position `start + depth`. All T entries of a
     running row are written, valid or not, so no live block holds a slot of unknown content.
@@ -148,19 +149,18 @@ def make_window(state: DecodeState, draft: Draft, *, is_chain: bool) -> Window:
     start = layouts.window_start(state)
     entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)[None]
     slots = jnp.where(is_running[:, None], start[:, None] + entry, -1)
-    if is_chain:
+    if tree_depth == 0:
         return Window(start=start, positions=start[:, None] + entry, slots=slots)
 
-    # Window entries: 0 is the root, node n is entry n + 1. Invalid nodes hang from the root, as
+    # Window entries: 0 is the root, node n is entry n + 1. Padding and holes hang from the root, as
     # their parents may be garbage.
-    is_valid = jnp.arange(num_nodes, dtype=jnp.int32)[None] < draft.num_valid[:, None]
-    parent = jnp.pad(jnp.where(is_valid, draft.parents + 1, 0), ((0, 0), (1, 0)))
+    parent = jnp.pad(jnp.where(draft.is_node, draft.parents + 1, 0), ((0, 0), (1, 0)))
     above = [jnp.broadcast_to(entry, parent.shape)]  # of each entry: itself, its parent, ...
     for _ in range(draft.depth):
         above.append(jnp.take_along_axis(parent, above[-1], axis=1))
     above = jnp.stack(above, axis=2)  # [B, T, D + 1], 0 from the root on
     depth = jnp.sum(above > 0, axis=2, dtype=jnp.int32)
-    steps_up = depth[..., None] - jnp.arange(draft.depth + 1, dtype=jnp.int32)[None, None]
+    steps_up = depth[..., None] - jnp.arange(tree_depth + 1, dtype=jnp.int32)[None, None]
     paths = jnp.take_along_axis(above, jnp.maximum(steps_up, 0), axis=2)
     paths = jnp.where(steps_up >= 0, paths, 0)
     return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)

@@ -11,7 +11,7 @@ from jaxspec.cache.layouts import Layout, check_layout
 from jaxspec.decode.checks import check_parts
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import LogprobsConfig, check_rows
-from jaxspec.drafters.base import Drafter, NoDrafter, with_defaults
+from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps
 from jaxspec.schedulers import Scheduler
@@ -34,6 +34,7 @@ def make_loop(
     scheduler: Scheduler,
     draft_length: int,
     verify_length: int | None,
+    tree_depth: int | None = None,
     batch_size: int,
     max_length: int,
     prefill_chunk: int,
@@ -66,7 +67,7 @@ def make_loop(
                 f"A verify_length of {verify_length} was given without a drafter; plain decoding "
                 "scores one token per step, so leave it out or give a drafter."
             )
-        verify_length = 1
+        verify_length, tree_depth = 1, 0
     else:
         verify_length = draft_length + 1 if verify_length is None else verify_length
         check_draft_length(draft_length, verify_length)
@@ -75,8 +76,9 @@ def make_loop(
         if not (drafter.is_chain or verifier.takes_trees):
             raise SettingError(
                 f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
-                "chains only; use the coupled verifier."
+                "chains only; use the coupled verifier or rejection."
             )
+        tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
     records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(
         batch_size=batch_size,
@@ -84,6 +86,7 @@ def make_loop(
         verify_length=verify_length,
         prefill_chunk=prefill_chunk,
         vocab_size=target.vocab_size,
+        tree_depth=tree_depth,
         is_noise_shared=verifier.is_noise_shared,
         needs_draft_probs=verifier.needs_draft_probs or records_tokens,
         needs_greedy_probs=records_tokens,
@@ -134,6 +137,30 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
             "it must be at least 1 and less than the verify_length, which also counts the newest "
             "committed token."
         )
+
+
+def default_draft_length(drafter: Drafter | None) -> int:
+    """The number of nodes that a drafter drafts unless it is told otherwise."""
+    num_nodes = None if drafter is None else with_defaults(drafter).num_nodes
+    return DEFAULT_DRAFT_LENGTH if num_nodes is None else num_nodes
+
+
+def choose_tree_depth(drafter: DrafterBase, num_nodes: int, tree_depth: int | None) -> int:
+    """`EngineShape.tree_depth` for a drafter of `num_nodes` nodes: as deep as its trees, 0 for
+    chains, or what was asked for.
+
+    Raises:
+      SettingError: the drafter's drafts are deeper than that.
+    """
+    deepest = num_nodes if drafter.max_depth is None else min(drafter.max_depth, num_nodes)
+    if tree_depth is None:
+        return 0 if drafter.is_chain else deepest
+    if tree_depth < deepest and not (drafter.is_chain and tree_depth == 0):
+        raise SettingError(
+            f"A tree_depth of {tree_depth} was given, and the drafts of {drafter.name} are up to "
+            f"{deepest} deep; give at least that, or leave it out."
+        )
+    return tree_depth
 
 
 def home_of(params: PyTree) -> jax.sharding.Sharding | None:

@@ -105,6 +105,8 @@ class DrafterBase:
       shares_state: whether its drafts may depend on other requests, as those of a cache that
         learns.
       max_depth: of trees, the depth that no node exceeds; None for chains.
+      num_nodes: nodes of its trees; None where any number is as good. An engine drafts so many
+        unless its `draft_length` says otherwise.
       taps: boundaries of the target whose residual stream it reads: boundary b is the stream after
         b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` is given
         it for prompts, `commit` in `RoundInfo.features`.
@@ -121,6 +123,7 @@ class DrafterBase:
     is_synthetic: bool = False
     shares_state: bool = False
     max_depth: int | None = None
+    num_nodes: int | None = None
     taps: tuple[int, ...] = ()
     uses_target: bool = False
     uses_target_cache: bool = False

@@ -11,10 +11,10 @@ import jax
 from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
-    DEFAULT_DRAFT_LENGTH,
     DraftLength,
     Exactness,
     check_at_least_one,
+    default_draft_length,
 )
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
@@ -65,14 +65,19 @@ class Engine:
         after batch, each to its end; `Pool()` is EXSPEC's.
       layout: of the target's KV cache: `ragged` never moves KV; `aligned` pads rows on the left so
         that all end at one slot, and moves them after every round, as 2510.22876 does.
-      draft_length: tokens drafted per round, 1 to `verify_length - 1`; or `auto`, which chooses
-        them, or none, by acceptance and by the measured cost of rounds; see `engine.adaptive`.
+      draft_length: tokens drafted per round, 1 to `verify_length - 1`, of a tree the number of its
+        nodes; default the drafter's own number of nodes, or 4. `auto` chooses them, or none, by
+        acceptance and by the measured cost of rounds; see `engine.adaptive`.
       exactness: with `bitwise` drafts do not change a bit of the output. With `ties` two tokens
         that tie within rounding may be exchanged; every round scores only as many tokens as its
         drafts need, down to one. Where the kernels' bits do not depend on the width of a window
         (`native`), both do that and both are bitwise; with others `bitwise` keeps to one width.
       verify_length: T, tokens scored per round, or at most with `ties`; default `draft_length + 1`,
-        and 5 with `auto`. Runs that should agree bit for bit must share it.
+        which with `auto` is of the default draft length. Runs that should agree bit for bit must
+        share it.
+      tree_depth: how deep the trees may be that windows are laid out for; default as deep as the
+        drafter's, 0 for chains. Where the kernels' bits depend on the width of a window, runs that
+        should agree bit for bit must share this too.
       batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own numbers of
         rows are per shard.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
@@ -124,9 +129,10 @@ class Engine:
         verifier: Verifier | VerifierName | None = None,
         scheduler: Scheduler | SchedulerName | None = None,
         layout: Layout = "ragged",
-        draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
+        draft_length: DraftLength | None = None,
         exactness: Exactness = "bitwise",
         verify_length: int | None = None,
+        tree_depth: int | None = None,
         batch_size: int = 8,
         max_length: int = 1024,
         prefill_chunk: int = 128,
@@ -154,6 +160,7 @@ class Engine:
             draft_length=draft_length,
             exactness=exactness,
             verify_length=verify_length,
+            tree_depth=tree_depth,
             batch_size=batch_size,
             max_length=max_length,
             prefill_chunk=prefill_chunk,
@@ -177,7 +184,8 @@ class Engine:
             self.draft_length = self.shape.verify_length - 1
             self.adaptive = AdaptiveDrafting(self.executor, draft_length=self.draft_length)
         else:
-            self.draft_length, self.adaptive = draft_length, None
+            chosen = default_draft_length(drafter) if draft_length is None else draft_length
+            self.draft_length, self.adaptive = chosen, None
         self._core = EngineCore(
             self.executor,
             adaptive=self.adaptive,

@@ -34,10 +34,10 @@ from jaxspec.decode import invariants
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
 from jaxspec.decode.loop import DecodeLoop, LogprobsConfig
 from jaxspec.decode.settings import (
-    DEFAULT_DRAFT_LENGTH,
     DraftLength,
     Exactness,
     check_exactness,
+    default_draft_length,
     home_of,
     make_loop,
 )
@@ -472,9 +472,10 @@ def make_executor(
     verifier: Verifier | None = None,
     scheduler: Scheduler | None = None,
     layout: Layout = "ragged",
-    draft_length: DraftLength = DEFAULT_DRAFT_LENGTH,
+    draft_length: DraftLength | None = None,
     exactness: Exactness = "bitwise",
     verify_length: int | None = None,
+    tree_depth: int | None = None,
     batch_size: int = 8,
     max_length: int = 1024,
     prefill_chunk: int = 128,
@@ -493,8 +494,10 @@ def make_executor(
     is_adaptive = draft_length == "auto" and drafter is not None
     if draft_length == "auto":
         if verify_length is None and drafter is not None:
-            verify_length = DEFAULT_DRAFT_LENGTH + 1
-        draft_length = DEFAULT_DRAFT_LENGTH if verify_length is None else verify_length - 1
+            verify_length = default_draft_length(drafter) + 1
+        draft_length = default_draft_length(None) if verify_length is None else verify_length - 1
+    elif draft_length is None:
+        draft_length = default_draft_length(drafter)
     logprobs = None
     if max_logprobs is not None:
         if not 0 <= max_logprobs <= target.vocab_size:
@@ -514,6 +517,7 @@ def make_executor(
         layout=layout,
         draft_length=draft_length,
         verify_length=verify_length,
+        tree_depth=tree_depth,
         batch_size=batch_size,
         max_length=max_length,
         prefill_chunk=prefill_chunk,

@@ -131,8 +131,7 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
             """Of `[B, N + 1, V]`, what stands at each node's parent, `[B, N, V]`."""
             if info.window.paths is None:
                 return values[:, :-1]
-            is_valid = node < draft.num_valid[:, None]
-            entry = jnp.where(is_valid, draft.parents + 1, 0)
+            entry = jnp.where(draft.is_node, draft.parents + 1, 0)
             return jnp.take_along_axis(values, entry[..., None], axis=1)
 
         logits = before_nodes(sampling.adjust(info.scores.logits, info.rows, info.context))

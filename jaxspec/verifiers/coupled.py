@@ -57,14 +57,13 @@ def follow(chosen: jax.Array, draft: Draft) -> Verdict:
     """
     num_rows, num_nodes = draft.tokens.shape
     chex.assert_shape(chosen, (num_rows, num_nodes + 1))
-    index = jnp.arange(num_nodes, dtype=jnp.int32)[None]
-    is_valid = index < draft.num_valid[:, None]
+    is_node = draft.is_node
     node = jnp.full((num_rows,), -1, jnp.int32)  # the last node followed; -1 is the root
     is_walking = jnp.ones((num_rows,), bool)
     path = []
     for _ in range(draft.depth):
         wanted = jnp.take_along_axis(chosen, node[:, None] + 1, axis=1)
-        matches = is_valid & (draft.parents == node[:, None]) & (draft.tokens == wanted)
+        matches = is_node & (draft.parents == node[:, None]) & (draft.tokens == wanted)
         is_walking &= jnp.any(matches, axis=1)
         node = jnp.where(is_walking, jnp.argmax(matches, axis=1).astype(jnp.int32), node)
         path.append(jnp.where(is_walking, node, -1))

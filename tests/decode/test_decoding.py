@@ -273,7 +273,7 @@ def test_window_of_a_tree_on_a_drawn_example(target):
         parents=jnp.asarray([[-1, -1, 1, 99]] * 2, jnp.int32),
         num_valid=jnp.asarray([3, 3], jnp.int32),
     )
-    window = decoding.make_window(state, draft, is_chain=False)
+    window = decoding.make_window(state, draft, tree_depth=draft.depth)
     assert window.slots.tolist() == [[10, 11, 12, 13, 14], [-1] * 5]  # row 1 has ended
     assert (window.positions[0] - 10).tolist() == [0, 1, 1, 2, 1]
     assert np.asarray(window.paths[0])[3, :3].tolist() == [0, 2, 3]

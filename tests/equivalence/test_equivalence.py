@@ -150,7 +150,7 @@ def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
             parents=decoding_chain(4),
             num_valid=jnp.full((4,), WINDOW, jnp.int32),
         )
-        window = decoding.make_window(state, draft, is_chain=True)
+        window = decoding.make_window(state, draft, tree_depth=0)
         hidden, _ = target.forward(
             target.params, decoding.window_tokens(state, draft), window, state.cache
         )
@@ -194,9 +194,9 @@ def sabotaged_follow(chosen, draft, *, real=coupled.follow):
     )
 
 
-def sabotaged_window(state, draft, *, is_chain, real=decoding.make_window):
+def sabotaged_window(state, draft, *, tree_depth, real=decoding.make_window):
     """Writes every row at the offset of row 0: the ragged tensor problem."""
-    window = real(state, draft, is_chain=is_chain)
+    window = real(state, draft, tree_depth=tree_depth)
     return window.replace(
         slots=jnp.broadcast_to(window.slots[:1], window.slots.shape), start=window.start
     )

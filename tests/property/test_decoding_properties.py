@@ -299,9 +299,9 @@ def counts_rejected(state, info, *, real=recorders.count):
     return real(state, info.replace(verdict=verdict))
 
 
-def stale_kv(state, draft, *, is_chain, real=decoding.make_window):
+def stale_kv(state, draft, *, tree_depth, real=decoding.make_window):
     """Does not store the first draft's KV, and so not that of most accepted ones."""
-    window = real(state, draft, is_chain=is_chain)
+    window = real(state, draft, tree_depth=tree_depth)
     is_second = jnp.arange(window.slots.shape[1], dtype=jnp.int32) == 1
     return window.replace(slots=jnp.where(is_second, -1, window.slots))
 
