@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.analysis.cost import Pass
 from jaxspec.bench.measure import Repeated, Run
@@ -20,7 +21,7 @@ from jaxspec.cache import layouts
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
-from jaxspec.decode.round import commit, draft_and_verify, emit, propose
+from jaxspec.decode.round import commit, draft_and_verify, emit, lay_out, propose
 from jaxspec.decode.state import batch_view, newest_token
 from jaxspec.drafters.base import function_params
 from jaxspec.models.base import LanguageModel
@@ -112,7 +113,13 @@ def _copy(tree: PyTree) -> PyTree:
 
 
 def forward_runs(
-    model: LanguageModel, *, batch: int, window: int, contexts: Sequence[int], max_length: int
+    model: LanguageModel,
+    *,
+    batch: int,
+    window: int,
+    contexts: Sequence[int],
+    max_length: int,
+    parents: np.ndarray | None = None,
 ) -> list[tuple[Pass, Run]]:
     """A forward pass with the head after each of several contexts, one compiled program for all.
 
@@ -121,24 +128,36 @@ def forward_runs(
     Args:
       contexts: committed slots before the window.
       max_length: slots per row, as many as the engine's that the times are to speak for.
+      parents: `[window - 1]` of the nodes of a tree; None for a chain.
     """
+    entry = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32), (batch, window))
+    depth, paths = entry, None
+    if parents is not None:
+        tree_depth = int(np.max(lay_out(jnp.asarray(parents)[None], len(parents))[0]))
+        every = jnp.broadcast_to(jnp.asarray(parents), (batch, window - 1))
+        depth, paths = lay_out(every, tree_depth)
 
     def forward(params, fixed, cache):
-        tokens, positions = fixed
-        where = Window(start=positions[:, 0], positions=positions, slots=positions)
+        tokens, where = fixed
         cache, scores = _score(model, params, tokens, where, cache)
         return cache, scores.logits
 
+    def window_at(context: int) -> Window:
+        start = jnp.full((batch,), context, jnp.int32)
+        slots, positions = start[:, None] + entry, start[:, None] + depth
+        return Window(start=start, positions=positions, slots=slots, paths=paths)
+
     tokens = jnp.zeros((batch, window), jnp.int32)
-    what = f"the forward pass of {model.name}, {batch} rows, window {window}"
+    kind = "window" if parents is None else "tree"
+    what = f"the forward pass of {model.name}, {batch} rows, {kind} of {window}"
     cache = model.init_cache(batch, max_length)
-    repeated = Repeated(forward, model.params, (tokens, tokens), cache, what=what)
+    repeated = Repeated(forward, model.params, (tokens, window_at(0)), cache, what=what)
 
     def at(context: int) -> Run:
-        positions = tokens + context + jnp.arange(window, dtype=jnp.int32)
+        where = window_at(context)
 
         def run(num_times: int) -> None:
-            repeated.fixed = (tokens, positions)
+            repeated.fixed = (tokens, where)
             repeated(num_times)
 
         return run

@@ -35,6 +35,7 @@ from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.program import ProgramBench
 from jaxspec.bench.step_cost import StepCostBench
 from jaxspec.bench.trace_cost import TraceCostBench
+from jaxspec.bench.trees import TreesBench
 from jaxspec.bench.verifiers import VerifiersBench
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import DrafterOptions
@@ -384,6 +385,7 @@ class BenchCommand:
         | Annotated[ProgramBench, tyro.conf.subcommand("program")]
         | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]
         | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
+        | Annotated[TreesBench, tyro.conf.subcommand("trees")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]

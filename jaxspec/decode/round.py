@@ -144,26 +144,35 @@ def make_window(state: DecodeState, draft: Draft, *, tree_depth: int) -> Window:
     running row are written, valid or not, so no live block holds a slot of unknown content.
     Rows that have ended write nothing.
     """
-    num_nodes = draft.tokens.shape[1]
-    is_running = state.is_running
     start = layouts.window_start(state)
-    entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)[None]
-    slots = jnp.where(is_running[:, None], start[:, None] + entry, -1)
+    entry = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)[None]
+    slots = jnp.where(state.is_running[:, None], start[:, None] + entry, -1)
     if tree_depth == 0:
         return Window(start=start, positions=start[:, None] + entry, slots=slots)
+    # Padding and holes hang from the root, as their parents may be garbage.
+    parents = jnp.where(draft.is_node, draft.parents, -1)
+    depth, paths = lay_out(parents, tree_depth)
+    return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
 
-    # Window entries: 0 is the root, node n is entry n + 1. Padding and holes hang from the root, as
-    # their parents may be garbage.
-    parent = jnp.pad(jnp.where(draft.is_node, draft.parents + 1, 0), ((0, 0), (1, 0)))
+
+def lay_out(parents: jax.Array, tree_depth: int) -> tuple[jax.Array, jax.Array]:
+    """The depth `[B, T]` of the root and of each node, and `Window.paths` `[B, T, tree_depth + 1]`.
+
+    Args:
+      parents: `[B, N]`, of nodes that are at most `tree_depth` deep.
+      tree_depth: static.
+    """
+    # Window entries: 0 is the root, node n is entry n + 1.
+    parent = jnp.pad(parents + 1, ((0, 0), (1, 0)))
+    entry = jnp.arange(parent.shape[1], dtype=jnp.int32)[None]
     above = [jnp.broadcast_to(entry, parent.shape)]  # of each entry: itself, its parent, ...
-    for _ in range(draft.depth):
+    for _ in range(min(tree_depth, parents.shape[1])):
         above.append(jnp.take_along_axis(parent, above[-1], axis=1))
-    above = jnp.stack(above, axis=2)  # [B, T, D + 1], 0 from the root on
+    above = jnp.stack(above, axis=2)  # 0 from the root on
     depth = jnp.sum(above > 0, axis=2, dtype=jnp.int32)
     steps_up = depth[..., None] - jnp.arange(tree_depth + 1, dtype=jnp.int32)[None, None]
     paths = jnp.take_along_axis(above, jnp.maximum(steps_up, 0), axis=2)
-    paths = jnp.where(steps_up >= 0, paths, 0)
-    return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
+    return depth, jnp.where(steps_up >= 0, paths, 0)
 
 
 def draft_context(draft: Draft, window: Window) -> DraftContext:

@@ -9,6 +9,10 @@ time of a round is measured once, with the engine's own programs, at a short and
 shapes are static, so a round costs the same however many rows are running. Given those times, the
 same acceptance leads to the same choices.
 
+Of a tree n is a number of nodes. They are in the order of their worth, so what n of them would have
+emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be
+on the accepted path. Trees are large, and only as many nodes are tried as fill a window bucket.
+
 Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
 only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
 are worth their while: at batch 1 eight rounds of one request say little. And once plain decoding
@@ -28,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.decode.buckets import window_buckets
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
 from jaxspec.requests.requests import Request
@@ -53,16 +58,21 @@ class RoundTimes:
     Attributes:
       short_context: committed tokens of the longest row, of the first measurement.
       long_context: of the second.
-      short_s: seconds per round by draft length, 0 to the longest, at the first.
+      short_s: seconds per round by draft length, from 0 to the longest, at the first.
       long_s: at the second.
       chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
     """
 
     short_context: int
     long_context: int
-    short_s: Sequence[float]
-    long_s: Sequence[float]
+    short_s: Mapping[int, float]
+    long_s: Mapping[int, float]
     chunk_s: float
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Those that were measured, 0 among them, ascending."""
+        return tuple(self.short_s)
 
     def of(self, draft_length: int, context: int) -> float:
         """Seconds per round where the longest row has `context` committed tokens."""
@@ -72,8 +82,18 @@ class RoundTimes:
         return short_s + share * (long_s - short_s)
 
 
-def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> RoundTimes:
-    """Seconds per round of every draft length, at a short context and at a long one.
+def draft_lengths_to_try(longest: int, *, is_chain: bool) -> tuple[int, ...]:
+    """Draft lengths between which the controller chooses, ascending from 0: every one of a chain,
+    and those that fill a window bucket of a tree."""
+    if is_chain:
+        return tuple(range(longest + 1))
+    return tuple(window - 1 for window in window_buckets(longest + 1))
+
+
+def measure_round_times(
+    rounds: MadeUpRequests, *, draft_lengths: Sequence[int], room: int
+) -> RoundTimes:
+    """Seconds per round of some draft lengths, at a short context and at a long one.
 
     Each is the minimum of a few measurements, taken in turns, of many rounds less one round; the
     difference leaves out the overhead of a call.
@@ -85,10 +105,10 @@ def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> R
 
     Args:
       rounds: runs them.
-      longest: draft length.
+      draft_lengths: to measure, ascending from 0.
       room: tokens of the longest prompt.
     """
-    lengths = range(longest, -1, -1)  # plain decoding last: it makes the drafter lag
+    lengths = sorted(draft_lengths, reverse=True)  # plain decoding last: the drafter lags after it
     sizes = (1, MEASURED_ROUNDS)
     num_tokens = {length: sum(sizes) * (length + 1) for length in lengths}
     chunk_s: list[float] = []
@@ -98,7 +118,7 @@ def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> R
         rounds.run(draft_length, num_rounds)
         return time.perf_counter() - started_s
 
-    def measure(prompt_length: int) -> tuple[float, ...]:
+    def measure(prompt_length: int) -> dict[int, float]:
         found: dict[tuple[int, int], list[float]] = {}
         for _ in range(MEASUREMENTS):
             for length in lengths:
@@ -112,10 +132,10 @@ def measure_round_times(rounds: MadeUpRequests, *, longest: int, room: int) -> R
                 chunk_s.append((time.perf_counter() - started_s) / num_chunks)
         least = {key: min(seconds) for key, seconds in found.items()}
         more = MEASURED_ROUNDS - 1
-        return tuple(
-            max(least[n, MEASURED_ROUNDS] - least[n, 1], SHORTEST_S) / more
-            for n in range(longest + 1)
-        )
+        return {
+            n: max(least[n, MEASURED_ROUNDS] - least[n, 1], SHORTEST_S) / more
+            for n in reversed(lengths)
+        }
 
     rounds.fill(1)
     for length in lengths:  # compiles the programs
@@ -150,7 +170,7 @@ class Choice:
 
 
 class DraftLengthController:
-    """Chooses draft lengths from 0 to the longest that `times` knows of.
+    """Chooses among the draft lengths that `times` knows of.
 
     Args:
       times: of the engine's rounds.
@@ -162,7 +182,7 @@ class DraftLengthController:
     def __init__(self, times: RoundTimes, *, is_chain: bool = True):
         self.times, self.is_chain = times, is_chain
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
-        longest = len(times.short_s) - 1
+        longest = max(times.draft_lengths)
         # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
         # j): how many, and how many of them accepted position j too.
         self._reached, self._accepted = [0.0] * longest, [0.0] * longest
@@ -183,14 +203,18 @@ class DraftLengthController:
         Args:
           doubt: standard errors to be added to what was found.
         """
-        found, all_before, chance = [], 1.0, PRIOR_ACCEPTANCE
+        found, all_before, chance, variance = [], 1.0, PRIOR_ACCEPTANCE, 0.0
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
             weight = reached + PRIOR_ROUNDS
             chance = (accepted + PRIOR_ROUNDS * chance) / weight
-            error = math.sqrt(chance * (1 - chance) / weight)
-            likely = min(chance + doubt * error, 1.0)
-            all_before *= likely
-            found.append(all_before if self.is_chain else likely)
+            own = chance * (1 - chance) / weight
+            if self.is_chain:
+                all_before *= min(chance + doubt * math.sqrt(own), 1.0)
+                found.append(all_before)
+            else:  # errors of the nodes add up as independent ones do
+                error = math.sqrt(variance + own) - math.sqrt(variance)
+                found.append(min(chance + doubt * error, 1.0))
+                variance += own
         return tuple(found)
 
     def tokens_per_s(
@@ -225,14 +249,14 @@ class DraftLengthController:
           chunks_per_token: prompt chunks that the drafter reads per token that a row emits, summed
             over the rows.
         """
-        lengths = range(len(self.times.short_s))
+        lengths = self.times.draft_lengths
 
-        def rates_at(doubt: float) -> list[float]:
-            return [self.tokens_per_s(n, context, chunks_per_token, doubt) for n in lengths]
+        def rates_at(doubt: float) -> dict[int, float]:
+            return {n: self.tokens_per_s(n, context, chunks_per_token, doubt) for n in lengths}
 
         rates = rates_at(doubt=0.0)
         if self._current == 0 and not self._is_trial:
-            drafting = max(range(1, len(rates)), key=rates.__getitem__)
+            drafting = max(lengths[1:], key=rates.__getitem__)
             more_s = self.times.of(drafting, context) - self.times.of(0, context)
             left_s = TRIAL_SHARE * self._plain_s - TRIAL_ROUNDS * max(more_s, 0.0)
             self._is_trial = left_s >= 0 and count_unprefilled() * self.times.chunk_s <= left_s
@@ -240,7 +264,7 @@ class DraftLengthController:
                 return Choice(draft_length=0, num_rounds=num_rounds)
             return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))
         worth = _worth(rates)
-        if self._current != 0 and worth[0] == max(worth):
+        if self._current != 0 and worth[0] == max(worth.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
             worth = _worth(rates_at(DOUBT))
@@ -295,10 +319,10 @@ class DraftLengthController:
         self._accepted = [share_kept * accepted for accepted in self._accepted]
 
 
-def _worth(rates: Sequence[float]) -> list[float]:
+def _worth(rates: Mapping[int, float]) -> dict[int, float]:
     """Rates by draft length as they are compared: plain decoding's is certain, and drafting must
     beat it clearly."""
-    return [rates[0], *(rate / (1 + CLEAR_GAIN) for rate in rates[1:])]
+    return {n: rate / (1 + CLEAR_GAIN) if n else rate for n, rate in rates.items()}
 
 
 class AdaptiveDrafting:
@@ -329,11 +353,12 @@ class AdaptiveDrafting:
             requests = MadeUpRequests(
                 self._executor, draft_length=self._draft_length, on_answer=on_answer
             )
+            is_chain = self._executor.loop.drafter.is_chain
+            lengths = draft_lengths_to_try(self._draft_length, is_chain=is_chain)
             times = measure_round_times(
-                requests, longest=self._draft_length, room=self._executor.longest_prompt
+                requests, draft_lengths=lengths, room=self._executor.longest_prompt
             )
             self._executor.reset()
-            is_chain = self._executor.loop.drafter.is_chain
             self.controller = DraftLengthController(times, is_chain=is_chain)
 
     @property

@@ -15,13 +15,13 @@ from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
 from jaxspec.runtime.host_limits import free_memory
-from jaxspec.types import PyTree
+from jaxspec.types import EngineShape, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What an engine keeps on the device between rounds. A round needs temporaries besides. With a
-    mesh, all figures are per device.
+    """What an engine keeps on the device between rounds, and the largest temporary of a round. With
+    a mesh, all figures are per device.
 
     Attributes:
       num_devices: devices that hold this much each.
@@ -30,6 +30,9 @@ class Memory:
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
       buffers_bytes: tokens, log-probabilities and everything else kept per row.
+      logits_bytes: fp32 logits of all tokens that a round scores, `[B, T, V]`, and as much again
+        for the distributions of drafts where the verifier needs them. A tree of many nodes makes
+        them large; a round needs other temporaries besides.
       free_bytes: free on the device before the state is made; None if it does not say. On a CPU
         what the host, the process's cgroups and its limits (`ulimit`) leave.
     """
@@ -40,6 +43,7 @@ class Memory:
     weights_bytes: int
     kv_bytes: int
     buffers_bytes: int
+    logits_bytes: int
     free_bytes: int | None
 
     def __repr__(self) -> str:
@@ -51,14 +55,19 @@ class Memory:
         return self.kv_bytes + self.buffers_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """The state, and the logits of a round."""
+        return self.state_bytes + self.logits_bytes
+
+    @property
     def sentence(self) -> str:
         """E.g. `weights 28.9 MiB, KV 20.0 MiB and buffers 0.1 MiB for 10 rows of 1024 slots`."""
         each = "" if self.num_devices == 1 else f", on each of {self.num_devices} devices"
         free = "" if self.free_bytes is None else f"; {in_units(self.free_bytes)} were free"
         return (
             f"weights {in_units(self.weights_bytes)}, KV {in_units(self.kv_bytes)} and buffers "
-            f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.max_length} slots"
-            f"{each}{free}"
+            f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.max_length} slots, "
+            f"logits of a round {in_units(self.logits_bytes)}{each}{free}"
         )
 
 
@@ -66,10 +75,10 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
     """What an engine with this loop needs, computed from shapes without allocating anything.
 
     Raises:
-      SettingError: the state does not fit into the free memory. The message names the largest
-        batch_size and the largest max_length that would.
+      SettingError: the state and the logits of a round do not fit into the free memory. The message
+        names the largest batch_size and the largest max_length that would.
     """
-    resident = _of_shard(loop).resident_shape
+    shape, resident = _of_shard(loop).shape, _of_shard(loop).resident_shape
     kv_bytes, buffers_bytes = _state_bytes(loop, resident.batch_size, resident.max_length)
     if isinstance(loop, ShardedLoop):
         devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
@@ -89,9 +98,10 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
         weights_bytes=num_bytes(params),
         kv_bytes=kv_bytes,
         buffers_bytes=buffers_bytes,
+        logits_bytes=_logits_bytes(shape),
         free_bytes=free,
     )
-    if memory.free_bytes is not None and memory.state_bytes > memory.free_bytes:
+    if memory.free_bytes is not None and memory.needed_bytes > memory.free_bytes:
         raise SettingError(_does_not_fit(loop, memory, where))
     return memory
 
@@ -143,6 +153,12 @@ def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int)
     return kv_bytes, num_bytes(state) - kv_bytes
 
 
+def _logits_bytes(shape: EngineShape) -> int:
+    """Bytes of the fp32 logits of a round, and of its drafts' distributions if they are needed."""
+    num_distributions = shape.verify_length + shape.needs_draft_probs * shape.num_nodes
+    return shape.batch_size * num_distributions * shape.vocab_size * 4
+
+
 def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) -> str:
     """The error message, with the largest batch_size and the largest max_length that fit."""
     free = memory.free_bytes
@@ -152,7 +168,9 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
     num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
 
     def fits(batch_size: int, max_length: int) -> bool:
-        return sum(_state_bytes(loop, scheduler.num_residents(batch_size), max_length)) <= free
+        logits_bytes = _logits_bytes(dataclasses.replace(of_shard.shape, batch_size=batch_size))
+        state_bytes = sum(_state_bytes(loop, scheduler.num_residents(batch_size), max_length))
+        return state_bytes + logits_bytes <= free
 
     batch_size = _largest(lambda n: fits(n, memory.max_length), given)
     blocks = _largest(lambda n: fits(given, n * BLOCK), memory.max_length // BLOCK)
@@ -162,9 +180,10 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
     if blocks:
         advice.append(f"a max_length of {blocks * BLOCK} at this batch_size")
     return (
-        f"batch_size {num_shards * given} and max_length {memory.max_length} were given, whose KV "
-        f"and buffers need {in_units(memory.state_bytes)} where {in_units(free)} are free {where} "
-        f"beside {in_units(memory.weights_bytes)} of weights; "
+        f"batch_size {num_shards * given} and max_length {memory.max_length} were given, whose KV, "
+        f"buffers and logits (of {of_shard.shape.verify_length} tokens a row) need "
+        f"{in_units(memory.needed_bytes)} where {in_units(free)} are free {where} beside "
+        f"{in_units(memory.weights_bytes)} of weights; "
         + (
             f"the most that fits is {' or '.join(advice)}."
             if advice

@@ -26,12 +26,12 @@ LONGEST = 4
 
 def times(plain=1.0, step=0.1, window=0.05, chunk=1.0, long=1.0):
     """Round times that grow with the draft length; `long` times as long at the long context."""
-    short = tuple(plain + n * (step + window) for n in range(LONGEST + 1))
+    short = {n: plain + n * (step + window) for n in range(LONGEST + 1)}
     return RoundTimes(
         short_context=0,
         long_context=1000,
         short_s=short,
-        long_s=tuple(long * s for s in short),
+        long_s={n: long * s for n, s in short.items()},
         chunk_s=chunk,
     )
 
@@ -79,7 +79,7 @@ def speed(world, chance, num_rounds=4000):
 
 def test_nodes_of_a_tree_count_for_themselves():
     """Always right to depth three, with six nodes: the wrong ones are worth nothing."""
-    seconds = tuple(1.0 + 0.1 * nodes for nodes in range(7))
+    seconds = {nodes: 1.0 + 0.1 * nodes for nodes in range(7)}
     of_tree = dataclasses.replace(times(), short_s=seconds, long_s=seconds)
     controller = DraftLengthController(of_tree, is_chain=False)
     for _ in range(20):
@@ -91,6 +91,32 @@ def test_nodes_of_a_tree_count_for_themselves():
             num_accepted_at=(0, 200, 0, 200, 200, 0),
         )
     np.testing.assert_allclose(controller.acceptance(), (0, 1, 0, 1, 1, 0), atol=0.02)
+
+
+@pytest.mark.parametrize(("second", "best"), [(0.01, 8), (0.06, 4), (0.3, 0)])
+def test_a_tree_is_as_large_as_pays(second, best):
+    """A round costs 0.2 plain ones for drafting at all, and `second` for each node."""
+    lengths = adaptive.draft_lengths_to_try(8, is_chain=False)
+    assert lengths == (0, 2, 4, 8)
+    worth = [0.4, 0.3, 0.15, 0.1, 0.06, 0.06, 0.05, 0.05]
+    seconds = {n: 1.0 + second * n + 0.2 * (n > 0) for n in lengths}
+    measured = dataclasses.replace(times(), short_s=seconds, long_s=seconds)
+    controller, random = DraftLengthController(measured, is_chain=False), np.random.default_rng(0)
+    for _ in range(300):
+        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
+        controller.note(
+            draft_length=choice.draft_length,
+            context=100,
+            num_rounds=choice.num_rounds,
+            num_row_rounds=4 * choice.num_rounds,
+            num_accepted_at=[
+                int(random.binomial(4 * choice.num_rounds, chance))
+                for chance in worth[: choice.draft_length]
+            ],
+        )
+    rates = {n: (1 + sum(worth[:n])) / seconds[n] for n in lengths}
+    assert max(rates, key=rates.__getitem__) == best  # the case is what it says it is
+    assert controller.draft_length == best
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,8 @@ def regret(*, batch_size, chance, seed, num_rounds=400, per_request=14):
     """Share of the tokens per second that the best fixed length has over the controller, of a few
     hundred rounds from the start. Acceptance varies from request to request, about `chance`."""
     seconds = ROUND_TIMES[batch_size]
-    fixed = dataclasses.replace(times(chunk=0.2), short_s=seconds, long_s=seconds)
+    measured = dict(enumerate(seconds))
+    fixed = dataclasses.replace(times(chunk=0.2), short_s=measured, long_s=measured)
     controller, random = DraftLengthController(fixed), np.random.default_rng(seed)
 
     odds = chance / (1 - chance) * np.exp(np.random.default_rng(0).normal(size=4000))
@@ -205,7 +232,7 @@ def test_it_keeps_its_mind_between_equals():
     chance = 0.5
     equal = 1 + chance + chance**2  # E(2); E(1) = 1.5, so t(2) / t(1) = 1.75 / 1.5
     base = times()
-    seconds = (1.0, 1.5 * 0.7, equal * 0.7, 9.0, 9.0)
+    seconds = {0: 1.0, 1: 1.5 * 0.7, 2: equal * 0.7, 3: 9.0, 4: 9.0}
     world = World(DraftLengthController(dataclasses.replace(base, short_s=seconds, long_s=seconds)))
     world.decode(chance, 6000)
     chosen = np.array(world.chosen)
@@ -245,9 +272,11 @@ class Clockwork:
 def test_round_times_are_measured_without_compiling_and_calling(monkeypatch, room):
     clockwork = Clockwork()
     monkeypatch.setattr(adaptive.time, "perf_counter", lambda: clockwork.now_s)
-    found = adaptive.measure_round_times(clockwork, longest=3, room=room)
-    assert found.short_s == pytest.approx((1, 2, 3, 4))
-    assert found.long_s == pytest.approx((2, 4, 6, 8) if room == 5000 else (1, 2, 3, 4))
+    found = adaptive.measure_round_times(clockwork, draft_lengths=(0, 1, 3), room=room)
+    assert found.draft_lengths == (0, 1, 3)
+    assert found.short_s == pytest.approx({0: 1, 1: 2, 3: 4})
+    factor = 2 if room == 5000 else 1
+    assert found.long_s == pytest.approx({n: factor * (n + 1) for n in (0, 1, 3)})
     assert found.chunk_s == pytest.approx(2.0)
 
 
@@ -266,7 +295,11 @@ PARAMS = [
     for i in range(len(PROMPTS))
 ]
 FIXED = RoundTimes(  # drafts must be accepted to be worth their while
-    short_context=0, long_context=1, short_s=(1, 1.3, 1.6), long_s=(1, 1.3, 1.6), chunk_s=1e-6
+    short_context=0,
+    long_context=1,
+    short_s={0: 1, 1: 1.3, 2: 1.6},
+    long_s={0: 1, 1: 1.3, 2: 1.6},
+    chunk_s=1e-6,
 )
 
 
@@ -456,7 +489,7 @@ def test_engines_measure_their_rounds_before_the_first_request(target, monkeypat
     done = made.generate(PROMPTS[:3], PARAMS[:3])
     [measured] = seen
     assert len(measured.short_s) == len(measured.long_s) == 2
-    assert min(*measured.short_s, *measured.long_s) > 0
+    assert min(*measured.short_s.values(), *measured.long_s.values()) > 0
     assert made.metrics()["num_requests"] == 3
     assert made.metrics()["num_emitted_tokens"] == sum(len(c.token_ids) for c in done)
     made.generate(PROMPTS[:1], PARAMS[:1])

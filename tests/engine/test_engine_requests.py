@@ -415,14 +415,22 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     batch_size = int(str(raised.value).split("fits is a batch_size of ")[1].split()[0])
     assert 1 <= batch_size < 2**14
 
-    # Exactly what is named fits, one row or one block more does not.
-    monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (nbytes, "in this cgroup"))
+    # A round's logits, too: 3 rows, a window of 5 tokens, fp32.
+    needed = memory.needed_bytes
+    assert needed == nbytes + 3 * 5 * target.vocab_size * 4
+
+    # Exactly what is named fits, one row or one block more does not, nor does a longer draft.
+    monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (needed, "in this cgroup"))
     Engine(target, DraftModel(target), batch_size=3, max_length=256)
     with pytest.raises(
         SettingError,
         match=r"are free in this cgroup .* batch_size of 3 .* or a max_length of 128 at this",
     ):
         Engine(target, DraftModel(target), batch_size=4, max_length=256)
+    with pytest.raises(
+        SettingError, match=r"logits \(of 65 tokens a row\) need .* a batch_size of"
+    ):
+        Engine(target, DraftModel(target), draft_length=64, batch_size=3, max_length=256)
     monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (100, "on this host"))
     with pytest.raises(SettingError, match="choose a smaller model"):
         Engine(target, batch_size=1, max_length=128)

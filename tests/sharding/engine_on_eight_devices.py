@@ -241,7 +241,7 @@ def test_a_mesh_of_some_devices_says_so(caplog):
 
 
 def test_memory_that_a_device_lacks_is_refused_for_the_whole_mesh(monkeypatch):
-    need = engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32).memory.state_bytes
+    need = engine(jax.make_mesh((8,), ("data",)), Static(), batch_size=32).memory.needed_bytes
     monkeypatch.setattr(
         "jaxspec.engine.memory.free_memory", lambda: (8 * (need - 1), "on this host")
     )
@@ -269,7 +269,7 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
         rounds_per_sync=4,
         mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]),
     )
-    seconds = (1, 1.3, 1.6)
+    seconds = {0: 1, 1: 1.3, 2: 1.6}
     times = RoundTimes(
         short_context=0, long_context=1, short_s=seconds, long_s=seconds, chunk_s=1e-6
     )

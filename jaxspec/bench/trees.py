@@ -1,0 +1,348 @@
+"""What trees cost and what they bring: passes beside chains', tokens per round, tokens per second.
+
+Tokens per round depend on the models and the prompts only, not on the machine. A tree of n nodes is
+compared with a chain of n nodes: both take the same window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
+from jaxspec.bench.measure import ROUND, PairBench, check_at_least_one
+from jaxspec.bench.stages import forward_runs
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.trees import BeamTree, StaticTree, best_static_tree
+from jaxspec.engine.engine import Engine
+from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.turns import time_loops
+from jaxspec.verifiers import Coupled, Rejection, Verifier
+
+RANKS = 8  # likeliest tokens of the draft model that static trees choose among
+DEPTH = 8  # levels of the beam trees, and of static trees at most
+COSTS: Columns = {
+    "kernels": "{kernels}",
+    "context": "{context}",
+    "batch": "{batch_size}",
+    "window": "{window}",
+    "chain ms": "{chain_ms:.3f}",
+    "tree ms": "{tree_ms:.3f}",
+    "tree / chain": "{ratio:.2f}",
+}
+ACCEPTANCE: Columns = {
+    "rule": "{verifier}",
+    "temperature": "{temperature:g}",
+    "nodes": "{num_nodes}",
+    "tree": "{tree}",
+    "emitted\n/round": "{emitted_per_round:.2f}",
+    "by its\nranks": "{predicted:.2f}",
+    "over the\nchain": "{over_chain:.3f}",
+    "difference per prompt": lambda found: "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(
+        found["difference"]
+    ),
+    "equals\nplain": lambda found: {None: "-", True: "yes", False: "NO"}[found["is_equal"]],
+}
+SPEEDS: Columns = {
+    "batch": "{batch_size}",
+    "drafts": "{drafts}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "speed-up": "{speedup:.2f}x",
+    "emitted\n/round": "{emitted_per_round:.2f}",
+    "rounds by nodes": lambda found: ", ".join(
+        f"{nodes}: {count}" for nodes, count in found["rounds_by_draft_length"].items()
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreesBench(PairBench):
+    """Trees beside chains: what a pass costs, what a round emits, what is fastest."""
+
+    NAME: ClassVar[str] = "trees"
+    MEASURES: ClassVar[tuple[str, ...]] = (
+        *ROUND, "drafters", "verifiers", "engine/adaptive.py", "bench/trees.py",
+    )  # fmt: skip
+
+    windows: tuple[int, ...] = (5, 9, 17, 33)
+    """Tokens per row of the passes that are timed."""
+    contexts: tuple[int, ...] = (80, 1000)
+    """Committed tokens per row of these passes."""
+    pass_batch_sizes: tuple[int, ...] = (1, 4, 8)
+    """Rows of these passes."""
+    nodes: tuple[int, ...] = (4, 8, 12, 16)
+    """Sizes of the trees, and lengths of the chains beside them."""
+    width: int = 4
+    """Tokens by which beam trees continue, and nodes that they continue from, per level."""
+    temperature: float = 0.8
+    """Of the sampled outputs."""
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    """Rows of the runs that are timed."""
+    max_tokens: int = 64
+    """Tokens emitted per output; EOS is ignored."""
+    repeats: int = 5
+    """Timed runs of each kind; medians count."""
+
+    def measure(self) -> dict[str, Any]:
+        """Costs, acceptance and speeds."""
+        names = ("windows", "contexts", "pass_batch_sizes", "nodes", "width", "batch_sizes")
+        check_at_least_one(self, *names, "max_tokens", "repeats")
+        target, draft = self.load()
+        prompts = [line.prompt for line in sample_prompts()]
+        plain = Engine(target, batch_size=8, max_length=512).generate(prompts, self._params(0.0))
+        ranks = draft_ranks(draft, plain)
+        of_rank = [float(np.mean(np.concatenate(ranks) == rank)) for rank in range(RANKS)]
+        static = {n: best_static_tree(np.tile(of_rank, (DEPTH, 1)), n) for n in self._sizes}
+        costs = self._costs(static)
+        acceptance, equal = self._acceptance(target, draft, prompts, static, ranks)
+        speeds, ties = self._speeds(target, draft, prompts)
+        return {
+            "num_prompts": len(prompts),
+            "acceptance_by_rank": of_rank,
+            "static_trees": {n: static[n].choices for n in self.nodes},
+            "costs": costs,
+            "acceptance": acceptance,
+            "speeds": speeds,
+            "holds": equal and ties,
+        }
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """One for each of the three."""
+        return [
+            TextTable.of_columns("a pass of the target", COSTS, document["costs"]),
+            TextTable.of_columns("tokens per round", ACCEPTANCE, document["acceptance"]),
+            TextTable.of_columns("speed, prefill included", SPEEDS, document["speeds"]),
+        ]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What the columns mean, and whether outputs are plain decoding's."""
+        found = [
+            (
+                "By its ranks: what a static tree would emit, from the ranks that the draft model "
+                "gave the target's tokens. Differences are to the chain of as many nodes, means "
+                "over prompts with their 95% bootstrap intervals.",
+                "dim",
+            )
+        ]
+        if not document["holds"]:
+            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+        return found
+
+    @property
+    def _sizes(self) -> list[int]:
+        return sorted({*self.nodes, *(window - 1 for window in self.windows)})
+
+    def _params(self, temperature: float) -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                max_tokens=self.max_tokens, temperature=temperature, seed=seed, ignore_eos=True
+            )
+            for seed in range(len(sample_prompts()))
+        ]
+
+    def _beam(self, nodes: int) -> BeamTree:
+        return BeamTree(width=self.width, depth=min(DEPTH, nodes), nodes=nodes)
+
+    def _costs(self, trees: Mapping[int, StaticTree]) -> list[dict[str, Any]]:
+        """Milliseconds of forward passes of a tree and of a chain of as many tokens, in turns."""
+        default_kernels()  # the document names them, and their family of instructions
+        names: tuple[KernelsName, ...] = ("native", "xla")
+        results = []
+        for kernels, batch, window in itertools.product(names, self.pass_batch_sizes, self.windows):
+            model = load_model(self.target, dtype=self.dtype, kernels=kernels)
+            passes = {
+                kind: forward_runs(
+                    model,
+                    batch=batch,
+                    window=window,
+                    contexts=self.contexts,
+                    max_length=max(self.contexts) + window,
+                    parents=parents,
+                )
+                for kind, parents in (("chain", None), ("tree", trees[window - 1].parents))
+            }
+            for index, context in enumerate(self.contexts):
+                runs = {kind: made[index][1] for kind, made in passes.items()}
+                turns = time_loops(runs, self.repeats)
+                results.append(
+                    {
+                        "kernels": kernels,
+                        "context": context,
+                        "batch_size": batch,
+                        "window": window,
+                        **{f"{kind}_ms": 1e3 * turns.median_s(kind) for kind in runs},
+                        "ratio": turns.speedup("chain", over="tree"),
+                    }
+                )
+        return results
+
+    def _acceptance(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel,
+        prompts: Sequence[str],
+        static: Mapping[int, StaticTree],
+        ranks: Sequence[np.ndarray],
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Tokens per round of chains and trees under each rule, and whether all coupled outputs are
+        plain decoding's."""
+        chain = DraftModel(draft)
+        largest = max(self.nodes)
+        cases: list[tuple[Verifier, float, int, dict[str, Drafter]]] = [
+            (
+                Coupled(),
+                0.0,
+                nodes,
+                {
+                    "chain": chain,
+                    "static": DraftModel(draft, tree=static[nodes]),
+                    "beam": DraftModel(draft, tree=self._beam(nodes)),
+                },
+            )
+            for nodes in self.nodes
+        ]
+        of_beam = {"chain": chain, "beam": DraftModel(draft, tree=self._beam(largest))}
+        of_static = {"chain": chain, "static": DraftModel(draft, tree=static[largest])}
+        cases.append((Coupled(), self.temperature, largest, of_beam))
+        cases.append((Rejection(), self.temperature, largest, of_static))
+        results, all_equal = [], True
+        for verifier, temperature, nodes, drafters in cases:
+            engines = {
+                name: Engine(
+                    target,
+                    drafter,
+                    verifier=verifier,
+                    draft_length=nodes,
+                    batch_size=8,
+                    max_length=512,
+                )
+                for name, drafter in drafters.items()
+            }
+            found = run_candidates(
+                engines,
+                prompts,
+                self._params(temperature),
+                repeats=1,
+                is_judged=verifier.is_coupled,
+                tell=lambda stage: None,
+            )
+            by_name = {candidate.label: candidate for candidate in found}
+            for name, own in by_name.items():
+                all_equal &= own.holds or not verifier.is_coupled
+                tree = static[nodes] if name == "static" else chain_tree(nodes)
+                is_predicted = verifier.is_coupled and not temperature and name != "beam"
+                results.append(
+                    {
+                        "verifier": verifier.name,
+                        "temperature": temperature,
+                        "num_nodes": nodes,
+                        "tree": name,
+                        "emitted_per_round": own.acceptance.emitted_per_round,
+                        "predicted": emitted_by_ranks(tree, ranks) if is_predicted else None,
+                        "is_equal": own.holds if verifier.is_coupled else None,
+                        **_beside(own, by_name["chain"]),
+                    }
+                )
+        return results, all_equal
+
+    def _speeds(
+        self, target: LanguageModel, draft: LanguageModel, prompts: Sequence[str]
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Plain decoding, chains, trees, and trees whose size is chosen as they go, in turns."""
+        results, holds = [], True
+        params = self._params(0.0)
+        for batch_size in self.batch_sizes:
+            shape: dict[str, Any] = {"batch_size": batch_size, "max_length": 512}
+            largest = DraftModel(draft, tree=self._beam(max(self.nodes)))
+            engines = {
+                "plain": Engine(target, **shape),
+                **{
+                    f"chain of {n}": Engine(target, DraftModel(draft), draft_length=n, **shape)
+                    for n in (2, *self.nodes)
+                },
+                **{
+                    f"tree of {n}": Engine(target, DraftModel(draft, tree=self._beam(n)), **shape)
+                    for n in self.nodes
+                },
+                "auto": Engine(target, largest, draft_length="auto", **shape),
+            }
+            found = run_candidates(
+                engines, prompts, params, repeats=self.repeats, tell=lambda stage: None
+            )
+            plain = found[0]
+            for own, engine in zip(found, engines.values(), strict=True):
+                holds &= own.holds
+                results.append(
+                    {
+                        "batch_size": batch_size,
+                        "drafts": own.label,
+                        "tokens_per_s": own.tokens_per_s,
+                        "speedup": float(np.median(own.speedups(plain))),
+                        "speedups": own.speedups(plain).tolist(),
+                        "emitted_per_round": own.acceptance.emitted_per_round,
+                        "rounds_by_draft_length": engine.rounds_by_draft_length,
+                    }
+                )
+        return results, holds
+
+
+def _beside(own: Candidate, chain: Candidate) -> dict[str, Any]:
+    """Emitted tokens per round over the chain's, and the difference on each prompt."""
+    difference = own.values("emitted per round") - chain.values("emitted per round")
+    ratio = own.acceptance.emitted_per_round / chain.acceptance.emitted_per_round
+    return {"over_chain": ratio, "difference": mean_interval(difference).to_json()}
+
+
+def chain_tree(nodes: int) -> StaticTree:
+    """The likeliest token after the likeliest token, and so on."""
+    return StaticTree([(0,) * depth for depth in range(1, nodes + 1)])
+
+
+def draft_ranks(draft: LanguageModel, completions: Sequence[Completion]) -> list[np.ndarray]:
+    """For each token of greedy outputs, how many tokens the draft model found likelier, `[n]`."""
+
+    @jax.jit
+    def of_row(params, tokens):
+        segments = jnp.zeros_like(tokens)
+        logits = decoder.training_logits(draft.config, params, tokens, segments)[0, :-1]
+        own = jnp.take_along_axis(logits, tokens[0, 1:, None], axis=1)
+        return jnp.sum(logits > own, axis=1, dtype=jnp.int32)
+
+    rank = Program(of_row, f"the ranks that {draft.name} gives")
+    longest = max(len(c.prompt_token_ids + c.token_ids) for c in completions)
+    found = []
+    for one in completions:
+        ids = one.prompt_token_ids + one.token_ids
+        tokens = np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids))))
+        each = np.asarray(rank(draft.params, tokens))
+        found.append(each[len(one.prompt_token_ids) - 1 : len(ids) - 1])
+    return found
+
+
+def emitted_by_ranks(tree: StaticTree, ranks: Sequence[np.ndarray]) -> float:
+    """Tokens per round that a static tree would emit on outputs whose tokens have these `ranks`."""
+    choices, num_rounds = set(tree.choices), 0
+    for own in ranks:
+        first = 0
+        while first < len(own):
+            depth = 0
+            # The last token that may be emitted is never drafted.
+            while first + depth + 1 < len(own) and tuple(own[first : first + depth + 1]) in choices:
+                depth += 1
+            first, num_rounds = first + depth + 1, num_rounds + 1
+    return sum(map(len, ranks)) / num_rounds
