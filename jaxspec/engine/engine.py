@@ -20,7 +20,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.core import EngineCore
-from jaxspec.engine.executor import LogprobsMode, make_executor
+from jaxspec.engine.executor import Executor, LogprobsMode, make_executor
 from jaxspec.engine.intake import Intake, check_timeout
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
@@ -47,9 +47,9 @@ class Engine:
     others are being decoded, from any thread. Requests are served in the order in which they came.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
-    engine's shape: `max_length`, `verify_length`, `batch_size`, `prefill_chunk`, mesh and dtype. It
-    does not depend on other requests, the row, the drafter or the draft length. For the other
-    verifiers see their `promise`.
+    engine's shape: `max_length`, `verify_length`, `tree_depth`, `batch_size`, `prefill_chunk`, mesh
+    and dtype. It does not depend on other requests, the row, the drafter or the draft length. For
+    the other verifiers see their `promise`.
 
     With a `mesh`, each shard of its axis `data` decodes rows of its own; an axis `model` splits
     heads, feed-forward and vocabulary over the devices of a shard. An output does not depend on the
@@ -173,19 +173,11 @@ class Engine:
         self.layout = layout
         self.max_logprobs, self.logprobs_mode = max_logprobs, logprobs_mode
         self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue
-        self.mesh = self.executor.mesh
-        self.shape = self.executor.shape
+        self.mesh, self.shape = self.executor.mesh, self.executor.shape
         self.verify_lengths = self.executor.verify_lengths
         self.num_residents = self.executor.num_rows
         self.memory = self.executor.memory
-        if drafter is None:
-            self.draft_length, self.adaptive = 0, None
-        elif draft_length == "auto":
-            self.draft_length = self.shape.verify_length - 1
-            self.adaptive = AdaptiveDrafting(self.executor, draft_length=self.draft_length)
-        else:
-            chosen = default_draft_length(drafter) if draft_length is None else draft_length
-            self.draft_length, self.adaptive = chosen, None
+        self.draft_length, self.adaptive = _drafting(self.executor, drafter, draft_length)
         self._core = EngineCore(
             self.executor,
             adaptive=self.adaptive,
@@ -449,6 +441,20 @@ class Engine:
 
     def __exit__(self, *_) -> None:
         self.shutdown()
+
+
+def _drafting(
+    executor: Executor, drafter: Drafter | None, draft_length: DraftLength | None
+) -> tuple[int, AdaptiveDrafting | None]:
+    """The longest draft, and what chooses among the lengths up to it where `auto` asks for it."""
+    if drafter is None:
+        return 0, None
+    if draft_length is None:
+        return default_draft_length(drafter), None
+    if draft_length != "auto":
+        return draft_length, None
+    longest = executor.shape.verify_length - 1
+    return longest, AdaptiveDrafting(executor, draft_length=longest)
 
 
 def _shown(described: Mapping[str, Any]) -> str:
