@@ -103,6 +103,7 @@ def draft_tree(
     tokens = jnp.where(is_hole, -1, _at(_flat(growth.tokens), kept))
     expanded_by = kept // tree.num_children
     above = _at(growth.chosen, expanded_by)  # the candidate that each node's parent is
+    parents = jnp.where(is_hole, -1, _index(above, kept))
     q = growth.q
     if q is not None:
         q = jnp.take_along_axis(q, expanded_by[..., None], axis=1)
@@ -110,7 +111,7 @@ def draft_tree(
     return TreeDraft(
         draft=Draft(
             tokens=_fit(tokens, shape.num_nodes),
-            parents=_fit(_index(above, kept), shape.num_nodes),
+            parents=_fit(parents, shape.num_nodes),
             num_valid=wanted,
             q=None if q is None else _fit(q, shape.num_nodes),
         ),

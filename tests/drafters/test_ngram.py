@@ -63,12 +63,13 @@ def test_the_longest_match_wins_over_a_later_shorter_one():
 
 def matches(tokens, low, high):
     """Slots at which a continuation begins: of the longest match, then of the latest."""
-    for size in range(high, low - 1, -1):
-        for start in range(len(tokens) - size - 1, -1, -1):
-            is_match = size < len(tokens) and tokens[start : start + size] == tokens[-size:]
-            longer = size < high and tokens[max(start - 1, 0) : start + size] == tokens[-size - 1 :]
-            if is_match and not (start > 0 and longer):
-                yield start + size
+    slots = [
+        start + size
+        for size in range(high, low - 1, -1)
+        for start in range(len(tokens) - size - 1, -1, -1)
+        if size < len(tokens) and tokens[start : start + size] == tokens[-size:]
+    ]
+    return list(dict.fromkeys(slots))
 
 
 def search_tree(tokens, limit, low, high, num_branches):
@@ -147,7 +148,7 @@ def test_branches_are_checked(branches):
 def test_the_output_of_branches_is_plain_decodings():
     target = toy.model()
     motif = toy.prompts((6,))[0]
-    prompts = [motif + [7] + motif + [9] + motif, toy.prompts((5,))[0], motif * 3]
+    prompts = [[*motif, 7, *motif, 9, *motif], toy.prompts((5,))[0], motif * 3]
     params = [SamplingParams(max_tokens=30, temperature=0.5 * (i == 1), seed=i) for i in range(3)]
     engine = Engine(target, NGram(branches=3), batch_size=3, max_length=128)
     found = engine.generate(prompts, params)
