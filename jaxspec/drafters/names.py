@@ -46,12 +46,11 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
       ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
     load = functools.partial(load_model, dtype=dtype, verify=verify)
-    kind = re.split(r"[:@\[]", name, maxsplit=1)[0]
     if name == "none":
         return None
-    if kind == "ngram":
+    if re.match(r"ngram([:\[]|$)", name):
         return _ngram(name)
-    if kind == "draft_model":
+    if re.match(r"draft_model([:@\[]|$)", name):
         return _draft_model(name, load)
     if _is_model(name):
         return lambda target: DraftModel(load(name))

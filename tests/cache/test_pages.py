@@ -114,9 +114,7 @@ def test_a_path_of_any_places_moves_no_more_than_its_depth(paths):
     layer = kv.write(cache.layers[0], cache.table, *values(slots), slots)
     cache = cache.replace(layers=(layer,))
     before = read_all(cache)
-    after = read_all(
-        kv.commit_path(cache, jnp.asarray(starts, jnp.int32), jnp.asarray(paths, jnp.int32))
-    )
+    after = read_all(commit_path(cache, np.asarray(starts, np.int32), np.asarray(paths, np.int32)))
     expected = before.copy()
     for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
         for depth, place in enumerate(path):

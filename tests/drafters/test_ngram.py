@@ -1,5 +1,8 @@
 """Prompt lookup against an obvious search in Python."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +22,11 @@ SHAPE = EngineShape(batch_size=1, max_length=32, verify_length=5, prefill_chunk=
 GREEDY = neutral_sampling(1)
 
 
+@functools.cache
+def compiled(ngram):
+    return jax.jit(lambda rows: ngram.propose(SHAPE, (), (), rows)[0])
+
+
 def draft_of(ngram, tokens, limit, **changes):
     buffer = np.full((1, 32), 2)  # garbage that would match
     buffer[0, : len(tokens)] = tokens
@@ -29,7 +37,7 @@ def draft_of(ngram, tokens, limit, **changes):
         stop_tokens=jnp.full((1, 2), -1, jnp.int32),
         sampling=GREEDY,
     ).replace(**changes)
-    return ngram.propose(SHAPE, (), (), rows)[0]
+    return compiled(ngram)(rows)
 
 
 def propose(tokens, limit, low, high):
@@ -96,16 +104,15 @@ def paths_of(draft):
     return paths
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
     limit=st.integers(0, 6),
-    bounds=st.sampled_from([(1, 1), (1, 3), (2, 4), (3, 3)]),
-    num_branches=st.integers(2, 3),
+    bounds=st.sampled_from([(1, 3), (2, 4)]),
 )
-def test_branches_equal_a_search_by_hand(tokens, limit, bounds, num_branches):
-    found = paths_of(draft_of(NGram(*bounds, branches=num_branches), tokens, limit))
-    assert found == search_tree(tokens, limit, *bounds, num_branches)
+def test_branches_equal_a_search_by_hand(tokens, limit, bounds):
+    found = paths_of(draft_of(NGram(*bounds, branches=3), tokens, limit))
+    assert found == search_tree(tokens, limit, *bounds, num_branches=3)
     chain = tuple(propose(tokens, limit, *bounds))
     assert chain[:2] in ((), *found)  # the first branch, two levels ahead of the others
 
@@ -145,6 +152,7 @@ def test_branches_are_checked(branches):
         NGram(branches=branches)
 
 
+@pytest.mark.system
 def test_the_output_of_branches_is_plain_decodings():
     target = toy.model()
     motif = toy.prompts((6,))[0]
