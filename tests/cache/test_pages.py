@@ -104,7 +104,10 @@ def test_an_accepted_path_moves_into_consecutive_slots():
     assert stored[1, 20:25].tolist() == [121, 122, 123, 124, 125]  # a chain does not move
 
 
-@settings(max_examples=40, deadline=None)
+commit_path = jax.jit(kv.commit_path)
+
+
+@settings(max_examples=25, deadline=None)
 @given(paths=st.lists(st.lists(st.integers(-1, 8), min_size=3, max_size=3), min_size=2, max_size=2))
 def test_a_path_of_any_places_moves_no_more_than_its_depth(paths):
     """A draft model stores nodes in an order of its own, and some not at all."""

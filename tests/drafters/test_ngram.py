@@ -136,7 +136,7 @@ def test_branches_are_merged(tree):
     for index, branch in enumerate(tree):
         branches[0, index, : len(branch)] = branch
     num_tokens = jnp.asarray([[len(branch) for branch in tree]], jnp.int32)
-    tokens, parents, num_nodes = merge(jnp.asarray(branches), num_tokens)
+    tokens, parents, num_nodes = jax.jit(merge)(branches, num_tokens)
     draft = Draft(tokens=tokens, parents=parents, num_valid=num_nodes)
     paths = [
         (depth + 2 * index, index, branch[:depth])
