@@ -20,6 +20,7 @@ _EXPORTS = {
     "drafters.draft_model": "DraftModel",
     "drafters.ngram": "NGram",
     "drafters.oracle": "Oracle",
+    "drafters.trees": "BeamTree StaticTree",
     "engine.engine": "Engine",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from jaxspec.drafters.draft_model import DraftModel as DraftModel
     from jaxspec.drafters.ngram import NGram as NGram
     from jaxspec.drafters.oracle import Oracle as Oracle
+    from jaxspec.drafters.trees import BeamTree as BeamTree
+    from jaxspec.drafters.trees import StaticTree as StaticTree
     from jaxspec.engine.engine import Engine as Engine
     from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput

@@ -328,6 +328,15 @@ def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
     return greedy_tokens(jnp.log(weights) + gumbel(keys, weights.shape[-1]))[0]
 
 
+def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """A drafter's logits `[..., V']` as fp32 logits `[..., V]` of the target's ids: those of ids
+    that the target lacks are left out, and ids that the drafter lacks have -inf."""
+    logits = logits[..., :vocab_size].astype(jnp.float32)
+    padding = [(0, 0)] * logits.ndim
+    padding[-1] = (0, vocab_size - logits.shape[-1])
+    return jnp.pad(logits, padding, constant_values=-jnp.inf)
+
+
 class DraftToken(NamedTuple):
     """A chain drafter's tokens for one node.
 
@@ -369,9 +378,7 @@ def draw_draft(
       needs_greedy_probs: whether that of greedy rows is needed too, at temperature 1.
       needs_confidence: whether to return the token's probability.
     """
-    logits = logits[:, :vocab_size].astype(jnp.float32)
-    missing = vocab_size - logits.shape[1]
-    logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    logits = fit_vocabulary(logits, vocab_size)
     greedy, _ = greedy_tokens(logits)
 
     def draw():

@@ -249,17 +249,19 @@ def copy_row(
 
 
 def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
-    """Moves the KV of an accepted path into consecutive slots.
+    """Moves the KV of an accepted path into consecutive slots: no more slots than the path is deep.
 
-    Node n of a draft is stored at slot `start + 1 + n`; the d-th accepted node belongs at
-    `start + 1 + d`. Two rows, path in brackets, before and after:
+    The KV of a path's d-th node is stored at slot `start + 1 + path[d]`, and belongs at
+    `start + 1 + d`. In the target's cache that of node n of a draft is the n-th; a draft model
+    stores its own in an order of its own. Two rows, path in brackets, before and after:
 
         start | root a b c d     path [1, 3]  ->  start | root b d . .
         start | root a b c d     path [0]     ->  start | root a . . .
 
     Args:
       start: `[B]` int32, slot of the window's first token, counted from that of position 0.
-      path: `[B, N]` int32 node at each depth, -1 beyond the accepted ones.
+      path: `[B, D]` int32, where the node at each depth is stored; -1 where there is none, as
+        beyond the accepted ones.
     """
     depth = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     source = start[:, None] + 1 + path

@@ -44,8 +44,9 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """`none` (plain decoding), `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`
-    (`draft_model@0.4:MODEL` ends each draft after its first token less likely than that), or your
-    own `package.module:factory`; repeat the option for each."""
+    (`draft_model@0.4:MODEL` ends each draft after its first token less likely than that;
+    `ngram[4]` and `draft_model[4x4:12]:MODEL` draft trees, see `generate --help`), or your own
+    `package.module:factory`; repeat the option for each."""
     draft_length: int = 4
     """Tokens drafted per round."""
     repeats: int = 5

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.resources
 import os
 import pathlib
+import re
 import sys
 from typing import Any, Literal, TypeAlias
 
@@ -37,7 +38,9 @@ class DrafterOptions:
     drafter: str | None = None
     """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`.
     `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft after its first
-    token less likely than that."""
+    token less likely than that. Trees: `draft_model[4x4:12]:MODEL` keeps the 12 best nodes of a
+    beam search of width 4 and depth 4 (with --draft MODEL: `draft_model[4x4:12]`), `ngram[4]` what
+    followed the 4 best matches."""
 
     @property
     def drafter_name(self) -> str:
@@ -49,7 +52,7 @@ class DrafterOptions:
         if self.draft is None:
             return "none" if self.drafter is None else self.drafter
         kind = "draft_model" if self.drafter is None else self.drafter
-        if kind.partition("@")[0] != "draft_model" or ":" in kind:
+        if not re.fullmatch(r"draft_model(\[[^\]]*\]|@[^:]*)?", kind):
             raise SettingError(
                 f"Both --draft {self.draft} and --drafter {self.drafter} were given; name one "
                 "drafter."

@@ -7,6 +7,8 @@ three, and `|` the end of what the drafter has seen,
 
     rejected after d1:   ... x d1|y          the next round drafts from y, having read d1 again
     all accepted:        ... x d1 d2|d3 y    the next round reads d3 and drafts from y
+
+With a `tree` it drafts trees instead of chains, level by level; see `draft_tree`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from jax.sharding import PartitionSpec
 from jaxspec.cache.pages import KVCache
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.draft_tree import Tree, commit_tree, draft_tree, num_scratch_slots
+from jaxspec.drafters.trees import StaticTree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LanguageModel, Model, param_specs
@@ -39,16 +43,20 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     Attributes:
       cache: of the draft model.
       num_seen: `[B]` int32, committed tokens whose KV is in it.
-      num_steps: `[B]` int32, draft steps that each row took in the round in progress.
+      num_steps: `[B]` int32, draft steps that each row took in the round in progress; of a tree its
+        levels.
       num_positions: int32 scalar, tokens read so far, prompts and drafts, of all rows that drafted
         or were read; what the drafter has cost. What a first step reads again is not counted. It
         wraps around: take differences.
+      stored: `[B, nodes of the tree]` int32, where the KV of the round's nodes stands, see
+        `draft_tree.TreeDraft`; None without a tree.
     """
 
     cache: KVCache
     num_seen: jax.Array
     num_steps: jax.Array
     num_positions: jax.Array
+    stored: jax.Array | None = None
 
 
 @refuse_other_names
@@ -65,33 +73,68 @@ class DraftModel(DrafterBase):
     because of tokens it holds, but a token left out because of what it is would bias the output
     under `rejection` and `block`: the target would draw its successor as if nothing were known.
 
+    With a `tree` the draft model's second and third choices are drafted too. A greedy row's
+    children are the likeliest tokens. A sampled row's are the highest after noise: under `coupled`
+    that by which the target draws, so that the first child is what a chain would have drafted;
+    under `rejection` they are drawn without replacement, which takes a `StaticTree`.
+
     Attributes:
       model: the draft model; a name is loaded as `load_model` does.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
+      tree: a `BeamTree` or `StaticTree` to draft; None drafts chains.
 
     Raises:
-      SettingError: `min_confidence` is no probability.
+      SettingError: `min_confidence` is no probability, or was given together with a tree.
       ModelError, CheckpointError: there is no model of that name; see `load_model`.
     """
 
     model: Model
     min_confidence: float = 0.0
+    tree: Tree | None = None
 
-    def __init__(self, model: Model | str, min_confidence: float = 0.0):
+    def __init__(self, model: Model | str, min_confidence: float = 0.0, tree: Tree | None = None):
         if not 0 <= min_confidence <= 1:
             raise SettingError(
                 f"min_confidence {min_confidence} was given; it is a probability, so give a number "
                 "from 0 (drafts never end early) to 1."
             )
+        if min_confidence and tree is not None:
+            raise SettingError(
+                f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
+                "chains end early, so leave one of them out."
+            )
         object.__setattr__(self, "model", as_model(model))
         object.__setattr__(self, "min_confidence", min_confidence)
+        object.__setattr__(self, "tree", tree)
 
     @property
     def name(self) -> str:
-        """`draft_model:NAME`, or `draft_model@MIN_CONFIDENCE:NAME`."""
+        """`draft_model:NAME`, `draft_model@MIN_CONFIDENCE:NAME` or `draft_model[TREE]:NAME`."""
+        tree = "" if self.tree is None else f"[{self.tree.name}]"
         confidence = f"@{self.min_confidence:g}" if self.min_confidence else ""
-        return f"draft_model{confidence}:{self.model.name}"
+        return f"draft_model{tree}{confidence}:{self.model.name}"
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has no tree."""
+        return self.tree is None
+
+    @property
+    def max_depth(self) -> int | None:
+        """The tree's; None for chains."""
+        return None if self.tree is None else self.tree.max_depth
+
+    @property
+    def num_nodes(self) -> int | None:
+        """The tree's; None for chains."""
+        return None if self.tree is None else self.tree.num_nodes
+
+    @property
+    def prunes_by_token(self) -> bool:
+        """Whether its tree leaves nodes out by what they hold, or siblings by their rank."""
+        is_as_drawn = isinstance(self.tree, StaticTree) and self.tree.is_by_rank
+        return self.tree is not None and not is_as_drawn
 
     @property
     def params(self) -> PyTree:
@@ -111,7 +154,14 @@ class DraftModel(DrafterBase):
         return self.model.pack(params) if isinstance(self.model, LanguageModel) else params
 
     def check(self, target: Model) -> None:
-        """Raises `ModelError` if the two tokenizers give one id to different tokens."""
+        """Raises `ModelError` if the two tokenizers give one id to different tokens, `SettingError`
+        if a node of the tree has more children than there are tokens."""
+        num_tokens = min(target.vocab_size, self.model.vocab_size)
+        if self.tree is not None and self.tree.num_children > num_tokens:
+            raise SettingError(
+                f"The tree {self.tree.name} has nodes of {self.tree.num_children} children, and "
+                f"{self.model.name} and {target.name} share {num_tokens} tokens; make it narrower."
+            )
         if target.tokenizer is None or self.model.tokenizer is None:
             return
         theirs = {i: token for token, i in target.tokenizer.fingerprint().items()}
@@ -127,12 +177,17 @@ class DraftModel(DrafterBase):
             )
 
     def init(self, shape: EngineShape) -> DraftModelState:
-        """An empty cache."""
+        """An empty cache; with a tree it has room for expanded nodes after any newest token."""
+        capacity, stored = shape.max_length, None
+        if self.tree is not None:
+            capacity += num_scratch_slots(self.tree)
+            stored = jnp.full((shape.batch_size, self.tree.num_nodes), -1, jnp.int32)
         return DraftModelState(
-            cache=self.model.init_cache(shape.batch_size, shape.max_length),
+            cache=self.model.init_cache(shape.batch_size, capacity),
             num_seen=jnp.zeros((shape.batch_size,), jnp.int32),
             num_steps=jnp.zeros((shape.batch_size,), jnp.int32),
             num_positions=jnp.int32(0),
+            stored=stored,
         )
 
     def admit(self, shape, params, state: DraftModelState, rows: BatchView, row) -> DraftModelState:
@@ -164,13 +219,15 @@ class DraftModel(DrafterBase):
         return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
 
     def propose(self, shape, params, state: DraftModelState, rows: BatchView):
-        """A chain; as many steps as the most demanding row asks for, counted at run time, but on a
-        GPU all that the window has room for, unless drafts end early.
+        """A chain or a tree; as many steps as the most demanding row asks for, counted at run time,
+        but on a GPU all that the window has room for, unless drafts end early.
 
         The first step also reads the one token that a row may lag by. A row keeps what its own
         draft needs and nothing else, however long its neighbours draft. Rows that lag by more than
         one token get no draft: their context has a hole.
         """
+        if self.tree is not None:
+            return self._propose_tree(self.tree, shape, params, state, rows)
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
         stops_early = self.min_confidence > 0
         can_draft = rows.num_committed - 2 <= state.num_seen
@@ -257,6 +314,18 @@ class DraftModel(DrafterBase):
         )
         return draft, state
 
+    def _propose_tree(
+        self, tree: Tree, shape: EngineShape, params, state: DraftModelState, rows: BatchView
+    ) -> tuple[Draft, DraftModelState]:
+        drafted = draft_tree(self.model, tree, shape, params, state.cache, rows, state.num_seen)
+        state = state.replace(
+            cache=drafted.cache,
+            num_steps=drafted.num_levels,
+            num_positions=state.num_positions + drafted.num_read,
+            stored=drafted.stored,
+        )
+        return drafted.draft, state
+
     def _take_steps(
         self,
         step: Callable[[jax.Array, _Drafting], _Drafting],
@@ -289,7 +358,12 @@ class DraftModel(DrafterBase):
 
     def commit(self, shape, params, state: DraftModelState, rows: BatchView, info: RoundInfo):
         """Of the accepted drafts all but the row's last step's have been seen."""
-        seen = info.rows.num_committed + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
+        before = info.rows.num_committed
+        if state.stored is None:
+            seen = before + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
+        else:
+            cache, num_stored = commit_tree(state.cache, state.stored, before, info.verdict.path)
+            state, seen = state.replace(cache=cache), before + num_stored
         num_seen = jnp.where(state.num_steps > 0, seen, state.num_seen)
         return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))
 

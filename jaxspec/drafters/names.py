@@ -14,12 +14,17 @@ from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.trees import BeamTree
 from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.runtime.files import expand_user
 
 MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
+# A number of more than nine digits is a slip, and would be slow to read.
+_NGRAM = re.compile(r"ngram(?:\[(\d{1,9})\])?(?::(\d{1,9})-(\d{1,9}))?", re.ASCII)
+_DRAFT_MODEL = re.compile(r"(draft_model(?:\[([^\]]*)\]|@([^:]*))?)(?::(.*))?", re.DOTALL)
+_TREE = re.compile(r"(\d{1,9})x(\d{1,9}):(\d{1,9})", re.ASCII)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -29,9 +34,10 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
     The name is checked now; models are loaded when the drafter is made.
 
     Args:
-      name: `none`, `ngram`, `ngram:MIN-MAX`, a draft model's name as `load_model` takes it,
-        `draft_model:MODEL`, `draft_model@MIN_CONFIDENCE:MODEL` (see `DraftModel`), or
-        `package.module:factory`, a function of the target or of nothing.
+      name: `none`, `ngram`, `ngram:MIN-MAX`, `ngram[BRANCHES]` with or without lengths, a draft
+        model's name as `load_model` takes it, `draft_model:MODEL`,
+        `draft_model@MIN_CONFIDENCE:MODEL`, `draft_model[WIDTHxDEPTH:NODES]:MODEL` (see
+        `DraftModel`), or `package.module:factory`, a function of the target or of nothing.
       dtype: of a draft model, see `load_model`.
       verify: whether its files are compared with their checksums, see `load_model`.
 
@@ -40,12 +46,11 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
       ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
     load = functools.partial(load_model, dtype=dtype, verify=verify)
-    kind, _, rest = name.partition(":")
     if name == "none":
         return None
-    if kind == "ngram":
-        return _ngram(name, rest)
-    if kind.partition("@")[0] == "draft_model":
+    if re.match(r"ngram([:\[]|$)", name):
+        return _ngram(name)
+    if re.match(r"draft_model([:@\[]|$)", name):
         return _draft_model(name, load)
     if _is_model(name):
         return lambda target: DraftModel(load(name))
@@ -67,24 +72,26 @@ def make_drafter(
     return None if make is None else make(target)
 
 
-def _ngram(name: str, lengths: str) -> MakeDrafter:
-    low, _, high = lengths.partition("-")
-    is_range = all(length.isdecimal() and len(length) <= 9 for length in (low, high))
-    if name != "ngram" and not is_range:
+def _ngram(name: str) -> MakeDrafter:
+    match = _NGRAM.fullmatch(name)
+    if match is None:
         raise SettingError(
-            f"The drafter {name!r} was given; write ngram, or ngram:MIN-MAX as in ngram:2-4."
+            f"The drafter {name!r} was given; write ngram, or ngram:MIN-MAX as in ngram:2-4, or "
+            "ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4."
         )
-    ngram = NGram(int(low), int(high)) if lengths else NGram()
+    branches, low, high = match.groups()
+    lengths = () if low is None else (int(low), int(high))
+    ngram = NGram(*lengths, branches=1 if branches is None else int(branches))
     return lambda target: ngram
 
 
 def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
-    kind, _, model = name.partition(":")
-    _, at, text = kind.partition("@")
+    match = _DRAFT_MODEL.fullmatch(name)
+    kind, tree, confidence, model = (name, "", None, None) if match is None else match.groups()
     min_confidence = 0.0
-    if at:
+    if confidence is not None:
         try:
-            min_confidence = float(text)
+            min_confidence = float(confidence)
         except ValueError:
             min_confidence = -1.0
         if not 0 <= min_confidence <= 1:
@@ -92,9 +99,21 @@ def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
                 f"The drafter {name!r} was given; write draft_model@MIN_CONFIDENCE:MODEL with a "
                 "probability, as in draft_model@0.4:MODEL."
             )
+    beam = None if tree is None else _beam_tree(name, tree)
     if not model:
         raise SettingError(f"The drafter {name!r} was given without a model; write {kind}:MODEL.")
-    return lambda target: DraftModel(load(model), min_confidence)
+    return lambda target: DraftModel(load(model), min_confidence, beam)
+
+
+def _beam_tree(name: str, tree: str) -> BeamTree:
+    match = _TREE.fullmatch(tree)
+    if match is None:
+        raise SettingError(
+            f"The drafter {name!r} was given; write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in "
+            "draft_model[4x4:12]:MODEL."
+        )
+    width, depth, nodes = map(int, match.groups())
+    return BeamTree(width, depth, nodes)
 
 
 def _is_model(name: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import SettingError
@@ -12,6 +14,9 @@ from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
 LONGEST_LOOKUP = 64  # the compiled program has a comparison for every length
+MOST_BRANCHES = 16  # and one for every branch and depth
+NODES_PER_BRANCH = 4
+HEAD_START = 2  # levels that a branch is ahead of the next one
 
 
 @refuse_other_names
@@ -21,14 +26,22 @@ class NGram(DrafterBase):
 
     The longest match wins, then the latest. Matching runs on the device for all rows at once.
 
+    With `branches` it proposes what followed each of the best matches, merged into a tree: what
+    they have in common is proposed once, and matches that were continued alike count as one. The
+    first branch is what would have been the chain. A branch is drafted two levels ahead of the
+    next: as of a prompt lookup some 0.7 of the tokens at each depth are right, a match is then
+    taken to be half as likely as the one before it.
+
     Attributes:
       prompt_lookup_min: shortest match that is used. Matches of one token are worth it, because the
         whole window is scored anyway, so an unlikely draft costs nothing.
       prompt_lookup_max: longest match that is tried, at most 64.
+      branches: matches whose continuations are drafted, at most 16; 1 drafts chains.
     """
 
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
+    branches: int = 1
 
     def __post_init__(self):
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= LONGEST_LOOKUP:
@@ -37,36 +50,140 @@ class NGram(DrafterBase):
                 f"{self.prompt_lookup_max} were given; they must satisfy 1 <= min <= max <= "
                 f"{LONGEST_LOOKUP}."
             )
+        if not 1 <= self.branches <= MOST_BRANCHES:
+            raise SettingError(
+                f"branches {self.branches} was given; it must be 1 (chains) to {MOST_BRANCHES}."
+            )
 
     @property
     def name(self) -> str:
-        """`ngram:MIN-MAX`."""
-        return f"ngram:{self.prompt_lookup_min}-{self.prompt_lookup_max}"
+        """`ngram:MIN-MAX`, or `ngram[BRANCHES]:MIN-MAX`."""
+        branches = f"[{self.branches}]" if self.branches > 1 else ""
+        return f"ngram{branches}:{self.prompt_lookup_min}-{self.prompt_lookup_max}"
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether there is one branch."""
+        return self.branches == 1
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Four for each branch; None for chains."""
+        return None if self.is_chain else NODES_PER_BRANCH * self.branches
 
     def propose(self, shape: EngineShape, params, state, rows: BatchView):
-        """A chain per row; none where nothing matches."""
+        """A chain or a tree per row; none where nothing matches."""
+        matched = self._match(shape, rows)
+        if not self.is_chain:
+            return self._tree(shape, rows, matched), state
+        size, source = self._best(matched)
+        available = jnp.where(size >= self.prompt_lookup_min, rows.num_committed - source, 0)
+        limit = jnp.minimum(rows.draft_limit, shape.num_nodes)
+        draft = Draft(
+            tokens=continuation(rows.tokens, source, shape.num_nodes),
+            parents=chain_parents(shape.batch_size, shape.num_nodes),
+            num_valid=jnp.minimum(available, limit),
+        )
+        return draft, state
+
+    def _match(self, shape: EngineShape, rows: BatchView) -> jax.Array:
+        """`[B, S]` int32, tokens that agree going backwards from slot j - 1 and from the row's end,
+        so that slot j holds a continuation."""
         tokens, length = rows.tokens, rows.num_committed[:, None]
         slot = jnp.arange(shape.max_length, dtype=jnp.int32)[None]
-        # matched[b, j]: tokens that agree going backwards from slot j - 1 and from the row's end,
-        # so that slot j holds a continuation. Slots wrap around, hence the test against `size`.
+        # Slots wrap around, hence the test against `size`.
         still = (slot >= 1) & (slot < length)
         matched = jnp.zeros(tokens.shape, jnp.int32)
         for size in range(1, self.prompt_lookup_max + 1):
             pattern = jnp.take_along_axis(tokens, jnp.maximum(length - size, 0), axis=1)
             still &= (slot >= size) & (jnp.roll(tokens, size, axis=1) == pattern)
             matched = jnp.where(still, size, matched)
-        # Longest first, then latest: one maximum over both.
-        best = jnp.max(jnp.where(matched > 0, matched * shape.max_length + slot, 0), axis=1)
-        size, source = best // shape.max_length, best % shape.max_length
-        node = jnp.arange(shape.num_nodes, dtype=jnp.int32)[None]
-        drafted = jnp.take_along_axis(
-            tokens, jnp.minimum(source[:, None] + node, shape.max_length - 1), axis=1
+        return matched
+
+    def _best(self, matched: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Size and slot `[B]` of the longest match, then the latest: one maximum over both."""
+        num_slots = matched.shape[1]
+        slot = jnp.arange(num_slots, dtype=jnp.int32)[None]
+        best = jnp.max(jnp.where(matched > 0, matched * num_slots + slot, 0), axis=1)
+        return best // num_slots, best % num_slots
+
+    def _tree(self, shape: EngineShape, rows: BatchView, matched: jax.Array) -> Draft:
+        length, num_nodes = rows.num_committed, shape.num_nodes
+        branches, available = [], []
+        for _ in range(self.branches):
+            size, source = self._best(matched)
+            left = jnp.where(size >= self.prompt_lookup_min, length - source, 0)
+            branch = continuation(rows.tokens, source, num_nodes)
+            matched = jnp.where(adds_nothing(rows, branch, left), 0, matched)
+            branches.append(branch)
+            available.append(left)
+        left = jnp.minimum(jnp.stack(available, axis=1), num_nodes)
+        if rows.depth_limit is not None:
+            left = jnp.minimum(left, rows.depth_limit[:, None])
+        tokens, parents, num_merged = merge(jnp.stack(branches, axis=1), left)
+        return Draft(
+            tokens=tokens,
+            parents=parents,
+            num_valid=jnp.minimum(num_merged, jnp.minimum(rows.draft_limit, num_nodes)),
         )
-        available = jnp.where(size >= self.prompt_lookup_min, rows.num_committed - source, 0)
-        limit = jnp.minimum(rows.draft_limit, shape.num_nodes)
-        draft = Draft(
-            tokens=drafted,
-            parents=chain_parents(shape.batch_size, shape.num_nodes),
-            num_valid=jnp.minimum(available, limit),
-        )
-        return draft, state
+
+
+def continuation(tokens: jax.Array, source: jax.Array, num_tokens: int) -> jax.Array:
+    """`[B, n]` int32, the tokens from slot `source` `[B]` on; garbage beyond what is committed."""
+    slot = source[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return jnp.take_along_axis(tokens, jnp.minimum(slot, tokens.shape[1] - 1), axis=1)
+
+
+def adds_nothing(rows: BatchView, branch: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """`[B, S]` bool: what is committed from slot j on, as far as a branch may reach, is the
+    beginning of `branch` `[B, n]`, of which the first `num_tokens` `[B]` are real."""
+    slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
+    is_covered = jnp.ones(rows.tokens.shape, bool)
+    for depth in range(branch.shape[1]):
+        is_same = jnp.roll(rows.tokens, -depth, axis=1) == branch[:, depth, None]
+        is_same &= (depth < num_tokens)[:, None]
+        is_covered &= is_same | (slot + depth >= rows.num_committed[:, None])
+    return is_covered
+
+
+def merge(branches: jax.Array, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens and parents `[B, n]` int32 of the tree that branches make, and its nodes `[B]`.
+
+    Two branches of which the first token is the same, and the order of the nodes:
+
+        a b c d        a0 b1 c2 d3
+        a x y             x4 y5
+
+    Args:
+      branches: `[B, M, n]` int32, the best first; n is also how many nodes are returned.
+      num_tokens: `[B, M]` int32, tokens that each of them has.
+    """
+    num_rows, num_branches, length = branches.shape
+    depth = jnp.arange(length, dtype=jnp.int32)
+    is_real = depth[None, None] < num_tokens[..., None]  # [B, M, n]
+    # A node belongs to the first branch that agrees with its own up to there.
+    is_same = branches[:, :, None] == branches[:, None]
+    is_same &= is_real[:, :, None] & is_real[:, None]
+    agrees = jnp.cumprod(is_same.astype(jnp.int32), axis=3) > 0  # [B, M, M, n]
+    owner = jnp.argmax(agrees, axis=2).astype(jnp.int32)
+    branch = jnp.arange(num_branches, dtype=jnp.int32)[None, :, None]
+    is_node = is_real & (owner == branch)
+
+    # All places in the order of their worth; those that are nodes are numbered in it.
+    of_branch, of_depth = np.divmod(np.arange(num_branches * length), length)
+    order = np.lexsort((of_branch, of_depth + HEAD_START * of_branch))
+    rank = np.argsort(order)
+    num_before = jnp.cumsum(is_node.reshape(num_rows, -1)[:, order], axis=1, dtype=jnp.int32)
+    number = (num_before - 1)[:, rank].reshape(branches.shape)
+    parent = jnp.take_along_axis(number, owner, axis=1)[:, :, :-1]
+    parent = jnp.pad(parent, ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+
+    target = jnp.where(is_node, number, length).reshape(num_rows, -1)
+
+    def place(values: jax.Array) -> jax.Array:
+        def of_row(target, values):
+            return jnp.zeros((length,), jnp.int32).at[target].set(values, mode="drop")
+
+        return jax.vmap(of_row)(target, values.reshape(num_rows, -1))
+
+    return place(branches), place(parent), num_before[:, -1]

@@ -131,7 +131,7 @@ class Oracle(DrafterBase):
         if self.cost_of:
             thrown_away, cost = self._cost.propose(shape, params["cost"], state["cost"], rows)
             # Never true, but the compiler cannot know: it keeps the work of `cost_of`.
-            is_impossible = jnp.any(thrown_away.tokens < 0, axis=1)
+            is_impossible = jnp.any(thrown_away.tokens < -1, axis=1)
             num_valid = jnp.where(is_impossible, 0, num_valid)
             state = {**state, "cost": cost}
         draft = Draft(

@@ -104,6 +104,29 @@ def test_an_accepted_path_moves_into_consecutive_slots():
     assert stored[1, 20:25].tolist() == [121, 122, 123, 124, 125]  # a chain does not move
 
 
+commit_path = jax.jit(kv.commit_path)
+
+
+@settings(max_examples=25, deadline=None)
+@given(paths=st.lists(st.lists(st.integers(-1, 8), min_size=3, max_size=3), min_size=2, max_size=2))
+def test_a_path_of_any_places_moves_no_more_than_its_depth(paths):
+    """A draft model stores nodes in an order of its own, and some not at all."""
+    starts, num_stored = [10, 120], 9  # the second row's go over the end of a page
+    cache = make()
+    slots = jnp.asarray([[start + offset for offset in range(10)] for start in starts], jnp.int32)
+    layer = kv.write(cache.layers[0], cache.table, *values(slots), slots)
+    cache = cache.replace(layers=(layer,))
+    before = read_all(cache)
+    after = read_all(commit_path(cache, np.asarray(starts, np.int32), np.asarray(paths, np.int32)))
+    expected = before.copy()
+    for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
+        for depth, place in enumerate(path):
+            assert place < num_stored
+            if place >= 0:
+                expected[row, start + 1 + depth] = before[row, start + 1 + place]
+    np.testing.assert_array_equal(after, expected)
+
+
 def test_capacity_is_rounded_up_to_a_block():
     assert make(capacity=1).capacity == kv.BLOCK
     assert make(capacity=129).capacity == 2 * kv.BLOCK

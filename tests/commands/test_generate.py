@@ -632,7 +632,7 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         assert message in refused(*base, "--drafter", name)
 
 
-def test_a_draft_model_that_ends_drafts_early_is_named_in_both_ways(cli, models):
+def test_a_draft_model_with_settings_is_named_in_both_ways(cli, models):
     base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
     results = [
         cli(*base, *drafter, "--json")
@@ -640,9 +640,12 @@ def test_a_draft_model_that_ends_drafts_early_is_named_in_both_ways(cli, models)
             ("--draft", models.draft),
             ("--draft", models.draft, "--drafter", "draft_model@0.25"),
             ("--drafter", f"draft_model@0.25:{models.draft}"),
+            ("--draft", models.draft, "--drafter", "draft_model[2x3:5]"),
         )
     ]
-    whole, *early = (result.document for result in results)
+    whole, *early, tree = (result.document for result in results)
+    assert tree["engine"]["drafter"] == f"draft_model[2x3:5]:{models.draft}"
+    assert tree["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
     for document in early:
         assert document["engine"]["drafter"] == f"draft_model@0.25:{models.draft}"
         assert document["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]

@@ -21,6 +21,9 @@ def test_a_drafter_is_left_as_it_is():
     assert make_drafter(None, TARGET) is None
     assert make_drafter("none", TARGET) is None
     assert make_drafter("ngram:2-3", TARGET) == ngram
+    for name in ("ngram[4]:1-4", "ngram[4]:2-3", "ngram:2-3"):
+        assert make_drafter(name, TARGET).name == name
+    assert make_drafter("ngram[4]", TARGET) == jaxspec.NGram(branches=4)
 
 
 def test_a_model_is_named_as_for_load_model(tmp_path):
@@ -33,6 +36,10 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
     early = make_drafter(f"draft_model@0.25:{path}", TARGET)
     assert isinstance(early, jaxspec.DraftModel)
     assert early.min_confidence == 0.25
+    tree = make_drafter(f"draft_model[2x3:5]:{path}", TARGET)
+    assert isinstance(tree, jaxspec.DraftModel)
+    assert tree.tree == jaxspec.BeamTree(width=2, depth=3, nodes=5)
+    assert tree.name == f"draft_model[2x3:5]:{path}"
     # Only looked at: nothing is loaded until the drafter is made.
     assert choose_drafter("demo-draft")
     assert choose_drafter("random:qwen3-0.6b")
@@ -48,6 +55,15 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
         ("ngram:1-" + "9" * 5000, "write ngram, or ngram:MIN-MAX"),
         ("ngram:1-65", "1 <= min <= max <= 64"),
         ("ngram:1-99999999", "1 <= min <= max <= 64"),
+        ("ngram[x]", "or ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4"),
+        ("ngram[4", "or ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4"),
+        ("ngram[17]", "branches 17 was given; it must be 1 (chains) to 16"),
+        ("draft_model[4x4]:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
+        ("draft_model[4x4:12:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
+        ("draft_model[4x4:12]@0.4:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
+        ("draft_model[4x4:12]", "write draft_model[4x4:12]:MODEL"),
+        ("draft_model[2x2:7]:x", "make 6 candidates, so ask for at most as many nodes"),
+        ("draft_model[0x2:1]:x", "each must be at least 1"),
         ("~nouser", "the home directory of a user that this machine does not know"),
         ("", "There is no drafter ''"),
         ("x" * 5000, "There is no drafter 'xxx"),
@@ -108,12 +124,14 @@ def test_names_of_other_libraries_are_refused_with_ours(call, name):
 def test_what_is_printed_of_parts():
     assert repr(jaxspec.Rejection()) == "Rejection()"
     assert repr(jaxspec.Coupled()) == "Coupled(is_noise_shared=True)"
-    assert repr(jaxspec.NGram()) == "NGram(prompt_lookup_min=1, prompt_lookup_max=4)"
+    assert repr(jaxspec.NGram()) == "NGram(prompt_lookup_min=1, prompt_lookup_max=4, branches=1)"
     shown = repr(TARGET)
     assert shown.startswith("<LanguageModel ")
     assert "M parameters, float32, " in shown
     assert len(shown) < 120
-    assert repr(jaxspec.DraftModel(TARGET)) == f"DraftModel(model={shown}, min_confidence=0.0)"
+    assert repr(jaxspec.DraftModel(TARGET)) == (
+        f"DraftModel(model={shown}, min_confidence=0.0, tree=None)"
+    )
 
 
 def test_an_engine_of_names_and_what_it_prints(tmp_path):

@@ -1,0 +1,382 @@
+"""Shapes of draft trees: fixed ones, those of a beam search, those of independent positions.
+
+Nodes are always in the order of their worth, parents before children, so that any number of first
+nodes is a tree too. `StaticTree` and `BeamTree` are also what drafters grow level by level (see
+`draft_tree`): a level expands some of the nodes of its depth, each into its likeliest children.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from typing import NamedTuple, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.errors import SettingError
+
+Path: TypeAlias = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticTree:
+    """A tree whose nodes are known before anything is drafted.
+
+    Attributes:
+      choices: of each node the ranks on the way to it, as in Medusa (2401.10774): `(0,)` is the
+        likeliest token, `(0, 1)` the second likeliest after it. They stand in the order of their
+        worth, each after the one that it continues.
+
+    Raises:
+      SettingError: there are no choices, one of them comes twice or before the one that it
+        continues, or has a rank below 0.
+    """
+
+    choices: tuple[Path, ...]
+
+    def __post_init__(self):
+        choices = tuple(tuple(int(rank) for rank in choice) for choice in self.choices)
+        object.__setattr__(self, "choices", choices)
+        if not choices:
+            raise SettingError("A StaticTree was given no choices; give at least one, as [(0,)].")
+        known: set[Path] = {()}
+        for choice in choices:
+            if not choice or min(choice) < 0:
+                raise SettingError(
+                    f"The choice {choice} was given; a choice is a path of one rank or more, each "
+                    "0 (the likeliest) or above."
+                )
+            if choice in known:
+                raise SettingError(f"The choice {choice} was given twice; give it once.")
+            if choice[:-1] not in known:
+                raise SettingError(
+                    f"The choice {choice} was given without its prefix {choice[:-1]} before it; "
+                    "list every choice after the one that it continues."
+                )
+            known.add(choice)
+
+    @property
+    def name(self) -> str:
+        """`static:NODES`."""
+        return f"static:{self.num_nodes}"
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.choices)
+
+    @property
+    def max_depth(self) -> int:
+        """Of the deepest node; children of the newest token have depth 1."""
+        return int(self.depth.max())
+
+    @functools.cached_property
+    def parents(self) -> np.ndarray:
+        """`[N]` int32, the node that each node continues; -1 is the newest token."""
+        index = {choice: node for node, choice in enumerate(self.choices)}
+        return np.array([index.get(choice[:-1], -1) for choice in self.choices], np.int32)
+
+    @functools.cached_property
+    def depth(self) -> np.ndarray:
+        """`[N]` int32, from 1 on."""
+        return np.array([len(choice) for choice in self.choices], np.int32)
+
+    @functools.cached_property
+    def rank(self) -> np.ndarray:
+        """`[N]` int32, among the tokens that may follow the node's parent; 0 is the likeliest."""
+        return np.array([choice[-1] for choice in self.choices], np.int32)
+
+    @property
+    def is_by_rank(self) -> bool:
+        """Whether all siblings are those of rank 0, 1, 2, ... in this order. Siblings drawn without
+        replacement must be: each is drawn from what those before it have left."""
+        siblings = [self.rank[self.parents == parent].tolist() for parent in set(self.parents)]
+        return all(ranks == list(range(len(ranks))) for ranks in siblings)
+
+    # Growing the tree level by level; see `draft_tree`.
+
+    @property
+    def num_children(self) -> int:
+        """W, candidates that each expanded node needs."""
+        return int(self.rank.max()) + 1
+
+    @property
+    def num_expanded(self) -> int:
+        """K, the most nodes of one depth that have children."""
+        return max(1, *(len(self._inner(depth)) for depth in range(1, self.max_depth + 1)))
+
+    def _inner(self, depth: int) -> np.ndarray:
+        """The nodes of a depth that have children; of depth 0 the newest token."""
+        if depth == 0:
+            return np.array([-1], np.int32)
+        return np.intersect1d(np.flatnonzero(self.depth == depth), self.parents).astype(np.int32)
+
+    @functools.cached_property
+    def _place(self) -> np.ndarray:
+        """`[N]` int32, place of each node among the candidates of its level, as `expand` has it."""
+        parent_place = [
+            self._inner(depth - 1).tolist().index(parent)
+            for depth, parent in zip(self.depth, self.parents, strict=True)
+        ]
+        return np.array(parent_place, np.int32) * self.num_children + self.rank
+
+    @functools.cached_property
+    def _expanded(self) -> np.ndarray:
+        """`[max_depth, K]` int32, the nodes that each level expands. A level of fewer than K
+        repeats one of them, which nothing uses."""
+        levels = np.full((self.max_depth, self.num_expanded), -1, np.int32)
+        for level in range(self.max_depth):
+            inner = self._inner(level)
+            levels[level] = inner[0]
+            levels[level, : len(inner)] = inner
+        return levels
+
+    def expand(self, level: jax.Array, worth: jax.Array) -> jax.Array:
+        """Which candidates `[B, K]` int32 of `level - 1` are expanded by `level`.
+
+        Args:
+          level: int32 scalar, from 1 on.
+          worth: `[B, K, W]`, of the candidates.
+        """
+        place = jnp.asarray(self._place[np.maximum(self._expanded, 0)])[level]
+        return jnp.broadcast_to(place, (worth.shape[0], self.num_expanded))
+
+    def keep(self, worth: jax.Array) -> jax.Array:
+        """Which candidates `[B, N]` int32 of all levels are the nodes; `worth` is
+        `[B, max_depth * K, W]`."""
+        level_size = self.num_expanded * self.num_children
+        place = jnp.asarray((self.depth - 1) * level_size + self._place)
+        return jnp.broadcast_to(place, (worth.shape[0], self.num_nodes))
+
+    def key_numbers(self, level: jax.Array) -> jax.Array:
+        """`[K]` int32, by which the noise of each expanded node's children is keyed: its node plus
+        one, 0 for the newest token."""
+        return jnp.asarray(self._expanded + 1)[level]
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamTree:
+    """A tree grown by beam search and pruned to its best nodes (EAGLE-2, 2406.16858, section 4).
+
+    Every level expands its `width` best nodes into their `width` likeliest children. Of all these
+    candidates the `nodes` best are kept, by the probability of the path to them.
+
+    Attributes:
+      width: K, nodes expanded per level and children of each.
+      depth: levels, and the depth of the deepest node.
+      nodes: N, nodes kept of the K + (depth - 1) K^2 candidates.
+
+    Raises:
+      SettingError: one of them is below 1, or there are fewer candidates than nodes.
+    """
+
+    width: int = 4
+    depth: int = 4
+    nodes: int = 12
+
+    def __post_init__(self):
+        if min(self.width, self.depth, self.nodes) < 1:
+            raise SettingError(
+                f"A tree of width {self.width}, depth {self.depth} and {self.nodes} nodes was "
+                "asked for; each must be at least 1."
+            )
+        num_candidates = self.width + (self.depth - 1) * self.width**2
+        if self.nodes > num_candidates:
+            raise SettingError(
+                f"A tree of {self.nodes} nodes was asked for; a width of {self.width} and a depth "
+                f"of {self.depth} make {num_candidates} candidates, so ask for at most as many "
+                "nodes."
+            )
+
+    @property
+    def name(self) -> str:
+        """`WIDTHxDEPTH:NODES`."""
+        return f"{self.width}x{self.depth}:{self.nodes}"
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.nodes
+
+    @property
+    def max_depth(self) -> int:
+        """No node is deeper."""
+        return self.depth
+
+    @property
+    def num_children(self) -> int:
+        """W, candidates that each expanded node has."""
+        return self.width
+
+    @property
+    def num_expanded(self) -> int:
+        """K, nodes that a level expands."""
+        return self.width
+
+    def expand(self, level: jax.Array, worth: jax.Array) -> jax.Array:
+        """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
+        return lax.top_k(worth.reshape(worth.shape[0], -1), self.width)[1]
+
+    def keep(self, worth: jax.Array) -> jax.Array:
+        """The N best `[B, N]` int32 of the candidates of all levels, best first; `worth` is
+        `[B, depth * K, W]`.
+
+        A path is worth no more than its beginnings, and of equals the first candidates are kept, so
+        that parents are kept with their children, and stand before them.
+        """
+        return lax.top_k(worth.reshape(worth.shape[0], -1), self.nodes)[1]
+
+    def key_numbers(self, level: jax.Array) -> jax.Array:
+        """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
+        a round differ, and the newest token's is 0."""
+        return level * self.width + jnp.arange(self.width, dtype=jnp.int32)
+
+
+def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
+    """The tree whose expected accepted length is the largest of all trees of `nodes` nodes.
+
+    It takes the likeliest paths (Medusa, 2401.10774, section 2.3.3); of equals the shallower, then
+    that of the lower ranks.
+
+    Args:
+      acceptance: `[D, W]`, probability that the token of rank w is right at depth d + 1, after a
+        right path to there.
+      nodes: how many.
+
+    Raises:
+      SettingError: `acceptance` is no table of probabilities, or too small for so many nodes.
+    """
+    table = np.asarray(acceptance, np.float64)
+    if table.ndim != 2 or not table.size or not np.all((table >= 0) & (table <= 1)):
+        raise SettingError(
+            f"An acceptance of shape {table.shape} was given; give a table of probabilities by "
+            "depth and rank."
+        )
+    _check_num_nodes(nodes, *table.shape)
+
+    def children(path: Path, worth: float) -> list[tuple[float, int, Path]]:
+        if len(path) == len(table):
+            return []
+        return [(-worth * p, len(path) + 1, (*path, r)) for r, p in enumerate(table[len(path)])]
+
+    open_paths, choices = children((), 1.0), []
+    heapq.heapify(open_paths)
+    while len(choices) < nodes:
+        negative_worth, _, path = heapq.heappop(open_paths)
+        choices.append(path)
+        for child in children(path, -negative_worth):
+            heapq.heappush(open_paths, child)
+    return StaticTree(tuple(choices))
+
+
+class ProductTree(NamedTuple):
+    """The likeliest paths of independent positions, likeliest first; all `[B, N]`.
+
+    Attributes:
+      rank: int32, of each node's token at its position.
+      parents: int32, -1 is the newest token.
+      depth: int32, from 1 on.
+      log_prob: fp32, of the path to the node.
+    """
+
+    rank: jax.Array
+    parents: jax.Array
+    depth: jax.Array
+    log_prob: jax.Array
+
+
+def product_tree(log_q: jax.Array, nodes: int) -> ProductTree:
+    """The `nodes` likeliest paths where every position has a distribution of its own, whatever
+    stands before it (DDTree, 2604.12989: exact best-first search).
+
+    Taking a node opens two more: its next sibling and its first child. Every path is opened once,
+    by one that is no less likely, so the likeliest open node is the next best of all. Of equals the
+    one that was opened first is taken.
+
+    Args:
+      log_q: `[B, D, W]` fp32, log-probabilities by position and rank, falling with the rank.
+      nodes: N, static.
+
+    Raises:
+      SettingError: D positions of W ranks have fewer paths.
+    """
+    num_depths, width = log_q.shape[1:]
+    _check_num_nodes(nodes, num_depths, width)
+    chex.assert_type(log_q, jnp.float32)
+    return jax.vmap(lambda log_q: _product_tree_of_row(log_q, nodes))(log_q)
+
+
+class _Frontier(NamedTuple):
+    """Nodes that were opened, `[2 N + 1]` each, and whether they may still be taken."""
+
+    is_open: jax.Array
+    rank: jax.Array
+    parent: jax.Array
+    depth: jax.Array
+    log_prob: jax.Array
+
+
+def _product_tree_of_row(log_q: jax.Array, nodes: int) -> ProductTree:
+    num_depths, width = log_q.shape
+    lowest = jnp.finfo(jnp.float32).min  # of open nodes; impossible ones are taken last
+
+    def take_best(node, carry: tuple[_Frontier, ProductTree]):
+        opened, tree = carry
+        order = jnp.where(opened.is_open, jnp.maximum(opened.log_prob, lowest), -jnp.inf)
+        best = jnp.argmax(order)
+        rank, parent, depth = opened.rank[best], opened.parent[best], opened.depth[best]
+        log_prob = opened.log_prob[best]
+        tree = ProductTree(
+            rank=tree.rank.at[node].set(rank),
+            parents=tree.parents.at[node].set(parent),
+            depth=tree.depth.at[node].set(depth),
+            log_prob=tree.log_prob.at[node].set(log_prob),
+        )
+        before = jnp.where(parent < 0, 0.0, tree.log_prob[parent])
+        sibling, child = 2 * node + 1, 2 * node + 2
+        sibling_prob = before + log_q[depth - 1, jnp.minimum(rank + 1, width - 1)]
+        child_prob = log_prob + log_q[jnp.minimum(depth, num_depths - 1), 0]
+        opened = _Frontier(
+            is_open=opened.is_open.at[best].set(False)
+            .at[sibling].set(rank + 1 < width)
+            .at[child].set(depth < num_depths),
+            rank=opened.rank.at[sibling].set(rank + 1),
+            parent=opened.parent.at[sibling].set(parent).at[child].set(node),
+            depth=opened.depth.at[sibling].set(depth).at[child].set(depth + 1),
+            log_prob=opened.log_prob.at[sibling].set(sibling_prob).at[child].set(child_prob),
+        )  # fmt: skip
+        return opened, tree
+
+    def zeros(size: int) -> jax.Array:
+        return jnp.zeros((size,), jnp.int32)
+
+    room = 2 * nodes + 1
+    first = _Frontier(
+        is_open=jnp.arange(room) == 0,
+        rank=zeros(room),
+        parent=zeros(room) - 1,
+        depth=zeros(room) + 1,
+        log_prob=jnp.zeros((room,), jnp.float32).at[0].set(log_q[0, 0]),
+    )
+    tree = ProductTree(
+        rank=zeros(nodes),
+        parents=zeros(nodes),
+        depth=zeros(nodes),
+        log_prob=jnp.zeros((nodes,), jnp.float32),
+    )
+    return lax.fori_loop(0, nodes, take_best, (first, tree))[1]
+
+
+def _check_num_nodes(nodes: int, num_depths: int, width: int) -> None:
+    """Raises `SettingError` unless there are so many paths of up to `num_depths` ranks."""
+    num_paths = sum(width**depth for depth in range(1, num_depths + 1))
+    if not 1 <= nodes <= num_paths:
+        raise SettingError(
+            f"A tree of {nodes} nodes was asked for; with {width} ranks at each of {num_depths} "
+            f"depths there are {num_paths} paths, so ask for 1 to {num_paths} nodes."
+        )
