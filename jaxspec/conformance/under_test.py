@@ -275,12 +275,11 @@ class Scripted:
         num_rows, num_nodes = draft.tokens.shape
         draws = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (num_rows, 2))
         draws = sampling.uniform(sampling.round_keys(rows, draws, sampling.Stream.ACCEPT))
-        is_node = jnp.arange(num_nodes, dtype=jnp.int32)[None] < draft.num_valid[:, None]
         wanted = jnp.floor((1.5 * draws[:, 0] - 0.25) * (draft.depth + 1)).astype(jnp.int32)
         node = jnp.full((num_rows,), -1, jnp.int32)
         path = []
         for depth in range(draft.depth):
-            children = is_node & (draft.parents == node[:, None])
+            children = draft.is_node & (draft.parents == node[:, None])
             should_continue = jnp.any(children, axis=1) & (depth < wanted)
             first = jnp.argmax(children, axis=1).astype(jnp.int32)
             node = jnp.where(should_continue, first, num_nodes)
