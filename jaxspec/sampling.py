@@ -302,9 +302,23 @@ def scores(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
     """`[B, T, V]` fp32 whose arg max is the token that a request draws at each position: adjusted
     logits at temperature 0, else `filtered_logits` plus the position's noise."""
     adjusted = adjust(logits, rows, prefix)
-    noise = gumbel(position_keys(rows.sampling, prefix.position), logits.shape[-1])
+    noise = _position_noise(rows.sampling, prefix, logits.shape[-1])
     is_sampled = (rows.sampling.temperature > 0)[:, None, None]
     return jnp.where(is_sampled, filtered_logits(adjusted, rows.sampling) + noise, adjusted)
+
+
+def _position_noise(sampling: RowSampling, prefix: DraftContext, vocab_size: int) -> jax.Array:
+    """Gumbel noise `[B, T, V]` of the positions. Where a tree has several nodes at one, it is drawn
+    once for each depth and shared among them."""
+    position, num_depths = prefix.position, prefix.position.shape[1]
+    if prefix.max_depth is not None:
+        num_depths = min(prefix.max_depth + 1, num_depths)
+    if num_depths == position.shape[1]:
+        return gumbel(position_keys(sampling, position), vocab_size)
+    first = position[:, :1]
+    at_depth = first + jnp.arange(num_depths, dtype=jnp.int32)[None]
+    noise = gumbel(position_keys(sampling, at_depth), vocab_size)
+    return jnp.take_along_axis(noise, (position - first)[..., None], axis=1)
 
 
 def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:

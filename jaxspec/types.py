@@ -358,11 +358,14 @@ class DraftContext(struct.PyTreeNode, kw_only=True):
       tokens: `[B, n]` int32, drafted tokens.
       is_before: `[B or 1, T, n]` bool, which of them stand before the t-th token to be drawn.
       position: `[B, T]` int32, where the token to be drawn will stand.
+      max_depth: static, of a tree: no `position[b, t]` exceeds `position[b, 0]` by more. None is
+        T - 1, as in a chain.
     """
 
     tokens: jax.Array
     is_before: jax.Array
     position: jax.Array
+    max_depth: int | None = struct.field(pytree_node=False, default=None)
 
 
 class RoundInfo(struct.PyTreeNode, kw_only=True):

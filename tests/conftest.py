@@ -113,6 +113,7 @@ TIERS = {
         "test_sampling.py",
         "verifiers/test_coupled.py",
         "verifiers/test_laws_exactly.py",
+        "verifiers/test_trees_exactly.py",
     ),
     "system": (
         "analysis/test_compare.py",

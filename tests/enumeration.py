@@ -22,7 +22,7 @@ from jax.experimental import io_callback
 from jaxspec import sampling
 from jaxspec.drafters import draft_model
 from jaxspec.sampling import neutral_sampling
-from jaxspec.types import BatchView, Draft, chain_parents
+from jaxspec.types import BatchView, Draft
 
 PROMPT_LENGTH = 3
 LARGEST_DRAW = 1 - 2**-24  # of fp32 draws in [0, 1)
@@ -37,10 +37,14 @@ class Case:
     Attributes:
       p: `[D, V, V]`, the target's distribution after `D` emitted tokens of which `V` was the last.
       q: the drafter's, alike; None for deterministic drafts.
-      fixed: `[D, V]`, the token that a deterministic drafter proposes there.
+      fixed: `[D, V]`, the token that a deterministic drafter proposes there; `[D, V, W]`, one for
+        each of W siblings.
       num_drafted: nodes drafted in the first round and in later ones.
       num_nodes: N, nodes that a draft has room for.
       min_confidence: after the first token less likely than this under q, a draft ends.
+      parents: of a tree's nodes, whose siblings are drawn without replacement; None is a chain, by
+        the production drafter and through the code for chains.
+      holes: nodes of a tree that no token was found for.
     """
 
     p: np.ndarray
@@ -49,10 +53,39 @@ class Case:
     num_drafted: tuple[int, int]
     num_nodes: int = 3
     min_confidence: float = 0.0
+    parents: tuple[int, ...] | None = None
+    holes: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
         return self.p.shape[-1]
+
+    @property
+    def tree(self) -> np.ndarray:
+        """`[N]`, parents of the nodes."""
+        return np.arange(self.num_nodes) - 1 if self.parents is None else np.array(self.parents)
+
+    @property
+    def depths(self) -> np.ndarray:
+        """`[N + 1]`, of the root and of each node."""
+        depths = [0]
+        for parent in self.tree:
+            depths.append(1 + depths[parent + 1])
+        return np.array(depths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a round emits at most."""
+        return int(self.depths.max()) + 1
+
+    @property
+    def families(self) -> list[tuple[int, list[int]]]:
+        """Each node with children (-1 is the root), and these, holes left out."""
+        children = {
+            parent: [n for n in np.flatnonzero(self.tree == parent) if n not in self.holes]
+            for parent in range(-1, self.num_nodes)
+        }
+        return [(parent, nodes) for parent, nodes in children.items() if nodes]
 
 
 def make_rows(num_committed, *, keys=None, temperature=1.0) -> BatchView:
@@ -103,12 +136,12 @@ class Bench:
         self._verify, self._draw = jax.jit(self._traced_verify), jax.jit(self._traced_draw)
 
     def verify(self, logits, draft, rows, draws) -> tuple[np.ndarray, dict]:
-        """Accepted lengths `[B]` for acceptance draws `[B, N]`; and the keys `accept` and `next`
+        """Accepted paths `[B, D]` for acceptance draws `[B, N]`; and the keys `accept` and `next`
         asked for, with the weights that the next token is drawn from."""
         self.seen = {}
-        num_accepted = np.asarray(self._verify(logits, draft, rows, draws))
+        path = np.asarray(self._verify(logits, draft, rows, draws))
         jax.effects_barrier()
-        return num_accepted, self.seen
+        return path, self.seen
 
     def draw(self, logits, rows, drafted, node) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The key `[B]` that a draft is drawn with, the distribution `[B, V]` it reports, and the
@@ -136,7 +169,7 @@ class Bench:
 
         prefix = sampling.chain_prefix(rows, draft.tokens)
         with replaced(uniform=uniform, draw_weighted=draw_weighted):
-            return self.verifier.verify(logits, draft, rows, prefix).num_accepted
+            return self.verifier.verify(logits, draft, rows, prefix).path
 
     def _traced_draw(self, logits, rows, drafted, node):
         def gumbel(keys, vocab_size):
@@ -176,31 +209,32 @@ class Decisions:
 
     Attributes:
       index: `{(emitted, last token, drafts): m}`.
-      draft_keys, draft_probs: `[M, N]` and `[M, N, V]`; None for deterministic drafts.
+      draft_keys, draft_probs: `[M, G]`, and for each of the G families `[M, V ** W]`, the
+        probabilities of its W siblings; None for deterministic drafts.
       accept_keys, thresholds: `[M, N]`; a node passes where its draw is below its threshold.
-      num_accepted: `[M, C]`; bit n of an outcome says that node n's draw passes.
+      path: `[M, C, D]`; bit n of an outcome says that node n's draw passes.
       next_keys, next_weights: `[M, C]` and `[M, C, V]`, where the next token is drawn.
     """
 
     index: dict
     draft_keys: np.ndarray | None
-    draft_probs: np.ndarray | None
+    draft_probs: list[np.ndarray] | None
     accept_keys: np.ndarray
     thresholds: np.ndarray
-    num_accepted: np.ndarray
+    path: np.ndarray
     next_keys: np.ndarray
     next_weights: np.ndarray
 
 
-class ChainRound:
-    """One round of a chain rule on many cases at once; draws of acceptance are given, not made."""
+class Round:
+    """One round of a rule on many cases at once; draws of acceptance are given, not made."""
 
     def __init__(self, bench: Bench, case: Case, starts):
         size, num_nodes = case.vocab_size, case.num_nodes
         emitted, last, drafts = [], [], []
         for start, token in starts:
             for drafted in itertools.product(range(size), repeat=num_nodes):
-                if case.fixed is not None and drafted != follow_fixed(case, start, token):
+                if not can_be_drafted(case, start, token, drafted):
                     continue
                 emitted.append(start)
                 last.append(token)
@@ -210,14 +244,33 @@ class ChainRound:
         self.drafts = np.array(drafts)
         first, later = case.num_drafted
         self.num_valid = np.where(self.emitted == 0, first, later)
-        self.context = np.concatenate([self.last[:, None], self.drafts], axis=1)
-        depth = self.emitted[:, None] + np.arange(num_nodes + 1)
-        self.p = case.p[depth, self.context]
-        self.q = None if case.q is None else case.q[depth[:, :-1], self.context[:, :-1]]
+        context = np.concatenate([self.last[:, None], self.drafts], axis=1)
+        depth = self.emitted[:, None] + case.depths
+        above = case.tree + 1
+        self.p = case.p[depth, context]
+        self.q = None if case.q is None else case.q[depth[:, above], context[:, above]]
+        self.is_hole = np.isin(np.arange(num_nodes), case.holes)[None]
 
     def draft(self):
-        """Keys `[M, N]` and distributions `[M, N, V]` of the drafts, as `draw_draft` reports them;
-        drafts are ended where its confidence says so."""
+        """Keys `[M, G]` and probabilities of the families, and the distributions `[M, N, V]` that
+        are handed over with the draft."""
+        if self.case.parents is None:
+            return self.draft_chain()
+        distributions = self.q.astype(np.float32)
+        keys, of_families = [], []
+        for parent, nodes in self.case.families:
+            node = jnp.full((len(self.drafts), 1), parent + 1, jnp.int32)
+            rows = make_rows(PROMPT_LENGTH + self.emitted)
+            key = sampling.round_keys(rows, node, sampling.Stream.DRAFT)
+            keys.append(raw(np.asarray(jax.random.key_data(key))[:, 0]))
+            q = distributions[:, nodes[0]].astype(np.float64)
+            of_families.append(sibling_probs(q, len(nodes)))
+        of_token = np.take_along_axis(distributions, self.drafts[..., None], axis=2)[..., 0]
+        self.is_hole = self.is_hole | is_left_out(self.case, of_token)
+        return np.stack(keys, 1), of_families, distributions
+
+    def draft_chain(self):
+        """As `draw_draft` reports them; drafts are ended where its confidence says so."""
         keys, distributions = [], []
         for node in range(self.num_nodes):
             key, distribution, confidence = self.bench.draw(
@@ -231,30 +284,34 @@ class ChainRound:
             is_sure = confidence >= self.case.min_confidence
             self.num_valid = draft_model.end_draft(self.num_valid, node, is_sure=is_sure)
         self.num_valid = np.asarray(self.num_valid)
-        return np.stack(keys, 1), np.stack(distributions, 1)
+        of_families = [distribution.astype(np.float64) for distribution in distributions]
+        return np.stack(keys, 1), of_families, np.stack(distributions, 1)
 
     def decide(self, distributions, draws):
-        """What the rule makes of acceptance draws `[k, M, N]`: keys, numbers and weights, each
+        """What the rule makes of acceptance draws `[k, M, N]`: keys, paths and weights, each
         `[k, M, ...]`. It is always run on as many, so that it is compiled once."""
-        times, asked = NUM_STEPS * self.num_nodes, len(draws)
+        case, asked = self.case, len(draws)
+        times = max(NUM_STEPS * self.num_nodes, 2**self.num_nodes + 2)
 
         def each(values):
             return jnp.asarray(np.tile(values, (times, *[1] * (np.ndim(values) - 1))))
 
-        tokens = each(self.drafts.astype(np.int32))
+        tokens = each(np.where(self.is_hole, -1, self.drafts).astype(np.int32))
         draft = Draft(
             tokens=tokens,
-            parents=chain_parents(*tokens.shape),
+            parents=jnp.broadcast_to(jnp.asarray(case.tree, jnp.int32), tokens.shape),
             num_valid=each(self.num_valid.astype(np.int32)),
             q=None if distributions is None else each(distributions),
+            max_depth=case.longest - 1,
+            is_chain=case.parents is None,
         )
         rows = make_rows(np.tile(PROMPT_LENGTH + self.emitted, times))
         draws = np.resize(draws, (times, *draws.shape[1:])).reshape(-1, self.num_nodes)
-        num_accepted, seen = self.bench.verify(
+        path, seen = self.bench.verify(
             each(log(self.p)), draft, rows, jnp.asarray(draws, jnp.float32)
         )
         found = {
-            "num_accepted": num_accepted,
+            "path": path,
             "accept_keys": raw(seen["accept"]),
             "next_keys": raw(seen["next"]),
             "next_weights": seen["weights"].astype(np.float64),
@@ -265,21 +322,22 @@ class ChainRound:
         }
 
     def thresholds(self, distributions) -> np.ndarray:
-        """Draw `[M, N]` below which each node passes: while earlier nodes pass and later ones fail,
-        a search finds where the accepted length drops below the node."""
+        """Draw `[M, N]` below which each node passes: while the nodes above it pass and all others
+        fail, a search finds where it is no longer on the accepted path."""
         num_rows, num_nodes = self.drafts.shape
         low, width = np.zeros((num_nodes, num_rows)), 1.0
         grid = np.arange(NUM_STEPS) / NUM_STEPS
         for _ in range(NUM_REFINEMENTS):
-            draws = np.zeros((NUM_STEPS, num_nodes, num_rows, num_nodes))
+            draws = np.full((NUM_STEPS, num_nodes, num_rows, num_nodes), LARGEST_DRAW)
             for node in range(num_nodes):
-                draws[:, node, :, node + 1 :] = LARGEST_DRAW
+                above = self.case.tree[node]
+                while above >= 0:
+                    draws[:, node, :, above] = 0
+                    above = self.case.tree[above]
                 draws[:, node, :, node] = low[node] + width * grid[:, None]
-            found = self.decide(distributions, draws.reshape(-1, num_rows, num_nodes))[
-                "num_accepted"
-            ]
-            found = found.reshape(NUM_STEPS, num_nodes, num_rows)
-            passes = found > np.arange(num_nodes)[:, None]
+            found = self.decide(distributions, draws.reshape(-1, num_rows, num_nodes))["path"]
+            found = found.reshape(NUM_STEPS, num_nodes, num_rows, -1)
+            passes = np.any(found == np.arange(num_nodes)[:, None, None], axis=3)
             assert np.all(np.diff(passes.astype(int), axis=0) <= 0)  # a smaller draw passes sooner
             width /= NUM_STEPS
             low += width * np.maximum(np.sum(passes, axis=0) - 1, 0)
@@ -287,7 +345,7 @@ class ChainRound:
         return np.where(exact < NEVER, 0, np.where(exact > 1 - NEVER, 1, exact))
 
     def run(self) -> Decisions:
-        keys, distributions = self.draft() if self.q is not None else (None, None)
+        keys, of_families, distributions = (None, None, None) if self.q is None else self.draft()
         thresholds = self.thresholds(distributions)
         bits = np.arange(2**self.num_nodes)[:, None] >> np.arange(self.num_nodes) & 1
         inside = np.where(bits[:, None] == 1, thresholds / 2, (1 + thresholds) / 2)
@@ -296,9 +354,9 @@ class ChainRound:
         seen = self.decide(
             distributions, np.minimum(np.concatenate([inside, random]), LARGEST_DRAW)
         )
-        found = seen["num_accepted"][-2:]
+        found = seen["path"][-2:]
         cell = (random < thresholds) @ (1 << np.arange(self.num_nodes))
-        expected = np.take_along_axis(seen["num_accepted"], cell, axis=0)
+        expected = np.take_along_axis(seen["path"], cell[..., None], axis=0)
         is_clear = np.all(np.abs(random - thresholds) > 1e-6, axis=2)
         np.testing.assert_array_equal(found[is_clear], expected[is_clear])
 
@@ -306,29 +364,57 @@ class ChainRound:
         return Decisions(
             index={(e, t, tuple(drafted)): m for m, (e, t, drafted) in enumerate(cases)},
             draft_keys=keys,
-            draft_probs=distributions,
+            draft_probs=of_families,
             accept_keys=seen["accept_keys"][0],
             thresholds=thresholds,
-            num_accepted=seen["num_accepted"][:-2].swapaxes(0, 1),
+            path=seen["path"][:-2].swapaxes(0, 1),
             next_keys=seen["next_keys"][:-2].swapaxes(0, 1),
             next_weights=seen["next_weights"][:-2].swapaxes(0, 1),
         )
 
 
-def follow_fixed(case: Case, emitted: int, last: int) -> tuple[int, ...]:
-    """What a deterministic drafter proposes."""
-    drafted = []
-    for node in range(case.num_nodes):
-        last = int(case.fixed[emitted + node, last])
-        drafted.append(last)
-    return tuple(drafted)
+def can_be_drafted(case: Case, emitted: int, last: int, drafted: tuple[int, ...]) -> bool:
+    """Whether a drafter may come to propose these tokens; holes count as token 0."""
+    if any(drafted[node] for node in case.holes):
+        return False
+    if case.fixed is None:
+        families = [[drafted[node] for node in nodes] for _, nodes in case.families]
+        return all(len(set(tokens)) == len(tokens) for tokens in families)
+    tokens, fixed = (last, *drafted), np.atleast_3d(case.fixed)
+    return all(
+        drafted[node] == fixed[emitted + case.depths[parent + 1], tokens[parent + 1], rank]
+        for parent, nodes in case.families
+        for rank, node in enumerate(nodes)
+    )
+
+
+def sibling_probs(q: np.ndarray, number: int) -> np.ndarray:
+    """Probabilities `[M, V ** number]` of tokens drawn from `q` `[M, V]` one after the other,
+    without replacement; when none is left that q can draw, the first untaken one stands there."""
+    size, found = q.shape[1], []
+    for tokens in itertools.product(range(size), repeat=number):
+        chance, left, untaken = np.ones(len(q)), q.copy(), list(range(size))
+        for token in tokens:
+            total = left.sum(axis=1)
+            with np.errstate(invalid="ignore"):
+                drawn = left[:, token] / total
+            chance = chance * np.where(total > 0, drawn, float(untaken[:1] == [token]))
+            left[:, token] = 0
+            untaken = [other for other in untaken if other != token]
+        found.append(chance)
+    return np.stack(found, axis=1)
+
+
+def is_left_out(case: Case, of_token: np.ndarray) -> np.ndarray:
+    """`[M, N]` bool, which nodes of a tree the drafter leaves out, given q of each one's token."""
+    return np.zeros(of_token.shape, bool)
 
 
 def decide(bench: Bench, case: Case, *, num_rounds: int = 2) -> Decisions:
     """What production decides in every case that `num_rounds` rounds can meet."""
-    longest = (num_rounds - 1) * (case.num_nodes + 1)
+    longest = (num_rounds - 1) * case.longest
     starts = [(n, last) for n in range(1, longest + 1) for last in range(case.vocab_size)]
-    return ChainRound(bench, case, [(0, 0), *starts]).run()
+    return Round(bench, case, [(0, 0), *starts]).run()
 
 
 # The distribution over rounds.
@@ -369,17 +455,27 @@ class Paths:
         paths.weight = np.where(is_known, paths.weight, paths.weight * np.maximum(high - low, 0))
         return paths.take(kept), parent[kept], cell[kept]
 
+    def merged(self) -> Paths:
+        """Paths that agree in all but their weight, as one."""
+        columns = (self.tokens, self.length[:, None], self.low, self.high)
+        _, first, number = np.unique(
+            np.concatenate(columns, axis=1), axis=0, return_index=True, return_inverse=True
+        )
+        merged = self.take(first)
+        merged.weight = np.bincount(number.reshape(-1), self.weight)
+        return merged
+
 
 def output_probs(bench: Bench, case: Case, *, num_rounds: int = 2):
-    """Distribution `[V ** n]` of the first `n = num_rounds (N + 1)` tokens, as `sequence_probs`
+    """Distribution `[V ** n]` of the first `n = num_rounds (D + 1)` tokens, as `sequence_probs`
     orders them.
 
     What is still missing after `num_rounds` rounds is completed by the target itself.
     """
     num_nodes = case.num_nodes
-    size, most = case.vocab_size, num_rounds * (num_nodes + 1)
+    size, most = case.vocab_size, num_rounds * case.longest
     decisions = decide(bench, case, num_rounds=num_rounds)
-    columns = remembered(decisions)
+    columns, matters = remembered(decisions), what_matters(decisions)
 
     def column(keys):
         return np.vectorize(lambda key: columns.get(int(key), -1), otypes=[int])(keys)
@@ -397,6 +493,13 @@ def output_probs(bench: Bench, case: Case, *, num_rounds: int = 2):
     # distribution.
     number = np.full((most, size, size**num_nodes), -1)
     digits = size ** np.arange(num_nodes - 1, -1, -1)
+    if draft_column is not None:
+        for (emitted, last, drafts), m in decisions.index.items():
+            code = 0
+            for _, nodes in case.families:
+                if number[emitted, last, code] < 0:
+                    number[emitted, last, code] = m
+                code += sum(drafts[node] * digits[node] for node in nodes)
     for (emitted, last, drafts), m in decisions.index.items():
         number[emitted, last, np.dot(drafts, digits)] = m
 
@@ -411,32 +514,36 @@ def output_probs(bench: Bench, case: Case, *, num_rounds: int = 2):
             table = number[paths.length, last]
             drafts = np.argmax(table >= 0, axis=1)
         else:
-            for node in range(num_nodes):
+            for family, (_, nodes) in enumerate(case.families):
                 at = number[paths.length, last, drafts]
-                distribution = decisions.draft_probs[at, node].astype(np.float64)
-                paths, parent, token = paths.split(draft_column[at, node], cuts_of(distribution))
-                last, drafts = last[parent], drafts[parent] + token * digits[node]
+                cuts = cuts_of(decisions.draft_probs[family][at])
+                paths, parent, tokens = paths.split(draft_column[at, family], cuts)
+                last, drafts = last[parent], drafts[parent]
+                for rank, node in enumerate(reversed(nodes)):
+                    drafts = drafts + tokens // size**rank % size * digits[node]
         at = number[paths.length, last, drafts]
         outcome = np.zeros(len(at), int)
         for node in range(num_nodes):
-            threshold = decisions.thresholds[at, node]
+            is_looked_at = matters[node][at, outcome]
+            threshold = np.where(is_looked_at, decisions.thresholds[at, node], 0)
             cuts = np.stack([np.zeros_like(threshold), threshold, np.ones_like(threshold)], 1)
             paths, parent, cell = paths.split(accept_column[at, node], cuts)
             at, drafts = at[parent], drafts[parent]
             outcome = outcome[parent] + ((cell == 0) << node)
-        num_accepted = decisions.num_accepted[at, outcome]
+        path = decisions.path[at, outcome]
         weights = decisions.next_weights[at, outcome]
         paths, parent, token = paths.split(
             next_column[at, outcome], cuts_of(weights / weights.sum(1, keepdims=True))
         )
-        num_accepted, drafts = num_accepted[parent], drafts[parent]
-        row = np.arange(len(parent))
-        for node in range(num_nodes):
-            taken = num_accepted > node
+        path, drafts, row = path[parent], drafts[parent], np.arange(len(parent))
+        for depth, node in enumerate(path.T):
+            taken = node >= 0
             drafted = drafts // digits[node] % size
-            paths.tokens[row[taken], paths.length[taken] + node] = drafted[taken]
+            paths.tokens[row[taken], paths.length[taken] + depth] = drafted[taken]
+        num_accepted = np.sum(path >= 0, axis=1)
         paths.tokens[row, paths.length + num_accepted] = token
         paths.length = paths.length + num_accepted + 1
+        paths = paths.merged()
 
     weight = paths.weight * np.prod(paths.high - paths.low, axis=1)
     emitted = [np.zeros(size**n) for n in range(most + 1)]
@@ -445,6 +552,21 @@ def output_probs(bench: Bench, case: Case, *, num_rounds: int = 2):
         code = paths.tokens[here, :n] @ (size ** np.arange(n - 1, -1, -1))
         np.add.at(emitted[n], code, weight[here])
     return complete(emitted, case.p)
+
+
+def what_matters(decisions: Decisions) -> list[np.ndarray]:
+    """For each node n `[M, 2 ** n]` bool: whether its draw is looked at, by the outcome of those
+    before it."""
+    num_cases, num_outcomes, _ = decisions.path.shape
+    case = np.broadcast_to(np.arange(num_cases)[:, None, None], (num_cases, num_outcomes, 1))
+    results = np.concatenate([case, decisions.path, decisions.next_weights], axis=2)
+    results = results.reshape(num_cases * num_outcomes, -1)
+    _, number = np.unique(results, axis=0, return_inverse=True)
+    found = []
+    for node in range(num_outcomes.bit_length() - 1):
+        by_bit = number.reshape(num_cases, -1, 2, 2**node)
+        found.append(np.any(by_bit[:, :, 0] != by_bit[:, :, 1], axis=1))
+    return found
 
 
 def cuts_of(distribution: np.ndarray) -> np.ndarray:
@@ -457,7 +579,8 @@ def cuts_of(distribution: np.ndarray) -> np.ndarray:
 def remembered(decisions: Decisions) -> dict[int, int]:
     """Keys that are asked for in more than one place along a path, numbered.
 
-    A place is a start length, a purpose and a node; at one start, a key may serve one place only.
+    A place is a start length, a purpose and a node (a family, of drafts); at one start, a key may
+    serve one place only.
     """
     places: dict[int, set] = {}
     starts = [start for start, _, _ in decisions.index]
@@ -470,8 +593,8 @@ def remembered(decisions: Decisions) -> dict[int, int]:
                 for node, key in enumerate(keys[m]):
                     places.setdefault(int(key), set()).add((start, purpose, node))
             else:
-                accepted = zip(decisions.next_keys[m], decisions.num_accepted[m], strict=True)
-                for key, node in accepted:
+                last = decisions.path[m].max(axis=1, initial=-1)
+                for key, node in zip(decisions.next_keys[m], last, strict=True):
                     places.setdefault(int(key), set()).add((start, purpose, int(node)))
     used_twice = [key for key, found in places.items() if len(found) > 1]
     return {key: number for number, key in enumerate(used_twice)}
@@ -497,7 +620,7 @@ def sequence_probs(p: np.ndarray, length: int) -> np.ndarray:
 def probs_error(bench: Bench, case: Case, *, num_rounds: int = 2) -> float:
     """Largest difference between the output's distribution and the target's."""
     found = output_probs(bench, case, num_rounds=num_rounds)
-    length = num_rounds * (case.num_nodes + 1)
+    length = num_rounds * case.longest
     return float(np.abs(found - sequence_probs(case.p, length)).max())
 
 
@@ -508,10 +631,13 @@ def expected_accepted(bench: Bench, case: Case) -> float:
     for (_, _, drafts), m in decisions.index.items():
         weight = 1.0
         if decisions.draft_probs is not None:
-            distributions = decisions.draft_probs[m].astype(np.float64)
-            weight = np.prod([distributions[node, token] for node, token in enumerate(drafts)])
+            for probs, (_, nodes) in zip(decisions.draft_probs, case.families, strict=True):
+                code = 0
+                for node in nodes:
+                    code = code * case.vocab_size + drafts[node]
+                weight *= probs[m, code]
         thresholds = decisions.thresholds[m]
-        for outcome, num_accepted in enumerate(decisions.num_accepted[m]):
+        for outcome, num_accepted in enumerate(np.sum(decisions.path[m] >= 0, axis=1)):
             bits = outcome >> np.arange(num_nodes) & 1
             chance = np.prod(np.where(bits, thresholds, 1 - thresholds))
             total += weight * chance * num_accepted

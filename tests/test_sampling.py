@@ -443,6 +443,25 @@ def test_penalties_in_a_tree_count_the_path_of_each_node():
         np.testing.assert_array_equal(got[:, entry : entry + 1], expected)
 
 
+def test_noise_of_a_tree_is_drawn_once_for_each_depth(monkeypatch):
+    depth = jnp.asarray([[0, 1, 1, 2, 2, 2], [0, 1, 2, 1, 1, 2]], jnp.int32)
+    rows = batch({"temperature": 0.8}, {"temperature": 1.2}, tokens=[[1, 2, 3], [4, 4, 4, 8]])
+    logits = jnp.asarray(np.random.default_rng(8).standard_normal((2, 6, 9)), jnp.float32)
+    prefix = sampling.chain_prefix(rows, jnp.zeros((2, 5), jnp.int32))
+    prefix = prefix.replace(position=rows.num_committed[:, None] + depth)
+    expected = sampling.scores(logits, rows, prefix)
+    drawn, real = [], sampling.gumbel
+
+    def gumbel(keys, vocab_size):
+        drawn.append(keys.shape)
+        return real(keys, vocab_size)
+
+    monkeypatch.setattr(sampling, "gumbel", gumbel)
+    found = sampling.scores(logits, rows, prefix.replace(max_depth=2))
+    np.testing.assert_array_equal(found, expected)
+    assert drawn == [(2, 3)]
+
+
 def test_counting_the_buffer_instead_of_the_path_would_be_seen():
     rows = batch(ASKING, tokens=[[1, 2, 3]])
     tokens = jnp.asarray([[3, 3, 0, 1]], jnp.int32)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec import sampling
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -114,3 +115,66 @@ class TreeOracle(DrafterBase):
             ),
             state,
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SampledTree(DrafterBase):
+    """Draws a tree of one shape from a table of logits `[V, V]`, by the token before, as each row
+    draws its own tokens. Siblings are drawn without replacement; where a filter leaves fewer tokens
+    than there are siblings, the last are holes.
+    """
+
+    params: jax.Array
+    parents: tuple[int, ...]
+    name: str = "sampled-tree"
+    is_chain = False
+
+    @property
+    def num_nodes(self):
+        """N."""
+        return len(self.parents)
+
+    @property
+    def depths(self):
+        """Of the root and of each node."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(1 + depths[parent + 1])
+        return depths
+
+    @property
+    def max_depth(self):
+        """Depth of the deepest node."""
+        return max(self.depths)
+
+    def propose(self, shape, params, state, rows):
+        """Level by level; with the target's noise where it is shared."""
+        batch_size = rows.num_committed.shape[0]
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
+        entries = jnp.pad(newest, ((0, 0), (0, self.num_nodes)))
+        q = jnp.zeros((batch_size, self.num_nodes, shape.vocab_size), jnp.float32)
+        is_sampled = (rows.sampling.temperature > 0)[:, None, None]
+        for above in range(self.num_nodes):
+            children = np.flatnonzero(np.array(self.parents) + 1 == above)
+            if not children.size:
+                continue
+            logits = jnp.take(params, jnp.maximum(entries[:, above], 0), axis=0)[:, None]
+            drawn_from = sampling.filtered_logits(logits, rows.sampling)
+            if shape.is_noise_shared:
+                position = rows.num_committed[:, None] + self.depths[above]
+                keys = sampling.position_keys(rows.sampling, position)
+            else:
+                entry = jnp.full((batch_size, 1), above, jnp.int32)
+                keys = sampling.round_keys(rows, entry, sampling.Stream.DRAFT)
+            noisy = drawn_from + sampling.gumbel(keys, shape.vocab_size)
+            ranked = jnp.where(is_sampled, noisy, drawn_from)[:, 0]
+            values, tokens = jax.lax.top_k(ranked, len(children))
+            entries = entries.at[:, children + 1].set(jnp.where(jnp.isfinite(values), tokens, -1))
+            q = q.at[:, children].set(jax.nn.softmax(drawn_from, axis=-1))
+        draft = Draft(
+            tokens=entries[:, 1:],
+            parents=jnp.broadcast_to(jnp.asarray(self.parents, jnp.int32), entries[:, 1:].shape),
+            num_valid=jnp.minimum(rows.draft_limit, self.num_nodes),
+            q=q if shape.needs_draft_probs else None,
+        )
+        return draft, state

@@ -129,8 +129,18 @@ def _deepest(draft: Draft) -> int:
 
 
 def _is_valid(draft: Draft) -> np.ndarray:
-    """`[B, N]` bool."""
-    return np.arange(draft.tokens.shape[1]) < np.asarray(draft.num_valid)[:, None]
+    """`[B, N]` bool; neither padding nor holes."""
+    return np.asarray(draft.is_node)
+
+
+def _of_earlier_siblings(draft: Draft, vocab_size: int) -> np.ndarray:
+    """`[B, N, V]` bool, the tokens of each node's siblings of lower index."""
+    parents, tokens = np.asarray(draft.parents), np.asarray(draft.tokens)
+    node = np.arange(tokens.shape[1])
+    is_earlier = (parents[:, :, None] == parents[:, None]) & (node[:, None] > node)
+    is_earlier &= _is_valid(draft)[:, None]
+    is_token = tokens[..., None] == np.arange(vocab_size)
+    return np.any(is_earlier[..., None] & is_token[:, None], axis=2)
 
 
 def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
@@ -434,7 +444,8 @@ def _trace_count(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
 def _draft_probs(b: DrafterUnderTest) -> str:
-    _need_chain(b)
+    if b.complete.prunes_by_token:
+        raise NotApplicable("prunes_by_token is True: no verifier that uses q takes its drafts")
     pairs = b.with_probs.draws(b.prompts[:ROWS], DRAWN, num_draws=NUM_DRAWS)
     drafts = [draft for _, draft in pairs]
     if drafts[0].q is None:
@@ -452,8 +463,14 @@ def _draft_probs(b: DrafterUnderTest) -> str:
         is_positive = np.isfinite(q).all() and (q >= 0).all()
         demand(is_positive, "q holds values that are negative or not finite")
         demand((np.abs(total - 1) < 1e-3).all(), f"q sums to {total.tolist()[:3]}, not to 1")
+        if not b.drafter.is_chain:
+            q = np.where(_of_earlier_siblings(draft, q.shape[1])[is_valid], 0, q)
+            total = q.sum(axis=1)
         q_token = np.take_along_axis(q, tokens[:, None], axis=1)
-        demand((q_token > 0).all(), "a token was drafted whose q is 0")
+        demand(
+            (q_token > 0).all(),
+            "a token was drafted whose q is 0, or that an earlier sibling has",
+        )
         # Where a token's share begins when the distribution is laid out from the likeliest token
         # on, and a random place within it: uniform if tokens are drawn from q.
         is_likelier = q > q_token
@@ -542,7 +559,7 @@ def _shared_noise(b: DrafterUnderTest) -> str:
 
 def _need_chain(b: DrafterUnderTest) -> None:
     if not b.drafter.is_chain:
-        raise NotApplicable("verifiers that use q take chains only")
+        raise NotApplicable("it compares nodes by the position at which those of a chain stand")
 
 
 def _need_own_state(b: DrafterUnderTest) -> None:

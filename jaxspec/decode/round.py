@@ -186,7 +186,12 @@ def draft_context(draft: Draft, window: Window) -> DraftContext:
         # Beyond an entry's own depth its path holds the root, which is no node.
         on_path = window.paths[..., None] == entry[None, None, None, 1:]
         is_before = jnp.any(on_path, axis=2)
-    return DraftContext(tokens=draft.tokens, is_before=is_before, position=window.positions + 1)
+    return DraftContext(
+        tokens=draft.tokens,
+        is_before=is_before,
+        position=window.positions + 1,
+        max_depth=draft.depth,
+    )
 
 
 def emitted_tokens(draft: Draft, verdict: Verdict) -> jax.Array:

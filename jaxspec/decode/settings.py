@@ -76,7 +76,13 @@ def make_loop(
         if not (drafter.is_chain or verifier.takes_trees):
             raise SettingError(
                 f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
-                "chains only; use the coupled verifier or rejection."
+                "chains only; use the coupled verifier, rejection or typical."
+            )
+        if with_defaults(drafter).prunes_by_token and verifier.needs_draft_probs:
+            raise SettingError(
+                f"The drafter {drafter.name} leaves out nodes because of their own tokens, which "
+                f"would bias the output of the verifier {verifier.name}; use the coupled verifier, "
+                "or a tree whose nodes do not depend on the tokens drawn for them."
             )
         tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
     records_tokens = trace is not None and trace.has_tokens

@@ -105,6 +105,10 @@ class DrafterBase:
       shares_state: whether its drafts may depend on other requests, as those of a cache that
         learns.
       max_depth: of trees, the depth that no node exceeds; None for chains.
+      prunes_by_token: whether a node is drafted or left out because of its own token's probability,
+        as where the likeliest nodes of a larger tree are kept. Under verifiers that judge a token
+        by the distribution it was drawn from that is a bias, so an engine refuses the two together.
+        What the tokens *before* a node are (its ancestors, its earlier siblings) may decide.
       num_nodes: nodes of its trees; None where any number is as good. An engine drafts so many
         unless its `draft_length` says otherwise.
       prunes_by_token: whether nodes of its trees are left out because of the tokens they hold, as
@@ -125,6 +129,7 @@ class DrafterBase:
     is_synthetic: bool = False
     shares_state: bool = False
     max_depth: int | None = None
+    prunes_by_token: bool = False
     num_nodes: int | None = None
     prunes_by_token: bool = False
     taps: tuple[int, ...] = ()

@@ -1,7 +1,8 @@
 """Block verification: the draft is judged as a whole (Sun et al., 2403.10444).
 
 It accepts at least as many tokens in expectation as `rejection`, for every p and q, and no rule for
-single chains accepts more.
+single chains accepts more. It takes chains only: a node's test looks at what follows it, and in a
+tree several nodes may.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier, at_node
+from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier
+from jaxspec.verifiers.tree import at_node
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,17 @@
-"""What the chain rules have in common: distributions of the nodes, and the verdict of an accepted
-length."""
+"""What the rules for chains have in common: the distributions along a chain, and the verdict of an
+accepted length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from jaxspec import sampling
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
-from jaxspec.verifiers.coupled import follow
+from jaxspec.verifiers.tree import verify_tree
 
 
 class ChainDistributions(struct.PyTreeNode, kw_only=True):
@@ -72,47 +70,20 @@ def verify_chain(
         accepted nodes `[B]` and the weights `[B, V]` from which the next token is drawn; the
         target's distribution is used where they are all zero (possible by rounding only).
     """
-    num_rows, num_nodes = draft.tokens.shape
-    chex.assert_shape(logits, (num_rows, num_nodes + 1, None))
-    verdict = follow(sampling.choose(logits, greedy_rows(rows), prefix), draft)
-    is_sampled = rows.sampling.temperature > 0
 
-    def sampled() -> Verdict:
-        distributions = chain_distributions(sampling.distribution(logits, rows, prefix), draft)
-        node = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), draft.tokens.shape)
-        draws = sampling.uniform(sampling.round_keys(rows, node, sampling.Stream.ACCEPT))
-        num_accepted, weights = accept(distributions, draws)
-        of_target = at_node(distributions.p, num_accepted)
-        weights = jnp.where(jnp.any(weights > 0, axis=1, keepdims=True), weights, of_target)
-        keys = sampling.round_keys(rows, num_accepted[:, None], sampling.Stream.RESIDUAL)
-        next_token = sampling.draw_weighted(keys[:, 0], weights)
-        is_finite = jnp.isfinite(jnp.max(at_node(logits, num_accepted), axis=1))
-        return Verdict(
-            num_accepted=jnp.where(is_sampled, num_accepted, verdict.num_accepted),
-            path=jnp.where(
-                is_sampled[:, None],
-                jnp.where(node < num_accepted[:, None], node, -1),
-                verdict.path,
-            ),
-            next_token=jnp.where(
-                is_sampled, jnp.where(is_finite, next_token, -1), verdict.next_token
-            ),
-        )
+    def accept_path(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
+        num_accepted, weights = accept(chain_distributions(p, draft), draws)
+        node = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None]
+        return jnp.where(node < num_accepted[:, None], node, -1), weights
 
-    return lax.cond(jnp.any(is_sampled), sampled, lambda: verdict)
-
-
-def greedy_rows(rows: BatchView) -> BatchView:
-    """The same rows at temperature 0."""
-    cold = jnp.zeros_like(rows.sampling.temperature)
-    return rows.replace(sampling=rows.sampling.replace(temperature=cold))
+    return verify_tree(accept_path, logits, draft, rows, prefix)
 
 
 def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
     """Distributions of a draft; one without q is deterministic, and its q a point mass on each
-    token."""
+    token. A chain ends before its first hole."""
     num_nodes = draft.tokens.shape[1]
-    is_node = jnp.arange(num_nodes, dtype=jnp.int32)[None] < draft.num_valid[:, None]
+    is_node = jnp.cumprod(draft.is_node.astype(jnp.int32), axis=1) > 0
     q = jax.nn.one_hot(draft.tokens, p.shape[2], dtype=jnp.float32) if draft.q is None else draft.q
     q = jnp.where(is_node[..., None], q, 0)
     return ChainDistributions(
@@ -122,8 +93,3 @@ def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
         q_token=jnp.where(is_node, sampling.of_tokens(q, draft.tokens), 1),
         is_node=is_node,
     )
-
-
-def at_node(values: jax.Array, node: jax.Array) -> jax.Array:
-    """`values` `[B, n, V]` at one `node` `[B]` of each row."""
-    return jnp.take_along_axis(values, node[:, None, None], axis=1)[:, 0]

@@ -66,6 +66,12 @@ def engine(target):
     )
 
 
+class Pruned(toy.TreeOracle):
+    """A tree of which the likeliest nodes are kept."""
+
+    prunes_by_token = True
+
+
 @pytest.fixture(scope="module")
 def outputs(engine):
     """Token ids of `PROMPTS`, 12 each."""
@@ -82,6 +88,10 @@ def outputs(engine):
         ({"verify_length": 2}, "without a drafter"),
         ({"verifier": Rejection()}, "The verifier rejection was given without a drafter"),
         ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
+        (
+            {"drafter": Pruned(()), "verifier": Rejection()},
+            "leaves out nodes because of their own tokens",
+        ),
         ({"max_logprobs": -1}, "max_logprobs -1 was given; it must be from 0 to 258"),
         ({"max_logprobs": 259}, "max_logprobs 259"),
         ({"drafter": NGram(), "draft_length": 0}, "A draft length of 0"),

@@ -47,7 +47,11 @@ VERIFIERS = {
     "rejection": jaxspec.Rejection(),
     "block": jaxspec.Block(),
     "block, deterministic drafts": jaxspec.Block(),
+    "rejection, trees": jaxspec.Rejection(),
+    "rejection, deterministic trees": jaxspec.Rejection(),
+    "coupled, trees": jaxspec.Coupled(),
 }
+TREE = (-1, -1, 0, 0, 1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +141,22 @@ def p_values(tokens, first, second):
     return found
 
 
+class Likeliest(toy.SampledTree):
+    """The likeliest tokens of the table, without q."""
+
+    def propose(self, shape, params, state, rows):
+        cold = jnp.zeros_like(rows.sampling.temperature)
+        greedy = rows.replace(sampling=rows.sampling.replace(temperature=cold))
+        draft, state = super().propose(shape, params, state, greedy)
+        return draft.replace(q=None), state
+
+
 def engine_for(target, drafter, verifier):
     return Engine(
         target,
         drafter,
         verifier=verifier,
-        draft_length=3,
+        draft_length=drafter.num_nodes or 3,
         batch_size=8,
         max_length=128,
         prefill_chunk=4,
@@ -152,7 +166,13 @@ def engine_for(target, drafter, verifier):
 
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
-    drafter = toy.WrongDrafter(token=4) if "deterministic" in name else drafter
+    if "trees" in name:
+        table = np.random.default_rng(5).normal(scale=1.5, size=(SIZE, SIZE))
+        drafter = toy.SampledTree(jnp.asarray(table, jnp.float32), TREE)
+    if "deterministic trees" in name:
+        drafter = Likeliest(drafter.params, TREE)
+    elif "deterministic" in name:
+        drafter = toy.WrongDrafter(token=4)
     engine = engine_for(target, drafter, VERIFIERS[name])
     tokens, completions = sample(engine)
     tested = []

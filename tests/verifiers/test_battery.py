@@ -184,6 +184,117 @@ def test_equal_distributions_accept_everything(verify):
     )
 
 
+# Trees.
+
+
+def tree_inputs(seed):
+    """As `inputs`, with a random tree in each row; some nodes are holes, and q of siblings is
+    one."""
+    logits, draft, rows = inputs(seed=seed)
+    rng = np.random.default_rng(seed)
+    parents = np.stack([rng.integers(-1, node, B) for node in range(N)], axis=1)
+    row = np.arange(B)[:, None]
+    likely = np.argmax(np.asarray(logits), axis=-1)[row, parents + 1]
+    tokens = np.where(rng.random((B, N)) < 0.6, likely, np.asarray(draft.tokens))
+    tokens = np.where(rng.random((B, N)) < 0.15, -1, tokens)
+    q = rng.dirichlet(np.ones(V), (B, N + 1)).astype(np.float32)[row, parents + 1]
+    draft = draft.replace(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        num_valid=jnp.asarray(rng.integers(0, N + 1, B), jnp.int32),
+        q=jnp.asarray(q),
+    )
+    return logits, draft, rows
+
+
+@pytest.fixture(scope="module")
+def verify_trees(verify):
+    if not verify[0].takes_trees:
+        pytest.skip("takes chains only")
+    return verify[1]
+
+
+def test_verdicts_on_trees_are_paths_of_nodes(verify_trees):
+    longest = 0
+    for seed in range(20):
+        logits, draft, rows = tree_inputs(seed)
+        verdict = verify_trees(logits, draft, rows)
+        is_node, parents = np.asarray(draft.is_node), np.asarray(draft.parents)
+        for row, path in enumerate(np.asarray(verdict.path)):
+            length = int(verdict.num_accepted[row])
+            assert np.all(path[length:] == -1)
+            above = [-1, *path[: max(length - 1, 0)]]
+            np.testing.assert_array_equal(parents[row, path[:length]], above[:length])
+            assert np.all(is_node[row, path[:length]])
+            longest = max(longest, length)
+        assert np.all((np.asarray(verdict.next_token) >= 0) & (np.asarray(verdict.next_token) < V))
+        assert {leaf.dtype for leaf in arrays(verdict)} == {np.dtype(np.int32)}
+    assert longest == N
+
+
+def test_padding_and_holes_of_trees_are_not_read(verify_trees):
+    for seed in range(5):
+        logits, draft, rows = tree_inputs(seed)
+        expected = arrays(verify_trees(logits, draft, rows))
+        is_node = draft.is_node
+        is_scored = jnp.pad(is_node, ((0, 0), (1, 0)), constant_values=True)
+        index = jnp.arange(N, dtype=jnp.int32)[None]
+        garbage = draft.replace(
+            tokens=jnp.where(index < draft.num_valid[:, None], draft.tokens, V + 5),
+            parents=jnp.where(is_node, draft.parents, 99),
+            q=jnp.where(is_node[..., None], draft.q, jnp.nan),
+        )
+        logits = jnp.where(is_scored[..., None], logits, jnp.nan)
+        found = arrays(verify_trees(logits, garbage, rows))
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_row_of_trees_does_not_depend_on_its_neighbours(verify_trees):
+    given = tree_inputs(0)
+    expected = arrays(verify_trees(*given))
+    order = np.random.default_rng(1).permutation(B)
+    moved = arrays(verify_trees(*jax.tree.map(lambda leaf: leaf[order], given)))
+    for ours, theirs in zip(moved, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs[order])
+
+
+@pytest.mark.parametrize("has_q", [True, False])
+def test_a_chain_gets_the_same_verdict_by_the_code_for_trees(verify_trees, has_q):
+    for seed in range(20):
+        num_valid = (np.arange(B) + seed) % (N + 1)
+        logits, draft, rows = inputs(num_valid=num_valid, seed=seed)
+        draft = draft if has_q else draft.replace(q=None)
+        if seed % 2:
+            draft = draft.replace(tokens=draft.tokens.at[::3, 1].set(-1))
+        as_tree = arrays(verify_trees(logits, draft, rows))
+        as_chain = arrays(verify_trees(logits, draft.replace(is_chain=True), rows))
+        for ours, theirs in zip(as_tree, as_chain, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_typical_takes_the_longest_path_and_of_several_the_likeliest():
+    verifier = jaxspec.Typical()
+    rng = np.random.default_rng(0)
+    for seed in range(30):
+        logits, draft, _ = tree_inputs(seed)
+        p = np.asarray(jax.nn.softmax(logits))
+        path, _ = verifier.accept(jnp.asarray(p), draft, jnp.asarray(rng.random((B, N))))
+        entropy = -np.sum(p * np.log(p), axis=2)
+        threshold = np.minimum(verifier.epsilon, verifier.delta * np.exp(-entropy))
+        for row in range(B):
+            best = (0, 0.0, [])
+            reached = {-1: (0, 0.0, [])}
+            for node in np.flatnonzero(draft.is_node[row]):
+                parent, token = int(draft.parents[row, node]), int(draft.tokens[row, node])
+                of_token = p[row, parent + 1, token]
+                if parent in reached and of_token > threshold[row, parent + 1]:
+                    length, total, above = reached[parent]
+                    reached[node] = (length + 1, total + np.log(of_token), [*above, node])
+                    best = max(best, reached[node], key=lambda found: (found[0], found[1]))
+            assert path[row].tolist() == best[2] + [-1] * (N - len(best[2]))
+
+
 @pytest.mark.parametrize("values", [{"epsilon": 0.0}, {"delta": 1.5}, {"epsilon": -1}])
 def test_typical_refuses_thresholds_that_are_no_probabilities(values):
     with pytest.raises(jaxspec.SettingError, match=f"{next(iter(values))} .* was given"):

@@ -19,7 +19,7 @@ import jaxspec
 from jaxspec import sampling
 from jaxspec.drafters import draft_model
 from jaxspec.types import Draft, chain_parents
-from jaxspec.verifiers import block, chain, coupled, rejection
+from jaxspec.verifiers import block, chain, coupled, rejection, tree
 
 ROUNDING = 2e-7  # of fp32; a bias that anybody could notice is thousands of times it
 RULES = {"rejection": jaxspec.Rejection, "block": jaxspec.Block}
@@ -185,7 +185,7 @@ def loosened(distributions, draws):
 def without_residual(distributions, draws):
     """The token after a rejected draft comes from p."""
     num_accepted, _ = rejection.Rejection().accept(distributions, draws)
-    return num_accepted, chain.at_node(distributions.p, num_accepted)
+    return num_accepted, tree.at_node(distributions.p, num_accepted)
 
 
 def residual_of_the_wrong_node(distributions, draws):
@@ -193,7 +193,7 @@ def residual_of_the_wrong_node(distributions, draws):
     num_accepted, weights = block.Block().accept(distributions, draws)
     early = jnp.maximum(num_accepted - 1, 0)
     residual = jnp.maximum(
-        chain.at_node(distributions.p, early) - chain.at_node(distributions.q, early), 0
+        tree.at_node(distributions.p, early) - tree.at_node(distributions.q, early), 0
     )
     return num_accepted, jnp.where((num_accepted == N)[:, None], weights, residual)
 
@@ -202,7 +202,7 @@ def residual_without_reach(distributions, draws):
     """`max(p - q, 0)`, as if block verification were token by token."""
     num_accepted, weights = block.Block().accept(distributions, draws)
     p, q = (
-        chain.at_node(distribution, num_accepted)
+        tree.at_node(distribution, num_accepted)
         for distribution in (distributions.p, distributions.q)
     )
     return num_accepted, jnp.where((num_accepted == N)[:, None], weights, jnp.maximum(p - q, 0))

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+import toy
 
 import jaxspec
 from jaxspec import sampling
-from jaxspec.types import Draft, chain_parents
+from jaxspec.decode.round import emitted_tokens
+from jaxspec.types import Draft, EngineShape, chain_parents
 
 ALPHA = 1e-4  # of each test: about ten tests, so one run in a thousand sees a false alarm
 ROWS, V, N = 200_000, 3, 3
@@ -35,49 +37,73 @@ def distributions(kind):
     return tuple(rng.dirichlet(np.full(V, 0.8), (DEPTH, V)) for _ in range(2))
 
 
-def decode(verifier, kind, *, rows=ROWS, num_rounds=ROUNDS):
-    """Tokens `[B, R]` and mean accepted tokens of the first round; one request per row."""
+def draw_chain(verifier, q, rows, emitted, last):
+    """Drafts of the production drafter's draws."""
+    context, drafted, distribution = last, jnp.zeros((last.shape[0], N), jnp.int32), []
+    for node in range(N):
+        context, of_node, _ = sampling.draw_draft(
+            q[emitted + node, context],
+            rows,
+            drafted,
+            jnp.int32(node),
+            vocab_size=V,
+            is_noise_shared=verifier.is_noise_shared,
+            needs_probs=True,
+        )
+        drafted = drafted.at[:, node].set(context)
+        distribution.append(of_node)
+    return Draft(
+        tokens=drafted,
+        parents=chain_parents(last.shape[0], N),
+        num_valid=jnp.full(last.shape, N, jnp.int32),
+        q=jnp.stack(distribution, axis=1) if verifier.needs_draft_probs else None,
+        is_chain=True,
+    )
+
+
+def draw_tree(verifier, drafter, rows, last):
+    """Drafts of a drafter that knows the last token only."""
+    row = jnp.arange(last.shape[0], dtype=jnp.int32)
+    rows = rows.replace(tokens=rows.tokens.at[row, rows.num_committed - 1].set(last))
+    shape = EngineShape(
+        batch_size=last.shape[0],
+        max_length=rows.tokens.shape[1],
+        verify_length=drafter.num_nodes + 1,
+        prefill_chunk=1,
+        vocab_size=V,
+        is_noise_shared=verifier.is_noise_shared,
+        needs_draft_probs=verifier.needs_draft_probs,
+    )
+    return drafter.propose(shape, drafter.params, (), rows)[0]
+
+
+def decode(verifier, kind, *, parents=None, rows=ROWS, num_rounds=ROUNDS):
+    """Tokens `[B, R]` and accepted tokens `[B]` of the first round; one request per row. Drafts are
+    chains, or trees of these parents."""
     p, q = (jnp.asarray(enumeration.log(distribution)) for distribution in distributions(kind))
     keys = np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
+    drafter = toy.SampledTree(q[0], tuple(range(-1, N - 1)) if parents is None else parents)
 
     @jax.jit
     def one_round(tokens, emitted):
         state = enumeration.make_rows(jnp.zeros((rows,), jnp.int32), keys=keys)
         state = state.replace(num_committed=enumeration.PROMPT_LENGTH + emitted)
         last = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
-        context, drafted, distribution = last, jnp.zeros((rows, N), jnp.int32), []
-        for node in range(N):
-            context, of_node, _ = sampling.draw_draft(
-                q[emitted + node, context],
-                state,
-                drafted,
-                jnp.int32(node),
-                vocab_size=V,
-                is_noise_shared=verifier.is_noise_shared,
-                needs_probs=True,
-            )
-            drafted = drafted.at[:, node].set(context)
-            distribution.append(of_node)
-        before = jnp.concatenate([last[:, None], drafted], axis=1)
-        depth = emitted[:, None] + jnp.arange(N + 1, dtype=jnp.int32)
-        draft = Draft(
-            tokens=drafted,
-            parents=chain_parents(rows, N),
-            num_valid=jnp.full((rows,), N, jnp.int32),
-            q=jnp.stack(distribution, axis=1) if verifier.needs_draft_probs else None,
-        )
-        prefix = sampling.chain_prefix(state, drafted)
-        verdict = verifier.verify(p[depth, before], draft, state, prefix)
-        accepted = verdict.num_accepted
-        along = jnp.where(
-            jnp.arange(N + 1, dtype=jnp.int32) < accepted[:, None],
-            jnp.pad(drafted, ((0, 0), (0, 1))),
-            verdict.next_token[:, None],
-        )
+        if parents is None:
+            draft = draw_chain(verifier, q, state, emitted, last)
+        else:
+            draft = draw_tree(verifier, drafter, state, last)
+            draft = draft.replace(max_depth=drafter.max_depth)
+        before = jnp.concatenate([last[:, None], jnp.maximum(draft.tokens, 0)], axis=1)
+        depth = jnp.asarray(drafter.depths, jnp.int32)[None]
+        prefix = sampling.chain_prefix(state, draft.tokens)
+        prefix = prefix.replace(position=state.num_committed[:, None] + depth)
+        verdict = verifier.verify(p[emitted[:, None] + depth, before], draft, state, prefix)
+        along = emitted_tokens(draft, verdict)
         tokens = jax.vmap(
             lambda row, start, values: jax.lax.dynamic_update_slice(row, values, (start,))
         )(tokens, emitted, along)
-        return tokens, emitted + accepted + 1, accepted
+        return tokens, emitted + verdict.num_accepted + 1, verdict.num_accepted
 
     tokens = jnp.zeros((rows, DEPTH + N + 1), jnp.int32)
     emitted = jnp.zeros((rows,), jnp.int32)
@@ -112,6 +138,23 @@ def run(name, kind):
 def test_tokens_of_four_rounds_follow_the_target(name, kind):
     tokens, _ = run(name, kind)
     assert p_value(tokens, distributions(kind)[0]) > ALPHA
+
+
+TREES = {"two by two": (-1, -1, 0, 0, 1, 1), "three, two, one": (-1, -1, -1, 0, 0, 3)}
+
+
+@pytest.mark.parametrize("name", ["coupled", "rejection"])
+@pytest.mark.parametrize("tree", TREES)
+def test_tokens_of_four_rounds_of_trees_follow_the_target(name, tree):
+    tokens, accepted = decode(RULES[name], "random", parents=TREES[tree])
+    assert p_value(tokens, distributions("random")[0]) > ALPHA
+    assert accepted.mean() > 0.5
+
+
+def test_coupled_tokens_do_not_depend_on_the_shape_of_the_draft():
+    chain = run("coupled", "random")[0]
+    tree, _ = decode(RULES["coupled"], "random", parents=TREES["two by two"])
+    np.testing.assert_array_equal(tree, chain)
 
 
 def test_coupled_tokens_do_not_depend_on_the_drafters_noise():
@@ -169,6 +212,12 @@ def test_position_only_keys_under_block_are_caught(monkeypatch):
     monkeypatch.setattr(sampling, "round_keys", position_keys_only)
     tokens, _ = decode(jaxspec.Block(), "memoryless")
     assert p_value(tokens, distributions("memoryless")[0]) < 1e-12
+
+
+def test_position_only_keys_on_trees_are_caught(monkeypatch):
+    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    tokens, _ = decode(jaxspec.Rejection(), "random", parents=TREES["three, two, one"])
+    assert p_value(tokens, distributions("random")[0]) < 1e-12
 
 
 def test_lossy_acceptance_is_seen_to_be_lossy():
