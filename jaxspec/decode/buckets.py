@@ -72,16 +72,15 @@ def _drafter_state(loop: DecodeLoop, verify_length: int) -> tuple[PyTree, list[t
 def keeps_bits_at_every_width(loop: DecodeLoop) -> bool:
     """Whether the tokens of `loop` are the same, to the bit, in every window up to its own: the
     verifier draws the target's own tokens, and the target's bits do not depend on the window. Of
-    one device, chains and the ragged layout only."""
-    drafter = loop.drafter
+    one device and the ragged layout only."""
     return (
         loop.verifier.is_coupled
         and loop.layout == "ragged"
-        and drafter.is_chain
-        and drafter.score is None
+        and loop.drafter.score is None
         and is_width_invariant(
             loop.target,
             batch_size=loop.shape.batch_size,
             verify_length=loop.shape.verify_length,
+            tree_depth=loop.shape.tree_depth,
         )
     )

@@ -35,7 +35,9 @@ _InitCache: TypeAlias = Callable[[int, int], kv.KVCache]  # of a number of rows 
 _found: dict[Hashable, bool] = {}  # by what the bits of a `LanguageModel` depend on
 
 
-def is_width_invariant(model: Model, *, batch_size: int, verify_length: int) -> bool:
+def is_width_invariant(
+    model: Model, *, batch_size: int, verify_length: int, tree_depth: int = 0
+) -> bool:
     """Whether tokens get the same bits in windows of one token and of `verify_length`.
 
     The model must declare it (see `Model`), and it is then tried, once per architecture, dtype,
@@ -47,10 +49,11 @@ def is_width_invariant(model: Model, *, batch_size: int, verify_length: int) -> 
       model: the target.
       batch_size: rows of a batch.
       verify_length: tokens of the widest window.
+      tree_depth: how deep the trees of this window may be, 0 for chains.
     """
     if not getattr(model, "is_width_invariant", False):
         return False
-    size = batch_size, verify_length
+    size = batch_size, verify_length, tree_depth
     if not isinstance(model, LanguageModel):
         return _try_widths(model, model.params, *size, score=_whole(model), init=model.init_cache)
     key = (model.config, model.dtype, model.kernels, *size)
@@ -98,12 +101,17 @@ def _try_widths(
     params: PyTree,
     num_rows: int,
     num_tokens: int,
+    tree_depth: int,
     *,
     score: _Score,
     init: _InitCache,
 ) -> bool:
-    """Whether a window and its tokens one at a time give the same logits and KV, to the bit."""
+    """Whether a window and its tokens one at a time give the same logits, to the bit, and in a
+    chain the same KV, which in a tree is stored elsewhere."""
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (num_rows, num_tokens))
+    depth = np.arange(num_tokens, dtype=np.int32)
+    if tree_depth > 0:
+        depth[1:] = 1 + (depth[1:] - 1) % tree_depth
     # A block more than the window needs: the context of some rows fills it, that of others not.
     capacity = kv.BLOCK + kv.round_up_to_block(num_tokens)
     start = np.linspace(capacity - num_tokens, 1, num_rows)
@@ -112,7 +120,12 @@ def _try_widths(
     @jax.jit
     def both_ways(params, tokens, start):
         cache = _with_context(init(num_rows, capacity))
-        at_once = score(params, tokens, chain_window(start, num_tokens), cache)
+        window = chain_window(start, num_tokens)
+        if tree_depth > 0:
+            window = window.replace(
+                positions=start[:, None] + depth, paths=_branches(num_rows, depth, tree_depth)
+            )
+        at_once = score(params, tokens[:, depth], window, cache)
 
         def score_one(cache, index):
             token = lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
@@ -120,7 +133,8 @@ def _try_widths(
             return cache, logits[:, 0]
 
         written, logits = lax.scan(score_one, cache, jnp.arange(num_tokens, dtype=jnp.int32))
-        return at_once, (jnp.swapaxes(logits, 0, 1), written)
+        one_by_one = jnp.swapaxes(logits, 0, 1)[:, depth], written
+        return (at_once, one_by_one) if tree_depth == 0 else (at_once[0], one_by_one[0])
 
     lowered = both_ways.lower(params, tokens.astype(np.int32), start.astype(np.int32))
     if isinstance(model, LanguageModel) and "dot_general" in lowered.as_text():
@@ -130,13 +144,23 @@ def _try_widths(
     is_same = all(a.tobytes() == b.tobytes() for a, b in zip(at_once, one_by_one, strict=True))
     if not is_same:
         _log.warning(
-            "%s declares that its results do not depend on the width of a window, but windows of "
+            "%s declares that its results do not depend on the width of a window, but %s of "
             "%d tokens and of 1 gave other bits; every round scores %d tokens instead.",
             model.name,
+            "windows" if tree_depth == 0 else "trees",
             num_tokens,
             num_tokens,
         )
     return is_same
+
+
+def _branches(num_rows: int, depth: np.ndarray, tree_depth: int) -> jax.Array:
+    """`Window.paths` of a tree whose branches all hang from its root and are as deep as may be, its
+    entries being in the order of their branches; `depth` `[T]`."""
+    entry, place = np.arange(len(depth))[:, None], np.arange(tree_depth + 1)
+    is_below_root = (place > 0) & (place <= depth[:, None])
+    paths = np.where(is_below_root, entry - depth[:, None] + place, 0).astype(np.int32)
+    return jnp.broadcast_to(paths, (num_rows, *paths.shape))
 
 
 def _with_context(cache: kv.KVCache) -> kv.KVCache:

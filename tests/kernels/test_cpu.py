@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from windows import tree_window
 
 from jaxspec import Engine, load_model
 from jaxspec.cache import pages as kv
@@ -216,7 +217,7 @@ def attention_inputs(case, *, fill=0.0, rows=slice(None)):
     start = jnp.asarray(starts, jnp.int32)
     window = chain_window(start, case.window)
     parts = (case.heads, case.group + 2, case.size)
-    qkv = jnp.stack([random(start, 8, *parts) for start in starts])[:, : case.window]
+    qkv = jnp.stack([random(start, 12, *parts) for start in starts])[:, : case.window]
     params = {
         "qkv_bias": random(5, *parts, dtype=case.dtype),
         "q_norm": random(6, case.size, dtype=case.dtype),
@@ -359,6 +360,174 @@ def test_a_value_that_is_no_number_is_seen_by_those_behind_it_only():
     np.testing.assert_array_equal(np.delete(ill, 1, axis=0), np.delete(healthy, 1, axis=0))
 
 
+# Attention in trees
+
+# The root in the first, in the middle and in the last place of a block of slots, however many lanes
+# a vector has; and a tree that ends where the capacity does.
+TREE_STARTS = (0, 3, 7, 15, 16, 17, 30, 127, 128, MAX_LENGTH - 12)
+
+
+def tree_case(name):
+    return dataclasses.replace(CASES[name], starts=TREE_STARTS, window=12)
+
+
+def tree_inputs(case, *, fill=0.0):
+    *inputs, _ = attention_inputs(case, fill=fill)
+    return *inputs, tree_window(case.starts, case.window, max_depth=5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain",
+        "one row",
+        "wide head",
+        "narrow head",
+        "head of 8",
+        "head of 80, norm",
+        "head of 20, bf16, bias",
+        "sliding over few blocks",
+        "bf16",
+        "bf16, head of 96, many queries",
+        "bf16, head of 80, sliding over few blocks",
+    ],
+)
+def test_a_trees_node_gets_the_bits_and_the_kv_of_its_path_as_a_chain(name):
+    case = tree_case(name)
+    config, params, qkv, layer, table, tree = tree_inputs(case, fill=np.nan)
+    clean = attention_inputs(case)[3]
+    heads, written = run(case, (config, params, qkv, layer, table, tree))
+    heads, qkv, paths = np.asarray(heads, np.float32), np.asarray(qkv), np.asarray(tree.paths)
+    rows = np.arange(len(case.starts))
+    depth = np.asarray(tree.positions - tree.start[:, None])
+    chain = chain_window(tree.start, paths.shape[2])
+    for t in range(case.window):
+        of_path = qkv[rows[:, None], paths[:, t]]
+        alone, of_chain = run(case, (config, params, of_path, clean, table, chain))
+        alone = np.asarray(alone, np.float32)[rows, depth[:, t]]
+        np.testing.assert_array_equal(heads[:, t], alone)
+        mine = kv.read_slots(written, table, tree.slots[:, t : t + 1], case.dtype)
+        yours = kv.read_slots(of_chain, table, tree.positions[:, t : t + 1], case.dtype)
+        np.testing.assert_array_equal(np.stack(mine), np.stack(yours))
+
+
+@pytest.mark.parametrize("name", ["chain", "sliding over few blocks", "bf16"])
+def test_a_trees_node_gets_the_bits_of_its_path_one_token_at_a_time(name):
+    case = tree_case(name)
+    inputs = tree_inputs(case)
+    config, params, qkv, layer, table, tree = inputs
+    heads = np.asarray(run(case, inputs)[0], np.float32)
+    rows = np.arange(len(case.starts))
+    depth = np.asarray(tree.positions - tree.start[:, None])
+    deepest = np.argmax(depth, axis=1)
+    for d, entries in enumerate(np.asarray(tree.paths)[rows, deepest].T):
+        token = qkv[rows, entries][:, None]
+        at = chain_window(tree.start + d, 1)
+        alone, layer = run(case, (config, params, token, layer, table, at))
+        is_on_path = depth[rows, entries] == d
+        assert is_on_path.any()
+        together = heads[rows, entries][is_on_path]
+        np.testing.assert_array_equal(together, np.asarray(alone, np.float32)[is_on_path, 0])
+
+
+def test_another_path_is_seen_by_the_checks_above():
+    case = tree_case("chain")
+    *inputs, tree = tree_inputs(case)
+    heads, _ = run(case, (*inputs, tree))
+    siblings, _ = run(case, (*inputs, tree.replace(paths=tree.paths.at[:, -1, 1].set(0))))
+    assert np.all(np.any(np.asarray(heads != siblings)[:, -1], axis=(1, 2)))
+    np.testing.assert_array_equal(siblings[:, :-1], heads[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["norm", "sliding over few blocks", "bf16, norm, bias"])
+def test_attention_in_trees_equals_xlas(name):
+    case = tree_case(name)
+    inputs = tree_inputs(case)
+    assert native.is_attention_supported(*inputs[2:])
+    theirs, _ = run(case, inputs, "xla")
+    assert difference(run(case, inputs)[0], theirs) < ROUNDING[case.dtype]
+
+
+@pytest.mark.parametrize("sliding", [None, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entries_with_ends_see_what_follows_them_on_their_paths(dtype, sliding):
+    """As the masks of a block that is drafted at once see one another."""
+    case = Case(starts=TREE_STARTS, window=11, dtype=dtype, sliding=sliding)
+    config, params, qkv, layer, table, _ = attention_inputs(case, fill=np.nan)
+    start = np.asarray(case.starts, np.int32)
+    groups = np.asarray([[0, 1, 2, 3, 4, 5], [0, 6, 7, 8, 9, 10]], np.int32)
+    paths = groups[[0] * 6 + [1] * 5]
+    depth = np.asarray([0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5], np.int32)
+    ends = start[:, None] + np.where(depth == 0, 1, 6).astype(np.int32)
+    chain = chain_window(start, 6).replace(ends=jnp.asarray(ends[:, :6]))
+    tree = chain_window(start, 11).replace(
+        positions=jnp.asarray(start[:, None] + depth),
+        ends=jnp.asarray(ends),
+        paths=jnp.asarray(np.broadcast_to(paths, (len(start), *paths.shape))),
+    )
+    together, _ = run(case, (config, params, qkv, layer, table, tree))
+    for group in groups:
+        of_group = (config, params, qkv[:, group], layer, table, chain)
+        alone, _ = run(case, of_group)
+        assert difference(alone, run(case, of_group, "xla")[0]) < ROUNDING[dtype]
+        np.testing.assert_array_equal(
+            np.asarray(together, np.float32)[:, group], np.asarray(alone, np.float32)
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_may_be_scored_level_by_level(dtype):
+    """Paths lead to entries that earlier calls have stored."""
+    case = dataclasses.replace(tree_case("chain"), dtype=dtype)
+    config, params, qkv, layer, table, tree = tree_inputs(case, fill=np.nan)
+    heads, _ = run(case, (config, params, qkv, layer, table, tree))
+    parts = []
+    for some in (slice(0, 1), slice(1, 5), slice(5, 12)):
+        window = tree.replace(
+            positions=tree.positions[:, some], slots=tree.slots[:, some], paths=tree.paths[:, some]
+        )
+        part, layer = run(case, (config, params, qkv[:, some], layer, table, window))
+        parts.append(np.asarray(part, np.float32))
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), np.asarray(heads, np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_that_is_no_number_is_seen_by_those_below_it_only(dtype):
+    case = dataclasses.replace(tree_case("chain"), dtype=dtype)
+    config, params, qkv, *rest = tree_inputs(case)
+    healthy, _ = run(case, (config, params, qkv, *rest))
+    ill, _ = run(case, (config, params, qkv.at[:, 2, 0, -1, 7].set(np.inf), *rest))
+    ill, healthy = np.asarray(ill, np.float32), np.asarray(healthy, np.float32)
+    is_below = np.any(np.asarray(rest[-1].paths) == 2, axis=2)
+    assert np.isnan(ill[is_below][:, : case.group]).all()
+    assert 0 < is_below.sum() < is_below[:, 3:].size
+    np.testing.assert_array_equal(ill[~is_below], healthy[~is_below])
+    np.testing.assert_array_equal(ill[:, :, case.group :], healthy[:, :, case.group :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_have_ended_may_name_any_slot_of_a_tree(dtype):
+    case = dataclasses.replace(tree_case("sliding"), dtype=dtype)
+    *inputs, tree = tree_inputs(case)
+    healthy, _ = run(case, (*inputs, tree))
+    rng = np.random.default_rng(0)
+    window = {name: np.array(getattr(tree, name)) for name in ("start", "positions", "paths")}
+    window["ends"] = window["positions"] + 1
+    for row, most in ((1, 2**31), (4, 2 * MAX_LENGTH), (6, 20), (8, 2**31)):
+        for values in window.values():
+            values[row] = rng.integers(-most, most, values[row].shape)
+    window["start"][8] = 2**31 - 1
+    ended = np.asarray([1, 4, 6, 8])
+    slots = tree.slots.at[ended].set(-1)
+    ill, _ = run(case, (*inputs, tree.replace(slots=slots, **jax.tree.map(jnp.asarray, window))))
+    for heads in (ill, healthy):
+        assert heads.shape[0] == len(TREE_STARTS)
+    np.testing.assert_array_equal(
+        np.delete(np.asarray(ill, np.float32), ended, axis=0),
+        np.delete(np.asarray(healthy, np.float32), ended, axis=0),
+    )
+
+
 def test_what_the_kernels_cannot_do_is_left_to_xla():
     case = CASES["chain"]
     _, _, qkv, layer, table, window = attention_inputs(case)
@@ -369,8 +538,7 @@ def test_what_the_kernels_cannot_do_is_left_to_xla():
     assert not is_supported(jnp.zeros((3, 5, 2, 5, 520)), layer, table, window)
     aligned = kv.AlignedTable(pages=table, first_slot=window.start)
     assert not is_supported(qkv, layer, aligned, window)
-    paths = jnp.zeros((*window.positions.shape, 2), jnp.int32)
-    assert not is_supported(qkv, layer, table, window.replace(paths=paths))
+    assert is_supported(jnp.zeros((3, 64, 2, 8 + 2, 64)), layer, table, window)
     many = jnp.zeros((3, native.MAX_QUERIES, *qkv.shape[2:]))
     assert not is_supported(many, layer, table, window)
 

@@ -269,6 +269,28 @@ def outcome(engine, prompts, params, **options):
     return [(x.token_ids, x.logprobs, kv) for x, kv in zip(done, kvs, strict=True)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_trees_give_the_bits_of_one_token_at_a_time(dtype):
+    target = load_model("demo-target", dtype=dtype)
+    prompts = ["Once upon a time", "def main():", "The sum of"]
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, temperature=temperature, seed=3)
+        for temperature in (0.0, 0.8, 1.0)
+    ]
+    shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static(), "max_logprobs": 0}
+    engine = Engine(target, **shape)
+    truth = tuple(map(tuple, toy.sequences(engine.generate(prompts, params))))
+    plain = outcome(engine, prompts, params)
+    # The rows' roots are at many places of a block of slots; in some rounds a node is wrong.
+    tree = Engine(target, toy.TreeOracle(truth, right_until=30), draft_length=6, **shape)
+    assert (tree.verify_lengths, tree.exactness) == ((1, 7), "bitwise")
+    for options in ({}, {"speculate": False}):
+        for ours, theirs in zip(outcome(tree, prompts, params, **options), plain, strict=True):
+            assert ours == theirs
+    drafted = tree.generate(prompts, params)
+    assert sum(done.acceptance.num_accepted_tokens for done in drafted) > 30
+
+
 def test_engines_that_the_kernels_do_not_serve_keep_to_one_width(pair):
     target, draft = pair
     shape = {"draft_length": 4, "max_length": 256}

@@ -21,13 +21,20 @@ pytestmark = [
 ]
 
 
-def holds(model, *, batch_size=2, verify_length=3):
-    return is_width_invariant(model, batch_size=batch_size, verify_length=verify_length)
+def holds(model, *, batch_size=2, verify_length=3, **tree):
+    return is_width_invariant(model, batch_size=batch_size, verify_length=verify_length, **tree)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_cpu_kernels_keep_what_they_declare(dtype):
     assert holds(toy.model(kernels="native", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_cpu_kernels_keep_it_in_trees(dtype):
+    model = toy.model(kernels="native", dtype=dtype)
+    assert holds(model, verify_length=8, tree_depth=3)
+    assert holds(model, verify_length=2, tree_depth=3)
 
 
 def test_where_the_cpu_kernels_leave_products_to_xla_nothing_is_declared(caplog):
@@ -55,6 +62,28 @@ def test_kernels_that_declare_it_wrongly_are_caught(monkeypatch, caplog):
         assert not holds(model)
     [record] = caplog.records
     assert "windows of 3 tokens and of 1 gave other bits" in record.getMessage()
+
+
+class WrongInTrees(cpu.NativeKernels):
+    """Attention that depends on the number of nodes in its last bits."""
+
+    def attend(self, qkv, layer, table, window, angles, **settings):
+        heads, layer = super().attend(qkv, layer, table, window, angles, **settings)
+        grown = 1 if window.paths is None else 1 + qkv.shape[1] * 2**-20
+        return heads * jnp.asarray(grown, heads.dtype), layer
+
+
+WRONG_IN_TREES = WrongInTrees(product=cpu.NATIVE.product, is_width_invariant=True)
+
+
+def test_kernels_that_declare_it_wrongly_of_trees_are_caught(monkeypatch, caplog):
+    monkeypatch.setitem(registry.KERNELS, "wrong", (__name__, "WRONG_IN_TREES"))
+    model = dataclasses.replace(toy.model(), kernels="wrong")
+    with caplog.at_level(logging.WARNING):
+        assert holds(model)
+        assert not holds(model, tree_depth=1)
+    [record] = caplog.records
+    assert "trees of 3 tokens and of 1 gave other bits" in record.getMessage()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,16 +135,14 @@ def product(
 def is_attention_supported(
     qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
 ) -> bool:
-    """Whether `attend` takes these: fp32 or bf16, as is the KV, a chain and no tree, the ragged
-    layout, heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where
-    it has 16), at most `MAX_QUERIES` queries."""
+    """Whether `attend` takes these: fp32 or bf16, as is the KV, the ragged layout, heads that fit
+    into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where it has 16), at most
+    `MAX_QUERIES` queries."""
     num_lanes = _load()[0]
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (
         qkv.dtype in _DTYPES
         and layer.k.dtype == (jnp.uint16 if qkv.dtype == jnp.bfloat16 else qkv.dtype)
-        and window.paths is None
-        and window.ends is None
         and not isinstance(table, kv.AlignedTable)
         and head_size <= MAX_VECTORS * num_lanes
         and layer.block % num_lanes == 0
@@ -169,10 +167,10 @@ def attend(
 ) -> tuple[jax.Array, kv.LayerCache]:
     """Heads `[B, T, Q, H]` and the layer's KV, which is written in place; as `Kernels.attend`, with
     the angles' cos and sin `[B, T, rotary_size / 2]` fp32, and projections in the KV's dtype, fp32
-    or bf16."""
+    or bf16. A node of a tree gets the bits of its path as a chain."""
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
-    nothing = jnp.zeros((0,), qkv.dtype)
+    nothing, no_slots = jnp.zeros((0,), qkv.dtype), jnp.zeros((0,), jnp.int32)
     made, k, v = jax.ffi.ffi_call(
         "jaxspec_attention",
         (
@@ -193,6 +191,9 @@ def attend(
         table,
         window.positions,
         window.slots,
+        window.start,
+        no_slots if window.paths is None else window.paths,
+        no_slots if window.ends is None else window.ends,
         epsilon=np.float32(epsilon),
         is_interleaved=is_interleaved,
         sliding_window=np.int64(sliding_window or 0),

@@ -3,6 +3,10 @@
 // The queries of a row's KV head share what they read, kQueries of them at a time, and go through it
 // in blocks of kLanes slots. A block may hold slots that a query does not see: their weight is 0,
 // which changes no sum, whatever other queries a query shares its blocks with.
+//
+// The entries of a tree share the blocks that lie before the tree. From there on each has blocks of its
+// own: the KV of its path is copied to where it would lie if the path were a chain. So a node's sums are
+// those of a chain, wherever the tree begins.
 
 #pragma once
 
@@ -21,14 +25,15 @@ namespace jaxspec {
 
 template <typename T>
 struct AttentionInputs {
-  int64_t window, num_heads, group, head_size, block, num_blocks;
+  int64_t window, num_heads, group, head_size, block, num_blocks, depth;
   int64_t rotary_size, sliding_window;  // sliding_window 0: none
   float epsilon;
   bool is_interleaved;
   const T *qkv, *bias, *query_norm, *key_norm;  // the last three may be null
   const float *cos, *sin;                       // [B, T, rotary_size / 2]
   T *k, *v;                                     // [P, K, block, H]
-  const int32_t *table, *positions, *slots;
+  const int32_t *table, *positions, *slots, *start;
+  const int32_t *paths, *ends;  // [B, T, depth] and [B, T], or null
   T* output;
 };
 
@@ -52,23 +57,44 @@ struct RowHead {
 
   int64_t capacity() const { return in.num_blocks * in.block; }
 
-  T* At(T* pages, int64_t slot) const {
+  int64_t OffsetOf(int64_t slot) const {
     const int64_t page = in.table[row * in.num_blocks + slot / in.block];
-    return pages + ((page * in.num_heads + head) * in.block + slot % in.block) * in.head_size;
+    return ((page * in.num_heads + head) * in.block + slot % in.block) * in.head_size;
   }
+  T* At(T* pages, int64_t slot) const { return pages + OffsetOf(slot); }
 
-  // What a query sees; positions beyond the capacity are of no row that lives.
+  int64_t Token(int64_t query) const { return row * in.window + query / in.group; }
+
+  // What a query sees; positions beyond the capacity, or deeper than a tree, are of no row that lives.
+  // A sliding window counts from the query's position, wherever its end is.
   int64_t End(int64_t query) const {
-    const int64_t position = in.positions[row * in.window + query / in.group];
-    return std::clamp<int64_t>(position + 1, 0, capacity());
+    const int64_t after_self = int64_t{in.positions[Token(query)]} + 1;
+    const int64_t end = in.ends == nullptr ? after_self : in.ends[Token(query)];
+    return Clamp(in.paths == nullptr ? end : std::min(end, in.start[row] + in.depth));
   }
   int64_t Begin(int64_t query) const {
-    return in.sliding_window == 0 ? 0 : std::max<int64_t>(End(query) - in.sliding_window, 0);
+    if (in.sliding_window == 0) return 0;
+    const int64_t after_self = int64_t{in.positions[Token(query)]} + 1;
+    return std::max<int64_t>(Clamp(after_self) - in.sliding_window, 0);
+  }
+  int64_t Clamp(int64_t slot) const { return std::clamp<int64_t>(slot, 0, capacity()); }
+
+  // The first slot of the blocks that each entry has of its own: that which holds the start of a tree,
+  // and those behind it.
+  int64_t OwnBegin() const {
+    return in.paths == nullptr ? capacity() : Clamp(in.start[row]) / kLanes * kLanes;
+  }
+
+  // Where the KV of a slot is stored that a query of a tree sees. In a row that has ended it may be
+  // outside the capacity.
+  int64_t StoredAt(int64_t query, int64_t slot) const {
+    const int64_t start = in.start[row], depth = slot - start;
+    return depth < 0 ? slot : start + in.paths[Token(query) * in.depth + depth];
   }
 
   T* Output(int64_t query) const {
-    const int64_t token = row * in.window + query / in.group;
-    return in.output + ((token * in.num_heads + head) * in.group + query % in.group) * in.head_size;
+    const int64_t of_head = Token(query) * in.num_heads + head;
+    return in.output + (of_head * in.group + query % in.group) * in.head_size;
   }
 };
 
@@ -119,39 +145,45 @@ void WriteWindow(const RowHead<T>& of, const HeadShape<T>& shape, T* queries) {
   }
 }
 
-// What some queries see: blocks that hold all of it, and of these slots the ones from a query's begin
-// to its end.
+// What some queries see: runs of blocks that hold all of it, and of these slots the ones from a query's
+// begin to its end. The first run is common to all of them, the others are each an entry's own.
 struct Seen {
-  int64_t count, first, num_blocks;                  // queries; slot of the first block
+  int64_t count;  // queries
+  Runs runs;
   int64_t shared_begin, shared_end;                  // of the slots that all of them see
   Integers begins[kQueries], ends[kQueries], lanes;  // of each query, in all lanes
 
   template <typename T>
-  Seen(const RowHead<T>& of, int64_t start, int64_t count)
+  Seen(const RowHead<T>& of, int64_t first, int64_t count)
       : count(count), shared_begin(0), shared_end(of.capacity()) {
     int64_t begin_of_all = of.capacity(), end_of_all = 1;
     for (int64_t q = 0; q < count; ++q) {
-      const int64_t begin = of.Begin(start + q), end = of.End(start + q);
+      const int64_t begin = of.Begin(first + q), end = of.End(first + q);
       begins[q] = Integers{} + static_cast<int32_t>(begin);
       ends[q] = Integers{} + static_cast<int32_t>(end);
       begin_of_all = std::min(begin_of_all, begin);
-      end_of_all = std::max(end_of_all, end);
+      end_of_all = std::max({end_of_all, end, begin + 1});
       shared_begin = std::max(shared_begin, begin);
       shared_end = std::min(shared_end, end);
     }
-    first = begin_of_all / kLanes * kLanes;
-    num_blocks = RoundUp(end_of_all - first, kLanes) / kLanes;
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
+    const int64_t slot = begin_of_all / kLanes * kLanes, own_begin = of.OwnBegin();
+    runs.Add(slot, std::min(end_of_all, own_begin) - slot, 0, count);
+    if (of.in.paths == nullptr) return;
+    const int64_t group = of.in.group;
+    for (int64_t q = 0, next; q < count; q = next) {
+      next = std::min(count, q + group - (first + q) % group);
+      const int64_t begin = std::max(own_begin, of.Begin(first + q) / kLanes * kLanes);
+      runs.Add(begin, std::max<int64_t>(of.End(first + q) - begin, 1), q, next - q);
+    }
   }
 
-  bool IsShared(int64_t block) const {
-    const int64_t slot = first + block * kLanes;
-    return slot >= shared_begin && slot + kLanes <= shared_end;
-  }
+  // Whether all queries see every slot of a block.
+  bool IsShared(int64_t slot) const { return slot >= shared_begin && slot + kLanes <= shared_end; }
 
-  // The lanes of x whose slots the query sees, and `other` in the others.
-  Vector Of(int64_t query, int64_t block, Vector x, float other) const {
-    const Integers slots = lanes + static_cast<int32_t>(first + block * kLanes);
+  // The lanes of x whose slots, from `slot` on, the query sees, and `other` in the others.
+  Vector Of(int64_t query, int64_t slot, Vector x, float other) const {
+    const Integers slots = lanes + static_cast<int32_t>(slot);
     return (slots >= begins[query]) & (slots < ends[query]) ? x : Vector{} + other;
   }
 };
@@ -162,10 +194,13 @@ template <typename T>
 void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* totals) {
   Vector highest[kQueries], sums[kQueries] = {};
   std::fill(highest, highest + kQueries, Splat(-1e30f));
-  for (int64_t b = 0, i = 0; b < seen.num_blocks; ++b) {
-    for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
-      const Vector score = seen.Of(q, b, Load(scores + i), -1e30f);
-      highest[q] = score > highest[q] ? score : highest[q];
+  for (const Run& run : seen.runs) {
+    for (int64_t b = 0, i = run.block * seen.count * kLanes; b < run.num_blocks; ++b) {
+      for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
+        if (!run.IsReadBy(q)) continue;
+        const Vector score = seen.Of(q, run.slot + b * kLanes, Load(scores + i), -1e30f);
+        highest[q] = score > highest[q] ? score : highest[q];
+      }
     }
   }
   for (int64_t q = 0; q < seen.count; ++q) {
@@ -173,63 +208,104 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* 
     for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, highest[q][lane]);
     highest[q] = Splat(most);
   }
-  float* const firsts = scores + seen.num_blocks * seen.count * kLanes;
-  for (int64_t b = 0, i = 0; b < seen.num_blocks; ++b) {
-    for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
-      const Vector exp = Exp((Load(scores + i) - highest[q]) * shape.score_scale);
-      const Vector weight = seen.Of(q, b, exp, 0.0f), rounded = Round<T>(weight);
-      sums[q] += weight;
-      Store(scores + i, rounded);
-      if (shape.has_tiles) Store(firsts + i, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+  float* const firsts = scores + seen.runs.num_blocks * seen.count * kLanes;
+  for (const Run& run : seen.runs) {
+    for (int64_t b = 0, i = run.block * seen.count * kLanes; b < run.num_blocks; ++b) {
+      for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
+        Vector weight = {};
+        if (run.IsReadBy(q)) {
+          const Vector exp = Exp((Load(scores + i) - highest[q]) * shape.score_scale);
+          weight = seen.Of(q, run.slot + b * kLanes, exp, 0.0f);
+          sums[q] += weight;
+        }
+        const Vector rounded = Round<T>(weight);
+        Store(scores + i, rounded);
+        if (shape.has_tiles) Store(firsts + i, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+      }
     }
   }
   for (int64_t q = 0; q < seen.count; ++q) totals[q] = Sum<kLanes>(sums[q]);
 }
 
-// Attention of `count` queries, at most kQueries, from `start` on.
+// A slot that not all queries see may hold anything, and 0 * NaN is NaN: what is no number becomes 0.
 template <typename T>
-void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* queries, int64_t start,
-                    int64_t count) {
-  const Seen seen(of, start, count);
-  thread_local std::vector<const T*> blocks;
-  blocks.resize(2 * seen.num_blocks + kAhead);
-  const T **const keys = blocks.data(), **const values = keys + seen.num_blocks;
-  int64_t num_copies = 0;
-  for (int64_t b = 0; b < seen.num_blocks; ++b) {
-    keys[b] = of.At(of.in.k, seen.first + b * kLanes);
-    values[b] = of.At(of.in.v, seen.first + b * kLanes);
-    if (b < kAhead) Fetch(keys[b], shape.size);
-    num_copies += !seen.IsShared(b);
+void CopyNumbers(const T* from, T* to, int64_t count) {
+  const auto number = [](Vector x) { return x - x == 0.0f ? x : Vector{}; };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) Store(to + i, number(Load(from + i)));
+  if (i < count) Store(to + i, number(Load(from + i, count - i)), count - i);
+}
+
+// The KV of a block of slots as a query sees them. Nothing looks at the scores of keys that it does not
+// see: these are left out.
+template <typename T>
+void Gather(const RowHead<T>& of, int64_t query, int64_t slot, T* keys, T* values) {
+  const int64_t size = of.in.head_size, begin = of.Begin(query), end = of.End(query);
+  for (int64_t i = 0; i < kLanes; ++i, ++slot, keys += size, values += size) {
+    const bool is_seen = slot >= begin && slot < end;
+    const int64_t stored = is_seen ? of.StoredAt(query, slot) : -1;
+    if (stored < 0 || stored >= of.capacity()) {
+      std::fill_n(values, size, T{});
+    } else {
+      const int64_t from = of.OffsetOf(stored);
+      std::copy_n(of.in.k + from, size, keys);
+      CopyNumbers(of.in.v + from, values, size);
+    }
   }
-  std::fill_n(values + seen.num_blocks, kAhead, values[seen.num_blocks - 1]);
+}
+
+// Attention of `count` queries, at most kQueries, from `first` on.
+template <typename T>
+void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* queries, int64_t first,
+                    int64_t count) {
+  const Seen seen(of, first, count);
+  const Run& common = seen.runs.of[0];
+  const int64_t num_blocks = seen.runs.num_blocks, block_size = kLanes * shape.size;
+  thread_local std::vector<const T*> blocks;
+  blocks.resize(2 * num_blocks + kAhead);
+  const T **const keys = blocks.data(), **const values = keys + num_blocks;
+  int64_t num_copies = 0;
+  for (int64_t b = 0; b < common.num_blocks; ++b) {
+    const int64_t slot = common.slot + b * kLanes;
+    keys[b] = of.At(of.in.k, slot);
+    values[b] = of.At(of.in.v, slot);
+    if (b < kAhead) Fetch(keys[b], shape.size);
+    num_copies += !seen.IsShared(slot);
+  }
+  thread_local std::vector<T> gathered;  // keys and values of each block
+  gathered.resize(2 * (num_blocks - common.num_blocks) * block_size);
+  T* own = gathered.data();
+  for (const Run* run = &common + 1; run < seen.runs.end(); ++run) {
+    for (int64_t b = 0; b < run->num_blocks; ++b, own += 2 * block_size) {
+      keys[run->block + b] = own;
+      values[run->block + b] = own + block_size;
+      Gather(of, first + run->query, run->slot + b * kLanes, own, own + block_size);
+    }
+  }
+  std::fill_n(values + num_blocks, kAhead, values[num_blocks - 1]);
 
   thread_local std::vector<Line> scratch;
-  const int64_t num_weights = seen.num_blocks * count * kLanes;
+  const int64_t num_weights = num_blocks * count * kLanes;
   scratch.resize(RoundUp(2 * num_weights + count * shape.padded, kLineFloats) / kLineFloats);
   float* const weights = scratch.front().floats;  // [block, count, kLanes], twice
   float* const sums = weights + 2 * num_weights;  // [count, padded]
   float totals[kQueries];
-  Scores(shape, queries + start * shape.padded, count, keys, seen.num_blocks, weights);
+  Scores(shape, queries + first * shape.padded, count, keys, seen.runs, weights);
   Softmax(seen, shape, weights, totals);
 
-  // A slot that not all of the queries see may hold anything, and 0 * NaN is NaN.
   thread_local std::vector<T> copies;
-  const int64_t block_size = kLanes * shape.size;
   copies.resize(num_copies * block_size);
   T* copy = copies.data();
-  for (int64_t b = 0; b < seen.num_blocks; ++b) {
-    if (seen.IsShared(b)) continue;
-    for (int64_t i = 0; i < block_size; i += kLanes) {
-      const Vector value = Load(values[b] + i);
-      Store(copy + i, value - value == 0.0f ? value : Vector{});
-    }
+  for (int64_t b = 0; b < common.num_blocks; ++b) {
+    if (seen.IsShared(common.slot + b * kLanes)) continue;
+    CopyNumbers(values[b], copy, block_size);
     values[b] = copy;
     copy += block_size;
   }
-  WeightedValues(shape, weights, count, values, seen.num_blocks, sums);
+  WeightedValues(shape, weights, count, values, seen.runs, sums);
 
   for (int64_t q = 0; q < count; ++q) {
-    T* const to = of.Output(start + q);
+    T* const to = of.Output(first + q);
     const float* from = sums + q * shape.padded;
     for (int64_t i = 0; i < shape.size; i += shape.step, from += kNumbers<T>) {
       // 0 is added because of -0, which does not outlast weights of 0: how many of them follow
@@ -243,7 +319,8 @@ void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* qu
 }
 
 // What one row's KV head does in a round: its queries and keys are normed and turned, its KV is
-// written, and its queries, [window, group] of them, see their row's KV up to themselves.
+// written, and its queries, [window, group] of them, see their row's KV up to themselves, or to their
+// entry's end.
 template <typename T>
 void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
   const RowHead<T> of = {in, row, head};
@@ -252,8 +329,8 @@ void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
   thread_local std::vector<T> queries;
   queries.resize(num_queries * shape.padded);
   WriteWindow(of, shape, queries.data());
-  for (int64_t start = 0; start < num_queries; start += kQueries) {
-    AttendTogether(of, shape, queries.data(), start, std::min(kQueries, num_queries - start));
+  for (int64_t first = 0; first < num_queries; first += kQueries) {
+    AttendTogether(of, shape, queries.data(), first, std::min(kQueries, num_queries - first));
   }
 }
 

@@ -22,6 +22,29 @@ namespace jaxspec {
 
 constexpr int64_t kQueries = 16;  // that share what they read
 
+// Blocks of slots that follow one another, and which queries read them.
+struct Run {
+  int64_t slot;  // the first of the first block
+  int64_t block, num_blocks, query, num_queries;
+
+  bool IsReadBy(int64_t q) const { return q >= query && q < query + num_queries; }
+};
+
+// First what all queries read, then what only some do.
+struct Runs {
+  int64_t count = 0, num_blocks = 0;
+  Run of[kQueries + 1];
+
+  void Add(int64_t slot, int64_t num_slots, int64_t query, int64_t num_queries) {
+    const int64_t more = RoundUp(std::max<int64_t>(num_slots, 0), kLanes) / kLanes;
+    of[count++] = {slot, num_blocks, more, query, num_queries};
+    num_blocks += more;
+  }
+
+  const Run* begin() const { return of; }
+  const Run* end() const { return of + count; }
+};
+
 struct alignas(64) Line {
   float floats[16];
 };
@@ -141,23 +164,23 @@ constexpr auto ValuesOfQueries(std::integer_sequence<int, kCounts...>) {
   return std::array{AddValues<T, kCounts + 1>...};
 }
 
-// The values of all queries, in tiles of equal height, or a query less. A core goes through all numbers
-// of a head for few blocks at a time, which its cache holds.
+// Adds the values of some blocks by weights [block, stride, kLanes] to sums [count, padded], in tiles of
+// equal height, or a query less. A core goes through all numbers of a head for few blocks at a time,
+// which its cache holds.
 template <typename T>
-void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t count,
+void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t stride, int64_t count,
                        const T* const* values, int64_t num_blocks, float* sums) {
   constexpr auto kCounts = std::make_integer_sequence<int, kTileQueries<T>>();
   static constexpr auto kAdd = ValuesOfQueries<T>(kCounts);
   constexpr int64_t kBlocks = 32 / kLanes;
   const int64_t num_tiles = RoundUp(count, kTileQueries<T>) / kTileQueries<T>;
-  std::fill(sums, sums + count * shape.padded, 0.0f);
   for (int64_t b = 0; b < num_blocks; b += kBlocks) {
     for (int64_t i = b + kAhead; i < std::min(b + kAhead + kBlocks, num_blocks); ++i) {
       Fetch(values[i], shape.size);
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t q = count * tile / num_tiles, height = count * (tile + 1) / num_tiles - q;
-      kAdd[height - 1](weights + (b * count + q) * kLanes, count, values + b,
+      kAdd[height - 1](weights + (b * stride + q) * kLanes, stride, values + b,
                        std::min(kBlocks, num_blocks - b), shape, sums + q * shape.padded);
     }
   }
@@ -271,7 +294,7 @@ void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t co
   if constexpr (kSteps == 2) _tile_stored(3, sums + 3 * kLanes, stride);
 }
 
-// As ValuesWithVectors; behind the weights lie the same ones again, shifted to the first of a pair.
+// The values of all queries and blocks; behind the weights lie the same ones again, shifted to the first of a pair.
 inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>& shape, const float* weights,
                                   int64_t count, const uint16_t* const* values, int64_t num_blocks,
                                   float* sums) {
@@ -297,32 +320,43 @@ inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>&, const float*, int6
 
 // ------------------------------------------------------------------------------------ what is called
 
-// Scores of queries [count, padded] and blocks of keys, to scores [block, count, kLanes]. Behind the
-// keys' blocks there are at least kAhead others, those which are needed next.
+// Scores of queries [count, padded] and the blocks of keys that they read, to scores [block, count,
+// kLanes]. Behind the keys' blocks there are at least kAhead others, those which are needed next.
+// Matrix units take as long for one query as for all: they score blocks for those that do not read them
+// too.
 template <typename T>
 void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const T* const* keys,
-            int64_t num_blocks, float* scores) {
+            const Runs& runs, float* scores) {
   if constexpr (std::is_same_v<T, uint16_t>) {
     if (shape.has_tiles) {
-      return ScoresWithMatrixUnits(shape, queries, count, keys, num_blocks, scores);
+      return ScoresWithMatrixUnits(shape, queries, count, keys, runs.num_blocks, scores);
     }
   }
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    Fetch(keys[b + kAhead], shape.size);
-    ScoreBlock(shape, queries, count, keys[b], scores + b * count * kLanes);
+  for (const Run& run : runs) {
+    for (int64_t b = run.block; b < run.block + run.num_blocks; ++b) {
+      Fetch(keys[b + kAhead], shape.size);
+      ScoreBlock(shape, queries + run.query * shape.padded, run.num_queries, keys[b],
+                 scores + (b * count + run.query) * kLanes);
+    }
   }
 }
 
-// The values of blocks by weights [block, count, kLanes], to sums [count, padded].
+// The values of blocks by weights [block, count, kLanes], to sums [count, padded]. The weights of
+// queries that do not read a block are 0.
 template <typename T>
 void WeightedValues(const HeadShape<T>& shape, const float* weights, int64_t count,
-                    const T* const* values, int64_t num_blocks, float* sums) {
+                    const T* const* values, const Runs& runs, float* sums) {
   if constexpr (std::is_same_v<T, uint16_t>) {
     if (shape.has_tiles) {
-      return ValuesWithMatrixUnits(shape, weights, count, values, num_blocks, sums);
+      return ValuesWithMatrixUnits(shape, weights, count, values, runs.num_blocks, sums);
     }
   }
-  ValuesWithVectors(shape, weights, count, values, num_blocks, sums);
+  std::fill(sums, sums + count * shape.padded, 0.0f);
+  for (const Run& run : runs) {
+    ValuesWithVectors(shape, weights + (run.block * count + run.query) * kLanes, count,
+                      run.num_queries, values + run.block, run.num_blocks,
+                      sums + run.query * shape.padded);
+  }
 }
 
 }  // namespace jaxspec

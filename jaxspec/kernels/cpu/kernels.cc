@@ -31,6 +31,10 @@ const T* Optional(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : static_cast<const T*>(buffer.untyped_data());
 }
 
+const int32_t* Optional(const ffi::Buffer<ffi::S32>& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+}
+
 ffi::Error PackHandler(ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> packed) {
   auto run = [&](auto of) {
     using T = decltype(of);
@@ -74,9 +78,11 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
                             ffi::AnyBuffer key_norm, ffi::Buffer<ffi::F32> cos,
                             ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer k, ffi::AnyBuffer v,
                             ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions,
-                            ffi::Buffer<ffi::S32> slots, ffi::Result<ffi::AnyBuffer> output,
-                            ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v,
-                            float epsilon, bool is_interleaved, int64_t sliding_window) {
+                            ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> start,
+                            ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
+                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
+                            ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
+                            int64_t sliding_window) {
   const auto shape = qkv.dimensions();  // [B, T, K, G + 2, H]
   const int64_t num_rows = shape[0], num_heads = shape[2], head_size = shape[4];
   if (new_k->untyped_data() != k.untyped_data() || new_v->untyped_data() != v.untyped_data()) {
@@ -99,6 +105,7 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     in.head_size = head_size;
     in.block = k.dimensions()[2];
     in.num_blocks = table.dimensions()[1];
+    in.depth = paths.dimensions().back();
     in.rotary_size = 2 * cos.dimensions().back();
     in.sliding_window = sliding_window;
     in.epsilon = epsilon;
@@ -114,6 +121,9 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     in.table = table.typed_data();
     in.positions = positions.typed_data();
     in.slots = slots.typed_data();
+    in.start = start.typed_data();
+    in.paths = Optional(paths);
+    in.ends = Optional(ends);
     in.output = static_cast<T*>(output->untyped_data());
     Team::Get().For(num_rows * num_heads, [&](int64_t task) {
       Attend(in, task / num_heads, task % num_heads);
@@ -150,6 +160,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention, jaxspec::AttentionHandler,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
