@@ -19,8 +19,8 @@ _EXPORTS = {
     "drafters.base": "Drafter DrafterBase",
     "drafters.draft_model": "DraftModel",
     "drafters.ngram": "NGram",
+    "drafters.trees": "BeamTree StaticTree best_static_tree",
     "drafters.oracle": "Oracle",
-    "drafters.trees": "BeamTree StaticTree",
     "engine.engine": "Engine",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jaxspec.drafters.oracle import Oracle as Oracle
     from jaxspec.drafters.trees import BeamTree as BeamTree
     from jaxspec.drafters.trees import StaticTree as StaticTree
+    from jaxspec.drafters.trees import best_static_tree as best_static_tree
     from jaxspec.engine.engine import Engine as Engine
     from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput

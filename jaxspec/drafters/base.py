@@ -111,8 +111,6 @@ class DrafterBase:
         What the tokens *before* a node are (its ancestors, its earlier siblings) may decide.
       num_nodes: nodes of its trees; None where any number is as good. An engine drafts so many
         unless its `draft_length` says otherwise.
-      prunes_by_token: whether nodes of its trees are left out because of the tokens they hold, as
-        those of improbable tokens. Verifiers that need `Draft.q` would be biased by that.
       taps: boundaries of the target whose residual stream it reads: boundary b is the stream after
         b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` is given
         it for prompts, `commit` in `RoundInfo.features`.
@@ -131,7 +129,6 @@ class DrafterBase:
     max_depth: int | None = None
     prunes_by_token: bool = False
     num_nodes: int | None = None
-    prunes_by_token: bool = False
     taps: tuple[int, ...] = ()
     uses_target: bool = False
     uses_target_cache: bool = False

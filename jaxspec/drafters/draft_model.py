@@ -317,12 +317,14 @@ class DraftModel(DrafterBase):
     def _propose_tree(
         self, tree: Tree, shape: EngineShape, params, state: DraftModelState, rows: BatchView
     ) -> tuple[Draft, DraftModelState]:
-        drafted = draft_tree(self.model, tree, shape, params, state.cache, rows, state.num_seen)
+        own = tree.within(shape.num_nodes)
+        drafted = draft_tree(self.model, own, shape, params, state.cache, rows, state.num_seen)
+        missing = ((0, 0), (0, tree.num_nodes - own.num_nodes))  # windows share one state
         state = state.replace(
             cache=drafted.cache,
             num_steps=drafted.num_levels,
             num_positions=state.num_positions + drafted.num_read,
-            stored=drafted.stored,
+            stored=jnp.pad(drafted.stored, missing, constant_values=-1),
         )
         return drafted.draft, state
 

@@ -98,6 +98,10 @@ class StaticTree:
         siblings = [self.rank[self.parents == parent].tolist() for parent in set(self.parents)]
         return all(ranks == list(range(len(ranks))) for ranks in siblings)
 
+    def within(self, num_nodes: int) -> StaticTree:
+        """What is drafted for a window of `num_nodes` nodes: the first of these."""
+        return self
+
     # Growing the tree level by level; see `draft_tree`.
 
     @property
@@ -164,7 +168,9 @@ class BeamTree:
     """A tree grown by beam search and pruned to its best nodes (EAGLE-2, 2406.16858, section 4).
 
     Every level expands its `width` best nodes into their `width` likeliest children. Of all these
-    candidates the `nodes` best are kept, by the probability of the path to them.
+    candidates the `nodes` best are kept, by the probability of the path to them. Windows for fewer
+    nodes get the first of them, or a chain if they have no more nodes than the tree has levels: a
+    small tree is a chain but for a node or two, and a chain is cheaper to draft.
 
     Attributes:
       width: K, nodes expanded per level and children of each.
@@ -207,6 +213,12 @@ class BeamTree:
     def max_depth(self) -> int:
         """No node is deeper."""
         return self.depth
+
+    def within(self, num_nodes: int) -> BeamTree:
+        """What is drafted for a window of `num_nodes` nodes: the first of these, or a chain."""
+        if num_nodes < self.nodes and num_nodes <= self.depth:
+            return BeamTree(width=1, depth=num_nodes, nodes=num_nodes)
+        return self
 
     @property
     def num_children(self) -> int:

@@ -407,6 +407,24 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     assert {*narrow, counts["catch_up"], counts["prefill_target"]} == {1}
 
 
+@pytest.mark.parametrize("drafts", ["right", "wrong"])
+def test_an_engine_chooses_the_number_of_nodes(make, target, plain, drafts):
+    model = target if drafts == "right" else wrong().model
+    beams = jaxspec.DraftModel(model, tree=jaxspec.BeamTree(width=2, depth=2, nodes=4))
+    made = make(beams, draft_length="auto", exactness="ties")
+    assert (made.draft_length, made.shape.tree_depth, made.verify_lengths) == (4, 2, (1, 3, 5))
+    seconds = {0: 1, 2: 1.2, 4: 1.4}
+    measured = dataclasses.replace(FIXED, short_s=seconds, long_s=seconds)
+    made.adaptive.controller = DraftLengthController(measured, is_chain=False)
+    assert_equal_or_ties(target, made.generate(PROMPTS, PARAMS), plain, PARAMS)
+    long = SamplingParams(max_tokens=150, ignore_eos=True)
+    made.generate(PROMPTS, long)
+    assert set(made.rounds_by_draft_length) <= set(seconds)
+    # Of the right model's own tree the two nodes of the likeliest path are always accepted, and a
+    # window for two nodes gets a chain of them.
+    assert made.adaptive.controller.draft_length == (2 if drafts == "right" else 0)
+
+
 def test_single_requests_adapt_too(adaptive_engine, target, plain):
     made = adaptive_engine
     made.update_params(draft=wrong().params)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.as_shipped
     [
         ("float32", "DraftModel"),
         ("float32", "a tree"),
+        ("float32", "a beam tree"),
         ("bfloat16", "DraftModel"),
         ("bfloat16", "Oracle"),
     ],

@@ -36,7 +36,14 @@ def drafters(target, truth):
         "DraftModel": stranger,
         "DraftModel of the target": own,
         "DraftModel that ends drafts early": jaxspec.DraftModel(stranger.model, 0.25),
+        "DraftModel of the target, a beam tree": jaxspec.DraftModel(
+            target, tree=jaxspec.BeamTree(3, 3, WINDOW)
+        ),
+        "DraftModel, a fixed shape": jaxspec.DraftModel(
+            stranger.model, tree=jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+        ),
         "NGram": jaxspec.NGram(1, 3),
+        "NGram of three branches": jaxspec.NGram(1, 3, branches=3),
         "Oracle": jaxspec.Oracle(truth, acceptance=0.7),
         "Oracle with cost": jaxspec.Oracle(truth, acceptance=0.5, cost_of=stranger),
         "always wrong": toy.WrongDrafter(),
@@ -78,13 +85,14 @@ def setting(request):
     return target, prompts, reference
 
 
-def engine_for(target, drafter, *, draft_length=4, batch_size=4):
+def engine_for(target, drafter, *, draft_length=4, batch_size=4, tree_depth=None):
     return Engine(
         target,
         drafter,
         scheduler=jaxspec.Static(),  # prompt i is row i
         draft_length=draft_length,
         verify_length=WINDOW + 1,
+        tree_depth=tree_depth,
         batch_size=batch_size,
         max_length=256,
     )
@@ -115,12 +123,12 @@ def test_speculative_equals_plain_bit_for_bit(setting, name):
         assert counts.num_emitted_tokens == counts.num_accepted_tokens + counts.num_rounds
 
 
-def test_drafters_and_draft_lengths_agree_on_one_window(setting):
+def test_drafters_and_draft_lengths_agree_on_one_window_and_tree_depth(setting):
     target, prompts, reference = setting
     table = drafters(target, toy.sequences(reference))
     expected = None
-    for name in ("DraftModel of the target", "NGram", "Oracle"):
-        engine = engine_for(target, table[name])
+    for name in ("DraftModel of the target", "NGram", "Oracle", "a tree"):
+        engine = engine_for(target, table[name], tree_depth=WINDOW)
         for draft_length in (1, 4, WINDOW):
             got = token_ids(engine.generate(prompts[:4], PARAMS, draft_length=draft_length))
             expected = expected or got

@@ -50,6 +50,8 @@ def drafter_named(name, target, truth):
         "DraftModel of the target": lambda: jaxspec.DraftModel(target),
         "NGram": lambda: jaxspec.NGram(1, 3),
         "Oracle": lambda: jaxspec.Oracle(truth, acceptance=0.7),
+        "a beam tree": lambda: jaxspec.DraftModel(target, tree=jaxspec.BeamTree(3, 3, WINDOW - 1)),
+        "branches": lambda: jaxspec.NGram(1, 3, branches=3),
         "a tree": lambda: toy.TreeOracle(tuple(map(tuple, truth)), right_until=90),
     }[name]()
 
@@ -101,7 +103,9 @@ def setting():
         ("float32", "NGram"),
         ("float32", "Oracle"),
         ("float32", "a tree"),
+        ("float32", "branches"),
         ("bfloat16", "Oracle"),
+        ("bfloat16", "a beam tree"),
     ],
     ids="-".join,
 )
@@ -125,7 +129,7 @@ def test_sampled_tokens_and_kv_are_plain_decodings(drafted):
     assert token_ids(speculative) == token_ids(plain)
     for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    if isinstance(engine.drafter, (jaxspec.Oracle, toy.TreeOracle)):
+    if isinstance(engine.drafter, (jaxspec.Oracle, jaxspec.DraftModel, toy.TreeOracle)):
         assert num_accepted(speculative) > 0
     of_dtype = expected.setdefault(str(setting.target.dtype), token_ids(plain))
     assert token_ids(plain) == of_dtype

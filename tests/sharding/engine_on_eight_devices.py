@@ -286,9 +286,13 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     assert {counts[name] for name in ("run", "run_1", "catch_up", "prefill_target")} == {1}
 
 
+def beam_tree(model):
+    return jaxspec.DraftModel(model, tree=jaxspec.BeamTree(2, 3, 6))
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
-@pytest.mark.parametrize("make", [door.linear_head, door.Riding])
-def test_drafters_that_live_in_the_target_run_on_a_mesh(prompts, shape, make):
+@pytest.mark.parametrize("make", [door.linear_head, door.Riding, beam_tree])
+def test_drafters_that_live_in_the_target_or_draft_trees_run_on_a_mesh(prompts, shape, make):
     """The target's shards serve the drafter too: its weights are counted, and held, once."""
     mesh = jax.make_mesh(shape, ("data", "model"))
     plain = Engine(target(), batch_size=8, max_length=256, prefill_chunk=64, mesh=mesh)
@@ -299,5 +303,7 @@ def test_drafters_that_live_in_the_target_run_on_a_mesh(prompts, shape, make):
     found = drafting.generate(prompts, PARAMS)
     ties.divergences(target(), found, truth, PARAMS)
     assert sum(c.acceptance.num_draft_tokens for c in found) > 0
+    if make is beam_tree:
+        assert sum(c.acceptance.num_accepted_tokens for c in found) > 0
     if make is door.Riding:
         assert drafting.memory.weights_bytes == plain.memory.weights_bytes
