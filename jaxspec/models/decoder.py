@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import XLA, Kernels, attention_inputs
+from jaxspec.kernels.base import XLA, Kernels, attention_inputs, unpacked
 from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
@@ -292,8 +292,9 @@ def training_logits(
     """Logits `[B, T, V]` fp32 of packed sequences: causal within segments `[B, T]`, nothing cached.
 
     Rotary angles depend on differences of positions only, so a segment need not start at position
-    0.
+    0. Weights that are packed for kernels are unpacked: only XLA's products are differentiated.
     """
+    params = unpacked(params)
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     angles = layers.rotary_angles(config.rope, index)
     hidden = embed(params, tokens)

@@ -1,4 +1,4 @@
-"""`jaxspec bench trees`: what it predicts of static trees, and a small run of it."""
+"""`jaxspec bench trees`, and `bench verifiers`: small runs, and what is predicted of static trees."""
 
 import json
 
@@ -48,3 +48,13 @@ def test_a_small_run(capsys):
         found = by_tree["coupled", 0.0, tree]
         assert found["emitted_per_round"] == pytest.approx(found["predicted"], rel=0.02)
     assert {found["drafts"] for found in document["speeds"]} >= {"plain", "auto", "tree of 4"}
+
+
+@pytest.mark.system
+def test_a_small_run_of_the_verifiers(capsys):
+    options = ["--max-tokens", "8", "--samples", "1", "--repeats", "1", "--json"]
+    assert main(["bench", "verifiers", *options]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    of_all = [found for found in document["results"] if found["domain"] == "all"]
+    assert all(found["emitted_per_round"] > 1 for found in of_all)
+    assert all(0 < found["sum_min_p_q"] < 1 for found in of_all)
