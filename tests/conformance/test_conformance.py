@@ -628,22 +628,6 @@ BROKEN_DRAFTERS = {
 }
 
 
-class BackToFront(toy.SampledTree):
-    """Siblings in the reverse of the order in which they were drawn."""
-
-    def propose(self, shape, params, state, rows):
-        draft, state = super().propose(shape, params, state, rows)
-        return draft.replace(tokens=draft.tokens[:, ::-1]), state
-
-
-def test_siblings_follow_what_the_earlier_ones_leave_of_q():
-    params, siblings = Bigram().params, (-1, -1, -1)
-    right, wrong = toy.SampledTree(siblings, params), BackToFront(siblings, params)
-    check_drafter(right, BASE, only=["draft_probs"]).assert_ok()
-    [failure] = check_drafter(wrong, BASE, only=["draft_probs"]).failures
-    assert "do not follow q" in failure.detail
-
-
 @pytest.mark.parametrize("name", BROKEN_DRAFTERS)
 def test_broken_drafters_are_caught(name):
     expected, drafter = BROKEN_DRAFTERS[name]
