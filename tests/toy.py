@@ -124,8 +124,8 @@ class SampledTree(DrafterBase):
     than there are siblings, the last are holes.
     """
 
-    params: jax.Array
     parents: tuple[int, ...]
+    params: jax.Array
     name: str = "sampled-tree"
     is_chain = False
 

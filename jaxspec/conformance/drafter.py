@@ -133,16 +133,6 @@ def _is_valid(draft: Draft) -> np.ndarray:
     return np.asarray(draft.is_node)
 
 
-def _of_earlier_siblings(draft: Draft, vocab_size: int) -> np.ndarray:
-    """`[B, N, V]` bool, the tokens of each node's siblings of lower index."""
-    parents, tokens = np.asarray(draft.parents), np.asarray(draft.tokens)
-    node = np.arange(tokens.shape[1])
-    is_earlier = (parents[:, :, None] == parents[:, None]) & (node[:, None] > node)
-    is_earlier &= _is_valid(draft)[:, None]
-    is_token = tokens[..., None] == np.arange(vocab_size)
-    return np.any(is_earlier[..., None] & is_token[:, None], axis=2)
-
-
 def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
     """What is different between the drafts of two rows; padding does not count."""
     num_a, num_c = int(a.num_valid[row_of_a]), int(c.num_valid[row_of_c])
@@ -444,8 +434,7 @@ def _trace_count(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
 def _draft_probs(b: DrafterUnderTest) -> str:
-    if b.complete.prunes_by_token:
-        raise NotApplicable("prunes_by_token is True: no verifier that uses q takes its drafts")
+    _need_chain(b)
     pairs = b.with_probs.draws(b.prompts[:ROWS], DRAWN, num_draws=NUM_DRAWS)
     drafts = [draft for _, draft in pairs]
     if drafts[0].q is None:
@@ -463,14 +452,8 @@ def _draft_probs(b: DrafterUnderTest) -> str:
         is_positive = np.isfinite(q).all() and (q >= 0).all()
         demand(is_positive, "q holds values that are negative or not finite")
         demand((np.abs(total - 1) < 1e-3).all(), f"q sums to {total.tolist()[:3]}, not to 1")
-        if not b.drafter.is_chain:
-            q = np.where(_of_earlier_siblings(draft, q.shape[1])[is_valid], 0, q)
-            total = q.sum(axis=1)
         q_token = np.take_along_axis(q, tokens[:, None], axis=1)
-        demand(
-            (q_token > 0).all(),
-            "a token was drafted whose q is 0, or that an earlier sibling has",
-        )
+        demand((q_token > 0).all(), "a token was drafted whose q is 0")
         # Where a token's share begins when the distribution is laid out from the likeliest token
         # on, and a random place within it: uniform if tokens are drawn from q.
         is_likelier = q > q_token
@@ -559,7 +542,7 @@ def _shared_noise(b: DrafterUnderTest) -> str:
 
 def _need_chain(b: DrafterUnderTest) -> None:
     if not b.drafter.is_chain:
-        raise NotApplicable("it compares nodes by the position at which those of a chain stand")
+        raise NotApplicable("how trees are drawn is not checked")
 
 
 def _need_own_state(b: DrafterUnderTest) -> None:

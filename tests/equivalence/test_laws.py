@@ -168,9 +168,9 @@ def engine_for(target, drafter, verifier):
 def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     if "trees" in name:
         table = np.random.default_rng(5).normal(scale=1.5, size=(SIZE, SIZE))
-        drafter = toy.SampledTree(jnp.asarray(table, jnp.float32), TREE)
+        drafter = toy.SampledTree(TREE, jnp.asarray(table, jnp.float32))
     if "deterministic trees" in name:
-        drafter = Likeliest(drafter.params, TREE)
+        drafter = Likeliest(TREE, drafter.params)
     elif "deterministic" in name:
         drafter = toy.WrongDrafter(token=4)
     engine = engine_for(target, drafter, VERIFIERS[name])

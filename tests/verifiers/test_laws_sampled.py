@@ -82,7 +82,7 @@ def decode(verifier, kind, *, parents=None, rows=ROWS, num_rounds=ROUNDS):
     chains, or trees of these parents."""
     p, q = (jnp.asarray(enumeration.log(distribution)) for distribution in distributions(kind))
     keys = np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
-    drafter = toy.SampledTree(q[0], tuple(range(-1, N - 1)) if parents is None else parents)
+    drafter = toy.SampledTree(tuple(range(-1, N - 1)) if parents is None else parents, q[0])
 
     @jax.jit
     def one_round(tokens, emitted):
