@@ -28,7 +28,7 @@ from jaxspec.testing import check_drafter
 from jaxspec.types import BatchView, EngineShape, Verdict
 
 MODEL = toy.model(seed=9, width=24, num_layers=1)
-TEXTS = toy.prompts((5, 9, 30, 124))  # after the last one there is no room for six nodes in 128
+TEXTS = toy.prompts((5, 9, 30, 126))  # after the last one 128 slots have no room for six nodes
 BEAM = BeamTree(width=3, depth=3, nodes=9)
 STATIC = StaticTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,), (0, 1, 0)))
 SHAPE = EngineShape(
