@@ -123,7 +123,8 @@ def _try_widths(
         window = chain_window(start, num_tokens)
         if tree_depth > 0:
             window = window.replace(
-                positions=start[:, None] + depth, paths=_branches(num_rows, depth, tree_depth)
+                positions=start[:, None] + depth[None],
+                paths=_branches(num_rows, depth, tree_depth),
             )
         at_once = score(params, tokens[:, depth], window, cache)
 

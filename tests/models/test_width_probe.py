@@ -77,8 +77,8 @@ WRONG_IN_TREES = WrongInTrees(product=cpu.NATIVE.product, is_width_invariant=Tru
 
 
 def test_kernels_that_declare_it_wrongly_of_trees_are_caught(monkeypatch, caplog):
-    monkeypatch.setitem(registry.KERNELS, "wrong", (__name__, "WRONG_IN_TREES"))
-    model = dataclasses.replace(toy.model(), kernels="wrong")
+    monkeypatch.setitem(registry.KERNELS, "wrong in trees", (__name__, "WRONG_IN_TREES"))
+    model = dataclasses.replace(toy.model(), kernels="wrong in trees")
     with caplog.at_level(logging.WARNING):
         assert holds(model)
         assert not holds(model, tree_depth=1)

@@ -4,9 +4,9 @@
 // in blocks of kLanes slots. A block may hold slots that a query does not see: their weight is 0,
 // which changes no sum, whatever other queries a query shares its blocks with.
 //
-// The entries of a tree share the blocks that lie before the tree. From there on each has blocks of its
-// own: the KV of its path is copied to where it would lie if the path were a chain. So a node's sums are
-// those of a chain, wherever the tree begins.
+// The entries of a tree share the blocks that lie before the tree. From there on each has blocks of
+// its own: the KV of its path is copied to where it would lie if the path were a chain. So a node's
+// sums are those of a chain, wherever the tree begins.
 
 #pragma once
 
@@ -195,10 +195,10 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* 
   Vector highest[kQueries], sums[kQueries] = {};
   std::fill(highest, highest + kQueries, Splat(-1e30f));
   for (const Run& run : seen.runs) {
-    for (int64_t b = 0, i = run.block * seen.count * kLanes; b < run.num_blocks; ++b) {
-      for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
-        if (!run.IsReadBy(q)) continue;
-        const Vector score = seen.Of(q, run.slot + b * kLanes, Load(scores + i), -1e30f);
+    for (int64_t b = 0; b < run.num_blocks; ++b) {
+      const float* from = scores + ((run.block + b) * seen.count + run.query) * kLanes;
+      for (int64_t q = run.query; q < run.query + run.num_queries; ++q, from += kLanes) {
+        const Vector score = seen.Of(q, run.slot + b * kLanes, Load(from), -1e30f);
         highest[q] = score > highest[q] ? score : highest[q];
       }
     }
@@ -208,19 +208,24 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* 
     for (int lane = 1; lane < kLanes; ++lane) most = std::max(most, highest[q][lane]);
     highest[q] = Splat(most);
   }
-  float* const firsts = scores + seen.runs.num_blocks * seen.count * kLanes;
+  const int64_t to_firsts = seen.runs.num_blocks * seen.count * kLanes;
   for (const Run& run : seen.runs) {
-    for (int64_t b = 0, i = run.block * seen.count * kLanes; b < run.num_blocks; ++b) {
-      for (int64_t q = 0; q < seen.count; ++q, i += kLanes) {
-        Vector weight = {};
-        if (run.IsReadBy(q)) {
-          const Vector exp = Exp((Load(scores + i) - highest[q]) * shape.score_scale);
-          weight = seen.Of(q, run.slot + b * kLanes, exp, 0.0f);
-          sums[q] += weight;
-        }
-        const Vector rounded = Round<T>(weight);
-        Store(scores + i, rounded);
-        if (shape.has_tiles) Store(firsts + i, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+    for (int64_t b = 0; b < run.num_blocks; ++b) {
+      float* const of_block = scores + (run.block + b) * seen.count * kLanes;
+      for (int64_t q = run.query; q < run.query + run.num_queries; ++q) {
+        float* const to = of_block + q * kLanes;
+        const Vector exp = Exp((Load(to) - highest[q]) * shape.score_scale);
+        const Vector weight = seen.Of(q, run.slot + b * kLanes, exp, 0.0f), rounded = Round<T>(weight);
+        sums[q] += weight;
+        Store(to, rounded);
+        if (shape.has_tiles) Store(to + to_firsts, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+      }
+      // Matrix units multiply with the weights of those too that do not read the block.
+      if (!shape.has_tiles || run.num_queries == seen.count) continue;
+      for (int64_t q = 0; q < seen.count; ++q) {
+        if (run.IsReadBy(q)) continue;
+        Store(of_block + q * kLanes, Vector{});
+        Store(of_block + q * kLanes + to_firsts, Vector{});
       }
     }
   }

@@ -164,8 +164,8 @@ constexpr auto ValuesOfQueries(std::integer_sequence<int, kCounts...>) {
   return std::array{AddValues<T, kCounts + 1>...};
 }
 
-// Adds the values of some blocks by weights [block, stride, kLanes] to sums [count, padded], in tiles of
-// equal height, or a query less. A core goes through all numbers of a head for few blocks at a time,
+// Adds the values of some blocks by weights [block, stride, kLanes] to sums [count, padded], in tiles
+// of equal height, or a query less. A core goes through all numbers of a head for few blocks at a time,
 // which its cache holds.
 template <typename T>
 void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t stride, int64_t count,
@@ -294,7 +294,8 @@ void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t co
   if constexpr (kSteps == 2) _tile_stored(3, sums + 3 * kLanes, stride);
 }
 
-// The values of all queries and blocks; behind the weights lie the same ones again, shifted to the first of a pair.
+// The values of all queries and blocks; behind the weights lie the same ones again, shifted to the
+// first of a pair.
 inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>& shape, const float* weights,
                                   int64_t count, const uint16_t* const* values, int64_t num_blocks,
                                   float* sums) {
