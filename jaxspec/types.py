@@ -145,18 +145,18 @@ class Window(struct.PyTreeNode, kw_only=True):
         return TAIL_STEP * -(-(self.paths.shape[2] + TAIL_STEP - 1) // TAIL_STEP)
 
     def stored_at(self, slots: jax.Array) -> jax.Array:
-        """Where the KV of virtual `slots` `[1, n]` or `[B, n]` is stored: `[B, T, n]`, by entry.
+        """Where the KV of each entry's virtual `slots` `[B, T, n]` is stored, `[B, T, n]` int32.
 
-        Slots below `start` stand where they are; those from `start` on follow each entry's path.
-        Of a tree only.
+        Slots below `start` stand where they are; those from `start` on follow the entry's path.
+        Either of the first two axes of `slots` may be 1. Of a tree only.
         """
         assert self.paths is not None, "a chain's slots are where they seem to be"
         num_depths = self.paths.shape[2]
-        depth = slots - self.start[:, None]
-        offset = jnp.clip(depth, 0, num_depths - 1)[:, None, :]
-        stored = self.start[:, None, None] + jnp.take_along_axis(self.paths, offset, axis=2)
+        start = self.start[:, None, None]
+        depth = slots - start
         is_on_path = (depth >= 0) & (depth < num_depths)
-        return jnp.where(is_on_path[:, None], stored, slots[:, None])
+        offset = jnp.take_along_axis(self.paths, jnp.clip(depth, 0, num_depths - 1), axis=2)
+        return jnp.where(is_on_path, start + offset, slots)
 
 
 class Draft(struct.PyTreeNode, kw_only=True):
