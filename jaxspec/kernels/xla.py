@@ -138,7 +138,7 @@ def tail_sums(
     if before is None:
         before = _no_sums((num_rows, num_kv_heads, group, window_length), head_size)
     place = jnp.arange(window.tail_length, dtype=jnp.int32)
-    slots = window.tail_start[:, :, None] + place[None, None]  # [B, T, Z]
+    slots = window.tail_start[:, :, None] + place[None, None]  # [B, T, D]
     visible = slots < window.visible_ends[:, :, None]
     if sliding_window is not None:
         visible &= slots > window.positions[:, :, None] - sliding_window

@@ -107,18 +107,17 @@ def test_garbage_beyond_the_window_changes_no_bit_even_if_it_is_nan():
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     starts=st.lists(st.integers(0, 400), min_size=3, max_size=3),
     seed=st.integers(0, 1000),
-    depth=st.sampled_from([1, 3, 5]),
-    sliding_window=st.sampled_from([None, 1, 4, 130]),
+    sliding_window=st.sampled_from([None, 3, 130]),
     padding=st.sampled_from([None, (70, 0, 3)]),
 )
-def test_trees_equal_dense_attention(starts, seed, depth, sliding_window, padding):
+def test_trees_equal_dense_attention(starts, seed, sliding_window, padding):
     queries, layer, table, window, k, v = setup(starts, 6, fill=np.nan)
     rng = np.random.default_rng(seed)
-    tree = as_trees(window, [random_parents(rng, 5, depth=depth) for _ in starts], depth=depth)
+    tree = as_trees(window, [random_parents(rng, 5, depth=4) for _ in starts], depth=4)
     if padding is not None:
         table, layer = pad(layer, table, padding, k, v, starts, window_length=6)
     got = run(queries, layer, table, tree, dtype=jnp.float32, sliding_window=sliding_window)
@@ -204,7 +203,7 @@ def num_differing(dtype, is_chain, sliding_window=None):
         return block_attention(*inputs, dtype=dtype, sliding_window=sliding_window)
 
     differing = 0
-    for position in (*range(121, 150), *range(249, 278)):
+    for position in (*range(124, 140), *range(252, 268)):
         inputs, entries = rounds_that_score(position, dtype=dtype, is_chain=is_chain)
         heads = np.asarray(attend(*inputs), np.float32)[np.arange(len(entries)), entries]
         assert np.isfinite(heads).all()
@@ -213,11 +212,18 @@ def num_differing(dtype, is_chain, sliding_window=None):
 
 
 @pytest.mark.as_shipped
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("is_chain", [True, False])
-def test_the_round_in_which_a_token_is_scored_changes_no_bit(dtype, is_chain):
-    assert num_differing(dtype, is_chain) == 0
-    assert num_differing(dtype, is_chain, sliding_window=100) == 0
+@pytest.mark.parametrize(
+    ("dtype", "is_chain", "sliding_window"),
+    [
+        (jnp.float32, True, None),
+        (jnp.float32, False, None),
+        (jnp.float32, False, 100),
+        (jnp.bfloat16, True, None),
+        (jnp.bfloat16, False, None),
+    ],
+)
+def test_the_round_in_which_a_token_is_scored_changes_no_bit(dtype, is_chain, sliding_window):
+    assert num_differing(dtype, is_chain, sliding_window) == 0
 
 
 @pytest.mark.as_shipped
@@ -268,7 +274,7 @@ def test_a_model_scores_and_stores_a_node_as_if_its_path_were_a_chain(dtype):
 
 def temporaries(capacity):
     """Bytes that a compiled pass with trees needs beside its arguments and results."""
-    model = toy.model()
+    model = toy.model(num_layers=1)
 
     def make():
         tokens = jnp.zeros((2, LENGTH), jnp.int32)
@@ -281,15 +287,15 @@ def temporaries(capacity):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.system
 @pytest.mark.as_shipped
 def test_temporaries_of_a_pass_with_trees_do_not_grow_with_capacity(monkeypatch):
-    assert temporaries(4096) <= temporaries(512)
+    short = temporaries(512)
+    assert temporaries(4096) <= short
 
     # Sabotage: tails that hold all of a row.
-    monkeypatch.setattr(Window, "tail_length", 512)
-    short = temporaries(512)
     monkeypatch.setattr(Window, "tail_length", 4096)
-    assert temporaries(4096) > short
+    assert temporaries(4096) > 2 * short
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
