@@ -101,15 +101,20 @@ def attend_grouped(
     # A chain that fits into one split needs no partial sums.
     is_whole = num_splits == 1 and window.paths is None
     # Per row: its first tile, one past its last, one past its last position, the slot of its first.
-    seen = triton.seen_together(window, sliding_window)
-    begin, end_position = first_slot + jnp.min(seen[:, 0], axis=1), jnp.max(seen[:, 1], axis=1)
+    last_read = triton.last_read_together(window)
+    begin = first_slot + triton.first_read(window, sliding_window)
+    end_position = jnp.max(last_read, axis=1) + 1
     end = jnp.minimum(first_slot + end_position, capacity)
     extents = jnp.stack([begin // TILE, pl.cdiv(end, TILE), end_position, first_slot], axis=1)
 
     num_queries = window_length * group
     padded = _padded(num_queries)
-    seen = jnp.repeat(seen, group, axis=2)
-    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, padded - num_queries)))  # those see nothing
+    # Of each query the first position that it sees, and one past the last that is read for it.
+    first = jnp.zeros_like(last_read)
+    if sliding_window is not None:
+        first = jnp.maximum(window.positions - sliding_window + 1, 0)
+    read = jnp.repeat(jnp.stack([first, last_read + 1], axis=1), group, axis=2)
+    read = jnp.pad(read, ((0, 0), (0, 0), (0, padded - num_queries)))  # the others see nothing
     k, v = (
         x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype) for x in (layer.k, layer.v)
     )
@@ -145,14 +150,14 @@ def attend_grouped(
             "k_s": plgpu.SMEM((num_stages, TILE, head_size), dtype, transforms=tiled),
             "v_s": plgpu.SMEM((num_stages, TILE, head_size), dtype, transforms=tiled),
             "weights_s": plgpu.SMEM((padded, TILE), dtype, transforms=tiled),
-            "seen_s": plgpu.SMEM((2, padded), jnp.int32),
+            "read_s": plgpu.SMEM((2, padded), jnp.int32),
             "queries_loaded": plgpu.Barrier(num_arrivals=2),
             "k_loaded": plgpu.Barrier(num_barriers=num_stages),
             "v_loaded": plgpu.Barrier(num_barriers=num_stages),
         },
         kernel_name="window_attention",
         **settings,
-    )(extents, seen, pages, queries.reshape(num_rows, num_heads, -1, head_size), k, v)
+    )(extents, read, pages, queries.reshape(num_rows, num_heads, -1, head_size), k, v)
     if not is_whole:
         tails = ()
         if window.paths is not None:
@@ -195,7 +200,7 @@ def _padded(num_queries: int) -> int:
 
 def _attend_split(
     extents_ref,  # [B, 4]
-    seen_ref,  # [B, 2, M], M the padded queries
+    read_ref,  # [B, 2, M], M the padded queries
     pages_ref,  # [B, S / block]
     queries_ref,  # [B, K, T * G, H]
     k_ref,  # [P, K, block, H]
@@ -206,7 +211,7 @@ def _attend_split(
     k_s,
     v_s,
     weights_s,
-    seen_s,
+    read_s,
     queries_loaded,
     k_loaded,
     v_loaded,
@@ -218,7 +223,7 @@ def _attend_split(
     is_partial = len(outputs) == 3
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     num_stages, _, head_size = k_s.shape
-    padded, num_queries = seen_s.shape[1], queries_ref.shape[2]
+    padded, num_queries = read_s.shape[1], queries_ref.shape[2]
     tiles_per_split = SPLIT_LENGTH // TILE
     first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
     end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)
@@ -234,11 +239,11 @@ def _attend_split(
     def attend():
         whole = pl.ds(0, num_queries)
         plgpu.copy_gmem_to_smem(queries_ref.at[row, head], staged_s.at[whole], queries_loaded)
-        plgpu.copy_gmem_to_smem(seen_ref.at[row], seen_s, queries_loaded)
+        plgpu.copy_gmem_to_smem(read_ref.at[row], read_s, queries_loaded)
         for ahead in range(num_stages - 1):
             pl.when(first + ahead < end)(functools.partial(fetch, first + ahead))
         plgpu.barrier_wait(queries_loaded)
-        first_seen, end_seen = (_load(seen_s.at[which], _BY_QUERY) for which in range(2))
+        own_first, own_end = (_load(read_s.at[which], _BY_QUERY) for which in range(2))
         queries_s[...] = _load(staged_s, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
 
@@ -259,8 +264,8 @@ def _attend_split(
             at = held + plgpu.broadcasted_iota(
                 jnp.int32, (padded, TILE), 1, layout=plgpu.Layout.WGMMA
             )
-            visible = at >= lax.broadcast_in_dim(first_seen, at.shape, [0])
-            visible &= at < lax.broadcast_in_dim(end_seen, at.shape, [0])
+            visible = at >= lax.broadcast_in_dim(own_first, at.shape, [0])
+            visible &= at < lax.broadcast_in_dim(own_end, at.shape, [0])
             scores = jnp.where(visible, scores * head_size**-0.5, -jnp.inf)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
             rescale = jnp.exp(highest - new_highest)

@@ -116,9 +116,9 @@ def attend_grouped(
     capacity = pages.shape[1] * block
     num_splits = pl.cdiv(capacity, tiles_per_split * tile)
     # Per row: its first tile, one past its last, and the slot of its position 0.
-    seen = seen_together(window, sliding_window)
-    begin = first_slot + jnp.min(seen[:, 0], axis=1)
-    end = jnp.minimum(first_slot + jnp.max(seen[:, 1], axis=1), capacity)
+    last_read = last_read_together(window)
+    begin = first_slot + first_read(window, sliding_window)
+    end = jnp.minimum(first_slot + jnp.max(last_read, axis=1) + 1, capacity)
     extents = jnp.stack([begin // tile, pl.cdiv(end, tile), first_slot], axis=1)
 
     whole = pl.BlockSpec()
@@ -144,9 +144,10 @@ def attend_grouped(
             tiles_per_split=tiles_per_split,
             block=block,
             dtype=jnp.dtype(dtype),
+            sliding_window=sliding_window,
         ),
         grid=(num_rows, num_heads, num_splits),
-        in_specs=[whole] * 6,
+        in_specs=[whole] * 7,
         out_specs=(
             of_split,
             of_split,
@@ -158,7 +159,7 @@ def attend_grouped(
         out_shape=partials,
         name="window_attention",
         **settings,
-    )(extents, pages, seen, queries, layer.k, layer.v)
+    )(extents, pages, last_read, window.positions, queries, layer.k, layer.v)
     tails = ()
     if window.paths is not None:
         tails = padded_tail_sums(
@@ -194,15 +195,19 @@ def attend_grouped(
     )(extents, highest, total, output, *tails)
 
 
-def seen_together(window: Window, sliding_window: int | None) -> jax.Array:
-    """`[B, 2, T]` int32: the first position that each query sees, and one past the last of those
-    that a kernel reads for all queries of a row: all that a chain's sees, and of a tree those below
-    its tail."""
-    last = window.visible_ends if window.paths is None else window.tail_start
-    first = jnp.zeros_like(last)
-    if sliding_window is not None:
-        first = jnp.maximum(window.positions - sliding_window + 1, 0)
-    return jnp.stack([first, last], axis=1)
+def last_read_together(window: Window) -> jax.Array:
+    """`[B, T]` int32: the last position that a kernel reads for each query: the last that a chain's
+    sees, and of a tree the one before its tail, -1 if there is none."""
+    if window.paths is not None:
+        return window.tail_start - 1
+    return window.positions if window.ends is None else window.ends - 1
+
+
+def first_read(window: Window, sliding_window: int | None) -> jax.Array:
+    """`[B]` int32: the first position that any query of a row sees."""
+    if sliding_window is None:
+        return jnp.zeros_like(window.start)
+    return jnp.maximum(jnp.min(window.positions, axis=1) - sliding_window + 1, 0)
 
 
 def padded_tail_sums(
@@ -270,7 +275,8 @@ def _query_indices(padded: int, window_length: int, group: int) -> tuple[jax.Arr
 def _attend_split(
     extents_ref,  # [B, 3]
     pages_ref,  # [B, S / block]
-    seen_ref,  # [B, 2, T]
+    last_ref,  # [B, T], the last position that each query reads here
+    positions_ref,  # [B, T]
     queries_ref,  # [B, K, T, G, H]
     k_ref,  # [P, K, block, H]
     v_ref,
@@ -283,6 +289,7 @@ def _attend_split(
     tiles_per_split: int,
     block: int,
     dtype: jnp.dtype,
+    sliding_window: int | None,
 ):
     """One row, KV head and split: the highest score, the total weight, and the weighted values."""
     row, head, split = (pl.program_id(axis) for axis in range(3))
@@ -294,9 +301,9 @@ def _attend_split(
     def _():
         *_, window_length, group, head_size = queries_ref.shape
         entry, member = _query_indices(padded, window_length, group)
-        first_seen, end_seen = seen_ref[row, 0, entry], seen_ref[row, 1, entry]
+        last, positions = last_ref[row, entry], positions_ref[row, entry]
         queries = queries_ref[row, head, entry, member, :]
-        row_end = jnp.max(end_seen)
+        row_end = jnp.max(last) + 1
         scale = head_size**-0.5
 
         def body(tile_index, carry):
@@ -310,7 +317,9 @@ def _attend_split(
             # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
             is_live = (held >= 0) & (held < row_end)
             v = jnp.where(is_live[:, None], v, jnp.zeros_like(v))
-            visible = (held[None, :] >= first_seen[:, None]) & (held[None, :] < end_seen[:, None])
+            visible = (held[None, :] <= last[:, None]) & (held >= 0)[None, :]
+            if sliding_window is not None:
+                visible &= held[None, :] > positions[:, None] - sliding_window
             scores = jnp.where(visible, scale * _product(queries, k, 1), -jnp.inf)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
             rescale = jnp.exp(highest - new_highest)
