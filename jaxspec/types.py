@@ -23,8 +23,6 @@ from flax import struct
 
 PyTree = Any
 
-TAIL_STEP = 16  # slots; the tails of a tree's entries begin at multiples of it
-
 
 class Origin(enum.IntEnum):
     """Where a token of a row came from; the values of `DecodeState.origin`."""
@@ -130,33 +128,31 @@ class Window(struct.PyTreeNode, kw_only=True):
         """`[B, T]` int32, of a tree: where each entry's own part of its context begins.
 
         The slots below it are committed in every round that may score this entry, as `start` is at
-        least the entry's end less D; the up to `tail_length` slots from it on are read along the
-        entry's path. It depends on where the entry stands and on D, never on where the round began,
-        so that a token's sums are the same ones in whatever round it is scored.
+        least the entry's end less D; the `tail_length` slots from it on are read along the entry's
+        path. It depends on where the entry stands and on D, never on where the round began, so that
+        a token's sums are the same ones in whatever round it is scored.
         """
-        assert self.paths is not None, "a chain has no tail"
-        committed = jnp.maximum(self.visible_ends - self.paths.shape[2], 0)
-        return TAIL_STEP * (committed // TAIL_STEP)
+        return jnp.maximum(self.visible_ends - self.tail_length, 0)
 
     @property
     def tail_length(self) -> int:
-        """Slots that every entry's tail has room for, a multiple of `TAIL_STEP`; static."""
+        """D, the slots of every entry's tail; static. An entry that stands at less sees fewer."""
         assert self.paths is not None, "a chain has no tail"
-        return TAIL_STEP * -(-(self.paths.shape[2] + TAIL_STEP - 1) // TAIL_STEP)
+        return self.paths.shape[2]
 
     def stored_at(self, slots: jax.Array) -> jax.Array:
-        """Where the KV of virtual `slots` `[1, n]` or `[B, n]` is stored: `[B, T, n]`, by entry.
+        """Where the KV of each entry's virtual `slots` `[B, T, n]` is stored, `[B, T, n]` int32.
 
-        Slots below `start` stand where they are; those from `start` on follow each entry's path.
-        Of a tree only.
+        Slots below `start` stand where they are; those from `start` on follow the entry's path.
+        Either of the first two axes of `slots` may be 1. Of a tree only.
         """
         assert self.paths is not None, "a chain's slots are where they seem to be"
         num_depths = self.paths.shape[2]
-        depth = slots - self.start[:, None]
-        offset = jnp.clip(depth, 0, num_depths - 1)[:, None, :]
-        stored = self.start[:, None, None] + jnp.take_along_axis(self.paths, offset, axis=2)
+        start = self.start[:, None, None]
+        depth = slots - start
         is_on_path = (depth >= 0) & (depth < num_depths)
-        return jnp.where(is_on_path[:, None], stored, slots[:, None])
+        offset = jnp.take_along_axis(self.paths, jnp.clip(depth, 0, num_depths - 1), axis=2)
+        return jnp.where(is_on_path, start + offset, slots)
 
 
 class Draft(struct.PyTreeNode, kw_only=True):

@@ -78,3 +78,34 @@ def tree_window(starts, num_entries, *, max_depth):
         slots=jnp.asarray(start[:, None] + np.arange(num_entries, dtype=np.int32)),
         paths=jnp.asarray(paths),
     )
+
+
+def as_trees(window, parents, *, depth):
+    """`window` as trees of at most this depth, one per row: entry n + 1 follows entry
+    `parents[row][n]`, and entry 0 is the root."""
+    paths = np.zeros((*window.positions.shape, depth + 1), np.int32)
+    depths = np.zeros(window.positions.shape, np.int32)
+    for row, own in enumerate(parents):
+        for entry, parent in enumerate(own, 1):
+            depths[row, entry] = depths[row, parent] + 1
+            paths[row, entry] = paths[row, parent]
+            paths[row, entry, depths[row, entry]] = entry
+    positions = window.start[:, None] + jnp.asarray(depths)
+    return window.replace(positions=positions, paths=jnp.asarray(paths))
+
+
+def random_parents(rng, num_nodes, *, depth):
+    """Of a random tree, for `as_trees`."""
+    parents, depths = [], [0]
+    for _ in range(num_nodes):
+        parent = rng.choice([entry for entry, at in enumerate(depths) if at < depth])
+        parents.append(int(parent))
+        depths.append(depths[parent] + 1)
+    return parents
+
+
+def path_of(window, row, entry):
+    """Where an entry of a tree finds the KV that it sees, slot by slot, as `Window` defines it."""
+    start, end = int(window.start[row]), int(window.visible_ends[row, entry])
+    own = [start + int(offset) for offset in window.paths[row, entry]]
+    return np.asarray([*range(start), *own][:end])

@@ -3,8 +3,9 @@
 A program attends all queries of a row and KV head to one split of the row's slots, with the
 products of a warpgroup. KV is copied through the page table from where it lies, `TILE` slots at a
 time and several tiles ahead of their use; a program copies no further than its queries see, and one
-without a live slot ends at once and writes nothing. Splits are long: rows that fit into one need no
-second kernel; for longer ones another kernel puts the splits together.
+without a live slot ends at once and writes nothing. Splits are long: chains that fit into one need
+no second kernel; otherwise another kernel puts the splits together, and with them the tails of a
+tree, which XLA computes (`jaxspec.kernels.xla.tail_sums`).
 
 A query's bits depend on its own row only, and not on the width of the window: each query is a row
 of the same products of 64, tiles and splits begin at absolute slots and are summed in their order,
@@ -52,9 +53,9 @@ def mosaic_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Calls `pallas_attention` where `is_supported` says no. A capacity of more than `SPLIT_LENGTH`
-    needs scratch memory for one layer's partial sums, fp32: the number of splits, times the queries
-    padded to 64.
+    Does as `pallas_attention` where `is_supported` says no. A tree, or a capacity of more than
+    `SPLIT_LENGTH`, needs scratch memory for one layer's partial sums, fp32: the number of splits,
+    times the queries padded to 64.
 
     Args:
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.
@@ -65,14 +66,15 @@ def mosaic_attention(
       sliding_window: slots that a query sees, or None for all.
       interpret: `InterpretGPUParams` of Pallas' interpreter (from JAX 0.12), or None to compile.
     """
-    num_rows, window_length, num_query_heads, head_size = queries.shape
-    group = num_query_heads // layer.num_heads
-    settings = {"dtype": dtype, "sliding_window": sliding_window}
-    if not is_supported(window, group=group, head_size=head_size, dtype=dtype):
-        return triton.pallas_attention(queries, layer, table, window, **settings)
-    grouped = queries.reshape(num_rows, window_length, layer.num_heads, group, head_size)
-    grouped = grouped.transpose(0, 2, 1, 3, 4)
-    return attend_grouped(grouped, layer, table, window, interpret=interpret, **settings)
+    return attend_grouped(
+        triton.by_kv_head(queries, layer.num_heads),
+        layer,
+        table,
+        window,
+        dtype=dtype,
+        sliding_window=sliding_window,
+        interpret=interpret,
+    )
 
 
 def attend_grouped(
@@ -96,18 +98,23 @@ def attend_grouped(
     pages, first_slot = triton.pages_of(table)
     capacity = pages.shape[1] * block
     num_splits = pl.cdiv(capacity, SPLIT_LENGTH)
+    # A chain that fits into one split needs no partial sums.
+    is_whole = num_splits == 1 and window.paths is None
     # Per row: its first tile, one past its last, one past its last position, the slot of its first.
-    begin, end_position = first_slot, jnp.max(window.positions, axis=1) + 1
-    if sliding_window is not None:
-        oldest = jnp.min(window.positions, axis=1) - sliding_window + 1
-        begin = begin + jnp.maximum(oldest, 0)
+    last_read = triton.last_read_together(window)
+    begin = first_slot + triton.first_read(window, sliding_window)
+    end_position = jnp.max(last_read, axis=1) + 1
     end = jnp.minimum(first_slot + end_position, capacity)
     extents = jnp.stack([begin // TILE, pl.cdiv(end, TILE), end_position, first_slot], axis=1)
 
     num_queries = window_length * group
     padded = _padded(num_queries)
-    positions = jnp.repeat(window.positions, group, axis=1)
-    positions = jnp.pad(positions, ((0, 0), (0, padded - num_queries)), constant_values=-1)
+    # Of each query the first position that it sees, and one past the last that is read for it.
+    first = jnp.zeros_like(last_read)
+    if sliding_window is not None:
+        first = jnp.maximum(window.positions - sliding_window + 1, 0)
+    read = jnp.repeat(jnp.stack([first, last_read + 1], axis=1), group, axis=2)
+    read = jnp.pad(read, ((0, 0), (0, 0), (0, padded - num_queries)))  # the others see nothing
     k, v = (
         x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype) for x in (layer.k, layer.v)
     )
@@ -133,8 +140,8 @@ def attend_grouped(
         "interpret": interpret,
     }
     made = plgpu.kernel(
-        functools.partial(_attend_split, block=block, sliding_window=sliding_window),
-        out_type=(heads,) if num_splits == 1 else partials,
+        functools.partial(_attend_split, block=block),
+        out_type=(heads,) if is_whole else partials,
         grid=(num_rows, num_heads, num_splits),
         grid_names=("row", "head", "split"),
         scratch_types={
@@ -143,38 +150,48 @@ def attend_grouped(
             "k_s": plgpu.SMEM((num_stages, TILE, head_size), dtype, transforms=tiled),
             "v_s": plgpu.SMEM((num_stages, TILE, head_size), dtype, transforms=tiled),
             "weights_s": plgpu.SMEM((padded, TILE), dtype, transforms=tiled),
-            "positions_s": plgpu.SMEM((padded,), jnp.int32),
+            "read_s": plgpu.SMEM((2, padded), jnp.int32),
             "queries_loaded": plgpu.Barrier(num_arrivals=2),
             "k_loaded": plgpu.Barrier(num_barriers=num_stages),
             "v_loaded": plgpu.Barrier(num_barriers=num_stages),
         },
         kernel_name="window_attention",
         **settings,
-    )(extents, positions, pages, queries.reshape(num_rows, num_heads, -1, head_size), k, v)
-    if num_splits > 1:
+    )(extents, read, pages, queries.reshape(num_rows, num_heads, -1, head_size), k, v)
+    if not is_whole:
+        tails = ()
+        if window.paths is not None:
+            tails = triton.padded_tail_sums(
+                queries,
+                layer,
+                table,
+                window,
+                dtype=dtype,
+                sliding_window=sliding_window,
+                num_queries=padded,
+            )
         made = plgpu.kernel(
             _combine_splits,
             out_type=(heads,),
             grid=(num_rows, num_heads),
             grid_names=("row", "head"),
-            scratch_types=(staged,),
+            scratch_types={"staged_s": staged},
             kernel_name="combine_splits",
             **settings,
-        )(extents, *made)
+        )(extents, *made, *tails)
     [heads] = made
     return heads.reshape(num_rows, window_length, num_heads * group, head_size)
 
 
 def is_supported(window: Window, *, group: int, head_size: int, dtype: jnp.dtype) -> bool:
-    """Whether the kernel can be used: for chains, bf16 or fp16, at most 128 queries per KV head
+    """Whether the kernel can be used: for bf16 or fp16, at most 128 queries per KV head
     (`T * group`), and heads whose size is a multiple of 16, up to 128, or 256 with at most 64
     queries. The heads of a group must fill multiples of 128 bytes, as copies to and from shared
     memory do."""
     dtype, padded = jnp.dtype(dtype), _padded(window.positions.shape[1] * group)
-    is_chain = window.paths is None and window.ends is None
     is_tileable = head_size % 16 == 0 and (group * head_size * dtype.itemsize) % 128 == 0
     fits = padded <= 128 and head_size <= 256 and padded * head_size <= 128 * 128
-    return is_chain and dtype in (jnp.bfloat16, jnp.float16) and is_tileable and fits
+    return dtype in (jnp.bfloat16, jnp.float16) and is_tileable and fits
 
 
 def _padded(num_queries: int) -> int:
@@ -183,7 +200,7 @@ def _padded(num_queries: int) -> int:
 
 def _attend_split(
     extents_ref,  # [B, 4]
-    positions_ref,  # [B, M], M the padded queries
+    read_ref,  # [B, 2, M], M the padded queries
     pages_ref,  # [B, S / block]
     queries_ref,  # [B, K, T * G, H]
     k_ref,  # [P, K, block, H]
@@ -194,20 +211,19 @@ def _attend_split(
     k_s,
     v_s,
     weights_s,
-    positions_s,
+    read_s,
     queries_loaded,
     k_loaded,
     v_loaded,
     block: int,
-    sliding_window: int | None,
 ):
-    """One row, KV head and split: the heads, or, if there are more splits, the highest score, the
+    """One row, KV head and split: the heads, or, if more is to be combined, the highest score, the
     total weight and the weighted values."""
     # The outputs are `[B, T, K, G, H]`, or `[B, K, splits, M]` twice and `[B, K, splits, M, H]`.
-    has_splits = len(outputs) == 3
+    is_partial = len(outputs) == 3
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     num_stages, _, head_size = k_s.shape
-    padded, num_queries = positions_s.shape[0], queries_ref.shape[2]
+    padded, num_queries = read_s.shape[1], queries_ref.shape[2]
     tiles_per_split = SPLIT_LENGTH // TILE
     first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
     end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)
@@ -223,11 +239,11 @@ def _attend_split(
     def attend():
         whole = pl.ds(0, num_queries)
         plgpu.copy_gmem_to_smem(queries_ref.at[row, head], staged_s.at[whole], queries_loaded)
-        plgpu.copy_gmem_to_smem(positions_ref.at[row], positions_s, queries_loaded)
+        plgpu.copy_gmem_to_smem(read_ref.at[row], read_s, queries_loaded)
         for ahead in range(num_stages - 1):
             pl.when(first + ahead < end)(functools.partial(fetch, first + ahead))
         plgpu.barrier_wait(queries_loaded)
-        positions = _load(positions_s, _BY_QUERY)
+        own_first, own_end = (_load(read_s.at[which], _BY_QUERY) for which in range(2))
         queries_s[...] = _load(staged_s, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
 
@@ -248,10 +264,8 @@ def _attend_split(
             at = held + plgpu.broadcasted_iota(
                 jnp.int32, (padded, TILE), 1, layout=plgpu.Layout.WGMMA
             )
-            own = lax.broadcast_in_dim(positions, at.shape, [0])
-            visible = (at <= own) & (at >= 0)
-            if sliding_window is not None:
-                visible &= at > own - sliding_window
+            visible = at >= lax.broadcast_in_dim(own_first, at.shape, [0])
+            visible &= at < lax.broadcast_in_dim(own_end, at.shape, [0])
             scores = jnp.where(visible, scores * head_size**-0.5, -jnp.inf)
             new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
             rescale = jnp.exp(highest - new_highest)
@@ -289,14 +303,14 @@ def _attend_split(
             )
 
         sums = lax.fori_loop(first, end, body, _nothing(padded, head_size))
-        if has_splits:
+        if is_partial:
             for reference, values in zip(outputs, sums, strict=True):
                 _store(reference.at[row, head, split], values)
         else:
             _, total, output = sums
             _write_heads(total, output, staged_s, outputs[0], row, head)
 
-    if has_splits:
+    if is_partial:
         pl.when(first < end)(attend)
     else:
         attend()
@@ -307,32 +321,37 @@ def _combine_splits(
     highest_ref,  # [B, K, splits, M]
     total_ref,  # [B, K, splits, M]
     output_ref,  # [B, K, splits, M, H]
-    heads_ref,  # [B, T, K, G, H]
+    *references,  # of a tree its tails, [B, K, M] twice and [B, K, M, H]; then [B, T, K, G, H]
     staged_s,
 ):
-    """One row and KV head: puts the live splits together, in the order of their slots."""
+    """One row and KV head: puts the live splits together, in the order of their slots, and the
+    tails."""
+    *tails, heads_ref = references
     row, head = lax.axis_index("row"), lax.axis_index("head")
     tiles_per_split = SPLIT_LENGTH // TILE
     first = lax.div(extents_ref[row, 0], tiles_per_split)
     end = lax.div(extents_ref[row, 1] + tiles_per_split - 1, tiles_per_split)
 
-    def body(split, carry):
+    def added(carry, place, references):
         highest, total, output = carry
-        here, added = (
-            _load(reference.at[row, head, split], _BY_QUERY)
-            for reference in (highest_ref, total_ref)
-        )
-        values = _load(output_ref.at[row, head, split], plgpu.Layout.WGMMA)
+        here, total_here = (_load(each.at[place], _BY_QUERY) for each in references[:2])
+        values = _load(references[2].at[place], plgpu.Layout.WGMMA)
         new_highest = jnp.maximum(highest, here)
         rescale, weight = jnp.exp(highest - new_highest), jnp.exp(here - new_highest)
         return (
             new_highest,
-            total * rescale + added * weight,
+            total * rescale + total_here * weight,
             output * lax.broadcast_in_dim(rescale, output.shape, [0])
             + values * lax.broadcast_in_dim(weight, output.shape, [0]),
         )
 
-    _, total, output = lax.fori_loop(first, end, body, _nothing(*staged_s.shape))
+    def body(split, carry):
+        return added(carry, (row, head, split), (highest_ref, total_ref, output_ref))
+
+    sums = lax.fori_loop(first, end, body, _nothing(*staged_s.shape))
+    if tails:
+        sums = added(sums, (row, head), tails)
+    _, total, output = sums
     _write_heads(total, output, staged_s, heads_ref, row, head)
 
 

@@ -6,7 +6,8 @@ the queries from the projections and writes the window's KV in place. XLA reads 
 after the other, up to the end of the longest row. Here they are read in parallel, as in
 flash-decoding (Dao et al., 2023): one kernel has a program per row, KV head and split of
 `SPLIT_LENGTH` slots, and another combines the splits of each row. A program without a live slot
-ends at once and writes nothing.
+ends at once and writes nothing. A tree's queries share the splits up to their tails
+(`Window.tail_start`); these are left to XLA, and enter the combination as the last split.
 
 They have not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
 accepts Triton kernels, and warns that a later version will not.
@@ -30,7 +31,7 @@ from jax.experimental.pallas import triton
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.base import Angles, Kernels
-from jaxspec.kernels.xla import Attention, block_attention
+from jaxspec.kernels.xla import Attention, Sums, block_attention, tail_sums
 from jaxspec.types import Window
 
 SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leave less to combine
@@ -52,9 +53,9 @@ def pallas_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Calls `block_attention` where `is_supported` says no: for trees, long windows (prefill) and head
-    sizes that Triton cannot tile. Needs scratch memory for one layer's partial sums, fp32: the
-    capacity divided by `SPLIT_LENGTH`, times the padded queries.
+    Calls `block_attention` where `is_supported` says no: for long windows (prefill) and head sizes
+    that Triton cannot tile. Needs scratch memory for one layer's partial sums, fp32: the capacity
+    divided by `SPLIT_LENGTH`, times the padded queries.
 
     Args:
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.
@@ -65,16 +66,8 @@ def pallas_attention(
       sliding_window: slots that a query sees, or None for all.
       interpret: run in Pallas' interpreter; None does so unless there is a GPU.
     """
-    group = queries.shape[2] // layer.num_heads
-    if not is_supported(window, group=group, head_size=queries.shape[3]):
-        return block_attention(
-            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
-        )
-    num_rows, window_length, _, head_size = queries.shape
-    grouped = queries.reshape(num_rows, window_length, layer.num_heads, group, head_size)
-    grouped = grouped.transpose(0, 2, 1, 3, 4)
     return attend_grouped(
-        grouped,
+        by_kv_head(queries, layer.num_heads),
         layer,
         table,
         window,
@@ -82,6 +75,14 @@ def pallas_attention(
         sliding_window=sliding_window,
         interpret=interpret,
     )
+
+
+def by_kv_head(queries: jax.Array, num_heads: int) -> jax.Array:
+    """Queries `[B, T, Q, H]` as `[B, K, T, G, H]`, of K = `num_heads`."""
+    num_rows, window_length, num_query_heads, head_size = queries.shape
+    group = num_query_heads // num_heads
+    grouped = queries.reshape(num_rows, window_length, num_heads, group, head_size)
+    return grouped.transpose(0, 2, 1, 3, 4)
 
 
 def attend_grouped(
@@ -98,6 +99,16 @@ def attend_grouped(
     num_rows, num_heads, window_length, group, head_size = queries.shape
     block = layer.block
     chex.assert_shape(window.positions, (num_rows, window_length))
+    if not is_supported(window, group=group, head_size=head_size):
+        ungrouped = queries.transpose(0, 2, 1, 3, 4)
+        return block_attention(
+            ungrouped.reshape(num_rows, window_length, num_heads * group, head_size),
+            layer,
+            table,
+            window,
+            dtype=dtype,
+            sliding_window=sliding_window,
+        )
     padded = _padded(window_length * group)
     pages, first_slot = pages_of(table)
     tile = min(block, pl.next_power_of_2(_TILE_BYTES // (head_size * jnp.dtype(dtype).itemsize)))
@@ -105,11 +116,9 @@ def attend_grouped(
     capacity = pages.shape[1] * block
     num_splits = pl.cdiv(capacity, tiles_per_split * tile)
     # Per row: its first tile, one past its last, and the slot of its position 0.
-    begin = first_slot
-    if sliding_window is not None:
-        oldest = jnp.min(window.positions, axis=1) - sliding_window + 1
-        begin = begin + jnp.maximum(oldest, 0)
-    end = jnp.minimum(first_slot + jnp.max(window.positions, axis=1) + 1, capacity)
+    last_read = last_read_together(window)
+    begin = first_slot + first_read(window, sliding_window)
+    end = jnp.minimum(first_slot + jnp.max(last_read, axis=1) + 1, capacity)
     extents = jnp.stack([begin // tile, pl.cdiv(end, tile), first_slot], axis=1)
 
     whole = pl.BlockSpec()
@@ -138,7 +147,7 @@ def attend_grouped(
             sliding_window=sliding_window,
         ),
         grid=(num_rows, num_heads, num_splits),
-        in_specs=[whole] * 6,
+        in_specs=[whole] * 7,
         out_specs=(
             of_split,
             of_split,
@@ -150,7 +159,20 @@ def attend_grouped(
         out_shape=partials,
         name="window_attention",
         **settings,
-    )(extents, pages, window.positions, queries, layer.k, layer.v)
+    )(extents, pages, last_read, window.positions, queries, layer.k, layer.v)
+    tails = ()
+    if window.paths is not None:
+        tails = padded_tail_sums(
+            queries,
+            layer,
+            table,
+            window,
+            dtype=dtype,
+            sliding_window=sliding_window,
+            num_queries=padded,
+        )
+    of_head = pl.BlockSpec((None, None, padded), lambda row, head: (row, head, 0))
+    of_heads = pl.BlockSpec((None, None, padded, head_size), lambda row, head: (row, head, 0, 0))
     return pl.pallas_call(
         functools.partial(_combine_splits, group=group, tiles_per_split=tiles_per_split),
         grid=(num_rows, num_heads),
@@ -162,6 +184,7 @@ def attend_grouped(
                 (None, None, num_splits, padded, head_size),
                 lambda row, head: (row, head, 0, 0, 0),
             ),
+            *([of_head, of_head, of_heads] if tails else []),
         ],
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(
@@ -169,16 +192,62 @@ def attend_grouped(
         ),
         name="combine_splits",
         **settings,
-    )(extents, highest, total, output)
+    )(extents, highest, total, output, *tails)
+
+
+def last_read_together(window: Window) -> jax.Array:
+    """`[B, T]` int32: the last position that a kernel reads for each query: the last that a chain's
+    sees, and of a tree the one before its tail, -1 if there is none."""
+    if window.paths is not None:
+        return window.tail_start - 1
+    return window.positions if window.ends is None else window.ends - 1
+
+
+def first_read(window: Window, sliding_window: int | None) -> jax.Array:
+    """`[B]` int32: the first position that any query of a row sees."""
+    if sliding_window is None:
+        return jnp.zeros_like(window.start)
+    return jnp.maximum(jnp.min(window.positions, axis=1) - sliding_window + 1, 0)
+
+
+def padded_tail_sums(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int | None,
+    num_queries: int,
+) -> Sums:
+    """`tail_sums` of queries by KV head, as splits are summed: `[B, K, M]` twice and
+    `[B, K, M, H]`, M = `num_queries`, with copies of the last query where there are no more."""
+    sums = tail_sums(
+        queries.transpose(0, 2, 1, 3, 4),
+        layer,
+        table,
+        window,
+        dtype=dtype,
+        sliding_window=sliding_window,
+    )
+
+    def padded(values):
+        values = jnp.swapaxes(values, 2, 3)  # [B, K, T, G, ...]
+        values = values.reshape(*values.shape[:2], -1, *values.shape[4:])
+        missing = num_queries - values.shape[2]
+        rest = [(0, 0)] * (values.ndim - 3)
+        return jnp.pad(values, [(0, 0), (0, 0), (0, missing), *rest], mode="edge")
+
+    highest, total, output = map(padded, sums)
+    return highest, total, output
 
 
 def is_supported(window: Window, *, group: int, head_size: int) -> bool:
-    """Whether the kernel can be used: for chains, a head size that is a power of two from 16, and
-    at most `MAX_QUERIES` queries per KV head (`T * group`, padded to a power of two)."""
+    """Whether the kernel can be used: for a head size that is a power of two from 16, and at most
+    `MAX_QUERIES` queries per KV head (`T * group`, padded to a power of two)."""
     is_tileable = head_size >= _MIN_SIZE and head_size == pl.next_power_of_2(head_size)
     num_queries = _padded(window.positions.shape[1] * group)
-    is_chain = window.paths is None and window.ends is None
-    return is_chain and is_tileable and num_queries <= MAX_QUERIES
+    return is_tileable and num_queries <= MAX_QUERIES
 
 
 def _padded(num_queries: int) -> int:
@@ -206,6 +275,7 @@ def _query_indices(padded: int, window_length: int, group: int) -> tuple[jax.Arr
 def _attend_split(
     extents_ref,  # [B, 3]
     pages_ref,  # [B, S / block]
+    last_ref,  # [B, T], the last position that each query reads here
     positions_ref,  # [B, T]
     queries_ref,  # [B, K, T, G, H]
     k_ref,  # [P, K, block, H]
@@ -231,9 +301,9 @@ def _attend_split(
     def _():
         *_, window_length, group, head_size = queries_ref.shape
         entry, member = _query_indices(padded, window_length, group)
-        positions = positions_ref[row, entry]
+        last, positions = last_ref[row, entry], positions_ref[row, entry]
         queries = queries_ref[row, head, entry, member, :]
-        row_end = jnp.max(positions) + 1
+        row_end = jnp.max(last) + 1
         scale = head_size**-0.5
 
         def body(tile_index, carry):
@@ -247,7 +317,7 @@ def _attend_split(
             # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
             is_live = (held >= 0) & (held < row_end)
             v = jnp.where(is_live[:, None], v, jnp.zeros_like(v))
-            visible = (held[None, :] <= positions[:, None]) & (held >= 0)[None, :]
+            visible = (held[None, :] <= last[:, None]) & (held >= 0)[None, :]
             if sliding_window is not None:
                 visible &= held[None, :] > positions[:, None] - sliding_window
             scores = jnp.where(visible, scale * _product(queries, k, 1), -jnp.inf)
@@ -271,29 +341,34 @@ def _combine_splits(
     highest_ref,  # [splits, M]
     total_ref,  # [splits, M]
     output_ref,  # [splits, M, H]
-    combined_ref,  # [B, T, Q, H]
-    *,
+    *references,  # of a tree its tails, [M] twice and [M, H]; at last the heads, [B, T, Q, H]
     group: int,
     tiles_per_split: int,
 ):
-    """One row and KV head: combines the live splits, in the order of their slots."""
+    """One row and KV head: combines the live splits, in the order of their slots, and the tails."""
+    *tails, combined_ref = references
     row, head = pl.program_id(0), pl.program_id(1)
     first = extents_ref[row, 0] // tiles_per_split
     end = (extents_ref[row, 1] + tiles_per_split - 1) // tiles_per_split
 
-    def body(split, carry):
+    def added(carry, here, total_here, output_here):
         highest, total, output = carry
-        here = highest_ref[split, :]
         new_highest = jnp.maximum(highest, here)
         rescale, weight = jnp.exp(highest - new_highest), jnp.exp(here - new_highest)
         return (
             new_highest,
-            total * rescale + total_ref[split, :] * weight,
-            output * rescale[:, None] + output_ref[split, :, :] * weight[:, None],
+            total * rescale + total_here * weight,
+            output * rescale[:, None] + output_here * weight[:, None],
         )
 
+    def body(split, carry):
+        return added(carry, highest_ref[split, :], total_ref[split, :], output_ref[split, :, :])
+
     padded, head_size = output_ref.shape[1:]
-    _, total, output = lax.fori_loop(first, end, body, _nothing(padded, head_size))
+    sums = lax.fori_loop(first, end, body, _nothing(padded, head_size))
+    if tails:
+        sums = added(sums, *(reference[...] for reference in tails))
+    _, total, output = sums
     entry, member = _query_indices(padded, combined_ref.shape[1], group)
     combined = (output / total[:, None]).astype(combined_ref.dtype)
     combined_ref[row, entry, head * group + member, :] = combined

@@ -2,8 +2,9 @@
 
 Only blocks that hold slots some query can see are read, so a step costs what is live, not what is
 allocated; wholly masked blocks change no bit of a row's result, so neighbours of other lengths do
-not matter either. Backends share the signature of `block_attention` and are injected into the
-decoder.
+not matter either. The nodes of a tree share these blocks up to their tails (`Window.tail_start`),
+which are gathered along their paths. Backends share the signature of `block_attention` and are
+injected into the decoder.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _LOWEST = -1e30
 
 Attention: TypeAlias = Callable[..., jax.Array]  # a backend, called as `block_attention` is
 
+# Over some of the slots that each query sees, fp32: the highest score and the total weight
+# `[B, K, G, T]`, and the weighted values `[B, K, G, T, H]`; weights are relative to the highest.
+Sums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+
 
 def block_attention(
     queries: jax.Array,
@@ -45,7 +50,8 @@ def block_attention(
 
     Scores, softmax and the output sum are fp32; the probabilities enter the second product in
     `dtype`. Sums run over absolute slots in block order, whatever the window holds: this is what
-    makes a drafted token's result bit-equal to plain decoding's.
+    makes a drafted token's result bit-equal to plain decoding's. Of a tree the sums of each query
+    end with its tail, whose slots depend on the query's own place only.
 
     The loop over blocks ends where the longest row does, which no compiler knows. On a GPU its host
     waits for the device before every block of every layer, so that using it there is announced.
@@ -66,13 +72,11 @@ def block_attention(
         _announce_host_loop(f"{kind} of {window_length} tokens, heads of {head_size}")
     group = num_query_heads // num_kv_heads
     grouped = queries.reshape(num_rows, window_length, num_kv_heads, group, head_size)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    scale = head_size**-0.5
 
     positions = window.positions
     is_padded = isinstance(table, kv.AlignedTable)
-    # One past the last slot that each query sees.
-    ends = positions + 1 if window.ends is None else window.ends
+    # One past the last slot that each query sees here; a tree's tails come after the loop.
+    ends = window.visible_ends if window.paths is None else window.tail_start
     row_end = jnp.max(ends, axis=1)
     # Slots and positions are the same in the ragged layout. In the aligned one a row's first block
     # may lie to the right of slot 0, and its padding is masked like all that is not its own.
@@ -82,67 +86,121 @@ def block_attention(
     if sliding_window is not None:
         first_block = jnp.maximum(jnp.min(query_slots) - sliding_window + 1, 0) // block
 
-    if window.paths is None:
-        score_equation, value_equation = "btkgh,bksh->bkgts", "bkgts,bksh->bkgth"
-    else:  # every query has KV of its own: its ancestors, in the slots they would be committed to
-        score_equation, value_equation = "btkgh,btskh->bkgts", "bkgts,btskh->bkgth"
-
-    def read(block_index, key_positions):
-        if window.paths is None:
-            return kv.read_block(layer, table, block_index, dtype)
-        return kv.read_slots(layer, table, window.stored_at(key_positions), dtype)
-
-    def body(block_index, carry):
-        highest, total, output = carry
+    def body(block_index, sums):
         slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
         key_positions = kv.positions_of(table, slots)  # [1, block], or [B, block] if padded
-        k, v = read(block_index, key_positions)
+        k, v = kv.read_block(layer, table, block_index, dtype)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = key_positions < row_end[:, None]
         if is_padded:
             is_live &= key_positions >= 0
-        live = (
-            is_live[:, None, :, None] if window.paths is None else is_live[:, None, :, None, None]
-        )
-        v = jnp.where(live, v, jnp.zeros((), dtype))
+        v = jnp.where(is_live[:, None, :, None], v, jnp.zeros((), dtype))
         visible = key_positions[:, None] < ends[:, :, None]
         if is_padded:
             visible &= key_positions[:, None] >= 0
         if sliding_window is not None:
             visible &= key_positions[:, None] > positions[:, :, None] - sliding_window
-        scores = scale * jnp.einsum(
-            score_equation, grouped, k, preferred_element_type=jnp.float32, precision=precision
-        )
-        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-        new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        rescale = jnp.exp(highest - new_highest)
-        weights = jnp.exp(scores - new_highest[..., None])
-        values = jnp.einsum(
-            value_equation,
-            weights.astype(dtype),
-            v,
-            preferred_element_type=jnp.float32,
-            precision=precision,
-        )
-        return (
-            new_highest,
-            total * rescale + jnp.sum(weights, axis=-1),
-            output * rescale[..., None] + values,
-        )
+        return _add(sums, grouped, k, v, visible, key_axes="bksh")
 
     shape = (num_rows, num_kv_heads, group, window_length)
-    _, total, output = lax.fori_loop(
-        first_block,
-        last_block,
-        body,
-        (
-            jnp.full(shape, _LOWEST, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, head_size), jnp.float32),
-        ),
-    )
+    sums = lax.fori_loop(first_block, last_block, body, _no_sums(shape, head_size))
+    if window.paths is not None:
+        settings = {"dtype": dtype, "sliding_window": sliding_window}
+        sums = tail_sums(grouped, layer, table, window, before=sums, **settings)
+    _, total, output = sums
     output = (output / total[..., None]).astype(queries.dtype)
     return output.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
+
+
+def tail_sums(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int | None,
+    before: Sums | None = None,
+) -> Sums:
+    """Sums over the tails of a tree's queries: each sees its own path there, from
+    `window.tail_start` to its end.
+
+    Args:
+      queries: `[B, T, K, G, H]`.
+      layer: KV of this layer; this and the next arguments are as in `block_attention`.
+      table: page numbers of the window's rows.
+      window: where the queries stand, with `paths`.
+      dtype: dtype of the KV that is read.
+      sliding_window: slots that a query sees, or None for all.
+      before: sums over earlier slots, to be continued; None for the tails' alone.
+    """
+    num_rows, window_length, num_kv_heads, group, head_size = queries.shape
+    if before is None:
+        before = _no_sums((num_rows, num_kv_heads, group, window_length), head_size)
+    place = jnp.arange(window.tail_length, dtype=jnp.int32)
+    slots = window.tail_start[:, :, None] + place[None, None]  # [B, T, D]
+    visible = slots < window.visible_ends[:, :, None]
+    if sliding_window is not None:
+        visible &= slots > window.positions[:, :, None] - sliding_window
+    k, v = kv.read_slots(layer, table, window.stored_at(slots), dtype)
+    v = jnp.where(visible[..., None, None], v, jnp.zeros((), dtype))  # it may be NaN, as above
+    return _add(before, queries, k, v, visible, key_axes="btskh")
+
+
+def _no_sums(shape: tuple[int, ...], head_size: int) -> Sums:
+    return (
+        jnp.full(shape, _LOWEST, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_size), jnp.float32),
+    )
+
+
+def _add(
+    sums: Sums,
+    queries: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    *,
+    key_axes: str,
+) -> Sums:
+    """One update of the online softmax.
+
+    Args:
+      sums: over earlier slots.
+      queries: `[B, T, K, G, H]`.
+      k: of `key_axes`: `bksh` if all queries of a row read the same slots, `btskh` if each reads
+        its own.
+      v: likewise, finite.
+      visible: `[B, T, s]`, or `[1, T, s]`.
+      key_axes: see k.
+    """
+    highest, total, output = sums
+    precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
+    scale = queries.shape[-1] ** -0.5
+    scores = scale * jnp.einsum(
+        f"btkgh,{key_axes}->bkgts",
+        queries,
+        k,
+        preferred_element_type=jnp.float32,
+        precision=precision,
+    )
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
+    rescale = jnp.exp(highest - new_highest)
+    weights = jnp.exp(scores - new_highest[..., None])
+    values = jnp.einsum(
+        f"bkgts,{key_axes}->bkgth",
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
+        precision=precision,
+    )
+    return (
+        new_highest,
+        total * rescale + jnp.sum(weights, axis=-1),
+        output * rescale[..., None] + values,
+    )
 
 
 @functools.cache
@@ -151,7 +209,7 @@ def _announce_host_loop(what: str) -> None:
     note_fallback(problem)
     _log.warning(
         "On this GPU %s, before every block of every layer. The kernels 'mosaic' and 'pallas' "
-        "have none, for chains of short windows and heads of a power of two.",
+        "have none, for short windows, of chains and trees, and heads of a power of two.",
         problem,
     )
 

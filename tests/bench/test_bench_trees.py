@@ -1,4 +1,4 @@
-"""`jaxspec bench trees` and `bench verifiers`: small runs, and what is predicted of static trees."""
+"""`jaxspec bench trees` and `bench verifiers`: small runs, and predictions for static trees."""
 
 import json
 

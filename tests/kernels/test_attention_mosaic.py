@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from windows import ROUNDING, setup
+from windows import ROUNDING, as_trees, random_parents, setup
 
 from jaxspec.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
 from jaxspec.cache import pages as kv
@@ -71,6 +71,28 @@ def test_the_check_above_catches_a_query_that_sees_one_slot_too_many():
     assert np.abs(ours - theirs).max() > ROUNDING[jnp.bfloat16]
 
 
+def trees(inputs, *, depth):
+    """The same with the window as random trees."""
+    *others, window = inputs
+    rng = np.random.default_rng(0)
+    num_rows, window_length = window.positions.shape
+    parents = [random_parents(rng, window_length - 1, depth=depth) for _ in range(num_rows)]
+    return *others, as_trees(window, parents, depth=depth)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("starts", "window_length", "dtype", "heads", "group", "size", "sliding_window"), CASES[1:]
+)
+def test_trees_equal_block_attention(
+    starts, window_length, dtype, heads, group, size, sliding_window
+):
+    shape = {"dtype": dtype, "heads": heads, "group": group, "size": size}
+    inputs = trees(setup(starts, window_length, **shape, fill=np.nan), depth=3)
+    settings = {"dtype": dtype, "sliding_window": sliding_window}
+    assert np.abs(run(*inputs, **settings) - reference(*inputs, **settings)).max() < ROUNDING[dtype]
+
+
 SHAPE = {"dtype": jnp.bfloat16, "heads": 1, "group": 4, "size": 64}
 
 
@@ -131,16 +153,15 @@ def test_padded_rows_see_no_padding(sliding_window):
 
 
 def test_what_the_kernel_cannot_do_is_left_to_the_triton_kernel():
-    *inputs, window = setup([40, 200], 4, **SHAPE)
+    *_, window = setup([40, 200], 4, **SHAPE)
     assert is_supported(window, group=4, head_size=64, dtype=jnp.bfloat16)
     assert not is_supported(window, group=4, head_size=64, dtype=jnp.float32)
     assert not is_supported(window, group=33, head_size=64, dtype=jnp.bfloat16)
     assert not is_supported(window, group=4, head_size=72, dtype=jnp.bfloat16)
     assert not is_supported(window, group=1, head_size=80, dtype=jnp.bfloat16)
     assert not is_supported(window, group=17, head_size=256, dtype=jnp.bfloat16)
-    depths = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (2, 4, 4))
-    tree = window.replace(paths=depths)
-    assert not is_supported(tree, group=4, head_size=64, dtype=jnp.bfloat16)
+    # Neither does that one take heads of 72 numbers.
+    *inputs, tree = trees(setup([40, 200], 4, **SHAPE | {"size": 72}), depth=3)
     ours, theirs = (
         jax.jit(functools.partial(backend, dtype=jnp.bfloat16))(*inputs, tree)
         for backend in (mosaic_attention, block_attention)
@@ -154,19 +175,21 @@ def test_what_the_kernel_cannot_do_is_left_to_the_triton_kernel():
     ABSENT_DEVICES["h100"].problem is not None, reason=str(ABSENT_DEVICES["h100"].problem)
 )
 @pytest.mark.parametrize(
-    ("window_length", "group", "size", "num_splits"),
+    ("window_length", "group", "size", "num_splits", "is_tree"),
     [
-        (5, 4, 128, 1),
-        (5, 4, 128, 2),
-        (1, 1, 64, 1),
-        (5, 4, 16, 1),
-        (8, 4, 80, 1),
-        (3, 2, 96, 2),
-        (8, 8, 256, 1),
-        (8, 16, 128, 1),
+        (5, 4, 128, 1, False),
+        (5, 4, 128, 1, True),
+        (5, 4, 128, 2, False),
+        (1, 1, 64, 1, False),
+        (5, 4, 16, 1, False),
+        (8, 4, 80, 1, False),
+        (3, 2, 96, 2, True),
+        (8, 8, 256, 1, False),
+        (8, 16, 128, 1, False),
+        (32, 4, 128, 1, True),
     ],
 )
-def test_it_compiles_for_an_h100(window_length, group, size, num_splits):
+def test_it_compiles_for_an_h100(window_length, group, size, num_splits, is_tree):
     def attend(queries, layer, table, window):
         return mosaic_attention(queries, layer, table, window, dtype=jnp.bfloat16)
 
@@ -182,11 +205,18 @@ def test_it_compiles_for_an_h100(window_length, group, size, num_splits):
                 head_size=size,
                 dtype=jnp.bfloat16,
             ),
-            Window(start=rows[:, 0], positions=rows, slots=rows),
+            Window(
+                start=rows[:, 0],
+                positions=rows,
+                slots=rows,
+                paths=jnp.zeros((8, window_length, 5), jnp.int32) if is_tree else None,
+            ),
         )
 
     queries, cache, window = jax.eval_shape(make)
     with as_if_on("h100"):
         text = compile_for("h100", attend, queries, cache.layers[0], cache.table, window, donated=0)
-    num_kernels = 1 if num_splits == 1 else 2  # another puts the splits together
+    # Another puts the splits together, and the tails of trees with them.
+    num_kernels = 2 if is_tree or num_splits > 1 else 1
+    assert " while(" not in text.hlo  # no loop that waits for the host
     assert text.hlo.count('custom_call_target="mosaic_gpu') == num_kernels

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ties
 import toy
-from windows import ROUNDING, SIZE, setup
+from windows import ROUNDING, SIZE, as_trees, random_parents, setup
 
 from jaxspec import Engine, NGram, SamplingParams, load_model
 from jaxspec.cache import pages as kv
@@ -59,6 +59,51 @@ CASES = [
 def test_equals_block_attention(starts, window_length, dtype, heads, group, sliding):
     inputs = setup(starts, window_length, dtype=dtype, heads=heads, group=group, fill=np.nan)
     assert distance(inputs, dtype, sliding_window=sliding) < ROUNDING[dtype]
+
+
+def trees(inputs, *, depth, seed=0):
+    """The same with the window as random trees."""
+    *others, window = inputs
+    rng = np.random.default_rng(seed)
+    num_rows, window_length = window.positions.shape
+    parents = [random_parents(rng, window_length - 1, depth=depth) for _ in range(num_rows)]
+    return *others, as_trees(window, parents, depth=depth)
+
+
+@pytest.mark.parametrize(("starts", "window_length", "dtype", "heads", "group", "sliding"), CASES)
+@pytest.mark.parametrize("depth", [2, 7])
+def test_trees_equal_block_attention(starts, window_length, dtype, heads, group, sliding, depth):
+    inputs = setup(starts, window_length, dtype=dtype, heads=heads, group=group, fill=np.nan)
+    inputs = trees(inputs, depth=depth)
+    assert is_supported(inputs[-1], group=group, head_size=SIZE)
+    assert distance(inputs, dtype, sliding_window=sliding) < ROUNDING[dtype]
+
+
+def test_queries_may_see_beyond_themselves():
+    queries, layer, table, window = setup([3, 126, 254], 4, fill=np.nan)
+    chain = window.replace(ends=jnp.broadcast_to(window.start[:, None] + 4, (3, 4)))
+    assert distance((queries, layer, table, chain)) < ROUNDING[jnp.float32]
+    tree = as_trees(window, [[0, 1, 0]] * 3, depth=3)
+    tree = tree.replace(
+        paths=tree.paths.at[:, 0].set(jnp.arange(4)), ends=(tree.positions + 1).at[:, 0].add(2)
+    )
+    assert distance((queries, layer, table, tree)) < ROUNDING[jnp.float32]
+
+
+def test_the_round_in_which_a_node_is_scored_changes_no_bit():
+    # The token at position 257 as the root, and as the last node of a path with siblings.
+    queries, layer, table, window = setup([252, 252], 8)
+    tree = as_trees(window, [[0, 0, 2, 3, 2, 4, 6]] * 2, depth=5)
+    assert int(tree.positions[0, 7]) == 257
+    stored = tree.stored_at(jnp.broadcast_to(jnp.arange(258, dtype=jnp.int32), (2, 8, 258)))
+    k, v = kv.read_slots(layer, table, stored[:, 7], jnp.float32)
+    slots = jnp.broadcast_to(jnp.arange(258, dtype=jnp.int32), (2, 258))
+    committed = kv.write(layer, table, k, v, jnp.where(slots < 258, slots, -1))
+    root = window.replace(start=window.start + 5, positions=window.positions + 5)
+    later = as_trees(root, [[0] * 7] * 2, depth=5)
+    ours = run(queries, layer, table, tree)
+    again = run(jnp.roll(queries, 1, axis=1), committed, table, later)
+    np.testing.assert_array_equal(again[:, 0], ours[:, 7])
 
 
 def test_the_check_above_catches_a_query_that_sees_one_slot_too_many():
@@ -143,16 +188,13 @@ def test_padded_rows_see_no_padding():
         np.testing.assert_allclose(ours, theirs, atol=ROUNDING[jnp.float32])
 
 
-@pytest.mark.parametrize(
-    ("window_length", "size", "is_tree"), [(4, SIZE, True), (8, 8, False), (8, 24, False)]
-)
+@pytest.mark.parametrize(("window_length", "size"), [(8, 8), (8, 24)])
+@pytest.mark.parametrize("is_tree", [True, False])
 def test_what_the_kernel_cannot_do_is_left_to_block_attention(window_length, size, is_tree):
-    queries, layer, table, window = setup([40, 200], window_length, size=size)
+    inputs = setup([40, 200], window_length, size=size)
     if is_tree:
-        depths = jnp.broadcast_to(jnp.arange(window_length), (2, window_length, window_length))
-        window = window.replace(paths=depths.astype(jnp.int32))
-    assert not is_supported(window, group=3, head_size=size)
-    inputs = queries, layer, table, window
+        inputs = trees(inputs, depth=3)
+    assert not is_supported(inputs[-1], group=3, head_size=size)
     np.testing.assert_array_equal(run(*inputs), run(*inputs, backend=block_attention))
 
 
@@ -211,9 +253,11 @@ def test_a_window_is_written_as_xla_writes_it(dtype, is_interleaved, rotary_size
     jax.__version_info__ >= (0, 11), reason="later versions compile as they lower, with the driver"
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_triton_takes_them(dtype):
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_triton_takes_them(dtype, is_tree):
     # The shapes of a published model, and no GPU: as far as the code that Triton would compile.
-    _, layer, table, window = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
+    inputs = setup([40, 300], 5, dtype=dtype, heads=8, group=4, size=128)
+    _, layer, table, window = trees(inputs, depth=3) if is_tree else inputs
     norm = jnp.ones((128,), dtype)
 
     def attend(qkv, layer, table, window):
