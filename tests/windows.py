@@ -19,7 +19,7 @@ def setup(
     group=3,
     size=SIZE,
     capacity=512,
-    **garbage,
+    fill=0.0,
 ):
     """Queries of a window after each of `starts`, and a cache of random KV: each row's the same
     whoever its neighbours are, in pages that are not in order; `fill` beyond the window."""
@@ -46,7 +46,6 @@ def setup(
         np.stack([random(which + int(begin), capacity, heads, size) for begin in starts])
         for which in (1000, 2000)
     )
-    fill = garbage.get("fill", 0.0)
     for row, begin in enumerate(starts):
         k[row, begin + window_length :] = v[row, begin + window_length :] = fill
     layer = kv.write(

@@ -22,6 +22,7 @@ import numpy as np
 from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
 from jaxspec.checkpoint.resolve import as_model
+from jaxspec.decode.settings import default_draft_length
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
@@ -320,7 +321,7 @@ def compare(
     params: Params | Sequence[Params] | None = None,
     *,
     categories: Sequence[str] | None = None,
-    draft_length: int = 4,
+    draft_length: int | None = None,
     verify_length: int | None = None,
     batch_size: int = 8,
     max_length: int = 1024,
@@ -348,8 +349,10 @@ def compare(
       params: one for all, or one each; default `SamplingParams()`. Requests without a seed are
         given one, the same for every drafter.
       categories: of each prompt; default all in one.
-      draft_length: tokens proposed per round.
-      verify_length: tokens scored per round by all that draft; default `draft_length + 1`.
+      draft_length: tokens proposed per round, of a tree its nodes; default as many as each
+        drafter's tree has, or 4.
+      verify_length: tokens scored per round by all that draft; default one more than the longest
+        draft.
       batch_size: prompts decoded together.
       max_length: slots per row for prompt and output.
       prefill_chunk: prompt tokens read per call.
@@ -381,17 +384,24 @@ def compare(
         drafters = {name: name for name in drafters}
     _check(drafters, prompts, categories, repeats)
     model = as_model(target)
+    made = {label: make_drafter(one, model) for label, one in drafters.items()}
+    lengths = {
+        label: default_draft_length(one) if draft_length is None else draft_length
+        for label, one in made.items()
+    }
+    if verify_length is None:
+        verify_length = 1 + max(lengths.values())
     engines = {
         label: Engine(
             model,
             drafter,
-            draft_length=draft_length,
+            draft_length=lengths[label],
             verify_length=verify_length if drafter is not None else None,
             batch_size=min(batch_size, len(prompts)),
             max_length=max_length,
             prefill_chunk=prefill_chunk,
         )
-        for label, drafter in ((label, make_drafter(one, model)) for label, one in drafters.items())
+        for label, drafter in made.items()
     }
     each = params_of_prompts(params, len(prompts))
     candidates = run_candidates(engines, prompts, each, repeats=repeats, tell=tell)
@@ -503,8 +513,9 @@ def _check(
 
 
 def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:
-    """Whether the two engines' outputs must agree in every token. The probe is run only if they
-    do not."""
-    if engine is other or engine.shape.verify_length != other.shape.verify_length:
+    """Whether the two engines' outputs must agree in every token: their windows are laid out alike.
+    The probe is run only if they do not."""
+    mine, theirs = ((each.shape.verify_length, each.shape.tree_depth) for each in (engine, other))
+    if engine is other or mine != theirs:
         return engine is other
     return not do_differ or (probe(engine).holds and probe(other).holds)

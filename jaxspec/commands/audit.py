@@ -56,8 +56,9 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     """How KV is stored; with aligned rows, outputs are audited up to ties."""
     n_requests: int | None = None
     """Requests in all; prompts are repeated, with other seeds, until there are so many."""
-    draft_length: int = 4
-    """Tokens drafted per round."""
+    draft_length: int | None = None
+    """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
+    """
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run."""
     their_dtype: str | None = None
@@ -171,8 +172,8 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 "No drafter was given, so there is nothing to audit; add --draft MODEL or "
                 "--drafter ngram, or name a file of --outputs."
             )
-        verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
-        check_draft_length(self.draft_length, verify_length)
+        if self.draft_length is not None:
+            check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         lines = self.read_prompts()
         with working(f"loading {target_name}"):
             target = load_model(target_name, dtype=self.dtype, verify=self.verify)
@@ -189,7 +190,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             scheduler=make_scheduler(self.scheduler),
             layout=self.layout,
             draft_length=self.draft_length,
-            verify_length=verify_length,
+            verify_length=self.verify_length,
             batch_size=min(self.batch_size, num_requests),
             max_length=self.max_length,
             max_logprobs=0,

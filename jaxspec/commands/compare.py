@@ -47,8 +47,9 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     (`draft_model@0.4:MODEL` ends each draft after its first token less likely than that;
     `ngram[4]` and `draft_model[4x4:12]:MODEL` draft trees, see `generate --help`), or your own
     `package.module:factory`; repeat the option for each."""
-    draft_length: int = 4
-    """Tokens drafted per round."""
+    draft_length: int | None = None
+    """Tokens drafted per round, nodes of a tree; default: as many as each drafter's tree has, or 4.
+    """
     repeats: int = 5
     """Timed runs of each drafter, in turns."""
     plot: pathlib.Path | None = None
@@ -63,8 +64,8 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 "--drafter none --drafter ngram."
             )
         check_at_least_one(self, "batch_size", "max_length", "repeats")
-        verify_length = self.draft_length + 1 if self.verify_length is None else self.verify_length
-        check_draft_length(self.draft_length, verify_length)
+        if self.draft_length is not None:
+            check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         makers = {
             name: drafter_of_command(name, dtype=self.dtype, verify=self.verify)
             for name in dict.fromkeys(self.drafter)
@@ -84,7 +85,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 [dataclasses.replace(each, seed=self.seed + i) for i in range(len(encoded))],
                 categories=[category_of(line) for line in lines],
                 draft_length=self.draft_length,
-                verify_length=verify_length,
+                verify_length=self.verify_length,
                 batch_size=self.batch_size,
                 max_length=self.max_length,
                 repeats=self.repeats,

@@ -31,7 +31,7 @@ from jaxspec.commands.options import (
 )
 from jaxspec.commands.outputs import OutputFile, cannot_write, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
-from jaxspec.decode.settings import DEFAULT_DRAFT_LENGTH, DraftLength, Exactness, check_draft_length
+from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import MakeDrafter
 from jaxspec.engine.engine import Engine
@@ -68,9 +68,10 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     """Instead of the tokenizer's own: `vicuna`, or a Jinja file."""
     chat_template_kwargs: str | None = None
     """JSON object of further template variables, e.g. '{"enable_thinking": false}'."""
-    draft_length: DraftLength = DEFAULT_DRAFT_LENGTH
-    """Tokens drafted per round. `auto` chooses from none to --verify-length - 1 (default 4) while
-    decoding, by acceptance and by the measured cost of rounds."""
+    draft_length: DraftLength | None = None
+    """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
+    `auto` chooses from none to --verify-length - 1 (by default that) while decoding, by acceptance
+    and by the measured cost of rounds."""
     exactness: Exactness = "bitwise"
     """bitwise: outputs do not depend on the drafts in any bit. ties: score only as many tokens as
     were drafted, which is faster; outputs are equal except at ties within rounding. On a CPU with
@@ -248,7 +249,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     def _check_drafting(self, *, is_plain: bool) -> None:
         """Raises unless the options fit drafting, or plain decoding."""
         if not is_plain:
-            if self.draft_length != "auto":
+            if self.draft_length not in (None, "auto"):
                 check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         elif self.verify_length not in (None, 1):
             raise SettingError(

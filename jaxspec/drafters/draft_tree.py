@@ -37,6 +37,13 @@ from jaxspec.sampling import (
 )
 from jaxspec.types import BatchView, Draft, DraftContext, EngineShape, PyTree, Window
 
+# A node is worth the chance that the target takes its token. That is more for the likeliest tokens
+# than their probability says: a greedy target takes the likeliest one, however unlikely it is, and
+# one that samples with the drafter's noise takes the highest of nearly the same scores. So scores
+# are multiplied by these before they become probabilities. Of 1 to 6 they gave the most tokens per
+# round on the embedded pair: trees of 16 nodes 4.40 instead of 3.68, and 3.45 instead of 3.36.
+GREEDY_SHARPNESS, SAMPLED_SHARPNESS = 3.0, 1.5
+
 Tree: TypeAlias = BeamTree | StaticTree
 
 
@@ -299,7 +306,10 @@ class _Grower:
         numbers = jnp.broadcast_to(self.tree.key_numbers(level)[None, :num_nodes], worth.shape)
         scores, q = _draw_scores(logits, self.rows, context, numbers, self.shape)
         best, tokens = lax.top_k(scores, self.tree.num_children)
-        log_share = best - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
+        sharpness = jnp.where(is_greedy_row, GREEDY_SHARPNESS, SAMPLED_SHARPNESS)
+        log_total = jax.nn.logsumexp(sharpness * scores, axis=-1, keepdims=True)
+        log_share = sharpness * best - log_total
         of_path = worth[..., None] + log_share
         is_candidate = jnp.isfinite(of_path) & (level < self.num_levels)[:, None, None]
 

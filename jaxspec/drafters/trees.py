@@ -168,7 +168,8 @@ class BeamTree:
     """A tree grown by beam search and pruned to its best nodes (EAGLE-2, 2406.16858, section 4).
 
     Every level expands its `width` best nodes into their `width` likeliest children. Of all these
-    candidates the `nodes` best are kept, by the probability of the path to them. Windows for fewer
+    candidates the `nodes` best are kept, by the chance that the target takes the path to them, as
+    the draft model's scores tell it (`draft_tree.GREEDY_SHARPNESS`). Windows for fewer
     nodes get the first of them, or a chain if they have no more nodes than the tree has levels: a
     small tree is a chain but for a node or two, and a chain is cheaper to draft.
 
