@@ -28,6 +28,7 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
+from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.report import Columns, TextTable
@@ -93,15 +94,19 @@ class TreesBench(PairBench):
     """Of the sampled outputs."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     """Rows of the runs that are timed."""
+    chains: tuple[int, ...] = (2, 4, 8)
+    """Draft lengths of the chains in these runs."""
+    trees: tuple[int, ...] = (8, 16)
+    """Nodes of the trees in these runs; the largest also with draft length `auto`."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
-    repeats: int = 5
+    repeats: int = 3
     """Timed runs of each kind; medians count."""
 
     def measure(self) -> dict[str, Any]:
         """Costs, acceptance and speeds."""
         names = ("windows", "contexts", "pass_batch_sizes", "nodes", "width", "batch_sizes")
-        check_at_least_one(self, *names, "max_tokens", "repeats")
+        check_at_least_one(self, *names, "chains", "trees", "max_tokens", "repeats")
         target, draft = self.load()
         prompts = [line.prompt for line in sample_prompts()]
         plain = Engine(target, batch_size=8, max_length=512).generate(prompts, self._params(0.0))
@@ -195,7 +200,7 @@ class TreesBench(PairBench):
         self,
         target: LanguageModel,
         draft: LanguageModel,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         static: Mapping[int, StaticTree],
         ranks: Sequence[np.ndarray],
     ) -> tuple[list[dict[str, Any]], bool]:
@@ -203,7 +208,7 @@ class TreesBench(PairBench):
         plain decoding's."""
         chain = DraftModel(draft)
         largest = max(self.nodes)
-        cases: list[tuple[Verifier, float, int, dict[str, Drafter]]] = [
+        cases: list[tuple[Verifier, float, int, Mapping[str, Drafter]]] = [
             (
                 Coupled(),
                 0.0,
@@ -261,23 +266,23 @@ class TreesBench(PairBench):
         return results, all_equal
 
     def _speeds(
-        self, target: LanguageModel, draft: LanguageModel, prompts: Sequence[str]
+        self, target: LanguageModel, draft: LanguageModel, prompts: Sequence[Prompt]
     ) -> tuple[list[dict[str, Any]], bool]:
         """Plain decoding, chains, trees, and trees whose size is chosen as they go, in turns."""
         results, holds = [], True
         params = self._params(0.0)
         for batch_size in self.batch_sizes:
             shape: dict[str, Any] = {"batch_size": batch_size, "max_length": 512}
-            largest = DraftModel(draft, tree=self._beam(max(self.nodes)))
+            largest = DraftModel(draft, tree=self._beam(max(self.trees)))
             engines = {
                 "plain": Engine(target, **shape),
                 **{
                     f"chain of {n}": Engine(target, DraftModel(draft), draft_length=n, **shape)
-                    for n in (2, *self.nodes)
+                    for n in self.chains
                 },
                 **{
                     f"tree of {n}": Engine(target, DraftModel(draft, tree=self._beam(n)), **shape)
-                    for n in self.nodes
+                    for n in self.trees
                 },
                 "auto": Engine(target, largest, draft_length="auto", **shape),
             }
@@ -310,7 +315,7 @@ def _beside(own: Candidate, chain: Candidate) -> dict[str, Any]:
 
 def chain_tree(nodes: int) -> StaticTree:
     """The likeliest token after the likeliest token, and so on."""
-    return StaticTree([(0,) * depth for depth in range(1, nodes + 1)])
+    return StaticTree(tuple((0,) * depth for depth in range(1, nodes + 1)))
 
 
 def draft_ranks(draft: LanguageModel, completions: Sequence[Completion]) -> list[np.ndarray]:

@@ -35,7 +35,19 @@ def test_ranks_of_a_model_that_drafts_for_itself_are_all_zero():
 @pytest.mark.system
 def test_a_small_run(capsys):
     options = ["--windows", "5", "--contexts", "40", "--pass-batch-sizes", "1", "--nodes", "4"]
-    options += ["--batch-sizes", "2", "--max-tokens", "8", "--repeats", "1", "--json"]
+    options += [
+        "--batch-sizes",
+        "2",
+        "--chains",
+        "2",
+        "--trees",
+        "4",
+        "--max-tokens",
+        "8",
+        "--repeats",
+        "1",
+        "--json",
+    ]
     assert main(["bench", "trees", *options]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["holds"]
