@@ -42,10 +42,7 @@ from flax import struct
 
 from jaxspec.cache.pages import KVCache, copy_row
 from jaxspec.checkpoint.resolve import as_model
-from jaxspec.decode.settings import (
-    check_draft_length,
-    make_loop,
-)
+from jaxspec.decode.settings import check_draft_length, default_draft_length, make_loop
 from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
@@ -125,7 +122,8 @@ class ServingEngine:
       target: the model whose output this is.
       drafter: what proposes tokens; None decodes plainly, one token per step.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
-      draft_length: tokens proposed per round, 1 to `verify_length - 1`.
+      draft_length: tokens proposed per round, 1 to `verify_length - 1`; default the drafter's own
+        number of nodes, or 4.
       verify_length: T, tokens scored per round; default `draft_length + 1`.
       batch_size: B, rows of the batch.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
@@ -159,7 +157,7 @@ class ServingEngine:
         drafter: Drafter | str | None = None,
         *,
         verifier: Verifier | VerifierName | None = None,
-        draft_length: int = 4,
+        draft_length: int | None = None,
         verify_length: int | None = None,
         batch_size: int = 8,
         max_length: int = 1024,
@@ -167,6 +165,7 @@ class ServingEngine:
     ):
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
+        draft_length = default_draft_length(drafter) if draft_length is None else draft_length
         loop = make_loop(
             target,
             drafter,
