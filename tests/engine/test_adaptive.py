@@ -407,7 +407,7 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     assert {*narrow, counts["catch_up"], counts["prefill_target"]} == {1}
 
 
-@pytest.mark.parametrize("drafts", ["right", "wrong"])
+@pytest.mark.parametrize("drafts", ["right", pytest.param("wrong", marks=pytest.mark.system)])
 def test_an_engine_chooses_the_number_of_nodes(make, target, plain, drafts):
     model = target if drafts == "right" else wrong().model
     beams = jaxspec.DraftModel(model, tree=jaxspec.BeamTree(width=2, depth=2, nodes=4))
