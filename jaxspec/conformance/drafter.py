@@ -229,7 +229,8 @@ def _draft_shape(b: DrafterUnderTest) -> str:
 def _vocabulary(b: DrafterUnderTest) -> str:
     size, num_drafted = b.target.vocab_size, 0
     for _, draft in b.rounds(range(ROWS)):
-        drafted = draft.tokens[_is_valid(draft)]
+        node = np.arange(draft.tokens.shape[1])
+        drafted = draft.tokens[node < np.asarray(draft.num_valid)[:, None]]
         if not b.drafter.is_chain:
             drafted = drafted[drafted != -1]  # holes
         outside = drafted[(drafted < 0) | (drafted >= size)]
