@@ -58,7 +58,11 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
         (("--drafter", "ngram", "--drafter", "ngram"), "at least two different"),
         (("--drafter", "none", "--drafter", "ngram:x"), "ngram:MIN-MAX"),
         (("--drafter", "none", "--drafter", "ngram", "--limit", "0"), "--limit 0"),
-        (("--drafter", "none", "--drafter", "ngram", "--verify-length", "3"), "verify_length of 3"),
+        (
+            ("--drafter", "none", "--drafter", "ngram", "--draft-length", "4")
+            + ("--verify-length", "3"),
+            "verify_length of 3",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_a_model_is_loaded(args, sentence):

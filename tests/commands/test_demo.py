@@ -110,7 +110,8 @@ class ScriptedEngine:
 
     @property
     def shape(self):
-        return types.SimpleNamespace(verify_length=self.draft_length + 1 if self.drafter else 1)
+        verify_length = self.draft_length + 1 if self.drafter else 1
+        return types.SimpleNamespace(verify_length=verify_length, tree_depth=0)
 
     @property
     def executor(self):
