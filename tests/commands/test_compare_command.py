@@ -59,8 +59,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
         (("--drafter", "none", "--drafter", "ngram:x"), "ngram:MIN-MAX"),
         (("--drafter", "none", "--drafter", "ngram", "--limit", "0"), "--limit 0"),
         (
-            ("--drafter", "none", "--drafter", "ngram", "--draft-length", "4")
-            + ("--verify-length", "3"),
+            tuple("--drafter none --drafter ngram --draft-length 4 --verify-length 3".split()),
             "verify_length of 3",
         ),
     ],
