@@ -88,7 +88,13 @@ CASES = {
 }
 # One shape of arrays, one compilation; every other case takes seconds.
 QUICK = ("two, one", "small, thinned", "small, two of one", "two, one, deterministic")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.system) for name in CASES]
+SLOW = ("equal", "one-hot target", "flat and peaked", "fewer nodes", "second child a hole")
+NAMES = [
+    name
+    if name in QUICK
+    else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.system)
+    for name in CASES
+]
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +201,14 @@ def nothing_taken_away(p, q, *, p_mass, q_mass):
     return p
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("residual", [q_as_it_was, p_as_it_was, nothing_taken_away])
+@pytest.mark.parametrize(
+    "residual",
+    [
+        pytest.param(q_as_it_was, marks=pytest.mark.system),
+        pytest.param(p_as_it_was, marks=pytest.mark.slow),
+        pytest.param(nothing_taken_away, marks=pytest.mark.slow),
+    ],
+)
 def test_a_broken_residual_is_caught(monkeypatch, residual):
     monkeypatch.setattr(rejection, "residual", residual)
     assert is_biased(Bench(jaxspec.Rejection()), CASES["two"])
