@@ -390,7 +390,8 @@ def compare(
         for label, one in made.items()
     }
     if verify_length is None:
-        verify_length = 1 + max(lengths.values())
+        drafted = [lengths[label] for label, one in made.items() if one is not None]
+        verify_length = 1 + max(drafted, default=0)
     engines = {
         label: Engine(
             model,

@@ -170,8 +170,7 @@ class Engine:
             check_invariants=check_invariants,
             mesh=mesh,
         )
-        self.layout = layout
-        self.max_logprobs, self.logprobs_mode = max_logprobs, logprobs_mode
+        self.layout, self.max_logprobs, self.logprobs_mode = layout, max_logprobs, logprobs_mode
         self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue
         self.mesh, self.shape = self.executor.mesh, self.executor.shape
         self.verify_lengths = self.executor.verify_lengths
