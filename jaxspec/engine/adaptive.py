@@ -5,9 +5,12 @@ where `a_j` is the probability that draft j is accepted if those before it are (
 3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds,
 including the round's share of the drafter's prompt prefill. The controller picks the n with the
 highest `E(n) / t(n)`. It estimates `a_j` from the running rows, and forgets old rounds slowly. The
-time of a round is measured once, with the engine's own programs, at a short and at a long context;
-shapes are static, so a round costs the same however many rows are running. Given those times, the
-same acceptance leads to the same choices.
+time of a round is measured before the first request, with the engine's own programs, at a short and
+at a long context; shapes are static, so a round costs the same however many rows are running.
+
+On a shared machine that measurement may fall into a bad moment. So the rounds that requests run are
+timed too, and correct it; now and then a few rounds of another draft length are run to learn what
+those cost by now. Given all these times, the same acceptance leads to the same choices.
 
 Of a tree n is a number of nodes. They are in the order of their worth, so what n of them would have
 emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be
@@ -15,13 +18,14 @@ on the accepted path. Trees are large, and only as many nodes are tried as fill 
 
 Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
 only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
-are worth their while: at batch 1 eight rounds of one request say little. And once plain decoding
-has won, drafts are tried again only when the whole trial costs a small share of the time spent in
-plain decoding since the last one.
+are worth their while: at batch 1 eight rounds of one request say little. And another draft length
+than the chosen one is tried only when the whole trial costs a small share of the time spent since
+the last one.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -41,12 +45,18 @@ from jaxspec.telemetry.counters import Acceptance
 
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
-TRIAL_SHARE = 0.01  # of the time spent in plain decoding: what a trial of drafts may cost
+TRIAL_SHARE = 0.01  # of the time spent since the last trial: what a trial may cost
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
+RETIMED_AFTER = 256  # rounds since a draft length was run: what it costs may have changed
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
-MEASURED_ROUNDS, MEASUREMENTS = 9, 3  # of every draft length
+MEASURED_ROUNDS = 9  # of every draft length, in each measurement
+MEASUREMENTS, MOST_MEASUREMENTS = 3, 8  # more than the first only while a noisy machine needs them
+CLEARLY_FASTER = 0.03  # a measurement that finds a round faster by this is followed by another
+# Calls whose rounds are remembered, by draft length; the fastest of them counts. The first few do
+# not yet outweigh what was measured, and calls of few rounds say little.
+REMEMBERED_CALLS, FEW_CALLS, FEWEST_TIMED_ROUNDS = 64, 4, 4
 SHORTEST_S = 1e-6  # a clock may measure nothing at all
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
 
@@ -61,6 +71,7 @@ class RoundTimes:
       short_s: seconds per round by draft length, from 0 to the longest, at the first.
       long_s: at the second.
       chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
+      call_s: seconds that a call takes besides its rounds.
     """
 
     short_context: int
@@ -68,6 +79,7 @@ class RoundTimes:
     short_s: Mapping[int, float]
     long_s: Mapping[int, float]
     chunk_s: float
+    call_s: float = 0.0
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
@@ -96,7 +108,8 @@ def measure_round_times(
     """Seconds per round of some draft lengths, at a short context and at a long one.
 
     Each is the minimum of a few measurements, taken in turns, of many rounds less one round; the
-    difference leaves out the overhead of a call.
+    difference leaves out the overhead of a call. There are more of them as long as they still find
+    a round that is clearly faster than it seemed.
 
     The second context is as long as there is room for. It is skipped if that is short, because a
     row of a few blocks costs little more than one of a single block. Only one row is that long,
@@ -118,19 +131,27 @@ def measure_round_times(
         rounds.run(draft_length, num_rounds)
         return time.perf_counter() - started_s
 
-    def measure(prompt_length: int) -> dict[int, float]:
-        found: dict[tuple[int, int], list[float]] = {}
-        for _ in range(MEASUREMENTS):
+    def measure(prompt_length: int) -> dict[tuple[int, int], float]:
+        """The least seconds found of each draft length and number of rounds."""
+        least: dict[tuple[int, int], float] = {}
+        for index in range(MOST_MEASUREMENTS if prompt_length == 1 else MEASUREMENTS):
+            is_settled = index >= MEASUREMENTS - 1
             for length in lengths:
                 if prompt_length == 1:
                     rounds.fill(prompt_length)
                 for size in sizes:
-                    found.setdefault((length, size), []).append(timed(length, size))
+                    seconds, key = timed(length, size), (length, size)
+                    is_settled &= seconds > least.get(key, math.inf) * (1 - CLEARLY_FASTER)
+                    least[key] = min(seconds, least.get(key, math.inf))
             started_s = time.perf_counter()
             num_chunks = rounds.catch_up()
             if num_chunks:
                 chunk_s.append((time.perf_counter() - started_s) / num_chunks)
-        least = {key: min(seconds) for key, seconds in found.items()}
+            if is_settled:
+                break
+        return least
+
+    def per_round(least: Mapping[tuple[int, int], float]) -> dict[int, float]:
         more = MEASURED_ROUNDS - 1
         return {
             n: max(least[n, MEASURED_ROUNDS] - least[n, 1], SHORTEST_S) / more
@@ -141,18 +162,20 @@ def measure_round_times(
     for length in lengths:  # compiles the programs
         rounds.run(length, 1)
     rounds.catch_up()
-    short_s = long_s = measure(1)
+    least = measure(1)
+    short_s = long_s = per_round(least)
     short_context = max(num_tokens.values()) // 2
     long_context = room - MEASUREMENTS * sum(num_tokens.values())
     if long_context >= WORTH_MEASURING:
         rounds.fill(long_context)
-        long_s = measure(long_context)
+        long_s = per_round(measure(long_context))
     return RoundTimes(
         short_context=short_context,
         long_context=max(long_context, short_context),
         short_s=short_s,
         long_s=long_s,
         chunk_s=min(chunk_s, default=0.0),
+        call_s=max(min(least[n, 1] - short_s[n] for n in lengths), 0.0),
     )
 
 
@@ -173,14 +196,25 @@ class DraftLengthController:
     """Chooses among the draft lengths that `times` knows of.
 
     Args:
-      times: of the engine's rounds.
+      times: of the engine's rounds, as far as they are known before any is run.
       is_chain: whether a drafted token can be accepted only after the one before it. The nodes of a
         tree are in the order of their worth, and the probability of each is that it is on the
         accepted path, whether the node before it is or not.
+      corrects_times: whether `note` says how long rounds took; then draft lengths that were not run
+        for long are tried, in case they cost less than they did.
+      num_rows: of the batch.
     """
 
-    def __init__(self, times: RoundTimes, *, is_chain: bool = True):
+    def __init__(
+        self,
+        times: RoundTimes,
+        *,
+        is_chain: bool = True,
+        corrects_times: bool = False,
+        num_rows: int = 1,
+    ):
         self.times, self.is_chain = times, is_chain
+        self.corrects_times, self.num_rows = corrects_times, num_rows
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
         longest = max(times.draft_lengths)
         # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
@@ -188,8 +222,14 @@ class DraftLengthController:
         self._reached, self._accepted = [0.0] * longest, [0.0] * longest
         self._num_known = 0.0
         self._current: int | None = None
-        self._plain_s = 0.0  # since drafts were last tried
         self._is_trial = False
+        self._since_trial_s = 0.0
+        # What rounds took lately, over what `times` says.
+        self._time_ratios = {
+            n: collections.deque[float](maxlen=REMEMBERED_CALLS) for n in times.draft_lengths
+        }
+        # Rounds since each was last run; what was never run is to be tried soon.
+        self._rounds_since = dict.fromkeys(times.draft_lengths, RETIMED_AFTER)
 
     @property
     def draft_length(self) -> int | None:
@@ -217,6 +257,13 @@ class DraftLengthController:
                 variance += own
         return tuple(found)
 
+    def round_s(self, draft_length: int, context: int) -> float:
+        """Seconds per round where the longest row has `context` committed tokens, as the rounds run
+        lately say."""
+        ratios = self._time_ratios[draft_length]
+        measured = () if len(ratios) >= FEW_CALLS else (1.0,)
+        return self.times.of(draft_length, context) * min((*ratios, *measured))
+
     def tokens_per_s(
         self,
         draft_length: int,
@@ -226,7 +273,7 @@ class DraftLengthController:
     ) -> float:
         """Expected, of one row; `chunks_per_token` as in `choose`, `doubt` as in `acceptance`."""
         emitted = 1.0 + sum(self.acceptance(doubt)[:draft_length])
-        seconds = self.times.of(draft_length, context)
+        seconds = self.round_s(draft_length, context)
         if draft_length > 0:
             seconds += emitted * chunks_per_token * self.times.chunk_s
         return emitted / seconds
@@ -255,14 +302,13 @@ class DraftLengthController:
             return {n: self.tokens_per_s(n, context, chunks_per_token, doubt) for n in lengths}
 
         rates = rates_at(doubt=0.0)
-        if self._current == 0 and not self._is_trial:
-            drafting = max(lengths[1:], key=rates.__getitem__)
-            more_s = self.times.of(drafting, context) - self.times.of(0, context)
-            left_s = TRIAL_SHARE * self._plain_s - TRIAL_ROUNDS * max(more_s, 0.0)
-            self._is_trial = left_s >= 0 and count_unprefilled() * self.times.chunk_s <= left_s
-            if not self._is_trial:
+        if self._current is not None and not self._is_trial:
+            other = self._affordable_trial(rates, context, count_unprefilled)
+            if other is not None:
+                self._is_trial = True
+                return Choice(draft_length=other, num_rounds=min(num_rounds, TRIAL_ROUNDS))
+            if self._current == 0:
                 return Choice(draft_length=0, num_rounds=num_rounds)
-            return Choice(draft_length=drafting, num_rounds=min(num_rounds, TRIAL_ROUNDS))
         worth = _worth(rates)
         if self._current != 0 and worth[0] == max(worth.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
@@ -272,14 +318,39 @@ class DraftLengthController:
         needed = 1.0 if best == 0 else 1 + CLEAR_GAIN
         if self._current is None or worth[best] > needed * worth[self._current]:
             self._current = best
-        self._is_trial = False
+        if self._is_trial or self._current == 0:
+            self._is_trial, self._since_trial_s = False, 0.0
         if self._current == 0:
-            self._plain_s = 0.0
             # Let a later trial outweigh the evidence by which drafting lost.
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
         elif self._num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
         return Choice(draft_length=self._current, num_rounds=num_rounds)
+
+    def _affordable_trial(
+        self, rates: Mapping[int, float], context: int, count_unprefilled: Callable[[], int]
+    ) -> int | None:
+        """Another draft length than the current one that a few rounds should be spent on, if what
+        they lose is a small share of the time since the last trial; arguments as in `choose`."""
+        current = self._current
+        if current == 0:
+            other = max(self.times.draft_lengths[1:], key=rates.__getitem__)
+            lost_s = self.round_s(other, context) - self.round_s(0, context)
+        else:
+            other = max(rates, key=lambda n: (self._rounds_since[n], rates[n]))
+            if not self.corrects_times or self._rounds_since[other] < RETIMED_AFTER:
+                return None
+            lost_s = self.round_s(other, context) * (1 - rates[other] / rates[current])
+        left_s = TRIAL_SHARE * self._since_trial_s - TRIAL_ROUNDS * max(lost_s, 0.0)
+        if left_s < 0:
+            return None
+        # What the drafter has to read when it drafts again.
+        num_chunks = 0
+        if current == 0:
+            num_chunks = count_unprefilled()
+        elif other == 0:
+            num_chunks = self.num_rows
+        return other if num_chunks * self.times.chunk_s <= left_s else None
 
     def note(
         self,
@@ -289,6 +360,7 @@ class DraftLengthController:
         num_rounds: int,
         num_row_rounds: int,
         num_accepted_at: Sequence[int],
+        seconds: float | None = None,
     ) -> None:
         """Records the result of a choice.
 
@@ -298,10 +370,17 @@ class DraftLengthController:
           num_rounds: rounds that were run.
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
           num_accepted_at: of these, those that accepted position j (of a chain: and all before).
+          seconds: that the rounds took, with one call; None if that is not known.
         """
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
+        expected_s = self.times.of(draft_length, context)
+        if self.corrects_times and seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
+            per_round_s = max(seconds - self.times.call_s, SHORTEST_S) / num_rounds
+            self._time_ratios[draft_length].append(per_round_s / expected_s)
+        for n in self._rounds_since:
+            self._rounds_since[n] = 0 if n == draft_length else self._rounds_since[n] + num_rounds
+        self._since_trial_s += num_rounds * self.round_s(draft_length, context)
         if draft_length == 0:
-            self._plain_s += num_rounds * self.times.of(0, context)
             return
         self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
         self._num_known += num_row_rounds
@@ -342,6 +421,8 @@ class AdaptiveDrafting:
         self._draft_length = draft_length
         self._choice: Choice | None = None  # of the rounds that `note` is called for next
         self._first_round: Any = 0  # before these, by shard
+        self._started_s: float | None = None  # when they were started; None if they are not timed
+        self._was_plain = False  # whether the last ones were plain steps
 
     def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
         """Measures rounds, unless that was done. Every row must be empty, and is afterwards.
@@ -359,7 +440,12 @@ class AdaptiveDrafting:
                 requests, draft_lengths=lengths, room=self._executor.longest_prompt
             )
             self._executor.reset()
-            self.controller = DraftLengthController(times, is_chain=is_chain)
+            self.controller = DraftLengthController(
+                times,
+                is_chain=is_chain,
+                corrects_times=True,
+                num_rows=self._executor.shape.batch_size,
+            )
 
     @property
     def is_resting(self) -> bool:
@@ -393,14 +479,18 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
-        if choice.draft_length > 0 and was_resting:  # otherwise it has seen everything
+        # A drafter that neither rested nor was left out of plain steps has seen everything.
+        must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
+        if must_read:
             executor.catch_up(lags())
+        self._was_plain = choice.draft_length == 0
         if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
             limits = np.zeros((executor.num_rows,), np.int32)
             for row, ticket in tickets.items():
                 limits[row] = min(ticket.draft_length, choice.draft_length)
             executor.set_draft_limits(limits)
         self._choice = choice
+        self._started_s = None if must_read else time.perf_counter()
         return choice
 
     def note(
@@ -408,6 +498,8 @@ class AdaptiveDrafting:
         tickets: Mapping[int, Ticket],
         before: Mapping[int, Acceptance],
         num_rounds: np.ndarray,
+        *,
+        answered_s: float,
     ) -> None:
         """Tells the controller the result of the last choice, if there was one since the last call.
 
@@ -415,7 +507,9 @@ class AdaptiveDrafting:
           tickets: by row.
           before: their acceptance when the choice was made.
           num_rounds: run so far, by shard if there is a mesh.
+          answered_s: when the device had run them, by `time.perf_counter`.
         """
+        seconds = None if self._started_s is None else answered_s - self._started_s
         choice, self._choice = self._choice, None
         if choice is None or self.controller is None:
             return
@@ -433,6 +527,7 @@ class AdaptiveDrafting:
                 sum(now.num_accepted_node(j) - then.num_accepted_node(j) for then, now in new)
                 for j in range(choice.draft_length)
             ],
+            seconds=seconds,
         )
 
     def _num_chunks(self, num_tokens: int) -> int:

@@ -298,6 +298,7 @@ class EngineCore:
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
         state = self.executor.fetch(*fields)
+        answered_s = time.perf_counter()
         before = {row: ticket.acceptance for row, ticket in tickets.items()}
         stopped, unreadable, ended = [], [], []
         for row, ticket in tickets.items():
@@ -320,7 +321,7 @@ class EngineCore:
             if not is_live or ticket.stopped is not None or row in unreadable:
                 ended.append(row)
         if self.adaptive is not None:
-            self.adaptive.note(tickets, before, state.num_rounds)
+            self.adaptive.note(tickets, before, state.num_rounds, answered_s=answered_s)
         self.metrics.update(
             ended=[tickets[row].acceptance for row in ended],
             running=[ticket.acceptance for row, ticket in tickets.items() if row not in ended],
