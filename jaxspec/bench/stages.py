@@ -18,7 +18,7 @@ from jaxspec.analysis.cost import Pass
 from jaxspec.bench.measure import Repeated, Run
 from jaxspec.bench.roofline import forward_pass
 from jaxspec.cache import layouts
-from jaxspec.cache.pages import BLOCK
+from jaxspec.cache.pages import BLOCK, commit_path
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.recorders import record
 from jaxspec.decode.round import commit, draft_and_verify, emit, lay_out, propose
@@ -34,7 +34,7 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
 
     `target` is the forward pass with the head; a plain step has no other stage. A speculative round
     has `draft`, `verify` and `commit` too, the last being bookkeeping: the state's and the
-    drafter's.
+    drafter's, and of a tree moving the accepted path's KV.
     """
     if loop.is_plain:
         start = layouts.window_start(state)[:, None]
@@ -86,19 +86,22 @@ def _speculative_stages(
         verdict = loop.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
         return moving, verdict
 
-    def commit_stage(params, fixed, drafter_state):
-        bare, info = fixed
+    def commit_stage(params, fixed, moving):
+        (bare, info), (cache, drafter_state) = fixed, moving
+        if not info.draft.is_chain:
+            cache = commit_path(cache, info.window.start, info.verdict.path)
         info = info.replace(emission=emit(bare, info.draft, info.verdict))
         after = commit(bare, info, ()).replace(**record(bare, info, logprobs=None, trace=None))
         drafter_state = loop.drafter.commit(
             shape, function_params(loop.drafter, params), drafter_state, batch_view(after), info
         )
-        return drafter_state, after
+        return (cache, drafter_state), after
 
+    moved = () if info.draft.is_chain else _copy(state.cache)
     stages = {
         "draft": Repeated(draft_stage, params, (bare, info.rows, seen), _copy(drafter_state)),
         "verify": Repeated(verify_stage, params, info, ()),
-        "commit": Repeated(commit_stage, params, (bare, info), _copy(drafter_state)),
+        "commit": Repeated(commit_stage, params, (bare, info), (moved, _copy(drafter_state))),
     }
     return stages, (info.tokens, info.window)
 

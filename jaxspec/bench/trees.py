@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
-from jaxspec.bench.measure import ROUND, PairBench, check_at_least_one
-from jaxspec.bench.stages import forward_runs
+from jaxspec.bench.measure import (
+    ROUND,
+    PairBench,
+    check_at_least_one,
+    fill_mid_decode,
+    load_prompts,
+)
+from jaxspec.bench.stages import forward_runs, round_stages
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -27,16 +34,17 @@ from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import time_loops
+from jaxspec.schedulers import Static
 from jaxspec.verifiers import Coupled, Rejection, Verifier
 
 RANKS = 8  # likeliest tokens of the draft model that static trees choose among
 DEPTH = 8  # levels of the beam trees, and of static trees at most
+Part: TypeAlias = Literal["costs", "acceptance", "speeds"]
 COSTS: Columns = {
     "kernels": "{kernels}",
     "context": "{context}",
@@ -45,6 +53,15 @@ COSTS: Columns = {
     "chain ms": "{chain_ms:.3f}",
     "tree ms": "{tree_ms:.3f}",
     "tree / chain": "{ratio:.2f}",
+}
+STAGES: Columns = {
+    "batch": "{batch_size}",
+    "nodes": "{num_nodes}",
+    "draft ms": "{draft_ms:.3f}",
+    "target ms": "{target_ms:.3f}",
+    "verify ms": "{verify_ms:.3f}",
+    "commit ms": "{commit_ms:.3f}",
+    "(verify + commit)\n/ target": "{share:.3f}",
 }
 ACCEPTANCE: Columns = {
     "rule": "{verifier}",
@@ -80,6 +97,10 @@ class TreesBench(PairBench):
         *ROUND, "drafters", "verifiers", "engine/adaptive.py", "bench/trees.py",
     )  # fmt: skip
 
+    parts: tuple[Part, ...] = ("costs", "acceptance", "speeds")
+    """What is measured."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
     windows: tuple[int, ...] = (5, 9, 17, 33)
     """Tokens per row of the passes that are timed."""
     contexts: tuple[int, ...] = (80, 1000)
@@ -108,30 +129,44 @@ class TreesBench(PairBench):
         names = ("windows", "contexts", "pass_batch_sizes", "nodes", "width", "batch_sizes")
         check_at_least_one(self, *names, "chains", "trees", "max_tokens", "repeats")
         target, draft = self.load()
-        prompts = [line.prompt for line in sample_prompts()]
-        plain = Engine(target, batch_size=8, max_length=512).generate(prompts, self._params(0.0))
+        lines, files = load_prompts(self.prompts, None)
+        prompts = [line.prompt for line in lines]
+        plain = Engine(target, batch_size=8, max_length=512).generate(
+            prompts, self._params(prompts, 0.0)
+        )
         ranks = draft_ranks(draft, plain)
         of_rank = [float(np.mean(np.concatenate(ranks) == rank)) for rank in range(RANKS)]
         static = {n: best_static_tree(np.tile(of_rank, (DEPTH, 1)), n) for n in self._sizes}
-        costs = self._costs(static)
-        acceptance, equal = self._acceptance(target, draft, prompts, static, ranks)
-        speeds, ties = self._speeds(target, draft, prompts)
+        found: dict[str, Any] = {"holds": True}
+        if "costs" in self.parts:
+            found["costs"] = self._costs(static)
+            found["stages"] = self._stages(target, draft, plain, static[max(self._sizes)])
+        if "acceptance" in self.parts:
+            found["acceptance"], is_equal = self._acceptance(target, draft, prompts, static, ranks)
+            found["holds"] &= is_equal
+        if "speeds" in self.parts:
+            found["speeds"], is_equal = self._speeds(target, draft, prompts)
+            found["holds"] &= is_equal
         return {
+            "prompt_files": files,
             "num_prompts": len(prompts),
             "acceptance_by_rank": of_rank,
             "static_trees": {n: static[n].choices for n in self.nodes},
-            "costs": costs,
-            "acceptance": acceptance,
-            "speeds": speeds,
-            "holds": equal and ties,
+            **found,
         }
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """One for each of the three."""
+        """One for each part."""
+        columns = {
+            "costs": ("a pass of the target", COSTS),
+            "stages": ("a round of the largest tree", STAGES),
+            "acceptance": ("tokens per round", ACCEPTANCE),
+            "speeds": ("speed, prefill included", SPEEDS),
+        }
         return [
-            TextTable.of_columns("a pass of the target", COSTS, document["costs"]),
-            TextTable.of_columns("tokens per round", ACCEPTANCE, document["acceptance"]),
-            TextTable.of_columns("speed, prefill included", SPEEDS, document["speeds"]),
+            TextTable.of_columns(title, of_part, document[part])
+            for part, (title, of_part) in columns.items()
+            if part in document
         ]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -152,12 +187,12 @@ class TreesBench(PairBench):
     def _sizes(self) -> list[int]:
         return sorted({*self.nodes, *(window - 1 for window in self.windows)})
 
-    def _params(self, temperature: float) -> list[SamplingParams]:
+    def _params(self, prompts: Sequence[Prompt], temperature: float) -> list[SamplingParams]:
         return [
             SamplingParams(
                 max_tokens=self.max_tokens, temperature=temperature, seed=seed, ignore_eos=True
             )
-            for seed in range(len(sample_prompts()))
+            for seed in range(len(prompts))
         ]
 
     def _beam(self, nodes: int) -> BeamTree:
@@ -194,6 +229,36 @@ class TreesBench(PairBench):
                         "ratio": turns.speedup("chain", over="tree"),
                     }
                 )
+        return results
+
+    def _stages(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel,
+        plain: Sequence[Completion],
+        tree: StaticTree,
+    ) -> list[dict[str, Any]]:
+        """Milliseconds of the stages of a round that drafts `tree`, on rows in mid-decode."""
+        prompts = [one.prompt_token_ids for one in plain]
+        results = []
+        for batch in self.pass_batch_sizes:
+            engine = Engine(
+                target,
+                DraftModel(draft, tree=tree),
+                batch_size=batch,
+                max_length=512,
+                scheduler=Static(),
+            )
+            num_tokens = max(self.max_tokens // 2, 1)
+            fill_mid_decode(
+                engine.executor, prompts, num_tokens=num_tokens, draft_length=tree.num_nodes
+            )
+            stages = round_stages(engine.executor.loop, engine.executor.state)
+            engine.reset()
+            turns = time_loops(stages, self.repeats)
+            ms = {f"{name}_ms": 1e3 * turns.median_s(name) for name in stages}
+            share = (ms["verify_ms"] + ms["commit_ms"]) / ms["target_ms"]
+            results.append({"batch_size": batch, "num_nodes": tree.num_nodes, **ms, "share": share})
         return results
 
     def _acceptance(
@@ -241,7 +306,7 @@ class TreesBench(PairBench):
             found = run_candidates(
                 engines,
                 prompts,
-                self._params(temperature),
+                self._params(prompts, temperature),
                 repeats=1,
                 is_judged=verifier.is_coupled,
                 tell=lambda stage: None,
@@ -270,7 +335,7 @@ class TreesBench(PairBench):
     ) -> tuple[list[dict[str, Any]], bool]:
         """Plain decoding, chains, trees, and trees whose size is chosen as they go, in turns."""
         results, holds = [], True
-        params = self._params(0.0)
+        params = self._params(prompts, 0.0)
         for batch_size in self.batch_sizes:
             shape: dict[str, Any] = {"batch_size": batch_size, "max_length": 512}
             largest = DraftModel(draft, tree=self._beam(max(self.trees)))
