@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -435,7 +436,7 @@ def _trace_count(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "q is the distribution that the drafts were drawn from (chi-square)")
 def _draft_probs(b: DrafterUnderTest) -> str:
-    _need_chain(b)
+    _need_draws(b)
     pairs = b.with_probs.draws(b.prompts[:ROWS], DRAWN, num_draws=NUM_DRAWS)
     drafts = [draft for _, draft in pairs]
     if drafts[0].q is None:
@@ -453,8 +454,10 @@ def _draft_probs(b: DrafterUnderTest) -> str:
         is_positive = np.isfinite(q).all() and (q >= 0).all()
         demand(is_positive, "q holds values that are negative or not finite")
         demand((np.abs(total - 1) < 1e-3).all(), f"q sums to {total.tolist()[:3]}, not to 1")
+        q = np.where(_taken_by_siblings(draft, q.shape[1])[is_valid], 0, q)
+        total = q.sum(axis=1)
         q_token = np.take_along_axis(q, tokens[:, None], axis=1)
-        demand((q_token > 0).all(), "a token was drafted whose q is 0")
+        demand((q_token > 0).all(), "a token was drafted whose q is 0, or that a sibling has")
         # Where a token's share begins when the distribution is laid out from the likeliest token
         # on, and a random place within it: uniform if tokens are drawn from q.
         is_likelier = q > q_token
@@ -473,7 +476,7 @@ def _draft_probs(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
 def _fresh_noise(b: DrafterUnderTest) -> str:
-    _need_chain(b)
+    _need_draws(b)
     prompt = list(b.prompts[1])
     # So hot that any distribution is nearly flat: equal noise shows as equal tokens. Row 1 is a
     # token longer than row 0 and has its key, as one request in two rounds; row 2 is another
@@ -486,11 +489,16 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
     drafts = [draft for _, draft in draws]
     if drafts[0].q is None:
         raise NotApplicable("it draws nothing")
+    # Siblings of one parent differ in any case, so only the first of them count.
+    depth = _depths(drafts[0])[0]
+    is_first = ~_taken_by_siblings(drafts[0], b.target.vocab_size)[0].any(axis=1)
+    firsts = np.flatnonzero(is_first).tolist()
+    deeper = [(m, n) for n in firsts for m in firsts if depth[m] == depth[n] + 1]
     pairs = {
-        "two nodes of a round": [((0, n), (0, n + 1)) for n in range(b.num_nodes - 1)],
-        "two rounds at one position": [((0, n + 1), (1, n)) for n in range(b.num_nodes - 1)],
-        "two rounds at one node": [((0, n), (1, n)) for n in range(b.num_nodes)],
-        "two requests": [((0, n), (2, n)) for n in range(b.num_nodes)],
+        "two nodes of a round": [((0, n), (0, m)) for n, m in itertools.pairwise(firsts)],
+        "two rounds at one position": [((0, m), (1, n)) for m, n in deeper],
+        "two rounds at one node": [((0, n), (1, n)) for n in firsts],
+        "two requests": [((0, n), (2, n)) for n in firsts],
     }
     total = 0
     for what, places in pairs.items():
@@ -516,17 +524,19 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
 def _shared_noise(b: DrafterUnderTest) -> str:
-    _need_chain(b)
+    _need_draws(b)
     num_tokens = 0
     shared = dataclasses.replace(b.with_probs, is_noise_shared=True)
     for keyed, draft in shared.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
         if draft.q is None:
             raise NotApplicable("it draws nothing")
-        position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)
+        position = keyed.num_committed[:, None] + jnp.asarray(_depths(draft) - 1)
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):
             perturbed = np.log(draft.q) + noise
+        is_taken = _taken_by_siblings(draft, b.target.vocab_size)
+        perturbed = np.where(is_taken, -np.inf, perturbed)
         tokens = np.asarray(draft.tokens)
         of_token = np.take_along_axis(perturbed, tokens[..., None], axis=2)[..., 0]
         missed = (of_token < perturbed.max(axis=2) - 1e-3) & _is_valid(draft)
@@ -541,9 +551,29 @@ def _shared_noise(b: DrafterUnderTest) -> str:
     return f"{num_tokens} drafted tokens are those of its distribution under the target's noise"
 
 
-def _need_chain(b: DrafterUnderTest) -> None:
-    if not b.drafter.is_chain:
-        raise NotApplicable("how trees are drawn is not checked")
+def _need_draws(b: DrafterUnderTest) -> None:
+    if b.complete.prunes_by_token:
+        raise NotApplicable("prunes_by_token is True: what it keeps follows no q")
+
+
+def _depths(draft: Draft) -> np.ndarray:
+    """`[B, N]` int32, of each node, from 1 on."""
+    parents = np.asarray(draft.parents)
+    depths = np.zeros(parents.shape, np.int32)
+    for node in range(parents.shape[1]):
+        parent = parents[:, node, None]
+        above = np.take_along_axis(depths, np.maximum(parent, 0), axis=1)
+        depths[:, node] = 1 + np.where(parent < 0, 0, above)[:, 0]
+    return depths
+
+
+def _taken_by_siblings(draft: Draft, vocab_size: int) -> np.ndarray:
+    """`[B, N, V]` bool, the tokens of each node's earlier siblings: it is not drawn among them."""
+    tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
+    is_earlier = np.tri(tokens.shape[1], k=-1, dtype=bool)[None]
+    is_sibling = is_earlier & (parents[:, :, None] == parents[:, None, :])
+    is_token = tokens[:, None, :, None] == np.arange(vocab_size)
+    return np.any(is_sibling[..., None] & is_token, axis=2)
 
 
 def _need_own_state(b: DrafterUnderTest) -> None:

@@ -372,6 +372,7 @@ class Branches(jaxspec.DrafterBase):
 
 
 DRAFT = toy.model(seed=9, width=24, **SMALL)
+TREE = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1)))
 
 
 @functools.cache
@@ -385,11 +386,20 @@ def truth():
 DRAFTERS = {
     "DraftModel": lambda: jaxspec.DraftModel(DRAFT),
     "DraftModel that ends drafts early": lambda: jaxspec.DraftModel(DRAFT, 0.25),
+    "DraftModel of a fixed shape": lambda: jaxspec.DraftModel(DRAFT, tree=TREE),
+    "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
     "NGram": lambda: jaxspec.NGram(1, 3),
     "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
     "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
     "one that samples": lambda: Bigram(),
     "one of trees": lambda: Branches(),
+}
+
+
+SELDOM = {
+    "Oracle with cost": "slow",
+    "DraftModel of a fixed shape": "system",
+    "DraftModel of a beam tree": "system",
 }
 
 
@@ -401,7 +411,7 @@ def test_the_table_holds_every_drafter_the_package_exports():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "Oracle with cost" else ())
+        pytest.param(name, marks=getattr(pytest.mark, SELDOM[name]) if name in SELDOM else ())
         for name in DRAFTERS
     ],
 )
@@ -412,6 +422,8 @@ def test_drafters_conform(name):
     assert [check.name for check in report.checks] == list(DRAFTER_CHECKS)
     left_out = {check.name for check in report.checks if check.passed is None}
     expected = {name: {"score"} for name in DRAFTERS if name.startswith("DraftModel")}
+    drawing = {"draft_probs", "fresh_noise", "shared_noise"}
+    expected["DraftModel of a beam tree"] = {"score", *drawing}
     expected |= {"one that samples": {"catch_up", "score"}}
     assert left_out == expected.get(name, left_out)
     if name == "DraftModel":
@@ -498,6 +510,22 @@ def draw_on_its_own(self, shape, params, rows, drafted, last, node):
     return draw_with(
         self, shape, params, rows, drafted, last, node, changes={"is_noise_shared": False}
     )
+
+
+def swap_siblings(self, shape, params, state, rows):
+    """The first two nodes, children of one parent, in another order than they were drawn."""
+    draft, state = jaxspec.DraftModel.propose(self, shape, params, state, rows)
+    order = jnp.asarray([1, 0, *range(2, shape.num_nodes)])
+    return draft.replace(tokens=draft.tokens[:, order]), state
+
+
+def own_noise(self, shape, params, state, rows):
+    shape = dataclasses.replace(shape, is_noise_shared=False)
+    return jaxspec.DraftModel.propose(self, shape, params, state, rows)
+
+
+def drafting_trees(propose):
+    return type("SpoiltDraftModel", (jaxspec.DraftModel,), {"propose": propose})(DRAFT, tree=TREE)
 
 
 def random_tokens(shape, draft, rows):
@@ -622,6 +650,8 @@ BROKEN_DRAFTERS = {
     "the distribution of another temperature": ("draft_probs", drawing(draw_warm_probs)),
     "a distribution of mass 2": ("draft_probs", drawing(draw_unnormalised)),
     "samples without a distribution": ("draft_probs", drawing(draw_without_probs)),
+    "siblings in another order than drawn": ("draft_probs", drafting_trees(swap_siblings)),
+    "trees by noise of its own": ("shared_noise", drafting_trees(own_noise)),
     "one key per round": ("fresh_noise", drawing(draw_with_one_key)),
     "keys of the position only": ("fresh_noise", drawing(draw_by_position)),
     "noise of its own": ("shared_noise", drawing(draw_on_its_own)),

@@ -86,11 +86,13 @@ def setting(request):
     return target, prompts, reference
 
 
-def engine_for(target, drafter, *, draft_length=4, batch_size=4, tree_depth=None):
+def engine_for(
+    target, drafter, *, draft_length=4, batch_size=4, tree_depth=None, scheduler="static"
+):
     return Engine(
         target,
         drafter,
-        scheduler=jaxspec.Static(),  # prompt i is row i
+        scheduler=scheduler,  # static: prompt i is row i
         draft_length=draft_length,
         verify_length=WINDOW + 1,
         tree_depth=tree_depth,
@@ -147,6 +149,25 @@ def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
     assert [shuffled[list(order).index(i)] for i in range(len(prompts))] == together
     alone = [engine.generate([prompt], PARAMS)[0].token_ids for prompt in prompts]
     assert alone == together
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("scheduler", ["pool", "continuous"])
+@pytest.mark.parametrize(
+    "name", ["DraftModel of the target, a beam tree", "DraftModel, a fixed shape", "a tree"]
+)
+def test_schedulers_agree_on_trees(setting, name, scheduler):
+    """Greedy and sampled rows side by side, more requests than rows."""
+    target, prompts, reference = setting
+    params = [
+        SamplingParams(max_tokens=8 + 4 * i, temperature=0.8 * (i % 2), seed=i)
+        for i in range(len(prompts))
+    ]
+    drafter = drafters(target, toy.sequences(reference))[name]
+    static = engine_for(target, drafter, tree_depth=WINDOW).generate(prompts, params)
+    regrouped = engine_for(target, drafter, tree_depth=WINDOW, scheduler=scheduler)
+    assert token_ids(regrouped.generate(prompts, params)) == token_ids(static)
+    assert sum(done.acceptance.num_accepted_tokens for done in static) > 0
 
 
 def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
