@@ -58,25 +58,15 @@ def setup(
 
 
 def tree_window(starts, num_entries, *, max_depth):
-    """A window of random trees, each row's its own: the root, and entries that hang from one of the
-    four before them that are not at `max_depth` yet."""
-    shape = len(starts), num_entries
-    depth = np.zeros(shape, np.int32)
-    paths = np.zeros((*shape, max_depth + 1), np.int32)
-    for row, begin in enumerate(starts):
-        rng = np.random.default_rng(begin)
-        for entry in range(1, num_entries):
-            above = rng.choice(np.flatnonzero(depth[row, :entry] < max_depth)[-4:])
-            depth[row, entry] = depth[row, above] + 1
-            paths[row, entry] = paths[row, above]
-            paths[row, entry, depth[row, entry]] = entry
-    start = np.asarray(starts, np.int32)
-    return Window(
-        start=jnp.asarray(start),
-        positions=jnp.asarray(start[:, None] + depth),
-        slots=jnp.asarray(start[:, None] + np.arange(num_entries, dtype=np.int32)),
-        paths=jnp.asarray(paths),
-    )
+    """A window of random trees, each row's its own."""
+    start = jnp.asarray(starts, jnp.int32)
+    positions = start[:, None] + jnp.arange(num_entries, dtype=jnp.int32)[None]
+    window = Window(start=start, positions=positions, slots=positions)
+    parents = [
+        random_parents(np.random.default_rng(begin), num_entries - 1, depth=max_depth)
+        for begin in starts
+    ]
+    return as_trees(window, parents, depth=max_depth)
 
 
 def as_trees(window, parents, *, depth):

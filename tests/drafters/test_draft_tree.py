@@ -13,6 +13,7 @@ import toy
 
 from jaxspec import BeamTree, DraftModel, Engine, Oracle, SamplingParams, StaticTree
 from jaxspec.cache import pages as kv
+from jaxspec.drafters import draft_model
 from jaxspec.drafters.draft_tree import GREEDY_SHARPNESS, SAMPLED_SHARPNESS
 from jaxspec.errors import SettingError
 from jaxspec.models.prefill import chain_window
@@ -328,3 +329,19 @@ def test_a_tree_says_whether_it_is_pruned_by_what_it_holds():
     assert DraftModel(MODEL, tree=StaticTree(((1,),))).prunes_by_token
     assert not DraftModel(MODEL, tree=STATIC).prunes_by_token
     assert not DraftModel(MODEL).prunes_by_token
+
+
+def test_without_slots_for_expanded_nodes_a_long_text_gets_another_tree(monkeypatch):
+    """What has no slot of its own is stored nowhere, and what is read in its place is not it."""
+    rows = rows_of(TEXTS)
+
+    def trees():
+        fresh, propose, _ = compiled.__wrapped__(BEAM, SHAPE)
+        draft = propose(fresh(rows), rows)[0]
+        return [paths_of(draft, row) for row in range(4)]
+
+    found = trees()
+    monkeypatch.setattr(draft_model, "num_scratch_slots", lambda tree: 0)
+    short = trees()
+    assert short[:3] == found[:3]
+    assert short[3] != found[3]
