@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import xxhash
 from flax import traverse_util
 
 from jaxspec.checkpoint.manifest import MANIFEST, read_manifest, verified, write_manifest
@@ -86,6 +88,36 @@ def _as_params(stored: Mapping[str, Any]) -> PyTree:
     """The decoder's pytree of what `_nest` made: layers become a tuple again."""
     layers = stored["layers"]
     return {**stored, "layers": tuple(layers[str(index)] for index in range(len(layers)))}
+
+
+def weights_digest(params: PyTree) -> str:
+    """A hex digest of a model's weights, whatever kernels they are packed for.
+
+    Weights are compared as fp32, so that a model has one digest in every dtype that holds its
+    weights exactly; a head that is the transposed embedding counts as tied.
+    """
+    digest = xxhash.xxh3_128()
+    for path, leaf in sorted(traverse_util.flatten_dict(_named(params)).items()):
+        if path == ("head",) and _is_tied(params):
+            continue
+        values = np.ascontiguousarray(unpacked(leaf), np.float32)
+        digest.update(f"{'/'.join(path)} {values.shape}\n".encode())
+        digest.update(values.data)
+    return digest.hexdigest()
+
+
+def _named(tree: Any) -> Any:
+    """Nested dicts with string keys of dicts, tuples and lists."""
+    if isinstance(tree, Mapping):
+        return {str(name): _named(value) for name, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return {str(index): _named(value) for index, value in enumerate(tree)}
+    return tree
+
+
+def _is_tied(params: Mapping[str, Any]) -> bool:
+    head, embedding = np.asarray(unpacked(params["head"])), np.asarray(params["embedding"])
+    return head.shape == embedding.T.shape and bool((head == embedding.T).all())
 
 
 # Writing

@@ -54,7 +54,7 @@ def decoder_layer(
     *,
     has_feed_forward: bool = True,
 ) -> jax.Array:
-    """Hidden states `[B, T, E]` after one layer, or after its attention alone.
+    """Hidden states `[B, T, E]` after one layer, or after its attention only.
 
     `attend(qkv)` returns heads `[B, T, Q, H]` of the projections `[B, T, K, G + 2, H]`; the caller
     decides where keys and values are kept (in a cache, or nowhere in training).
