@@ -109,9 +109,10 @@ def eos_token_ids(
     return tuple(ids)
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, *, prefix: str = "") -> list[Path]:
     """The files that hold the parameters: safetensors if there are any, else `.bin`; the whole file
-    if there is one, else the shards that the index names.
+    if there is one, else the shards that the index names for tensors whose names begin with
+    `prefix`.
 
     Raises:
       CheckpointError: there are none, a shard is missing, or the index names no files beside it.
@@ -121,16 +122,10 @@ def weight_files(directory: Path) -> list[Path]:
         if os.path.lexists(directory / whole):
             return [directory / whole]
         if os.path.lexists(index):
-            shards = HFConfig(read_json(index), str(index)).section("weight_map").fields.values()
-            suffix = Path(whole).suffix
-            strange = [shown(name) for name in shards if not _is_file_name(name, suffix=suffix)]
-            if strange or not shards:
-                named = _some(strange) or "nothing"
-                raise CheckpointError(
-                    f"{index} names {named} as shards (weight_map); it must name {suffix} files "
-                    "beside it, so fetch it again."
-                )
-            files = [directory / name for name in sorted(set(shards))]
+            shards = shard_names(index, prefix=prefix)
+            if not shards:
+                raise _names_other_files(index, "nothing")
+            files = [directory / name for name in shards]
             missing = [file.name for file in files if not os.path.lexists(file)]
             if missing:
                 raise CheckpointError(
@@ -141,6 +136,29 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(
         f"{directory} has no weights: expected model.safetensors or pytorch_model.bin, whole or in "
         "shards with an index."
+    )
+
+
+def shard_names(index: Path, *, prefix: str = "") -> list[str]:
+    """The files that an index names for tensors whose names begin with `prefix`, in order.
+
+    Raises:
+      CheckpointError: it cannot be read, or names what is no file of weights beside it.
+    """
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    stated = HFConfig(read_json(index), str(index)).section("weight_map").fields
+    shards = [file for name, file in stated.items() if name.startswith(prefix)]
+    strange = [shown(name) for name in shards if not _is_file_name(name, suffix=suffix)]
+    if strange:
+        raise _names_other_files(index, _some(strange))
+    return sorted(set(shards))
+
+
+def _names_other_files(index: Path, named: str) -> CheckpointError:
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    return CheckpointError(
+        f"{index} names {named} as shards (weight_map); it must name {suffix} files "
+        "beside it, so fetch it again."
     )
 
 
