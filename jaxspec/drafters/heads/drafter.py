@@ -162,25 +162,9 @@ class Heads(DrafterBase):
     def check(self, target: Model) -> None:
         """Raises `ModelError` if these are no heads for `target`, `SettingError` if a node of the
         tree has more children than there are tokens."""
-        if not isinstance(target, HeadedModel):
-            methods = ("final_norm", "head", "head_rows")
-            missing = [method for method in methods if not hasattr(target, method)]
-            raise ModelError(
-                f"The heads {self.name} use the head of their target, and {target.name} has no "
-                f"{', '.join(missing)}; add them as jaxspec.models.base.HeadedModel says."
-            )
-        token = jax.ShapeDtypeStruct((1,), jnp.int32)
-        row = jax.eval_shape(target.head_rows, target.params, token)
-        for what, mine, theirs in (
-            ("width", self.config.width, row.shape[-1]),
-            ("a vocabulary of", self.config.vocab_size, target.vocab_size),
-            ("dtype", self._dtype, row.dtype),
-        ):
-            if mine != theirs:
-                raise ModelError(
-                    f"The heads {self.name} have {what} {mine}, and the target {target.name} has "
-                    f"{what} {theirs}; use heads that were made for this target."
-                )
+        dtype = check_sizes(self.config, target, self.name)
+        if self._dtype != dtype:
+            raise _other_size(self.name, target, "dtype", self._dtype, dtype)
         if self.tree is not None and self.tree.num_children > target.vocab_size:
             raise SettingError(
                 f"The tree {self.tree.name} has nodes of {self.tree.num_children} children, and "
@@ -490,10 +474,42 @@ class Heads(DrafterBase):
         )
 
 
+def check_sizes(config: HeadsConfig, target: Model, name: str) -> jnp.dtype:
+    """The dtype of a target that heads of this configuration fit.
+
+    Raises:
+      ModelError: its head cannot be used by itself, or it has another width or vocabulary.
+    """
+    if not isinstance(target, HeadedModel):
+        methods = ("final_norm", "head", "head_rows")
+        missing = [method for method in methods if not hasattr(target, method)]
+        raise ModelError(
+            f"The heads {name} use the head of their target, and {target.name} has no "
+            f"{', '.join(missing)}; add them as jaxspec.models.base.HeadedModel says."
+        )
+    token = jax.ShapeDtypeStruct((1,), jnp.int32)
+    row = jax.eval_shape(target.head_rows, target.params, token)
+    for what, mine, theirs in (
+        ("width", config.width, row.shape[-1]),
+        ("a vocabulary of", config.vocab_size, target.vocab_size),
+    ):
+        if mine != theirs:
+            raise _other_size(name, target, what, mine, theirs)
+    return row.dtype
+
+
+def _other_size(name: str, target: Model, what: str, mine: Any, theirs: Any) -> ModelError:
+    return ModelError(
+        f"The heads {name} have {what} {mine}, and the target {target.name} has {what} {theirs}; "
+        "use heads that were made for this target."
+    )
+
+
 def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
     """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
-    dtype."""
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    dtype, but for an int32 `token_map`."""
+    floats = {name: tree for name, tree in params.items() if name != "token_map"}
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(floats)}
     dtype = min(dtypes, key=str) if dtypes else jnp.dtype(jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(jnp.float32)
@@ -502,6 +518,8 @@ def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
         param_shapes(config),
         is_leaf=lambda node: isinstance(node, tuple) and all(type(n) is int for n in node),
     )
+    if "token_map" in like:
+        like["token_map"] = jax.ShapeDtypeStruct(like["token_map"].shape, jnp.int32)
     mismatch = first_mismatch(kinds_of(jax.eval_shape(unpacked, params)), kinds_of(like))
     if mismatch is not None:
         path, found, expected = mismatch
@@ -523,8 +541,9 @@ def path_tokens(growth: Growth, newest: jax.Array, level: int) -> jax.Array:
 
 
 def finite(logits: jax.Array) -> jax.Array:
-    """Logits `[..., V]` as they are, or zeros where one of them is not finite."""
-    is_finite = jnp.all(jnp.isfinite(logits), axis=-1, keepdims=True)
+    """Logits `[..., V]` as they are, or zeros where one of them is not finite; -inf is that of a
+    token that is never proposed."""
+    is_finite = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
     return jnp.where(is_finite, logits, jnp.zeros((), logits.dtype))
 
 

@@ -47,7 +47,7 @@ from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.mapping import Leaf
 from jaxspec.convert.writer import assemble
 from jaxspec.drafters.heads.config import HeadsConfig, Kind, param_shapes
-from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.heads.drafter import Heads, check_sizes
 from jaxspec.drafters.heads.layouts import clover2, medusa, vllm
 from jaxspec.drafters.heads.layouts.tables import Layout, TargetSizes, Tensors
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
@@ -276,7 +276,7 @@ def load_drafter(
         config, params = _read_saved(directory, target, dtype=dtype, kind=kind, verify=verify)
     else:
         config, params = _read_layout(directory, target, dtype=dtype, kind=kind)
-    return Heads(config, params, tree=tree, name=f"{config.kind}:{name}")
+    return Heads(config, params, tree=tree, name=name)
 
 
 def _files_of_heads(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
@@ -319,27 +319,7 @@ def _check_fits(config: HeadsConfig, target: Model, directory: Path, *, kind: Ki
             f"{directory} holds heads of kind {config.kind}, and {kind} was asked for; write "
             f"{config.kind}:{directory}."
         )
-    if not isinstance(target, HeadedModel):
-        raise ModelError(
-            f"The heads in {directory} read hidden states and the head of their target, and "
-            f"{target.name} has no final_norm, head and head_rows; add them, see "
-            "jaxspec.models.base.HeadedModel."
-        )
-    width = _row(target).shape[-1]
-    for what, ours, theirs in (
-        ("width", config.width, width),
-        ("a vocabulary of", config.vocab_size, target.vocab_size),
-    ):
-        if ours != theirs:
-            raise ModelError(
-                f"The heads in {directory} have {what} {ours} and the target {target.name} has "
-                f"{what} {theirs}; give the target that they were made for, or heads of this one."
-            )
-
-
-def _row(target: HeadedModel) -> jax.ShapeDtypeStruct:
-    token = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.eval_shape(target.head_rows, target.params, token)
+    check_sizes(config, target, str(directory))
 
 
 def _warn_of_other_weights(directory: Path, made_for: str, target: Model) -> None:
@@ -379,7 +359,7 @@ def _read_layout(
     if config.num_head_tokens is not None:
         _check_token_map(tensors["token_map"].load(), config, directory)
     if layout is clover2.CLOVER2:
-        _compare_head(tensors, target, directory)
+        _compare_head(config, tensors, target, directory)
     elif not config.shares_head and _all_are_the_targets(leaves, tensors_of_heads, target):
         config = dataclasses.replace(config, shares_head=True, num_head_tokens=None)
         kept = leaf_shapes(config)
@@ -491,10 +471,12 @@ def _is_targets_head(rows: np.ndarray, target: HeadedModel, tokens: np.ndarray |
     return True
 
 
-def _compare_head(tensors: Tensors, target: HeadedModel, directory: Path) -> None:
+def _compare_head(
+    config: HeadsConfig, tensors: Tensors, target: HeadedModel, directory: Path
+) -> None:
     """Warns unless the head in the files is the target's; what embeds tokens must be that head."""
     expected = {
-        name: (target.vocab_size, _row(target).shape[-1])
+        name: (config.vocab_size, config.width)
         for name in (clover2.HEAD, clover2.EMBEDDING)
         if name in tensors
     }
