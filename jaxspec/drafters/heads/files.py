@@ -9,7 +9,6 @@ Heads of another project are read as they are, and not converted first: they are
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -46,10 +45,12 @@ from jaxspec.convert import hf_reader, hub
 from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.mapping import Leaf
 from jaxspec.convert.writer import assemble
+from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.heads.config import HeadsConfig, Kind, param_shapes
 from jaxspec.drafters.heads.drafter import Heads, check_sizes
 from jaxspec.drafters.heads.layouts import clover2, medusa, vllm
 from jaxspec.drafters.heads.layouts.tables import Layout, TargetSizes, Tensors
+from jaxspec.drafters.heads.tree_names import parse_tree
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import HeadedModel, LanguageModel, Model
@@ -192,8 +193,7 @@ def _read_saved(
         directory, HeadsManifest, _check_ranges, what=_WHAT, again=_AGAIN, verify=verify
     )
     config = manifest.config
-    _check_fits(config, target, directory, kind=kind)
-    dtype = _chosen_dtype(dtype, manifest.dtype, target)
+    dtype = dtype or _check_fits(config, target, directory, kind=kind)
     sharding = _sharding(target)
     wanted = {
         path: jax.ShapeDtypeStruct(shape, _dtype_of(path, dtype), sharding=sharding)
@@ -230,7 +230,7 @@ def load_drafter(
     target: Model | str,
     *,
     dtype: Any = None,
-    tree: Any = None,
+    tree: Tree | str | None = None,
     kind: Kind | None = None,
     revision: str | None = None,
     verify: bool = True,
@@ -246,18 +246,21 @@ def load_drafter(
       name: of the heads.
       target: the model that they draft for, or its name as `load_model` takes it.
       dtype: of the parameters; None is the target's.
-      tree: the tree to draft, see `Heads`.
+      tree: the tree to draft, or its name: `chain`, a number of nodes, `WIDTHxDEPTH:NODES` or one
+        of Medusa's, see `parse_tree`; None is Clover's of four nodes.
       kind: that the heads must be of: `medusa`, `hydra`, `clover` or `clover2`; None takes any.
       revision: branch, tag or commit of a hub id.
       verify: compare the files of our directories with their checksums.
 
     Raises:
+      SettingError: the tree is unknown, or deeper than there are heads.
       ModelError: there are no such heads, they are of another kind, or they do not fit the target.
       CheckpointError: they cannot be read, or their files are damaged.
 
     Warns:
       JaxspecWarning: they were made for a target with other weights.
     """
+    make_tree = parse_tree(tree) if isinstance(tree, str) else lambda num_heads: tree
     target = as_model(target)
     name = os.fspath(name)
     dtype = None if dtype is None else parse_dtype(dtype)
@@ -276,7 +279,7 @@ def load_drafter(
         config, params = _read_saved(directory, target, dtype=dtype, kind=kind, verify=verify)
     else:
         config, params = _read_layout(directory, target, dtype=dtype, kind=kind)
-    return Heads(config, params, tree=tree, name=name)
+    return Heads(config, params, tree=make_tree(config.num_heads), name=name)
 
 
 def _files_of_heads(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
@@ -296,11 +299,6 @@ def _files_of_heads(files: Iterable[str], fetch: Callable[[list[str]], Path]) ->
     return fetch([config, hub.weight_patterns(files)])
 
 
-def _chosen_dtype(dtype: Any, stored: Any, target: Model) -> np.dtype:
-    """The dtype that is asked for, the target's, or the stored one."""
-    return np.dtype(dtype if dtype is not None else getattr(target, "dtype", stored))
-
-
 def _sharding(target: Model) -> jax.sharding.Sharding:
     """Where parameters of heads go: to the devices of the target's, on each of them whole."""
     found = next(
@@ -312,14 +310,16 @@ def _sharding(target: Model) -> jax.sharding.Sharding:
     return found
 
 
-def _check_fits(config: HeadsConfig, target: Model, directory: Path, *, kind: Kind | None) -> None:
-    """Raises `ModelError` unless heads are of this kind and of the target's sizes."""
+def _check_fits(
+    config: HeadsConfig, target: Model, directory: Path, *, kind: Kind | None
+) -> np.dtype:
+    """The target's dtype; raises `ModelError` unless heads are of this kind, and fit it."""
     if kind not in (None, config.kind):
         raise ModelError(
             f"{directory} holds heads of kind {config.kind}, and {kind} was asked for; write "
             f"{config.kind}:{directory}."
         )
-    check_sizes(config, target, str(directory))
+    return np.dtype(check_sizes(config, target, str(directory)))
 
 
 def _warn_of_other_weights(directory: Path, made_for: str, target: Model) -> None:
@@ -345,8 +345,8 @@ def _read_layout(
         norm_epsilon=getattr(getattr(target, "config", None), "norm_epsilon", 1e-6),
     )
     config = layout.read_config(layout.select(tensors), hf, sizes)
-    _check_fits(config, target, directory, kind=kind)
-    assert isinstance(target, HeadedModel)
+    fitting = _check_fits(config, target, directory, kind=kind)
+    assert isinstance(target, HeadedModel), "check_sizes has said so"
     tensors_of_heads = layout.select(tensors)
     leaves = layout.leaves(config, tensors_of_heads, hf)
     hf_reader.check_tensors(
@@ -364,7 +364,8 @@ def _read_layout(
         config = dataclasses.replace(config, shares_head=True, num_head_tokens=None)
         kept = leaf_shapes(config)
         leaves = [leaf for leaf in leaves if leaf.path in kept]
-    return config, _place(config, leaves, tensors_of_heads, target, dtype=dtype)
+    sharding = _sharding(target)
+    return config, _place(config, leaves, tensors_of_heads, sharding, dtype=dtype or fitting)
 
 
 def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfig]:
@@ -414,26 +415,25 @@ def _check_token_map(tokens: np.ndarray, config: HeadsConfig, directory: Path) -
 
 
 def _place(
-    config: HeadsConfig, leaves: list[Leaf], tensors: Tensors, target: Model, *, dtype: Any
+    config: HeadsConfig,
+    leaves: list[Leaf],
+    tensors: Tensors,
+    sharding: jax.sharding.Sharding,
+    *,
+    dtype: Any,
 ) -> PyTree:
-    """The parameters on the target's devices; heads that are stored once are placed once."""
-    shapes, sharding = leaf_shapes(config), _sharding(target)
-    dtype = _chosen_dtype(dtype, np.float32, target)
-
-    @functools.cache
-    def placed(names: tuple[str, ...], path: LeafPath) -> jax.Array:
-        leaf = next(leaf for leaf in leaves if leaf.path == path)
-        array = assemble(leaf, shapes[path], tensors, _dtype_of(path, dtype))
-        return jax.device_put(np.ascontiguousarray(array), sharding)
-
-    first = {tuple(leaf.sources): leaf.path for leaf in reversed(leaves) if leaf.sources}
-    by_path = {leaf.path: leaf for leaf in leaves}
-
-    def made(path: LeafPath) -> jax.Array:
-        names = tuple(by_path[path].sources)
-        return placed(names, first.get(names, path))
-
-    return _as_params(param_shapes(config), made)
+    """The parameters as they are placed; what is made of the same tensors (a head that serves all)
+    is placed once."""
+    shapes = leaf_shapes(config)
+    of_sources: dict[tuple[str, ...], jax.Array] = {}
+    placed: dict[LeafPath, jax.Array] = {}
+    for leaf in leaves:
+        names = tuple(leaf.sources)
+        if not names or names not in of_sources:
+            array = assemble(leaf, shapes[leaf.path], tensors, _dtype_of(leaf.path, dtype))
+            of_sources[names] = jax.device_put(np.ascontiguousarray(array), sharding)
+        placed[leaf.path] = of_sources[names]
+    return _as_params(param_shapes(config), placed.__getitem__)
 
 
 # The target's head in the files of heads
@@ -528,7 +528,7 @@ def export_drafter(
             f"Heads of kind {config.kind} were to be written as {format!r}; there is {kinds}, and "
             "save_drafter for all kinds."
         )
-    _check_fits(config, target, Path(directory), kind=None)
+    check_sizes(config, target, heads.name)
     fields = layout.config_fields(config)
     hf = HFConfig(fields, "config.json")
     params = unpacked(heads.params)
