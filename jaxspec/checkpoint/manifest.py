@@ -169,7 +169,7 @@ def read_record(
         if kind is not None:
             found, name, load = str(kind)[:20], str(kind)[:20], "load_drafter"
         raise CheckpointError(
-            f"{directory} holds {found}, and {what} was expected; as a drafter it is named "
+            f"{directory} holds {found}, not {what}; as a drafter it is named "
             f"{name}:{directory}, and in Python jaxspec.{load} loads it."
         )
     version, checksum = fields.pop("format_version"), fields.pop("checksum", None)

@@ -193,7 +193,8 @@ def _read_saved(
         directory, HeadsManifest, _check_ranges, what=_WHAT, again=_AGAIN, verify=verify
     )
     config = manifest.config
-    dtype = dtype or _check_fits(config, target, directory, kind=kind)
+    fitting = _check_fits(config, target, directory, kind=kind)
+    dtype = fitting if dtype is None else dtype
     sharding = _sharding(target)
     wanted = {
         path: jax.ShapeDtypeStruct(shape, _dtype_of(path, dtype), sharding=sharding)
@@ -364,8 +365,8 @@ def _read_layout(
         config = dataclasses.replace(config, shares_head=True, num_head_tokens=None)
         kept = leaf_shapes(config)
         leaves = [leaf for leaf in leaves if leaf.path in kept]
-    sharding = _sharding(target)
-    return config, _place(config, leaves, tensors_of_heads, sharding, dtype=dtype or fitting)
+    dtype = fitting if dtype is None else dtype
+    return config, _place(config, leaves, tensors_of_heads, _sharding(target), dtype=dtype)
 
 
 def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfig]:
@@ -457,8 +458,8 @@ def _all_are_the_targets(leaves: list[Leaf], tensors: Tensors, target: HeadedMod
 
 
 def _is_targets_head(rows: np.ndarray, target: HeadedModel, tokens: np.ndarray | None) -> bool:
-    """Whether `rows` `[n, E]` are what the target's head gives `tokens` `[n]` (None: all), in its
-    dtype."""
+    """Whether `rows` `[n, E]` are what the target's head gives `tokens` `[n]` (None: all), in the
+    dtype of either."""
     if tokens is None:
         tokens = np.arange(target.vocab_size)
     if len(rows) != len(tokens):
@@ -466,7 +467,11 @@ def _is_targets_head(rows: np.ndarray, target: HeadedModel, tokens: np.ndarray |
     for start in range(0, len(tokens), _COMPARED_ROWS):
         part = slice(start, start + _COMPARED_ROWS)
         theirs = np.asarray(target.head_rows(target.params, jnp.asarray(tokens[part], jnp.int32)))
-        if not np.array_equal(rows[part].astype(theirs.dtype), theirs):
+        ours = rows[part]
+        with np.errstate(over="ignore"):  # of what fp16 cannot hold
+            is_same = np.array_equal(ours.astype(theirs.dtype), theirs)
+            is_same = is_same or np.array_equal(ours, theirs.astype(ours.dtype))
+        if not is_same:
             return False
     return True
 

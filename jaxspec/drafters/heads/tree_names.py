@@ -38,7 +38,7 @@ def parse_tree(text: str) -> MakeTree:
     if match := _BEAM.fullmatch(text):
         beam = BeamTree(*map(int, match.groups()))
         return lambda num_heads: beam
-    if not re.fullmatch(r"\w+", text, re.ASCII):
+    if not re.fullmatch(r"[a-z]\w*", text, re.ASCII):
         raise SettingError(f"The tree {text!r} was given; write {_FORMS}.")
     static = medusa_tree(text)
     return lambda num_heads: static
