@@ -24,7 +24,13 @@ import numpy as np
 import xxhash
 from flax import traverse_util
 
-from jaxspec.checkpoint.manifest import MANIFEST, read_manifest, verified, write_manifest
+from jaxspec.checkpoint.manifest import (
+    MANIFEST,
+    MODEL_AGAIN,
+    read_manifest,
+    verified,
+    write_manifest,
+)
 from jaxspec.errors import DamagedError, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
@@ -218,7 +224,7 @@ def load_converted(
         dtype = jnp.float32 if jax.default_backend() == "cpu" else manifest.dtype
     dtype = parse_dtype(dtype)
     with verified(directory, manifest.files if verify else {}):
-        params = _read_params(directory, manifest.config, dtype=dtype, sharding=sharding)
+        params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
         kernels = kernels or default_kernels()
         params = decoder.pack_params(params, get_kernels(kernels), consume=True)
         tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
@@ -233,8 +239,10 @@ def load_converted(
     )
 
 
-def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: Any) -> PyTree:
-    """Parameters in `dtype`; Orbax reads, casts and places leaf by leaf, a few at a time."""
+def _read_model_params(
+    directory: Path, config: ModelConfig, *, dtype: Any, sharding: Any
+) -> PyTree:
+    """A model's parameters in `dtype`."""
     shapes = leaf_shapes(config)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -246,21 +254,42 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
         path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path])
         for path, shape in shapes.items()
     }
-    largest = max(4 * math.prod(shape) for shape in shapes.values())
+    return _as_params(read_params(directory, wanted, what=f"a {config.family} model"))
+
+
+def read_params(
+    directory: Path,
+    wanted: Mapping[LeafPath, jax.ShapeDtypeStruct],
+    *,
+    what: str,
+    again: str = MODEL_AGAIN,
+) -> dict[str, Any]:
+    """The parameters below `directory`, as nested dicts with string keys; Orbax reads, casts and
+    places leaf by leaf, a few at a time.
+
+    Args:
+      directory: of the checkpoint.
+      wanted: shape, dtype and sharding of each.
+      what: they belong to, for messages.
+      again: what a user does about a directory that is damaged, for messages.
+
+    Raises:
+      DamagedError: they cannot be read, or have other shapes.
+    """
+    largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
     try:
         with _quiet_orbax() as ocp:
             context = ocp.Context()
             context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
             with context:
                 found = ocp.metadata(str(directory / "params")).metadata
-                _check_shapes(found, shapes)
-                stored = ocp.load(str(directory / "params"), _nest(wanted))
+                _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
+                return ocp.load(str(directory / "params"), _nest(wanted))
     except Exception as error:
         raise DamagedError(
-            f"The parameters in {directory / 'params'} cannot be read as those of a "
-            f"{config.family} model ({first_line(error)}); convert the model again."
+            f"The parameters in {directory / 'params'} cannot be read as those of {what} "
+            f"({first_line(error)}); {again}."
         ) from error
-    return _as_params(stored)
 
 
 def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import XLA, Kernels, attention_inputs, unpacked
+from jaxspec.kernels.base import XLA, Kernels, PackedWeight, attention_inputs, unpacked
 from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
@@ -240,16 +240,33 @@ def run_layers(
 
 
 def head(
-    config: ModelConfig, params: Params, hidden: jax.Array, *, kernels: Kernels = XLA
+    config: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    *,
+    is_normed: bool = False,
+    kernels: Kernels = XLA,
 ) -> jax.Array:
-    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer (not yet normed)."""
+    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, not yet normed
+    unless they are said to be."""
     return kernels.product(
         hidden,
         params["head"] if "head" in params else params["embedding"].T,
-        norm=params["final_norm"],
+        norm=None if is_normed else params["final_norm"],
         epsilon=config.norm_epsilon,
         dtype=jnp.float32,
     )
+
+
+def head_rows(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """The weights `[..., E]` that the head gives each of `tokens` `[...]`; of a tied head they are
+    the embedding's. Ids outside the vocabulary are clipped into it."""
+    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
+    if config.is_tied or "head" not in params:
+        return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+    if isinstance(params["head"], PackedWeight):
+        return params["head"].columns(tokens)
+    return jnp.moveaxis(jnp.take(params["head"], tokens, axis=1, mode="clip"), 0, -1)
 
 
 def forward(
