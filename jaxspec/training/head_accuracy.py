@@ -55,8 +55,8 @@ def measure_head_accuracy(
     target: tuple[ModelConfig, PyTree],
     texts: Sequence[Text],
     row_length: int,
-) -> HeadAccuracy:
-    """Accuracy of heads on texts that their target wrote.
+) -> dict[str, HeadAccuracy]:
+    """Accuracy of heads on texts that their target wrote, of all of them (`all`) and by domain.
 
     Args:
       config: of the heads.
@@ -65,41 +65,47 @@ def measure_head_accuracy(
       texts: at least one.
       row_length: tokens of a row; longer texts are cut.
     """
+    found = {}
+    for domain in dict.fromkeys(text.domain for text in texts):
+        some = [text for text in texts if text.domain == domain]
+        found[domain] = _add_up(config, params, target, some, row_length)
+    by_rank, by_path = (sum(tables) for tables in zip(*found.values(), strict=True))
+    found = {"all": (by_rank, by_path)} | found
+    return {name: _accuracy(*tables) for name, tables in found.items()}
+
+
+def _add_up(
+    config: HeadsConfig,
+    params: PyTree,
+    target: tuple[ModelConfig, PyTree],
+    texts: Sequence[Text],
+    row_length: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tables of `_counts` over all texts."""
     lengths = [min(len(text.prompt) + len(text.output), row_length) for text in texts]
     rows = fill_rows(lengths, row_length, np.random.default_rng(0))
     num_rows = max(1, _BATCH_TOKENS // row_length)
-    by_rank, by_path = 0, 0
+    shape = (config.num_heads, NUM_RANKS + 1)
+    by_rank, by_path = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for start in range(0, len(rows), num_rows):
         chosen = rows[start : start + num_rows]
         chosen += [[]] * (num_rows - len(chosen))  # one shape for all batches
         batch = pack_texts([[texts[index] for index in row] for row in chosen], row_length)
         counted = _COUNTS(config, target[0], params, target[1], batch)
         by_rank, by_path = by_rank + np.asarray(counted[0]), by_path + np.asarray(counted[1])
-    num_tokens = np.asarray(by_rank).sum(axis=1)
+    return by_rank, by_path
+
+
+def _accuracy(by_rank: np.ndarray, by_path: np.ndarray) -> HeadAccuracy:
+    num_tokens = by_rank.sum(axis=1)
     shares = by_rank / np.maximum(num_tokens, 1)[:, None]
-    acceptance = by_path / np.maximum(np.asarray(by_path).sum(axis=1), 1)[:, None]
+    acceptance = by_path / np.maximum(by_path.sum(axis=1), 1)[:, None]
     return HeadAccuracy(
         top1=shares[:, 0].tolist(),
         top5=shares[:, :5].sum(axis=1).tolist(),
-        num_tokens=num_tokens.astype(int).tolist(),
+        num_tokens=num_tokens.tolist(),
         acceptance=acceptance[:, :NUM_RANKS].tolist(),
     )
-
-
-def measure_by_domain(
-    config: HeadsConfig,
-    params: PyTree,
-    target: tuple[ModelConfig, PyTree],
-    texts: Sequence[Text],
-    row_length: int,
-) -> dict[str, HeadAccuracy]:
-    """`measure_head_accuracy` of all texts (`all`), and of those of each domain."""
-    domains = dict.fromkeys(text.domain for text in texts)
-    chosen = {"all": texts} | {
-        name: [text for text in texts if text.domain == name] for name in domains
-    }
-    measure = functools.partial(measure_head_accuracy, config, params, target)
-    return {name: measure(some, row_length) for name, some in chosen.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -43,7 +43,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.training import runs
-from jaxspec.training.head_accuracy import NUM_RANKS, measure_by_domain
+from jaxspec.training.head_accuracy import NUM_RANKS, measure_head_accuracy
 from jaxspec.training.runs import OnStep, TrainState
 from jaxspec.training.teacher_forcing import (
     HeadBatch,
@@ -372,7 +372,7 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     def measured(params: PyTree, texts: Sequence[Text]):
         cast = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
         pair = (target_config, target_params)
-        return measure_by_domain(heads, cast, pair, texts, config.sequence_length)
+        return measure_head_accuracy(heads, cast, pair, texts, config.sequence_length)
 
     config.out.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, float] = {"loss": math.nan}
