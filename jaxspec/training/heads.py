@@ -34,7 +34,7 @@ from jaxspec.drafters.heads.config import (
     param_shapes,
 )
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import save_drafter
+from jaxspec.drafters.heads.files import EXPORTED, export_drafter, save_drafter
 from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.drafters.trees import best_static_tree
 from jaxspec.errors import ModelError, SettingError
@@ -70,6 +70,7 @@ _FREE_FIELDS = (
     "target",
     "texts",
     "held_out",
+    "format",
     "tree_nodes",
     "resume",
     "log_every",
@@ -106,6 +107,8 @@ class HeadsTrainConfig:
       weight_decay: on matrices.
       clip_norm: largest global norm of a gradient.
       clip_value: instead, the largest size of each of its components (Clover-2's release: 0.5).
+      format: also write the heads in another project's layout, to `out / format`: vllm for Medusa,
+        clover2 for Clover-2.
       tree_nodes: sizes of the static trees that are made of what was measured at the end.
       resume: continue the run in `out`.
       seed: of parameters and row order.
@@ -135,6 +138,7 @@ class HeadsTrainConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     clip_value: float | None = None
+    format: Literal["vllm", "clover2"] | None = None
     tree_nodes: tuple[int, ...] = (4, 16)
     resume: bool = False
     seed: int = 0
@@ -169,6 +173,11 @@ class HeadsTrainConfig:
                     f"{name} was given for {self.kind}; it is a setting of {' and '.join(kinds)}, "
                     "so leave it out."
                 )
+        if self.format is not None and EXPORTED[self.format][0] != self.kind:
+            raise SettingError(
+                f"format {self.format} was given for {self.kind}; it holds "
+                f"{EXPORTED[self.format][0]} heads, so leave it out."
+            )
         for nodes in self.tree_nodes:
             if nodes < 1:
                 raise SettingError(f"tree_nodes has {nodes}; a tree has at least one node.")
@@ -399,6 +408,9 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     directory = config.out / "heads"
     drafter = Heads(heads, jax.tree.map(lambda leaf: leaf.astype(target.dtype), state.params))
     save_drafter(drafter, directory, target=target, overwrite=True)
+    if config.format is not None:
+        path = config.out / config.format
+        export_drafter(drafter, path, config.format, target=target, overwrite=True)
     result = {
         "kind": config.kind,
         "steps": num_steps,
