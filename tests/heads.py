@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import toy
 
+from jaxspec import Heads
 from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
-from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
+from jaxspec.types import Trace
 
 KINDS = ("medusa", "hydra", "clover", "clover2")
 FORMS = {  # what there is besides the four kinds as their papers have them
-    "medusa of two blocks with heads of its own": ("medusa", {"num_layers": 2, "shares_head": False}),
+    "medusa of two blocks with heads of its own": (
+        "medusa",
+        {"num_layers": 2, "shares_head": False},
+    ),
     "hydra with heads of its own": ("hydra", {"shares_head": False}),
     "clover without a block": ("clover", {"block": None, "num_gate_heads": 4, "gate": "cosine"}),
     "clover with a block of attention": ("clover", {"block_part": "attention", "has_silu": False}),
@@ -61,3 +67,11 @@ def random_heads(
 
 def _is_shape(node) -> bool:
     return isinstance(node, tuple) and all(type(size) is int for size in node)
+
+
+class Recorded(NamedTuple):
+    """What tests read of a completion, of a row that is still running."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    trace: Trace
