@@ -261,8 +261,8 @@ class BeamTree:
 
 @dataclasses.dataclass(frozen=True)
 class BudgetTree:
-    """A tree that spends its nodes level by level, as Clover does (2405.00263, and the figure of its
-    sampling that was released with Clover-2).
+    """A tree that spends its nodes level by level, as Clover does (2405.00263, and the picture of
+    its sampling that was released with Clover-2).
 
     A child is considered if it is among the likeliest that together have the probability `top_p`,
     and at least `min_ratio` times as likely as its likeliest sibling. Of all children of a depth
