@@ -127,7 +127,7 @@ def _heads(name: str, *, verify: bool) -> MakeDrafter:
             f"The drafter {name!r} was given without a name of heads; write {kind}:NAME with a "
             "directory or a hub id."
         )
-    wanted = None if kind == "heads" else kind
+    wanted: Any = None if kind == "heads" else kind
     return lambda target: load_drafter(heads, target, tree=tree, kind=wanted, verify=verify)
 
 

@@ -489,7 +489,7 @@ def _compare_head(
     hint = f"they are no heads as in the layout of {clover2.CLOVER2.name}"
     hf_reader.check_tensors(stored, expected, where=str(directory), hint=hint)
     loaded = [tensor.load() for tensor in stored.values()]
-    if len(loaded) == 2 and not np.array_equal(*loaded):
+    if len(loaded) == 2 and not np.array_equal(loaded[0], loaded[1]):
         raise ModelError(
             f"The heads in {directory} embed tokens with {clover2.EMBEDDING}, which differs from "
             f"{clover2.HEAD}; only heads whose embedding is the target's head can be used here."

@@ -113,7 +113,7 @@ def is_released_form(block: ModelConfig) -> bool:
 
 def _config_fields(config: HeadsConfig) -> dict[str, Any]:
     block = _block(config)
-    clover = {"num_heads": config.num_heads, "num_layers": block.num_layers}
+    clover: dict[str, float] = {"num_heads": config.num_heads, "num_layers": block.num_layers}
     if block.rope.theta != ROPE_THETA:
         clover["rope_theta"] = block.rope.theta
     fields = config_fields(block, end_of_text=None, dtype="float32")

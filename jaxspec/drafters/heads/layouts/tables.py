@@ -64,7 +64,7 @@ def product(path: LeafPath, name: str, num_inputs: int, num_outputs: int) -> Lea
 
 def zero(path: LeafPath) -> Leaf:
     """A parameter that is not stored, because it is zero."""
-    return Leaf(path, {}, lambda: [(..., np.float32(0))])
+    return Leaf(path, {}, lambda: [(..., np.zeros((), np.float32))])
 
 
 def matrix_sizes(tensors: Tensors, name: str, where: str) -> tuple[int, int]:
