@@ -117,7 +117,11 @@ def head_logits(
     """Logits `[..., V]` fp32 of what head `index` made, `[..., E]`."""
     if config.shares_head:
         return target.head(output)
-    return product(output, params["heads"][index]["head"], dtype=jnp.float32)
+    logits = product(output, params["heads"][index]["head"], dtype=jnp.float32)
+    if config.num_head_tokens is None:
+        return logits
+    none = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, jnp.float32)
+    return none.at[..., params["token_map"]].set(logits)
 
 
 def attention_decoder(
