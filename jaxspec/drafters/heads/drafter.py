@@ -205,8 +205,8 @@ class Heads(DrafterBase):
     @property
     def _kernels(self) -> Kernels:
         """The target's, where it is one of the package's own models."""
-        is_own = isinstance(self.target, LanguageModel)
-        return get_kernels(self.target.kernels) if is_own else XLA
+        target = self.target
+        return get_kernels(target.kernels) if isinstance(target, LanguageModel) else XLA
 
     @property
     def _dtype(self) -> jnp.dtype:
@@ -272,6 +272,7 @@ class Heads(DrafterBase):
     ) -> HeadsState:
         """Reads the newest token of before the round and what was accepted after it, with the
         target's features of them. The round's last token has none yet."""
+        assert info.features is not None, "heads have a tap"
         start, num_kept = info.rows.num_committed - 1, info.emission.num_emitted
         entry = jnp.pad(info.verdict.path + 1, ((0, 0), (1, 0)))  # 0 is the newest token
         features = jnp.take_along_axis(info.features[:, :, 0], entry[..., None], axis=1)
