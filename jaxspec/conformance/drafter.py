@@ -524,7 +524,7 @@ def _shared_noise(b: DrafterUnderTest) -> str:
     for keyed, draft in shared.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
         if draft.q is None:
             raise NotApplicable("it draws nothing")
-        position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)
+        position = keyed.num_committed[:, None] + jnp.arange(b.num_nodes, dtype=jnp.int32)[None]
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):

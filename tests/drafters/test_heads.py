@@ -546,3 +546,21 @@ def test_they_say_what_they_are(target):
         batch_size=2, max_length=128, verify_length=4, prefill_chunk=16, vocab_size=toy.VOCAB
     )
     assert bound.init(shape).cache.layers[0].k.shape[2:] == (128, 8)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["clover", "clover2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layout": "aligned", "scheduler": jaxspec.Static()},
+        {"layout": "aligned", "scheduler": jaxspec.Pool(4)},
+        {"scheduler": jaxspec.Continuous(waiting=2)},
+    ],
+    ids=["aligned", "pool", "waiting"],
+)
+def test_layouts_and_rows_that_wait_change_no_draft(target, name, settings):
+    heads = heads_named(name, target, STATIC)
+    found = drafted_by(heads, target, **settings)[1]
+    num_drafts, _ = check_rounds(heads, target, found, PARAMS)
+    assert num_drafts > 40

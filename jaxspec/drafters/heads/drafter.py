@@ -82,7 +82,7 @@ class Heads(DrafterBase):
     will draw; under `rejection` they are drawn without replacement, which takes a chain or a
     `StaticTree`. A node is worth the probability of its path.
 
-    Heads whose logits are not finite propose as if they knew nothing.
+    A head whose logits are NaN proposes as if it knew nothing.
 
     Attributes:
       config: architecture.
@@ -189,8 +189,8 @@ class Heads(DrafterBase):
     @property
     def _kernels(self) -> Kernels:
         """The target's, where it is one of the package's own models."""
-        is_own = isinstance(self.target, LanguageModel)
-        return get_kernels(self.target.kernels) if is_own else XLA
+        target = self.target
+        return get_kernels(target.kernels) if isinstance(target, LanguageModel) else XLA
 
     @property
     def _dtype(self) -> jnp.dtype:
@@ -256,6 +256,7 @@ class Heads(DrafterBase):
     ) -> HeadsState:
         """Reads the newest token of before the round and what was accepted after it, with the
         target's features of them. The round's last token has none yet."""
+        assert info.features is not None, "heads have a tap"
         start, num_kept = info.rows.num_committed - 1, info.emission.num_emitted
         entry = jnp.pad(info.verdict.path + 1, ((0, 0), (1, 0)))  # 0 is the newest token
         features = jnp.take_along_axis(info.features[:, :, 0], entry[..., None], axis=1)
@@ -428,7 +429,7 @@ class Heads(DrafterBase):
 
         def run(index: int, hidden: jax.Array, tokens: jax.Array):
             hidden, output = formulas.apply_head(config, own, parts, index, hidden, tokens)
-            return hidden, finite(formulas.head_logits(config, own, parts, index, output))
+            return hidden, without_nan(formulas.head_logits(config, own, parts, index, output))
 
         if config.is_regressive:
             return run
@@ -440,12 +441,12 @@ class Heads(DrafterBase):
                 for index in range(num_heads)
             ]
             if config.shares_head:  # one product, which reads the head once
-                return finite(parts.head(jnp.stack(outputs, axis=1)))
+                return without_nan(parts.head(jnp.stack(outputs, axis=1)))
             made = [
                 formulas.head_logits(config, own, parts, index, output)
                 for index, output in enumerate(outputs)
             ]
-            return finite(jnp.stack(made, axis=1))
+            return without_nan(jnp.stack(made, axis=1))
 
         nothing = jnp.zeros((anchor.shape[0], num_heads, config.vocab_size), jnp.float32)
         every = if_any(wanted > 0, run_all, nothing)
@@ -506,13 +507,11 @@ def _other_size(name: str, target: Model, what: str, mine: Any, theirs: Any) -> 
 
 
 def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
-    """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
-    dtype, but for an int32 `token_map`."""
-    floats = {name: tree for name, tree in params.items() if name != "token_map"}
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(floats)}
-    dtype = min(dtypes, key=str) if dtypes else jnp.dtype(jnp.float32)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.dtype(jnp.float32)
+    """Raises `ModelError` unless `params` have the shapes that `config` asks for, and the weights
+    one floating dtype."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    dtype = min(floats, key=str, default=jnp.dtype(jnp.float32))
     like = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype),
         param_shapes(config),
@@ -540,11 +539,11 @@ def path_tokens(growth: Growth, newest: jax.Array, level: int) -> jax.Array:
     return jnp.concatenate([root, drafted.reshape(num_rows, num_expanded, level)], axis=2)
 
 
-def finite(logits: jax.Array) -> jax.Array:
-    """Logits `[..., V]` as they are, or zeros where one of them is not finite; -inf is that of a
-    token that is never proposed."""
-    is_finite = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
-    return jnp.where(is_finite, logits, jnp.zeros((), logits.dtype))
+def without_nan(logits: jax.Array) -> jax.Array:
+    """Logits `[..., V]` as they are, or zeros where one of them is NaN or infinite; one of -inf is
+    a token that is never proposed."""
+    are_numbers = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
+    return jnp.where(are_numbers, logits, jnp.zeros((), logits.dtype))
 
 
 def if_any(is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
