@@ -166,5 +166,6 @@ def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 def _unit(rows: jax.Array) -> jax.Array:
     """`rows` `[..., E]` scaled to length one, as Clover embeds tokens."""
-    length = jnp.linalg.norm(rows.astype(jnp.float32), axis=-1, keepdims=True)
-    return (rows / jnp.maximum(length, 1e-12)).astype(rows.dtype)
+    wide = rows.astype(jnp.float32)
+    length = jnp.linalg.norm(wide, axis=-1, keepdims=True)
+    return (wide / jnp.maximum(length, 1e-12)).astype(rows.dtype)
