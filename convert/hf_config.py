@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models.config import ModelConfig, RopeConfig
 
@@ -310,3 +312,50 @@ def qwen_sliding_windows(config: HFConfig) -> tuple[int | None, ...]:
         )
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
+
+
+def config_fields(config: ModelConfig, *, end_of_text: int | None, dtype: Any) -> dict[str, Any]:
+    """The `config.json` of a Qwen3 or a Llama.
+
+    Raises:
+      ModelError: another family, or scaled rotary embeddings.
+    """
+    of_family = {
+        "qwen3": {
+            "architectures": ["Qwen3ForCausalLM"],
+            "max_window_layers": config.num_layers,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        "llama": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
+    }
+    if config.family not in of_family or config.rope.scaling != "none":
+        raise ModelError(
+            f"A {config.family} model with {config.rope.scaling} rotary scaling was to be written "
+            "as a Hugging Face checkpoint; only qwen3 and llama without scaling can be."
+        )
+    return {
+        **of_family[config.family],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "initializer_range": 0.02,
+        "intermediate_size": config.feed_forward_width,
+        "max_position_embeddings": config.max_length,
+        "model_type": config.family,
+        "num_attention_heads": config.num_query_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.is_tied,
+        "torch_dtype": np.dtype(dtype).name,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }

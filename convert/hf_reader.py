@@ -27,7 +27,11 @@ _DTYPES = {  # by the name that safetensors has for them, and torch's
     ("F16", "torch.float16"): np.dtype(np.float16),
     ("BF16", "torch.bfloat16"): np.dtype(ml_dtypes.bfloat16),
 }
-_OTHER_DTYPE = np.dtype("V1")  # integers, fp8, float64: nothing the decoder computes in
+_INDEX_DTYPES = {
+    ("I32", "torch.int32"): np.dtype(np.int32),
+    ("I64", "torch.int64"): np.dtype(np.int64),
+}
+_OTHER_DTYPE = np.dtype("V1")  # fp8, float64: nothing the decoder computes in
 _MOST_LEVELS = 100  # of a JSON file; more could be read, but not written again
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -105,9 +109,10 @@ def eos_token_ids(
     return tuple(ids)
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, *, prefix: str = "") -> list[Path]:
     """The files that hold the parameters: safetensors if there are any, else `.bin`; the whole file
-    if there is one, else the shards that the index names.
+    if there is one, else the shards that the index names for tensors whose names begin with
+    `prefix`.
 
     Raises:
       CheckpointError: there are none, a shard is missing, or the index names no files beside it.
@@ -117,16 +122,10 @@ def weight_files(directory: Path) -> list[Path]:
         if os.path.lexists(directory / whole):
             return [directory / whole]
         if os.path.lexists(index):
-            shards = HFConfig(read_json(index), str(index)).section("weight_map").fields.values()
-            suffix = Path(whole).suffix
-            strange = [shown(name) for name in shards if not _is_file_name(name, suffix=suffix)]
-            if strange or not shards:
-                named = _some(strange) or "nothing"
-                raise CheckpointError(
-                    f"{index} names {named} as shards (weight_map); it must name {suffix} files "
-                    "beside it, so fetch it again."
-                )
-            files = [directory / name for name in sorted(set(shards))]
+            shards = shard_names(index, prefix=prefix)
+            if not shards:
+                raise _names_other_files(index, "nothing")
+            files = [directory / name for name in shards]
             missing = [file.name for file in files if not os.path.lexists(file)]
             if missing:
                 raise CheckpointError(
@@ -137,6 +136,29 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(
         f"{directory} has no weights: expected model.safetensors or pytorch_model.bin, whole or in "
         "shards with an index."
+    )
+
+
+def shard_names(index: Path, *, prefix: str = "") -> list[str]:
+    """The files that an index names for tensors whose names begin with `prefix`, in order.
+
+    Raises:
+      CheckpointError: it cannot be read, or names what is no file of weights beside it.
+    """
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    stated = HFConfig(read_json(index), str(index)).section("weight_map").fields
+    shards = [file for name, file in stated.items() if name.startswith(prefix)]
+    strange = [shown(name) for name in shards if not _is_file_name(name, suffix=suffix)]
+    if strange:
+        raise _names_other_files(index, _some(strange))
+    return sorted(set(shards))
+
+
+def _names_other_files(index: Path, named: str) -> CheckpointError:
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    return CheckpointError(
+        f"{index} names {named} as shards (weight_map); it must name {suffix} files "
+        "beside it, so fetch it again."
     )
 
 
@@ -167,7 +189,7 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in files:
         check_file(file)
-        read = _read_bin if file.suffix == ".bin" else _read_safetensors
+        read = _read_torch if file.suffix in (".bin", ".pt") else _read_safetensors
         for name, tensor in read(file):
             if name in found:
                 raise CheckpointError(
@@ -178,7 +200,8 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 
 def _dtype_named(name: str) -> np.dtype:
-    return next((dtype for names, dtype in _DTYPES.items() if name in names), _OTHER_DTYPE)
+    known = {**_DTYPES, **_INDEX_DTYPES}
+    return next((dtype for names, dtype in known.items() if name in names), _OTHER_DTYPE)
 
 
 def _read_safetensors(file: Path):
@@ -212,7 +235,7 @@ def _read_safetensors(file: Path):
         yield name, Tensor(dtype, shape, load)
 
 
-def _read_bin(file: Path):
+def _read_torch(file: Path):
     """Yields name and `Tensor` of each tensor of a torch file."""
     try:
         import torch
@@ -250,9 +273,21 @@ def _read_bin(file: Path):
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, where: str
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    where: str,
+    indices: tuple[str, ...] = (),
+    hint: str = "its weights and its config.json do not belong to one supported model",
 ) -> None:
     """Raises unless the checkpoint has the expected tensors, in the expected shapes, and no others.
+
+    Args:
+      tensors: of the checkpoint, by name.
+      expected: shapes by name.
+      where: the checkpoint is, for the message.
+      indices: those of them that hold whole numbers; the others hold floats.
+      hint: what is wrong, for the message.
 
     Raises:
       CheckpointError: names what is missing, mis-shaped, unexpected or of a dtype that is no float.
@@ -269,15 +304,21 @@ def check_tensors(
             name for name in tensors if name not in found and not _is_ignored(name, expected)
         ],
         "stores {} in a dtype other than float32, float16 and bfloat16": [
-            name for name in found if tensors[name].dtype == _OTHER_DTYPE
+            name
+            for name in found
+            if name not in indices and tensors[name].dtype not in _DTYPES.values()
+        ],
+        "stores {} in a dtype other than int32 and int64": [
+            name for name in indices if name in found and not _is_index(tensors[name])
         ],
     }
     named = [text.format(_some(names)) for text, names in problems.items() if names]
     if named:
-        raise CheckpointError(
-            f"The checkpoint in {where} {'; it '.join(named)}; "
-            "its weights and its config.json do not belong to one supported model."
-        )
+        raise CheckpointError(f"The checkpoint in {where} {'; it '.join(named)}; {hint}.")
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return tensor.dtype in _INDEX_DTYPES.values()
 
 
 def _is_ignored(name: str, expected: Mapping[str, Any]) -> bool:

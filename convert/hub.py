@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import ModelError
@@ -28,7 +30,28 @@ _HUB_PATTERNS = (
 )
 
 
-def download(name: str, revision: str | None) -> tuple[str, Path]:
+# Of a repository's files and a function that fetches those of some patterns, the fetched directory.
+Choose: TypeAlias = Callable[[Iterable[str], Callable[[list[str]], Path]], Path]
+
+
+def weight_patterns(files: Iterable[str]) -> str:
+    """Matches one form of a model's weights: safetensors if there are any."""
+    has_safetensors = any(f.startswith("model") and ".safetensors" in f for f in files)
+    return "model*.safetensors*" if has_safetensors else "pytorch_model*.bin*"
+
+
+def _files_of_model(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
+    return fetch([*_HUB_PATTERNS, weight_patterns(files)])
+
+
+def download(
+    name: str,
+    revision: str | None,
+    *,
+    choose: Choose = _files_of_model,
+    what: str = "model",
+    names: str = NAMES_OF_MODELS,
+) -> tuple[str, Path]:
     """Fetches a model from the hub, or finds it in the hub's own cache.
 
     Only config, tokenizer and one form of the weights are fetched, after a check of the free space.
@@ -36,6 +59,9 @@ def download(name: str, revision: str | None) -> tuple[str, Path]:
     Args:
       name: a hub id.
       revision: branch, tag or commit; None is the main branch.
+      choose: other files than a model's.
+      what: is looked for, for the message about a name that is no hub id.
+      names: what may be named, for the same.
 
     Returns:
       the commit, and the directory of the files.
@@ -46,7 +72,7 @@ def download(name: str, revision: str | None) -> tuple[str, Path]:
       CheckpointError: the disk lacks the space.
     """
     if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"There is no model at {name!r}; {NAMES_OF_MODELS}.")
+        raise ModelError(f"There is no {what} at {name!r}; {names}.")
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
@@ -75,18 +101,18 @@ def download(name: str, revision: str | None) -> tuple[str, Path]:
         ) from error
 
     files = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    weights = "model*.safetensors*"
-    if not any(file.startswith("model") and ".safetensors" in file for file in files):
-        weights = "pytorch_model*.bin*"
-    patterns = [*_HUB_PATTERNS, weights]
-    wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)
-    num_bytes = sum(files[file] for file in wanted)
-    check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
-    try:
-        snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
-    except Exception as error:  # of the HTTP library, or of the disk
-        raise ModelError(
-            f"{shown} could not be downloaded ({first_line(error)}); run the command again, which "
-            "continues, or log in (hf auth login) if the model is gated."
-        ) from error
-    return str(info.sha), Path(snapshot)
+
+    def fetch(patterns: list[str]) -> Path:
+        wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)
+        num_bytes = sum(files[file] for file in wanted)
+        check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
+        try:
+            snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
+        except Exception as error:  # of the HTTP library, or of the disk
+            raise ModelError(
+                f"{shown} could not be downloaded ({first_line(error)}); run the command again, "
+                "which continues, or log in (hf auth login) if the model is gated."
+            ) from error
+        return Path(snapshot)
+
+    return str(info.sha), choose(files, fetch)

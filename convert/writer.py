@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def stream_params(
 
     def made() -> Iterator[tuple[LeafPath, np.ndarray]]:
         for leaf in leaves:
-            parameter = _assemble(leaf, shapes[leaf.path], tensors, dtype, directory)
+            parameter = assemble(leaf, shapes[leaf.path], tensors, dtype, directory)
             advance(parameter.nbytes)
             yield leaf.path, parameter
             del parameter
@@ -51,9 +51,15 @@ def stream_params(
     write_params(directory, made())
 
 
-def _assemble(
-    leaf: Leaf, shape: tuple[int, ...], tensors: dict[str, Tensor], dtype: np.dtype, scratch: Path
+def assemble(
+    leaf: Leaf,
+    shape: tuple[int, ...],
+    tensors: Mapping[str, Tensor],
+    dtype: np.dtype,
+    scratch: Path | None = None,
 ) -> np.ndarray:
+    """A parameter of `shape`, in `dtype`: a tensor's mapped view where that is all it is, else an
+    array that its pieces are copied into, on a file below `scratch` if it is large."""
     sources = [tensors[name].load() for name in leaf.sources]
     if leaf.pieces is None and sources[0].dtype == dtype:
         assert sources[0].shape == shape, leaf.path
@@ -76,10 +82,10 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         target[start : start + _COPY_ROWS] = source[start : start + _COPY_ROWS]
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype, scratch: Path) -> np.ndarray:
+def _empty(shape: tuple[int, ...], dtype: np.dtype, scratch: Path | None) -> np.ndarray:
     """An array to fill; a large one is mapped from a nameless file below `scratch`."""
     array_bytes = int(np.prod(shape)) * dtype.itemsize
-    if array_bytes < _SCRATCH_FROM_BYTES:
+    if scratch is None or array_bytes < _SCRATCH_FROM_BYTES:
         return np.empty(shape, dtype)
     with tempfile.TemporaryFile(dir=scratch) as file:
         # Reserved now: a mapped write to a full disk would be a signal, not an error.

@@ -20,9 +20,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import xxhash
 from flax import traverse_util
 
-from jaxspec.checkpoint.manifest import MANIFEST, read_manifest, verified, write_manifest
+from jaxspec.checkpoint.manifest import (
+    MANIFEST,
+    MODEL_AGAIN,
+    read_manifest,
+    verified,
+    write_manifest,
+)
 from jaxspec.errors import DamagedError, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
@@ -86,6 +94,36 @@ def _as_params(stored: Mapping[str, Any]) -> PyTree:
     """The decoder's pytree of what `_nest` made: layers become a tuple again."""
     layers = stored["layers"]
     return {**stored, "layers": tuple(layers[str(index)] for index in range(len(layers)))}
+
+
+def weights_digest(params: PyTree) -> str:
+    """A hex digest of a model's weights, whatever kernels they are packed for.
+
+    Weights are compared as fp32, so that a model has one digest in every dtype that holds its
+    weights exactly; a head that is the transposed embedding counts as tied.
+    """
+    digest = xxhash.xxh3_128()
+    for path, leaf in sorted(traverse_util.flatten_dict(_named(params)).items()):
+        if path == ("head",) and _is_tied(params):
+            continue
+        values = np.ascontiguousarray(unpacked(leaf), np.float32)
+        digest.update(f"{'/'.join(path)} {values.shape}\n".encode())
+        digest.update(values.data)
+    return digest.hexdigest()
+
+
+def _named(tree: Any) -> Any:
+    """Nested dicts with string keys of dicts, tuples and lists."""
+    if isinstance(tree, Mapping):
+        return {str(name): _named(value) for name, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return {str(index): _named(value) for index, value in enumerate(tree)}
+    return tree
+
+
+def _is_tied(params: Mapping[str, Any]) -> bool:
+    head, embedding = np.asarray(unpacked(params["head"])), np.asarray(params["embedding"])
+    return head.shape == embedding.T.shape and bool((head == embedding.T).all())
 
 
 # Writing
@@ -186,7 +224,7 @@ def load_converted(
         dtype = jnp.float32 if jax.default_backend() == "cpu" else manifest.dtype
     dtype = parse_dtype(dtype)
     with verified(directory, manifest.files if verify else {}):
-        params = _read_params(directory, manifest.config, dtype=dtype, sharding=sharding)
+        params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
         kernels = kernels or default_kernels()
         params = decoder.pack_params(params, get_kernels(kernels), consume=True)
         tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
@@ -201,8 +239,10 @@ def load_converted(
     )
 
 
-def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: Any) -> PyTree:
-    """Parameters in `dtype`; Orbax reads, casts and places leaf by leaf, a few at a time."""
+def _read_model_params(
+    directory: Path, config: ModelConfig, *, dtype: Any, sharding: Any
+) -> PyTree:
+    """A model's parameters in `dtype`."""
     shapes = leaf_shapes(config)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -214,21 +254,42 @@ def _read_params(directory: Path, config: ModelConfig, *, dtype: Any, sharding: 
         path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path])
         for path, shape in shapes.items()
     }
-    largest = max(4 * math.prod(shape) for shape in shapes.values())
+    return _as_params(read_params(directory, wanted, what=f"a {config.family} model"))
+
+
+def read_params(
+    directory: Path,
+    wanted: Mapping[LeafPath, jax.ShapeDtypeStruct],
+    *,
+    what: str,
+    again: str = MODEL_AGAIN,
+) -> dict[str, Any]:
+    """The parameters below `directory`, as nested dicts with string keys; Orbax reads, casts and
+    places leaf by leaf, a few at a time.
+
+    Args:
+      directory: of the checkpoint.
+      wanted: shape, dtype and sharding of each.
+      what: they belong to, for messages.
+      again: what a user does about a directory that is damaged, for messages.
+
+    Raises:
+      DamagedError: they cannot be read, or have other shapes.
+    """
+    largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
     try:
         with _quiet_orbax() as ocp:
             context = ocp.Context()
             context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
             with context:
                 found = ocp.metadata(str(directory / "params")).metadata
-                _check_shapes(found, shapes)
-                stored = ocp.load(str(directory / "params"), _nest(wanted))
+                _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
+                return ocp.load(str(directory / "params"), _nest(wanted))
     except Exception as error:
         raise DamagedError(
-            f"The parameters in {directory / 'params'} cannot be read as those of a "
-            f"{config.family} model ({first_line(error)}); convert the model again."
+            f"The parameters in {directory / 'params'} cannot be read as those of {what} "
+            f"({first_line(error)}); {again}."
         ) from error
-    return _as_params(stored)
 
 
 def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:

@@ -2,7 +2,8 @@
 
 It holds a checksum of every other file and one of itself, so that a directory whose bytes are not
 those that were written is refused, and not decoded with. The checksums (XXH3, 128 bits) find
-damage; they are no signature: whoever can write to the directory can change them too.
+damage; they are no signature: whoever can write to the directory can change them too. A directory
+of heads (`jaxspec.drafters.heads.files`) has such a file too, with a field `kind`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import os
 import stat
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import xxhash
@@ -31,6 +32,9 @@ from jaxspec.models.config import ModelConfig
 
 FORMAT_VERSION = 2
 MANIFEST = "jaxspec.json"
+MODEL_AGAIN = "convert the model again"
+
+Record = TypeVar("Record")
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 10_000
@@ -100,9 +104,14 @@ def write_manifest(
         revision=revision,
         transformers_version=importlib.metadata.version("transformers"),
         num_params=decoder.num_params(config),
-        files=dict(_checksums(directory)),
+        files=checksums(directory),
     )
-    described = dataclasses.asdict(manifest)
+    write_record(directory, manifest)
+
+
+def write_record(directory: Path, record: Any) -> None:
+    """Writes a dataclass as `jaxspec.json`, with the version of the format and a checksum."""
+    described = dataclasses.asdict(record)
     checksum = _checksum_of_fields(described)
     fields = {"format_version": FORMAT_VERSION, **described, "checksum": checksum}
     (directory / MANIFEST).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -119,40 +128,93 @@ def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manif
       DamagedError: it cannot be read, or is not as it was written.
       CheckpointError: another version of jaxspec wrote it.
     """
+    return read_record(directory, Manifest, _check_ranges, what="a model", verify=verify)
+
+
+def kind_of(directory: str | os.PathLike) -> str | None:
+    """The field `kind` of a directory's `jaxspec.json`; None where it has none, as of models, and
+    where there is no such file or it cannot be read."""
+    try:
+        kind = _read_fields(Path(directory) / MANIFEST, MODEL_AGAIN).get("kind")
+    except DamagedError:
+        return None
+    return kind if isinstance(kind, str) else None
+
+
+def read_record(
+    directory: str | os.PathLike,
+    record: type[Record],
+    check: Callable[[Record], None],
+    *,
+    what: str,
+    again: str = MODEL_AGAIN,
+    verify: bool = True,
+) -> Record:
+    """The `jaxspec.json` of a directory as a dataclass; arguments and errors as of
+    `read_manifest`.
+
+    Args:
+      directory: that holds the file.
+      record: the dataclass; its fields have the right types.
+      check: raises `ValueError` for values out of range.
+      what: it describes, for messages.
+      again: what a user does about a directory that is damaged, for messages.
+      verify: compare its own checksum too.
+    """
     path = Path(directory) / MANIFEST
+    fields = _read_fields(path, again)
+    kind = fields.get("kind")
+    if kind != getattr(record, "kind", None):
+        found, name, load = "a model", "draft_model", "load_model"
+        if kind is not None:
+            found, name, load = str(kind)[:20], str(kind)[:20], "load_drafter"
+        raise CheckpointError(
+            f"{directory} holds {found}, not {what}; as a drafter it is named "
+            f"{name}:{directory}, and in Python jaxspec.{load} loads it."
+        )
+    version, checksum = fields.pop("format_version"), fields.pop("checksum", None)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory} has checkpoint format {str(version)[:20]}, this jaxspec reads format "
+            f"{FORMAT_VERSION}; {again} or install the matching jaxspec."
+        )
+    if verify and checksum != _checksum_of_fields(fields):
+        raise DamagedError(
+            f"{path} was changed after it was written; {again}, or load it without "
+            "checks (--no-verify, verify=False) if the change was meant."
+        )
+    try:
+        found = _typed(fields, record, MANIFEST)
+        check(found)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise DamagedError(f"{path} does not describe {what} ({error}); {again}.") from error
+    return found
+
+
+def _read_fields(path: Path, again: str) -> dict[str, Any]:
+    """The fields of a `jaxspec.json`, one of which is its version."""
     try:
         if _size_of_file(path) > _LARGEST_MANIFEST_BYTES:
             raise ValueError("too large")
         fields = json.loads(path.read_text(encoding="utf-8"))
-        version, checksum = fields.pop("format_version"), fields.pop("checksum", None)
-        is_as_written = checksum == _checksum_of_fields(fields)
+        if "format_version" not in fields.keys():
+            raise KeyError("format_version")
+        _checksum_of_fields(fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(
-            f"{path} is not readable as a jaxspec manifest; convert the model again."
-        ) from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{directory} has checkpoint format {str(version)[:20]}, this jaxspec reads format "
-            f"{FORMAT_VERSION}; convert the model again or install the matching jaxspec."
-        )
-    if verify and not is_as_written:
-        raise DamagedError(
-            f"{path} was changed after it was written; convert the model again, or load it without "
-            "checks (--no-verify, verify=False) if the change was meant."
-        )
-    try:
-        manifest = _typed(fields, Manifest, MANIFEST)
-        _check_ranges(manifest)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise DamagedError(
-            f"{path} does not describe a model ({error}); convert the model again."
-        ) from error
-    return manifest
+        raise DamagedError(f"{path} is not readable as a jaxspec manifest; {again}.") from error
+    return fields
 
 
 @contextlib.contextmanager
-def verified(directory: Path, files: Mapping[str, FileChecksum]) -> Iterator[None]:
+def verified(
+    directory: Path, files: Mapping[str, FileChecksum], *, again: str = MODEL_AGAIN
+) -> Iterator[None]:
     """Compares files with their checksums: small ones now, the rest while the block reads them.
+
+    Args:
+      directory: of the files.
+      files: their checksums.
+      again: what a user does about a damaged one, for messages.
 
     Raises:
       DamagedError: a file is missing, or is not as it was written; whatever the block raised then
@@ -161,11 +223,11 @@ def verified(directory: Path, files: Mapping[str, FileChecksum]) -> Iterator[Non
     large = {}
     for name, expected in files.items():
         if expected.num_bytes <= _SMALL_BYTES:
-            _check_file(directory, name, expected)
+            _check_file(directory, name, expected, again)
         else:
             large[name] = expected
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
-        checks = [pool.submit(_check_file, directory, *item) for item in large.items()]
+        checks = [pool.submit(_check_file, directory, *item, again) for item in large.items()]
         try:
             yield
         finally:
@@ -183,7 +245,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
         pass
 
 
-def _check_file(directory: Path, name: str, expected: FileChecksum) -> None:
+def _check_file(directory: Path, name: str, expected: FileChecksum, again: str) -> None:
     """Raises `DamagedError` unless a file is as it was written."""
     path = directory / name
     try:
@@ -196,14 +258,18 @@ def _check_file(directory: Path, name: str, expected: FileChecksum) -> None:
             return
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
         problem = f"cannot be read ({getattr(error, 'strerror', error)})"
-    raise DamagedError(f"{path} {problem}: the checkpoint is damaged; convert the model again.")
+    raise DamagedError(f"{path} {problem}: the checkpoint is damaged; {again}.")
 
 
-def _checksums(directory: Path) -> Iterator[tuple[str, FileChecksum]]:
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(directory).as_posix()
-            yield name, FileChecksum(num_bytes=path.stat().st_size, xxh3=_xxh3(path))
+def checksums(directory: Path) -> dict[str, FileChecksum]:
+    """The checksum of every file of a directory, by its path there."""
+    return {
+        path.relative_to(directory).as_posix(): FileChecksum(
+            num_bytes=path.stat().st_size, xxh3=_xxh3(path)
+        )
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 def _xxh3(path: Path) -> str:

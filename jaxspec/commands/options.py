@@ -36,11 +36,13 @@ class DrafterOptions:
     draft: str | None = None
     """A draft model, named like the target; short for `--drafter draft_model:MODEL`."""
     drafter: str | None = None
-    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, or your own `package.module:factory`.
+    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, `heads:NAME` (Medusa's, Hydra's,
+    Clover's or Clover-2's in a directory or on the hub), or your own `package.module:factory`.
     `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft after its first
     token less likely than that. Trees: `draft_model[4x4:12]:MODEL` keeps the 12 best nodes of a
     beam search of width 4 and depth 4 (with --draft MODEL: `draft_model[4x4:12]`), `ngram[4]` what
-    followed the 4 best matches."""
+    followed the 4 best matches, `medusa[chain]:NAME`, `clover[8]:NAME` and `clover[4x4:16]:NAME`
+    what heads propose, as a chain, as a tree of 8 nodes, and as a beam search's best 16."""
 
     @property
     def drafter_name(self) -> str:

@@ -1,26 +1,29 @@
-"""`jaxspec train lm`: train a small language model, or distil a draft from one."""
+"""`jaxspec train`: a small language model (`lm`), texts that a target writes (`texts`), and heads
+that draft for it (`heads`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from jaxspec.commands.options import JsonOption
+from jaxspec.commands.progress import working
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import TextTable
+from jaxspec.training.heads import HeadsTrainConfig, train_heads
 from jaxspec.training.lm import TrainConfig, train_lm
+from jaxspec.training.texts import TextsConfig, write_texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainCommand(JsonOption):
-    """Train a small language model on text (`lm`), from scratch or distilled from a teacher."""
+class LmCommand(JsonOption):
+    """Train a small language model on text, from scratch or distilled from a teacher."""
 
-    kind: Annotated[Literal["lm"], tyro.conf.Positional]
-    """What to train."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
 
     def run(self, console: Console) -> dict[str, Any]:
@@ -31,7 +34,74 @@ class TrainCommand(JsonOption):
         console.print(
             f"Try it: jaxspec generate --target {model} --prompt TEXT", soft_wrap=True, markup=False
         )
-        return make_document(f"train {self.kind}", self.config, **results)
+        return make_document("train lm", self.config, **results)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextsCommand(JsonOption):
+    """Have a target write texts for heads to be trained on: its own continuations of the beginnings
+    of documents. A run that was interrupted is continued by the same command."""
+
+    config: Annotated[TextsConfig, tyro.conf.arg(name="")]
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Writes the texts; returns the JSON document."""
+        started_s = time.perf_counter()
+        with working("loading the target") as status:
+
+            def show(num_texts: int, num_tokens: int) -> None:
+                elapsed_s = time.perf_counter() - started_s
+                status.update(
+                    f"{num_texts} texts, {num_tokens} of {self.config.tokens} tokens, "
+                    f"{elapsed_s:.0f} s"
+                )
+
+            results = write_texts(self.config, on_text=show)
+        console.print(results_table(results))
+        return make_document("train texts", self.config, **results)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsCommand(JsonOption):
+    """Train Medusa's, Hydra's, Clover's or Clover-2's heads on texts that their target wrote."""
+
+    config: Annotated[HeadsTrainConfig, tyro.conf.arg(name="")]
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Trains; returns the JSON document."""
+        results = train_heads(self.config)
+        shown = {name: each for name, each in results.items() if name not in ("held_out", "trees")}
+        console.print(results_table(shown))
+        console.print(accuracy_table(results["held_out"]))
+        console.print(
+            f"Try them: jaxspec generate --target {self.config.target} "
+            f"--drafter {self.config.kind}:{results['heads']} --prompt TEXT",
+            soft_wrap=True,
+            markup=False,
+        )
+        return make_document("train heads", self.config, **results)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train a small language model (`lm`), or have a target write texts (`texts`) and train heads
+    that draft for it (`heads`)."""
+
+    what: Annotated[
+        Annotated[LmCommand, tyro.conf.subcommand("lm")]
+        | Annotated[TextsCommand, tyro.conf.subcommand("texts")]
+        | Annotated[HeadsCommand, tyro.conf.subcommand("heads")],
+        tyro.conf.arg(name=""),
+    ]
+
+    @property
+    def json(self) -> bool:
+        """Of what is trained."""
+        return self.what.json
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Trains; returns the JSON document."""
+        return self.what.run(console)
 
 
 def results_table(results: Mapping[str, Any]) -> TextTable:
@@ -42,6 +112,23 @@ def results_table(results: Mapping[str, Any]) -> TextTable:
         for name, value in _flatten(results)
     }
     return TextTable.of_values("", shown)
+
+
+def accuracy_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
+    """Accuracy of each head on held-out texts, a line for all of them and one for each domain."""
+    num_heads = len(held_out["all"]["top1"])
+    header = ["texts", *(f"head {1 + index}" for index in range(num_heads))]
+    rows = [
+        [
+            name,
+            *(
+                f"{top1:.3f} {top5:.3f}"
+                for top1, top5 in zip(each["top1"], each["top5"], strict=True)
+            ),
+        ]
+        for name, each in held_out.items()
+    ]
+    return TextTable(title="accuracy@1 and @5 on held-out texts", header=header, rows=rows)
 
 
 def _flatten(results: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,7 @@ def make_loop(
     )
     loop = DecodeLoop(
         target=target,
-        drafter=NoDrafter() if drafter is None else with_defaults(drafter),
+        drafter=NoDrafter() if drafter is None else with_defaults(drafter).for_target(target),
         verifier=verifier,
         scheduler=scheduler,
         shape=shape,

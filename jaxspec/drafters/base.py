@@ -137,6 +137,11 @@ class DrafterBase:
     def check(self, target: Model) -> None:
         """Drafts for any target."""
 
+    def for_target(self, target: Model) -> DrafterBase:
+        """The drafter that an engine of `target` uses, after `check`; one that calls functions of
+        its target returns a copy that knows it."""
+        return self
+
     def init(self, shape: EngineShape) -> PyTree:
         """No state."""
         return ()
@@ -220,6 +225,9 @@ class _WithDefaults:
 
     def __init__(self, drafter: Drafter):
         self._drafter, self._defaults = drafter, DrafterBase()
+
+    def for_target(self, target: Model) -> _WithDefaults:
+        return self
 
     def __getattr__(self, name: str):
         owner = self._drafter if hasattr(self._drafter, name) else self._defaults

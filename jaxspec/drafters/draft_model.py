@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec
 from jaxspec.cache.pages import KVCache
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import DrafterBase
-from jaxspec.drafters.draft_tree import Tree, commit_tree, draft_tree, num_scratch_slots
+from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
+from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
@@ -82,7 +83,7 @@ class DraftModel(DrafterBase):
       model: the draft model; a name is loaded as `load_model` does.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
-      tree: a `BeamTree` or `StaticTree` to draft; None drafts chains.
+      tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
 
     Raises:
       SettingError: `min_confidence` is no probability, or was given together with a tree.

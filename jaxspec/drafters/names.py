@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.heads.files import load_drafter
+from jaxspec.drafters.heads.tree_names import parse_tree
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.trees import BeamTree
 from jaxspec.errors import JaxspecError, ModelError, SettingError
@@ -25,6 +27,7 @@ MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 _NGRAM = re.compile(r"ngram(?:\[(\d{1,9})\])?(?::(\d{1,9})-(\d{1,9}))?", re.ASCII)
 _DRAFT_MODEL = re.compile(r"(draft_model(?:\[([^\]]*)\]|@([^:]*))?)(?::(.*))?", re.DOTALL)
 _TREE = re.compile(r"(\d{1,9})x(\d{1,9}):(\d{1,9})", re.ASCII)
+_HEADS = re.compile(r"(heads|medusa|hydra|clover2?)(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -37,7 +40,9 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
       name: `none`, `ngram`, `ngram:MIN-MAX`, `ngram[BRANCHES]` with or without lengths, a draft
         model's name as `load_model` takes it, `draft_model:MODEL`,
         `draft_model@MIN_CONFIDENCE:MODEL`, `draft_model[WIDTHxDEPTH:NODES]:MODEL` (see
-        `DraftModel`), or `package.module:factory`, a function of the target or of nothing.
+        `DraftModel`), `heads:NAME` or, for heads of one kind only, `medusa:NAME`, `hydra:NAME`,
+        `clover:NAME`, `clover2:NAME`, with a tree as in `clover[8]:NAME` (see `load_drafter` and
+        `parse_tree`), or `package.module:factory`, a function of the target or of nothing.
       dtype: of a draft model, see `load_model`.
       verify: whether its files are compared with their checksums, see `load_model`.
 
@@ -52,12 +57,14 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
         return _ngram(name)
     if re.match(r"draft_model([:@\[]|$)", name):
         return _draft_model(name, load)
+    if re.match(r"(heads|medusa|hydra|clover2?)([:\[]|$)", name):
+        return _heads(name, verify=verify)
     if _is_model(name):
         return lambda target: DraftModel(load(name))
     if not _FACTORY.fullmatch(name):
         raise SettingError(
-            f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX or "
-            "draft_model:MODEL, or name your own as package.module:factory."
+            f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX, draft_model:MODEL "
+            "or heads:NAME, or name your own as package.module:factory."
         )
     return _of_factory(name)
 
@@ -103,6 +110,25 @@ def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
     if not model:
         raise SettingError(f"The drafter {name!r} was given without a model; write {kind}:MODEL.")
     return lambda target: DraftModel(load(model), min_confidence, beam)
+
+
+def _heads(name: str, *, verify: bool) -> MakeDrafter:
+    match = _HEADS.fullmatch(name)
+    if match is None:
+        raise SettingError(
+            f"The drafter {name!r} was given; write KIND[TREE]:NAME, as in clover[8]:NAME or "
+            "medusa[chain]:NAME."
+        )
+    kind, tree, heads = match.groups()
+    if tree is not None:
+        parse_tree(tree)
+    if not heads:
+        raise SettingError(
+            f"The drafter {name!r} was given without a name of heads; write {kind}:NAME with a "
+            "directory or a hub id."
+        )
+    wanted: Any = None if kind == "heads" else kind
+    return lambda target: load_drafter(heads, target, tree=tree, kind=wanted, verify=verify)
 
 
 def _beam_tree(name: str, tree: str) -> BeamTree:

@@ -1,8 +1,9 @@
 """Shapes of draft trees: fixed ones, those of a beam search, those of independent positions.
 
 Nodes are always in the order of their worth, parents before children, so that any number of first
-nodes is a tree too. `StaticTree` and `BeamTree` are also what drafters grow level by level (see
-`draft_tree`): a level expands some of the nodes of its depth, each into its likeliest children.
+nodes is a tree too. `StaticTree`, `BeamTree` and `BudgetTree` are also what drafters grow level by
+level (see `growth`): a level expands some of the nodes of its depth, each into its likeliest
+children.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class StaticTree:
         """What is drafted for a window of `num_nodes` nodes: the first of these."""
         return self
 
-    # Growing the tree level by level; see `draft_tree`.
+    # Growing the tree level by level; see `growth`.
 
     @property
     def num_children(self) -> int:
@@ -140,15 +141,19 @@ class StaticTree:
             levels[level, : len(inner)] = inner
         return levels
 
-    def expand(self, level: jax.Array, worth: jax.Array) -> jax.Array:
+    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
         """Which candidates `[B, K]` int32 of `level - 1` are expanded by `level`.
 
         Args:
-          level: int32 scalar, from 1 on.
+          level: int32 scalar or int, from 1 on.
           worth: `[B, K, W]`, of the candidates.
         """
         place = jnp.asarray(self._place[np.maximum(self._expanded, 0)])[level]
         return jnp.broadcast_to(place, (worth.shape[0], self.num_expanded))
+
+    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
+        """All candidates of a level stay as they are."""
+        return worth
 
     def keep(self, worth: jax.Array) -> jax.Array:
         """Which candidates `[B, N]` int32 of all levels are the nodes; `worth` is
@@ -157,7 +162,7 @@ class StaticTree:
         place = jnp.asarray((self.depth - 1) * level_size + self._place)
         return jnp.broadcast_to(place, (worth.shape[0], self.num_nodes))
 
-    def key_numbers(self, level: jax.Array) -> jax.Array:
+    def key_numbers(self, level: jax.Array | int) -> jax.Array:
         """`[K]` int32, by which the noise of each expanded node's children is keyed: its node plus
         one, 0 for the newest token."""
         return jnp.asarray(self._expanded + 1)[level]
@@ -231,9 +236,13 @@ class BeamTree:
         """K, nodes that a level expands."""
         return self.width
 
-    def expand(self, level: jax.Array, worth: jax.Array) -> jax.Array:
+    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
         """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.width)[1]
+
+    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
+        """All candidates of a level stay as they are."""
+        return worth
 
     def keep(self, worth: jax.Array) -> jax.Array:
         """The N best `[B, N]` int32 of the candidates of all levels, best first; `worth` is
@@ -244,10 +253,114 @@ class BeamTree:
         """
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.nodes)[1]
 
-    def key_numbers(self, level: jax.Array) -> jax.Array:
+    def key_numbers(self, level: jax.Array | int) -> jax.Array:
         """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
         a round differ, and the newest token's is 0."""
         return level * self.width + jnp.arange(self.width, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetTree:
+    """A tree that spends its nodes level by level, as Clover does (2405.00263, and the picture of
+    its sampling that was released with Clover-2).
+
+    A child is considered if it is among the likeliest that together have the probability `top_p`,
+    and at least `min_ratio` times as likely as its likeliest sibling. Of all children of a depth
+    the likeliest paths become nodes, as many as the depths before have left of `nodes`. So a level
+    that is sure of its token leaves more for the next ones. Where it is not, a row may get fewer
+    nodes than there is room for.
+
+    Attributes:
+      nodes: N, the most nodes.
+      depth: levels, and the depth that no node exceeds.
+      top_p: probability in (0, 1].
+      min_ratio: in [0, 1].
+
+    Raises:
+      SettingError: one of them is out of range.
+    """
+
+    nodes: int = 4
+    depth: int = 3
+    top_p: float = 0.8
+    min_ratio: float = 0.25
+
+    def __post_init__(self):
+        if min(self.nodes, self.depth) < 1:
+            raise SettingError(
+                f"A tree of {self.nodes} nodes and depth {self.depth} was asked for; each must be "
+                "at least 1."
+            )
+        if not (0 < self.top_p <= 1 and 0 <= self.min_ratio <= 1):
+            raise SettingError(
+                f"A top_p of {self.top_p} and a min_ratio of {self.min_ratio} were given; the one "
+                "must be above 0, the other at least 0, and neither above 1."
+            )
+
+    @property
+    def name(self) -> str:
+        """`budget:NODES`."""
+        return f"budget:{self.nodes}"
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.nodes
+
+    @property
+    def max_depth(self) -> int:
+        """No node is deeper."""
+        return min(self.depth, self.nodes)
+
+    def within(self, num_nodes: int) -> BudgetTree:
+        """What is drafted for a window of `num_nodes` nodes: a tree of a smaller budget."""
+        return dataclasses.replace(self, nodes=min(self.nodes, num_nodes))
+
+    @property
+    def num_children(self) -> int:
+        """W, candidates that each expanded node has."""
+        return self.nodes
+
+    @property
+    def num_expanded(self) -> int:
+        """K, nodes that a level expands: if there were N, none would be left for their children."""
+        return max(1, self.nodes - 1)
+
+    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
+        """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
+        return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_expanded)[1]
+
+    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
+        """The worth `[B, n, W]` of a level's candidates, -inf of those that do not become nodes.
+
+        Args:
+          worth: `[B, n, W]`, log-probabilities of the paths to them.
+          log_share: `[B, n, W]`, of each after its parent, falling.
+          before: `[B, S, W]`, worth of the candidates of the levels before.
+        """
+        share = jnp.exp(log_share)
+        likelier = jnp.cumsum(share, axis=-1) - share
+        is_good = likelier < self.top_p
+        is_good &= share >= jnp.float32(self.min_ratio) * share[..., :1]
+        flat = jnp.where(is_good, worth, -jnp.inf).reshape(worth.shape[0], -1)
+        num_left = self.nodes - jnp.sum(before > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
+        best = lax.top_k(flat, min(self.nodes, flat.shape[1]))[1]
+        is_within = jnp.arange(best.shape[1], dtype=jnp.int32)[None] < num_left[:, None]
+
+        def mark(best: jax.Array, is_within: jax.Array) -> jax.Array:
+            return jnp.zeros(flat.shape[1], bool).at[best].set(is_within)
+
+        return jnp.where(jax.vmap(mark)(best, is_within), flat, -jnp.inf).reshape(worth.shape)
+
+    def keep(self, worth: jax.Array) -> jax.Array:
+        """The nodes `[B, N]` int32 among the candidates of all levels, best first; `worth` is
+        `[B, max_depth * K, W]`."""
+        return lax.top_k(worth.reshape(worth.shape[0], -1), self.nodes)[1]
+
+    def key_numbers(self, level: jax.Array | int) -> jax.Array:
+        """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
+        a round differ, and the newest token's is 0."""
+        return level * self.num_expanded + jnp.arange(self.num_expanded, dtype=jnp.int32)
 
 
 def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:

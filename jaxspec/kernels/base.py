@@ -67,6 +67,12 @@ class PackedWeight(struct.PyTreeNode):
         flat = self.data.transpose(1, 3, 0, 2).reshape(2 * num_pairs, num_panels * panel)
         return flat[: self.num_inputs, : math.prod(self.output_shape)].reshape(self.shape)
 
+    def columns(self, index: jax.Array) -> jax.Array:
+        """The columns at `index` `[...]` int32 of a matrix, `[..., in]`; nothing else is read."""
+        panel = self.data.shape[2]
+        pairs = self.data[index // panel, :, index % panel]
+        return pairs.reshape(*index.shape, -1)[..., : self.num_inputs]
+
 
 def unpacked(tree: PyTree) -> PyTree:
     """A pytree with plain arrays in the place of its `PackedWeight`s."""

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.base import rms_norm, unpacked
 from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -33,7 +33,8 @@ class Model(Protocol):
     A model may also have a method `param_specs(num_shards)` that returns the `PartitionSpec` of
     each of its `params` over a mesh axis `model` of that size (see `LanguageModel`); without it,
     every device of the axis runs the whole model. With `num_layers` and `forward_features` (see
-    `TappedModel`) drafters can read its residual stream between layers. With an attribute
+    `TappedModel`) drafters can read its residual stream between layers, and with the methods of
+    `HeadedModel` use its head. With an attribute
     `is_width_invariant` that is True it declares that a token's hidden states, logits and KV have
     the same bits in windows of every width; engines then score in narrow windows too.
 
@@ -164,6 +165,24 @@ def param_specs(owner: Any, num_shards: int) -> PyTree:
         return owner.param_specs(num_shards)
     params = jax.eval_shape(unpacked, owner.params) if num_shards > 1 else owner.params
     return jax.tree.map(lambda _: PartitionSpec(), params)
+
+
+@runtime_checkable
+class HeadedModel(Model, Protocol):
+    """A model whose head drafters may use by itself: `logits` in two steps, and what the head knows
+    of a token. Between the two steps they put something of their own."""
+
+    def final_norm(self, params: PyTree, hidden: jax.Array) -> jax.Array:
+        """Hidden states `[..., E]` of `forward`, normed as before the head."""
+        ...
+
+    def head(self, params: PyTree, normed: jax.Array) -> jax.Array:
+        """Logits `[..., V]` fp32 of normed hidden states `[..., E]`."""
+        ...
+
+    def head_rows(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        """The weights `[..., E]` that the head gives each of `tokens` `[...]` int32."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -303,3 +322,16 @@ class LanguageModel:
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""
         return decoder.head(self.config, params, hidden, kernels=get_kernels(self.kernels))
+
+    def final_norm(self, params, hidden):
+        """Hidden states `[..., E]`, normed as before the head."""
+        return rms_norm(hidden, params["final_norm"], self.config.norm_epsilon)
+
+    def head(self, params, normed):
+        """Logits `[..., V]` fp32 of normed hidden states; `logits` does both in one product."""
+        kernels = get_kernels(self.kernels)
+        return decoder.head(self.config, params, normed, is_normed=True, kernels=kernels)
+
+    def head_rows(self, params, tokens):
+        """The weights `[..., E]` that the head gives each of `tokens` `[...]`."""
+        return decoder.head_rows(self.config, params, tokens)

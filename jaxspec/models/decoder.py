@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import XLA, Kernels, attention_inputs, unpacked
+from jaxspec.kernels.base import XLA, Kernels, PackedWeight, attention_inputs, unpacked
 from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
@@ -204,10 +204,12 @@ def run_layers(
     start: int = 0,
     stop: int | None = None,
     kernels: Kernels = XLA,
+    has_feed_forward: bool = True,
 ) -> tuple[jax.Array, kv.KVCache]:
     """Hidden states `[B, T, E]` after layers `start` to `stop`, their KV written to the cache.
 
-    The window's KV is written before it is attended to, at each row's own offset.
+    The window's KV is written before it is attended to, at each row's own offset. Without the
+    feed-forward, only the layers' attention is computed.
     """
     stop = config.num_layers if stop is None else stop
     chex.assert_shape(window.positions, hidden.shape[:2])
@@ -231,21 +233,40 @@ def run_layers(
             return heads
 
         layer = params["layers"][index]
-        hidden = layers.decoder_layer(config, layer, hidden, attend, kernels.product)
+        hidden = layers.decoder_layer(
+            config, layer, hidden, attend, kernels.product, has_feed_forward=has_feed_forward
+        )
     return hidden, cache.replace(layers=tuple(written))
 
 
 def head(
-    config: ModelConfig, params: Params, hidden: jax.Array, *, kernels: Kernels = XLA
+    config: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    *,
+    is_normed: bool = False,
+    kernels: Kernels = XLA,
 ) -> jax.Array:
-    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer (not yet normed)."""
+    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, not yet normed
+    unless they are said to be."""
     return kernels.product(
         hidden,
         params["head"] if "head" in params else params["embedding"].T,
-        norm=params["final_norm"],
+        norm=None if is_normed else params["final_norm"],
         epsilon=config.norm_epsilon,
         dtype=jnp.float32,
     )
+
+
+def head_rows(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """The weights `[..., E]` that the head gives each of `tokens` `[...]`; of a tied head they are
+    the embedding's. Ids outside the vocabulary are clipped into it."""
+    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
+    if config.is_tied or "head" not in params:
+        return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+    if isinstance(params["head"], PackedWeight):
+        return params["head"].columns(tokens)
+    return jnp.moveaxis(jnp.take(params["head"], tokens, axis=1, mode="clip"), 0, -1)
 
 
 def forward(
@@ -291,19 +312,59 @@ def training_logits(
 ) -> jax.Array:
     """Logits `[B, T, V]` fp32 of packed sequences: causal within segments `[B, T]`, nothing cached.
 
-    Rotary angles depend on differences of positions only, so a segment need not start at position
-    0. Weights that are packed for kernels are unpacked: only XLA's products are differentiated.
+    Weights that are packed for kernels are unpacked: only XLA's products are differentiated.
     """
     params = unpacked(params)
-    index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    angles = layers.rotary_angles(config.rope, index)
+    hidden = training_layers(config, params, embed(params, tokens), segments)
+    return head(config, params, hidden)
+
+
+def training_features(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    segments: jax.Array,
+    taps: Sequence[int],
+) -> jax.Array:
+    """Residual stream `[B, T, n, E]` of packed sequences after each of `taps` layers, as
+    `forward_features` has it and computed as in `training_logits`."""
+    params = unpacked(params)
     hidden = embed(params, tokens)
-    for layer_index, layer in enumerate(params["layers"]):
+    streams, done = {0: hidden}, 0
+    for stop in sorted({*taps}):
+        hidden = training_layers(config, params, hidden, segments, start=done, stop=stop)
+        streams[stop], done = hidden, stop
+    return jnp.stack([streams[tap] for tap in taps], axis=2)
+
+
+def training_layers(
+    config: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    segments: jax.Array,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    has_feed_forward: bool = True,
+) -> jax.Array:
+    """Hidden states `[B, T, E]` after layers `start` to `stop`, causal within segments `[B, T]`:
+    `run_layers` with nothing cached, of parameters that are not packed.
+
+    Rotary angles depend on differences of positions only, so a segment need not start at position
+    0.
+    """
+    stop = config.num_layers if stop is None else stop
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    angles = layers.rotary_angles(config.rope, index)
+    for layer_index in range(start, stop):
+        layer = params["layers"][layer_index]
 
         def attend(qkv, layer=layer, layer_index=layer_index):
             inputs = attention_inputs(qkv, angles, **layers.attention_settings(config, layer))
             sliding_window = config.sliding_window(layer_index)
             return causal_attention(*inputs, segments, sliding_window=sliding_window)
 
-        hidden = layers.decoder_layer(config, layer, hidden, attend)
-    return head(config, params, hidden)
+        hidden = layers.decoder_layer(
+            config, layer, hidden, attend, has_feed_forward=has_feed_forward
+        )
+    return hidden

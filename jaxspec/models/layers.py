@@ -51,8 +51,10 @@ def decoder_layer(
     x: jax.Array,
     attend: Callable[[jax.Array], jax.Array],
     product: Product = product,
+    *,
+    has_feed_forward: bool = True,
 ) -> jax.Array:
-    """Hidden states `[B, T, E]` after one layer.
+    """Hidden states `[B, T, E]` after one layer, or after its attention only.
 
     `attend(qkv)` returns heads `[B, T, Q, H]` of the projections `[B, T, K, G + 2, H]`; the caller
     decides where keys and values are kept (in a cache, or nowhere in training).
@@ -72,6 +74,8 @@ def decoder_layer(
         x = x + mixed
     else:
         x = product(heads, output, residual=x)
+    if not has_feed_forward:
+        return x
     both = product(x, params["gate_up"], norm=params["feed_forward_norm"], epsilon=epsilon)
     if config.has_sandwich_norms:
         fed = product(both, params["down"], is_gated=True)

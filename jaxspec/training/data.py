@@ -14,6 +14,7 @@ import json
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,13 @@ class Domain:
         return cls(name=name, source=source or name, weight=share)
 
 
+class Document(NamedTuple):
+    """A text, and where it comes from."""
+
+    source: str
+    text: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
     """The texts of one domain, split by whole document."""
@@ -94,6 +102,14 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
     Raises:
       SettingError: the source does not exist, holds no document, or a line is not as expected.
     """
+    train, held_out = read_documents(domain, corpora, exclude)
+    return Documents(train=[text for _, text in train], held_out=[text for _, text in held_out])
+
+
+def read_documents(
+    domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = ()
+) -> tuple[list[Document], list[Document]]:
+    """`read_domain`, with the sources: the documents to train on, and those held out."""
     path = corpora / domain.source
     in_train, in_held_out = [path], []
     if domain.source != _STDLIB and not path.is_file():
@@ -102,7 +118,7 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
         in_train = sorted({*path.glob("*.jsonl")}.difference(in_held_out))
     documents = _read_stdlib() if domain.source == _STDLIB else _read_jsonl(in_train)
     train, held_out = (
-        [(source, text) for source, text in each if not any(word in source for word in exclude)]
+        [document for document in each if not any(word in document.source for word in exclude)]
         for each in (documents, _read_jsonl(in_held_out))
     )
     if not train:
@@ -116,8 +132,11 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
     if not held_out or held_out == train:
         source, text = train[-1]
         cut = len(text) - len(text) // 10
-        train, held_out = [*train[:-1], (source, text[:cut])], [(source, text[cut:])]
-    return Documents(train=[text for _, text in train], held_out=[text for _, text in held_out])
+        train, held_out = (
+            [*train[:-1], Document(source, text[:cut])],
+            [Document(source, text[cut:])],
+        )
+    return train, held_out
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -294,7 +313,7 @@ def _check_directory(path: pathlib.Path) -> None:
         )
 
 
-def _read_jsonl(paths: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
+def _read_jsonl(paths: Iterable[pathlib.Path]) -> Iterator[Document]:
     for path in paths:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -311,10 +330,10 @@ def _read_jsonl(paths: Iterable[pathlib.Path]) -> Iterator[tuple[str, str]]:
                         '{"text": "..."} object a line.'
                     )
                 if text:
-                    yield str(fields.get("source", path.name)), text
+                    yield Document(str(fields.get("source", path.name)), text)
 
 
-def _read_stdlib() -> Iterator[tuple[str, str]]:
+def _read_stdlib() -> Iterator[Document]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -325,7 +344,7 @@ def _read_stdlib() -> Iterator[tuple[str, str]]:
         except UnicodeDecodeError:
             continue
         if text:
-            yield name.as_posix(), text
+            yield Document(name.as_posix(), text)
 
 
 def _is_held_out(source: str, text: str) -> bool:

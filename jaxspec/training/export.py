@@ -12,7 +12,7 @@ import tokenizers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
-from jaxspec.errors import ModelError
+from jaxspec.convert.hf_config import config_fields
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import atomic_directory
@@ -49,7 +49,7 @@ def write_hugging_face(
       CheckpointError: the directory exists and is no checkpoint, or it cannot be written.
     """
     end_of_text = None if tokenizer is None else data.end_of_text_id(tokenizer)
-    fields = _config_fields(config, end_of_text, dtype)
+    fields = config_fields(config, end_of_text=end_of_text, dtype=dtype)
     with atomic_directory(directory, overwrite=True, may_replace=is_hugging_face) as partial:
         _write_json(partial / "config.json", fields)
         _write_tensors(partial, dict(hugging_face_tensors(config, params)), dtype, max_shard_bytes)
@@ -100,48 +100,6 @@ def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[
     yield "model.norm.weight", np.asarray(params["final_norm"])
     if not config.is_tied:
         yield "lm_head.weight", np.asarray(params["head"]).T
-
-
-def _config_fields(config: ModelConfig, end_of_text: int | None, dtype) -> dict:
-    of_family = {
-        "qwen3": {
-            "architectures": ["Qwen3ForCausalLM"],
-            "max_window_layers": config.num_layers,
-            "sliding_window": None,
-            "use_sliding_window": False,
-        },
-        "llama": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
-    }
-    if config.family not in of_family or config.rope.scaling != "none":
-        raise ModelError(
-            f"A {config.family} model with {config.rope.scaling} rotary scaling was to be written "
-            "as a Hugging Face checkpoint; only qwen3 and llama without scaling can be."
-        )
-    return {
-        **of_family[config.family],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": end_of_text,
-        "pad_token_id": end_of_text,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "hidden_size": config.width,
-        "initializer_range": 0.02,
-        "intermediate_size": config.feed_forward_width,
-        "max_position_embeddings": config.max_length,
-        "model_type": config.family,
-        "num_attention_heads": config.num_query_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.is_tied,
-        "torch_dtype": np.dtype(dtype).name,
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
 
 
 def _tokenizer_fields(config: ModelConfig) -> dict:

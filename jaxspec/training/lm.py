@@ -8,7 +8,6 @@ the bit, as one that was not. Most tokens are seen in short rows, which cost les
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -16,17 +15,14 @@ import math
 import pathlib
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import rich.progress
 import tokenizers
-import xxhash
-from flax import serialization, struct
 
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, ModelError, SettingError
@@ -34,16 +30,14 @@ from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
-from jaxspec.runtime.console import Console
 from jaxspec.runtime.directories import write_atomically
-from jaxspec.runtime.locks import only_writer
-from jaxspec.training import data, export
+from jaxspec.training import data, export, runs
 from jaxspec.training.acceptance import measure_acceptance
+from jaxspec.training.runs import OnStep, TrainState, apply_gradients, make_optimizer, weighted_mean
 from jaxspec.types import PyTree
 
-_CHECKPOINT = "checkpoint.msgpack"
 _TOKENIZER = "tokenizer.json"
-_LOG = "log.jsonl"
+_COMMAND = "jaxspec train lm"
 # Settings that do not change what is trained, so a run may be resumed with others.
 _FREE_FIELDS = (
     "out",
@@ -56,8 +50,6 @@ _FREE_FIELDS = (
     "evaluate_tokens",
     "checkpoint_every",
 )
-
-OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,13 +158,6 @@ class TrainConfig:
         )
 
 
-class TrainState(struct.PyTreeNode, kw_only=True):
-    """What a training step carries: parameters and the optimizer's moments, fp32."""
-
-    params: PyTree
-    optimizer: PyTree
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A model as training needs it: of a run's directory, or any other as a teacher.
@@ -186,39 +171,6 @@ class Run:
     config: ModelConfig
     params: PyTree
     tokenizer: tokenizers.Tokenizer
-
-
-def learning_rate_schedule(
-    learning_rate: float, warmup_fraction: float, num_steps: int
-) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine that ends at a tenth of it."""
-    num_warmup = max(1, round(warmup_fraction * num_steps))
-    last_step = max(num_steps, num_warmup + 1)
-    return optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, num_warmup, last_step, learning_rate / 10
-    )
-
-
-@functools.lru_cache
-def make_optimizer(
-    *,
-    learning_rate: float,
-    warmup_fraction: float,
-    weight_decay: float,
-    clip_norm: float,
-    num_steps: int,
-) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; only matrices decay. Equal settings give the same object."""
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(
-            learning_rate_schedule(learning_rate, warmup_fraction, num_steps),
-            b1=0.9,
-            b2=0.95,
-            weight_decay=weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-        ),
-    )
 
 
 def distillation_loss(
@@ -237,8 +189,8 @@ def distillation_loss(
     log_p = jax.nn.log_softmax(teacher_logits)
     log_q = jax.nn.log_softmax(logits)
     p = jnp.exp(log_p)
-    divergence = _weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
-    acceptance = _weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
+    divergence = weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
+    acceptance = weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
     share = total_variation_weight
     return (1 - share) * divergence + share * (1 - acceptance), acceptance
 
@@ -264,7 +216,7 @@ def train_step(
         logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
         if teacher is None:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            loss = _weighted_mean(losses, batch.weights)
+            loss = weighted_mean(losses, batch.weights)
             return loss, {"loss": loss}
         theirs = decoder.training_logits(teacher, teacher_params, batch.inputs, batch.segments)
         loss, acceptance = distillation_loss(
@@ -273,11 +225,8 @@ def train_step(
         return loss, {"loss": loss, "acceptance": acceptance}
 
     gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer count with floats
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
     metrics["gradient_norm"] = optax.tree.norm(gradients)
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(params=params, optimizer=moments), metrics
+    return apply_gradients(state, gradients, optimizer), metrics
 
 
 def held_out_loss(
@@ -308,16 +257,9 @@ def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str,
       CheckpointError: there is nothing to resume, or it is another run's; or `config.out` cannot be
         written.
     """
-    try:
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        with only_writer(config.out.resolve()):
-            _check_out(config)
-            return _train(config, on_step)
-    except OSError as error:
-        raise CheckpointError(
-            f"Training in {config.out} stopped, as a file cannot be read or written ({error}); "
-            "mend that and run again, with --resume if a checkpoint was written."
-        ) from error
+    with runs.run_directory(config.out):
+        _check_out(config)
+        return _train(config, on_step)
 
 
 def _train(config: TrainConfig, on_step: OnStep | None) -> dict[str, Any]:
@@ -366,21 +308,19 @@ def _train(config: TrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         }
 
     metrics: dict[str, float] = {"loss": math.nan}
-    with _progress(config, num_steps, first_step) as report:
+    with runs.progress(
+        config.out, num_steps=num_steps, first_step=first_step, log_every=config.log_every
+    ) as report:
         for num_done, (plan, index) in enumerate(steps[first_step:], start=first_step + 1):
             batch = data.pack(data.cut(plan, streams, index), end_of_text)
             state, measured = step_function(state, batch)
             metrics = {name: float(value) for name, value in measured.items()}
-            if not math.isfinite(metrics["loss"]):
-                raise SettingError(
-                    f"The loss became {metrics['loss']} at step {num_done}; lower learning_rate "
-                    f"({config.learning_rate}) and train again."
-                )
+            runs.check_finite(metrics["loss"], num_done, config.learning_rate)
             if num_done % config.evaluate_every == 0 and num_done < num_steps:
                 losses = evaluate(state.params, config.sequence_length, config.evaluate_tokens)
                 metrics |= {f"held_out/{name}": loss for name, loss in losses.items()}
             if num_done % config.checkpoint_every == 0 or num_done == num_steps:
-                save_checkpoint(config.out / _CHECKPOINT, model, state, num_done, fingerprint)
+                save_checkpoint(config.out / runs.CHECKPOINT, model, state, num_done, fingerprint)
             report(num_done, metrics, batch.inputs.size)
             if on_step is not None:
                 on_step(num_done, metrics)
@@ -401,7 +341,7 @@ def _train(config: TrainConfig, on_step: OnStep | None) -> dict[str, Any]:
             for name, windows in windows_of(config.max_length, 4 * config.evaluate_tokens)
         }
     export.write_hugging_face(config.out / "model", model, state.params, tokenizer)
-    write_atomically(config.out / "result.json", json.dumps(result, indent=2).encode() + b"\n")
+    runs.write_result(config.out, result)
     return result
 
 
@@ -412,16 +352,8 @@ def save_checkpoint(
     step: int,
     fingerprint: dict[str, Any],
 ) -> None:
-    """Writes a checkpoint, complete or not at all."""
-    record = {
-        "step": step,
-        "model": json.dumps(model.to_json()),
-        "fingerprint": json.dumps(fingerprint),
-        "params": _to_arrays(state.params),
-        "optimizer": _to_arrays(state.optimizer),
-    }
-    content = serialization.msgpack_serialize(record)
-    write_atomically(path, xxhash.xxh3_128_digest(content) + content)
+    """Writes a checkpoint of a model, complete or not at all."""
+    runs.save_checkpoint(path, state, step, fingerprint, model=model.to_json())
 
 
 def load_run(directory: pathlib.Path) -> Run:
@@ -430,12 +362,12 @@ def load_run(directory: pathlib.Path) -> Run:
     Raises:
       CheckpointError: there is no checkpoint, or it cannot be read.
     """
-    record = _read_checkpoint(directory / _CHECKPOINT)
+    record = runs.read_checkpoint(directory / runs.CHECKPOINT, command=_COMMAND)
     config = ModelConfig.from_json(json.loads(record["model"]))
     template = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0), jnp.float32))
     return Run(
         config=config,
-        params=_from_arrays(template, record["params"]),
+        params=runs.from_arrays(template, record["params"]),
         tokenizer=_read_tokenizer(directory / _TOKENIZER),
     )
 
@@ -447,7 +379,7 @@ def load_teacher(name: str) -> Run:
       ModelError: there is no such model, or it has no tokenizer to share.
       CheckpointError: it cannot be read.
     """
-    if (pathlib.Path(name) / _CHECKPOINT).is_file():
+    if (pathlib.Path(name) / runs.CHECKPOINT).is_file():
         return load_run(pathlib.Path(name))
     model = load_model(name, dtype="float32")
     if model.tokenizer is None:
@@ -459,22 +391,6 @@ def load_teacher(name: str) -> Run:
     return Run(config=model.config, params=unpacked(model.params), tokenizer=tokenizer)
 
 
-def _read_checkpoint(path: pathlib.Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote: its checksum, then the record."""
-    try:
-        written = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"There is no {path.name} in {path.parent}; give the directory of a run of "
-            "`jaxspec train lm`."
-        ) from None
-    checksum, content = written[:16], written[16:]
-    if xxhash.xxh3_128_digest(content) != checksum:
-        raise CheckpointError(f"{path} is damaged, not as it was written; train again.")
-    record: Any = serialization.msgpack_restore(content)
-    return record
-
-
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -482,22 +398,6 @@ def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
         raise CheckpointError(
             f"The tokenizer {path} cannot be read ({error}); give another."
         ) from error
-
-
-def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
-    return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-
-
-def _from_arrays(template: PyTree, arrays: dict[str, np.ndarray]) -> PyTree:
-    leaves, treedef = jax.tree.flatten(template)
-    restored = [jnp.asarray(arrays[str(i)]) for i in range(len(leaves))]
-    if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in restored]:
-        raise CheckpointError("The checkpoint's arrays do not fit its configuration; train again.")
-    return jax.tree.unflatten(treedef, restored)
-
-
-def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -512,15 +412,7 @@ _LOSS_SUMS = Program(_loss_sums, "the held-out loss", shapes_vary=True)
 
 def _check_out(config: TrainConfig) -> None:
     """Raises unless a run is there to be resumed, or none is."""
-    path = config.out / _CHECKPOINT
-    if config.resume and not path.is_file():
-        raise CheckpointError(
-            f"There is nothing to resume in {config.out}; give a run's directory or drop --resume."
-        )
-    if path.is_file() and not config.resume:
-        raise CheckpointError(
-            f"{config.out} already holds a run; use --resume or name another directory."
-        )
+    runs.check_out(config.out, resume=config.resume)
     model = config.out / "model"
     if model.exists() and not export.is_hugging_face(model):
         raise CheckpointError(
@@ -608,15 +500,8 @@ def _fingerprint(
     kept = {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
     kept |= {"domains": list(config.domains), "exclude": list(config.exclude)}
     kept["token_checksums"] = [zlib.crc32(np.ascontiguousarray(s).data) for s in streams]
-    kept["teacher_checksum"] = None if teacher is None else _checksum(teacher.params)
+    kept["teacher_checksum"] = None if teacher is None else runs.checksum(teacher.params)
     return kept
-
-
-def _checksum(params: PyTree) -> int:
-    checksum = 0
-    for leaf in jax.tree.leaves(params):
-        checksum = zlib.crc32(np.ascontiguousarray(leaf).data, checksum)
-    return checksum
 
 
 def _initial_state(
@@ -631,53 +516,4 @@ def _initial_state(
         params = decoder.init_params(model, jax.random.key(config.seed), jnp.float32)
         return TrainState(params=params, optimizer=optimizer.init(params))
 
-    if not config.resume:
-        return Program(jax.jit(init), "the initial weights")(), 0
-    record = _read_checkpoint(config.out / _CHECKPOINT)
-    saved = json.loads(record["fingerprint"])
-    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
-        raise CheckpointError(
-            f"The run in {config.out} had other values of {', '.join(different)}; resume it with "
-            "the settings and data it was started with."
-        )
-    template = jax.eval_shape(init)
-    state = TrainState(
-        params=_from_arrays(template.params, record["params"]),
-        optimizer=_from_arrays(template.optimizer, record["optimizer"]),
-    )
-    return state, record["step"]
-
-
-@contextlib.contextmanager
-def _progress(config: TrainConfig, num_steps: int, first_step: int):
-    """A progress bar, a line every `log_every` steps, and the same figures in `log.jsonl`."""
-    columns = (
-        rich.progress.TextColumn("step"),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.BarColumn(),
-        rich.progress.TextColumn("{task.fields[status]}"),
-        rich.progress.TimeRemainingColumn(),
-    )
-    num_tokens, since_s = 0, time.perf_counter()
-    with (
-        rich.progress.Progress(*columns, console=Console(stderr=True)) as progress,
-        (config.out / _LOG).open("a", encoding="utf-8") as log,
-    ):
-        task = progress.add_task("train", total=num_steps, completed=first_step, status="")
-
-        def report(num_done: int, metrics: dict[str, float], batch_tokens: int) -> None:
-            nonlocal num_tokens, since_s
-            num_tokens += batch_tokens
-            progress.update(task, completed=num_done)
-            if num_done % config.log_every and num_done != num_steps:
-                return
-            now_s = time.perf_counter()
-            figures = {**metrics, "tokens_per_s": num_tokens / (now_s - since_s)}
-            num_tokens, since_s = 0, now_s
-            status = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-            progress.update(task, status=status)
-            progress.console.print(f"step {num_done}/{num_steps}  {status}", soft_wrap=True)
-            log.write(json.dumps({"step": num_done, **figures}) + "\n")
-            log.flush()
-
-        yield report
+    return runs.initial_state(config.out, init, fingerprint, resume=config.resume, command=_COMMAND)

@@ -2,12 +2,17 @@
 
 import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 
 import jaxspec
+from jaxspec.drafters.heads.config import heads_config, param_shapes
+from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.names import choose_drafter, make_drafter
-from jaxspec.errors import ModelError, SettingError
+from jaxspec.drafters.trees import BudgetTree
+from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.runtime.other_names import OTHER_NAMES
 from jaxspec.schedulers import SCHEDULERS, make_scheduler
 from jaxspec.verifiers import VERIFIERS, make_verifier
@@ -44,8 +49,36 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
     assert choose_drafter("demo-draft")
     assert choose_drafter("random:qwen3-0.6b")
     assert choose_drafter("organisation/model")
-    with pytest.raises(SettingError, match="There is no drafter 'medusa'; choose none, ngram"):
-        choose_drafter("medusa")
+    with pytest.raises(SettingError, match="There is no drafter 'eagle'; choose none, ngram"):
+        choose_drafter("eagle")
+
+
+def test_heads_are_named_by_kind_tree_and_place(tmp_path):
+    config = heads_config("clover", TARGET.config, num_heads=2, block=None)
+    shapes = param_shapes(config)
+    is_shape = lambda node: isinstance(node, tuple) and isinstance(node[0], int)  # noqa: E731
+    params = jax.tree.map(lambda shape: jnp.zeros(shape, jnp.float32), shapes, is_leaf=is_shape)
+    path = tmp_path / "heads"
+    jaxspec.save_drafter(Heads(config, params), path, target=TARGET)
+    for name, tree in {
+        f"heads:{path}": BudgetTree(nodes=4, depth=2),
+        f"clover:{path}": BudgetTree(nodes=4, depth=2),
+        f"clover[8]:{path}": BudgetTree(nodes=8, depth=2),
+        f"clover[4x2:16]:{path}": jaxspec.BeamTree(4, 2, 16),
+        f"heads[chain]:{path}": None,
+    }.items():
+        heads = make_drafter(name, TARGET)
+        assert isinstance(heads, Heads)
+        assert heads.tree == tree
+        assert make_drafter(heads.name, TARGET).tree == tree  # a report's name is one too
+    for kind in ("medusa", "clover2"):
+        with pytest.raises(ModelError, match=f"of kind clover, and {kind} was asked for"):
+            make_drafter(f"{kind}:{path}", TARGET)
+    with pytest.raises(SettingError, match="4 deep, and there are 2 heads"):
+        make_drafter(f"clover[mc_sim_7b_63]:{path}", TARGET)
+    with pytest.raises(CheckpointError, match="holds heads, not a model"):
+        make_drafter(str(path), TARGET)
+    assert choose_drafter("medusa:organisation/model")  # only looked at
 
 
 @pytest.mark.parametrize(
@@ -64,6 +97,14 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
         ("draft_model[4x4:12]", "write draft_model[4x4:12]:MODEL"),
         ("draft_model[2x2:7]:x", "make 6 candidates, so ask for at most as many nodes"),
         ("draft_model[0x2:1]:x", "each must be at least 1"),
+        ("medusa", "was given without a name of heads; write medusa:NAME"),
+        ("heads[8]:", "was given without a name of heads; write heads:NAME"),
+        ("clover[8:x", "write KIND[TREE]:NAME, as in clover[8]:NAME"),
+        ("clover[4x4]:x", "The tree '4x4' was given; write chain, NODES, WIDTHxDEPTH:NODES, or"),
+        ("clover[]:x", "The tree '' was given; write chain"),
+        ("clover[0]:x", "each must be at least 1"),
+        ("clover[2x2:7]:x", "make 6 candidates, so ask for at most as many nodes"),
+        ("medusa[mc_sim]:x", "There is no Medusa tree 'mc_sim'; choose one of mc_sim_7b_63"),
         ("~nouser", "the home directory of a user that this machine does not know"),
         ("", "There is no drafter ''"),
         ("x" * 5000, "There is no drafter 'xxx"),

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafters.trees import BeamTree, StaticTree, best_static_tree, product_tree
+from jaxspec.drafters.trees import (
+    BeamTree,
+    BudgetTree,
+    StaticTree,
+    best_static_tree,
+    product_tree,
+)
 from jaxspec.errors import SettingError
 
 
@@ -135,3 +141,43 @@ def test_a_product_tree_is_the_best_paths_of_all(size, has_ties):
 def test_a_product_tree_of_more_nodes_than_there_are_is_refused():
     with pytest.raises(SettingError, match="there are 6 paths, so ask for 1 to 6 nodes"):
         product_tree(jnp.zeros((1, 2, 2), jnp.float32), 7)
+
+
+def budget_nodes(tree, *levels):
+    """Candidates that become nodes, by level: shares `[n, W]` of the children of the nodes that the
+    level expands, which are given in the order in which it does."""
+    size = tree.max_depth * tree.num_expanded
+    worth = jnp.full((1, size, tree.num_children), -jnp.inf, jnp.float32)
+    above = jnp.zeros((1, 1), jnp.float32)
+    for level, shares in enumerate(levels):
+        shares = np.pad(shares, ((0, above.shape[1] - len(shares)), (0, 0)))
+        log_share = jnp.log(jnp.asarray(shares, jnp.float32))[None]
+        pruned = tree.prune(above[..., None] + log_share, log_share, worth)
+        start = level * tree.num_expanded
+        worth = worth.at[:, start : start + pruned.shape[1]].set(pruned)
+        here = worth[:, start : start + tree.num_expanded]
+        index = tree.expand(level + 1, here)
+        above = jnp.take_along_axis(here.reshape(1, -1), index, axis=1)
+    kept = np.asarray(tree.keep(worth))[0]
+    worth = np.exp(np.asarray(worth).reshape(-1)[kept])
+    return [(int(node), round(float(w), 3)) for node, w in zip(kept, worth, strict=True) if w > 0]
+
+
+def test_a_budget_is_spent_level_by_level():
+    """The example of Clover's picture: a and b, then the two best of their children."""
+    tree = BudgetTree(nodes=4, depth=3)
+    first = [[0.5, 0.3, 0.1, 0.05]]
+    second = [[0.8, 0.1, 0.05, 0.05], [0.3, 0.1, 0.05, 0.02]]
+    third = [[0.9, 0.05, 0.03, 0.02]] * 2
+    found = budget_nodes(tree, first, second, third)
+    assert found == [(0, 0.5), (12, 0.4), (1, 0.3), (16, 0.09)]
+    flat = [[0.2, 0.2, 0.2, 0.2]]
+    assert budget_nodes(tree, flat, second, third) == [(n, 0.2) for n in range(4)]
+    sure = [[0.9, 0.05, 0.02, 0.02]]
+    assert budget_nodes(tree, sure, sure, sure) == [(0, 0.9), (12, 0.81), (24, 0.729)]
+    assert tree.within(2) == BudgetTree(nodes=2, depth=3)
+    assert tree.within(9) == tree
+    assert tree.within(2).max_depth == 2
+    for fields in ({"nodes": 0}, {"depth": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_ratio": -0.1}):
+        with pytest.raises(SettingError, match=r"was asked for|were given"):
+            BudgetTree(**fields)

@@ -6,6 +6,7 @@ the package exports. Sabotaged rounds show that the checks can fail.
 """
 
 import door
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,11 +51,25 @@ def drafters(target, truth):
         "a tree": toy.TreeOracle(tuple(map(tuple, truth)), right_until=60),
         "a linear head": door.linear_head(target),
         "drafts that ride along": door.Riding(target),
+        "Heads of Medusa, a fixed shape": heads.random_heads(
+            "medusa", target, tree=jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+        ),
+        "Heads of Hydra, a chain": heads.random_heads("hydra", target, tree="chain"),
+        "Heads of Clover, a budget": heads.random_heads("clover", target),
+        "Heads of Clover-2, a beam tree": heads.random_heads(
+            "clover2", target, tree=jaxspec.BeamTree(2, 3, WINDOW)
+        ),
     }
 
 
 NAMES = list(drafters(toy.model(), [[1]]))
-LONGER = ("DraftModel, a fixed shape", "NGram of three branches")  # the table is quicker without
+LONGER = (  # the table is quicker without
+    "DraftModel, a fixed shape",
+    "NGram of three branches",
+    "Heads of Medusa, a fixed shape",
+    "Heads of Hydra, a chain",
+    "Heads of Clover-2, a beam tree",
+)
 
 
 def test_the_table_holds_every_drafter_the_package_exports():
@@ -66,7 +81,7 @@ def test_the_table_holds_every_drafter_the_package_exports():
         and hasattr(vars(jaxspec)[name], "propose")
         and name not in ("Drafter", "DrafterBase")
     }
-    assert exported == {"DraftModel", "NGram", "Oracle"}
+    assert exported == {"DraftModel", "Heads", "NGram", "Oracle"}
     assert exported <= {name.split()[0] for name in NAMES}
     for drafter in drafters(toy.model(), [[1]]).values():
         assert isinstance(drafter, Drafter)
@@ -121,7 +136,7 @@ def test_speculative_equals_plain_bit_for_bit(setting, name):
         np.testing.assert_array_equal(ours, theirs)
     total = jaxspec.Acceptance.total([completion.acceptance for completion in drafted])
     assert total.num_draft_tokens > 0
-    if "Oracle" in name or "target" in name or "tree" in name:
+    if "Oracle" in name or "target" in name or name == "a tree":
         assert total.num_accepted_tokens > 0
     for completion in drafted:
         counts = completion.acceptance

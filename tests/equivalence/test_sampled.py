@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 
+import heads
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,6 +52,7 @@ def drafter_named(name, target, truth):
         "NGram": lambda: jaxspec.NGram(1, 3),
         "Oracle": lambda: jaxspec.Oracle(truth, acceptance=0.7),
         "a beam tree": lambda: jaxspec.DraftModel(target, tree=jaxspec.BeamTree(3, 3, WINDOW - 1)),
+        "heads": lambda: heads.random_heads("clover", target),
         "branches": lambda: jaxspec.NGram(1, 3, branches=3),
         "a tree": lambda: toy.TreeOracle(tuple(map(tuple, truth)), right_until=90),
     }[name]()
@@ -104,6 +106,8 @@ def setting():
         ("float32", "Oracle"),
         ("float32", "a tree"),
         pytest.param(("float32", "branches"), marks=pytest.mark.system),
+        pytest.param(("float32", "heads"), marks=pytest.mark.system),
+        pytest.param(("bfloat16", "heads"), marks=pytest.mark.system),
         ("bfloat16", "Oracle"),
         ("bfloat16", "a beam tree"),
     ],

@@ -3,6 +3,7 @@
 import gc
 
 import door
+import heads
 import jax
 import numpy as np
 import pandas
@@ -290,8 +291,18 @@ def beam_tree(model):
     return jaxspec.DraftModel(model, tree=jaxspec.BeamTree(2, 3, 6))
 
 
+def clover_budget(model):
+    return heads.random_heads("clover", model)
+
+
+def clover2_chain(model):
+    return heads.random_heads("clover2", model, tree="chain")
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
-@pytest.mark.parametrize("make", [door.linear_head, door.Riding, beam_tree])
+@pytest.mark.parametrize(
+    "make", [door.linear_head, door.Riding, beam_tree, clover_budget, clover2_chain]
+)
 def test_drafters_that_live_in_the_target_or_draft_trees_run_on_a_mesh(prompts, shape, make):
     """The target's shards serve the drafter too: its weights are counted, and held, once."""
     mesh = jax.make_mesh(shape, ("data", "model"))

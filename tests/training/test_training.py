@@ -17,7 +17,7 @@ import tiny as tiny_models
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.runtime.locks import only_writer
-from jaxspec.training import data, export, lm
+from jaxspec.training import data, export, lm, runs
 from jaxspec.training.acceptance import measure_acceptance
 
 pytestmark = pytest.mark.as_shipped
@@ -152,7 +152,7 @@ def test_bit_equality_notices_one_other_row(trained):
 
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_a_tenth():
-    schedule = lm.learning_rate_schedule(0.5, 0.1, 100)
+    schedule = runs.learning_rate_schedule(0.5, 0.1, 100)
     with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
         rates = np.asarray(jax.vmap(schedule)(jnp.arange(101)))
     assert rates[0] == 0

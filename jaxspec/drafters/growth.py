@@ -1,0 +1,306 @@
+"""How a draft tree grows, level by level, whatever scores its tokens.
+
+A level expands K nodes of one depth: it finds the W best children of each. With K = W = 2 and depth
+3, `r` the newest token and expanded nodes in capitals:
+
+    level 0    r -> A B
+    level 1    A -> c D    B -> E f
+    level 2    D -> g h    E -> i j
+
+All children are candidates, and the tree says which of them are the draft's nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
+from jaxspec.sampling import (
+    Stream,
+    adjust,
+    filtered_logits,
+    fit_vocabulary,
+    gumbel,
+    is_greedy,
+    position_keys,
+    round_keys,
+)
+from jaxspec.types import BatchView, Draft, DraftContext, EngineShape
+
+Tree: TypeAlias = BeamTree | BudgetTree | StaticTree
+
+
+class Growth(struct.PyTreeNode, kw_only=True):
+    """A tree as it grows. Level l expands as nodes `l * K` to `(l + 1) * K`; of level 0 only the
+    first is real, the newest token. S is `max_depth * K`.
+
+    Attributes:
+      tokens: `[B, S, W]` int32, the children of each expanded node: the candidates.
+      worth: `[B, S, W]` fp32, of the path to each; -inf is no candidate.
+      q: `[B, S, V]` fp32, the distribution after each expanded node, or None.
+      chosen: `[B, S]` int32, which candidate each expanded node is; -1 is the newest token, -2
+        none.
+      drafted: `[B, S]` int32, its token.
+      paths: `[B, K, max_depth]` int32, of the last level's nodes the offset from the newest token
+        of what stands at each depth, as in `Window.paths`: expanded node `K + i` has offset
+        `i + 1`.
+    """
+
+    tokens: jax.Array
+    worth: jax.Array
+    q: jax.Array | None
+    chosen: jax.Array
+    drafted: jax.Array
+    paths: jax.Array
+
+
+class Level(NamedTuple):
+    """The nodes that one level expands, from level 1 on.
+
+    Attributes:
+      tokens: `[B, K]` int32.
+      worth: `[B, K]` fp32, of the paths to them.
+      parent: `[B, K]` int32, which expanded node of the level before each of them continues.
+      offset: `[1, K]` int32, of each as in `Growth.paths`.
+      is_wanted: `[B, 1]` bool, which rows want this level.
+    """
+
+    tokens: jax.Array
+    worth: jax.Array
+    parent: jax.Array
+    offset: jax.Array
+    is_wanted: jax.Array
+
+
+def num_offsets(tree: Tree) -> int:
+    """The largest offset that `Growth.paths` may hold."""
+    return (tree.max_depth - 1) * tree.num_expanded
+
+
+def count_levels(
+    tree: Tree, shape: EngineShape, rows: BatchView, can_draft: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Nodes and levels `[B]` int32 that each row wants; none where it cannot draft.
+
+    The first n nodes are no deeper than n, so that a row needs no more levels.
+    """
+    wanted = jnp.where(can_draft, rows.draft_limit, 0)
+    wanted = jnp.minimum(wanted, min(tree.num_nodes, shape.num_nodes))
+    num_levels = jnp.minimum(wanted, tree.max_depth)
+    if rows.depth_limit is not None:
+        num_levels = jnp.minimum(num_levels, rows.depth_limit)
+    return wanted, num_levels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Grower:
+    """What stays the same from level to level.
+
+    Attributes:
+      tree: which children are expanded, and which are kept.
+      shape: of the engine.
+      rows: the batch.
+      num_levels: `[B]` int32, levels that each row wants.
+      greedy_sharpness: what a greedy row's scores are multiplied by before they become
+        probabilities, whose product along a path is its worth.
+      sampled_sharpness: a sampled row's.
+    """
+
+    tree: Tree
+    shape: EngineShape
+    rows: BatchView
+    num_levels: jax.Array
+    greedy_sharpness: float
+    sampled_sharpness: float
+
+    def start(self) -> Growth:
+        """Nothing has grown yet."""
+        num_rows, tree, shape = self.num_levels.shape[0], self.tree, self.shape
+        size = (num_rows, tree.max_depth * tree.num_expanded)
+        q = None
+        if shape.needs_draft_probs:
+            q = jnp.zeros((*size, shape.vocab_size), jnp.float32)
+        chosen = jnp.full(size, -2, jnp.int32)
+        return Growth(
+            tokens=jnp.zeros((*size, tree.num_children), jnp.int32),
+            worth=jnp.full((*size, tree.num_children), -jnp.inf, jnp.float32),
+            q=q,
+            chosen=chosen.at[:, : tree.num_expanded].set(-1),
+            drafted=jnp.zeros(size, jnp.int32),
+            paths=jnp.zeros((num_rows, tree.num_expanded, tree.max_depth), jnp.int32),
+        )
+
+    def expand(self, growth: Growth, level: jax.Array | int) -> tuple[Growth, Level]:
+        """The growth with the nodes that `level` expands, from level 1 on, and these nodes."""
+        num_expanded, num_children = self.tree.num_expanded, self.tree.num_children
+        before, here = (level - 1) * num_expanded, level * num_expanded
+
+        def level_before(values: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(values, before, num_expanded, axis=1)
+
+        worth = level_before(growth.worth)
+        index = self.tree.expand(level, worth)
+        drafted = at(flat(level_before(growth.tokens)), index)
+
+        # Row by row: a row of fewer levels looks at its newest token alone.
+        is_wanted = (level < self.num_levels)[:, None]
+        offset = 1 + before + jnp.arange(num_expanded, dtype=jnp.int32)[None]
+        parent = index // num_children
+        path = jnp.take_along_axis(growth.paths, parent[..., None], axis=1)
+        is_here = jnp.arange(self.tree.max_depth, dtype=jnp.int32)[None, None] == level
+        path = jnp.where(is_wanted[..., None], jnp.where(is_here, offset[..., None], path), 0)
+
+        def put(values: jax.Array, new: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(values, new, here, axis=1)
+
+        growth = growth.replace(
+            chosen=put(growth.chosen, before * num_children + index),
+            drafted=put(growth.drafted, drafted),
+            paths=path,
+        )
+        return growth, Level(
+            tokens=drafted,
+            worth=at(flat(worth), index),
+            parent=parent,
+            offset=offset,
+            is_wanted=is_wanted,
+        )
+
+    def add_children(
+        self, growth: Growth, level: jax.Array | int, logits: jax.Array, worth: jax.Array
+    ) -> Growth:
+        """The growth with the best children of the nodes that `level` expands.
+
+        Args:
+          growth: so far.
+          level: int32 scalar, or an int.
+          logits: `[B, n, V']` after the n nodes; all K, or the newest token alone.
+          worth: `[B, n]` fp32, of the paths to them.
+        """
+        num_rows, num_nodes = worth.shape
+        offset = 1 + jnp.arange(num_offsets(self.tree), dtype=jnp.int32)
+        paths = growth.paths[:, :num_nodes]
+        context = DraftContext(
+            tokens=growth.drafted[:, self.tree.num_expanded :],
+            is_before=jnp.any(paths[..., None] == offset[None, None, None], axis=2),
+            position=jnp.broadcast_to(
+                (self.rows.num_committed + level)[:, None], (num_rows, num_nodes)
+            ),
+        )
+        logits = fit_vocabulary(logits, self.shape.vocab_size)
+        numbers = jnp.broadcast_to(self.tree.key_numbers(level)[None, :num_nodes], worth.shape)
+        scores, q = _draw_scores(logits, self.rows, context, numbers, self.shape)
+        best, tokens = lax.top_k(scores, self.tree.num_children)
+        is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
+        sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
+        log_total = jax.nn.logsumexp(sharpness * scores, axis=-1, keepdims=True)
+        log_share = sharpness * best - log_total
+        of_path = worth[..., None] + log_share
+        is_candidate = jnp.isfinite(of_path) & (level < self.num_levels)[:, None, None]
+        of_path = jnp.where(is_candidate, of_path, -jnp.inf)
+
+        def put(values: jax.Array, new: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(
+                values, new, level * self.tree.num_expanded, axis=1
+            )
+
+        return growth.replace(
+            tokens=put(growth.tokens, tokens),
+            worth=put(growth.worth, self.tree.prune(of_path, log_share, growth.worth)),
+            q=None if growth.q is None or q is None else put(growth.q, q),
+        )
+
+    def draft(self, growth: Growth, wanted: jax.Array) -> tuple[Draft, jax.Array]:
+        """The draft of `shape.num_nodes` nodes, of which each row wants the first `wanted` `[B]`,
+        and the candidates `[B, tree.num_nodes]` int32 that were kept as its nodes."""
+        kept = self.tree.keep(growth.worth)
+        is_hole = jnp.isneginf(at(flat(growth.worth), kept))
+        tokens = jnp.where(is_hole, -1, at(flat(growth.tokens), kept))
+        expanded_by = kept // self.tree.num_children
+        above = at(growth.chosen, expanded_by)  # the candidate that each node's parent is
+        parents = jnp.where(is_hole, -1, index_of(above, kept))
+        q = growth.q
+        if q is not None:
+            q = jnp.take_along_axis(q, expanded_by[..., None], axis=1)
+        num_nodes = self.shape.num_nodes
+        draft = Draft(
+            tokens=_fit(tokens, num_nodes),
+            parents=_fit(parents, num_nodes),
+            num_valid=wanted,
+            q=None if q is None else _fit(q, num_nodes),
+        )
+        return draft, kept
+
+
+def _draw_scores(
+    logits: jax.Array,
+    rows: BatchView,
+    context: DraftContext,
+    numbers: jax.Array,
+    shape: EngineShape,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Scores `[B, n, V]` fp32 whose highest are the children of each of n nodes, and q `[B, n, V]`.
+
+    Of a sampled row these are log-probabilities with Gumbel noise: the highest one is a sample, and
+    in falling order they are samples without replacement. With shared noise all nodes of a depth
+    have that by which the target will draw the token there.
+
+    Args:
+      logits: `[B, n, V]` fp32.
+      rows: the batch.
+      context: of the n tokens to be drawn.
+      numbers: `[B, n]` int32, keys of the noise that is not shared.
+      shape: `is_noise_shared`, `needs_draft_probs`, `needs_greedy_probs` of it.
+    """
+    vocab_size = logits.shape[-1]
+
+    def draw():
+        adjusted = adjust(logits, rows, context)
+        drawn_from = filtered_logits(adjusted, rows.sampling)
+        if shape.is_noise_shared:
+            keys = position_keys(rows.sampling, context.position[:, :1])
+        else:
+            keys = round_keys(rows, numbers, Stream.DRAFT)
+        is_sampled = (rows.sampling.temperature > 0)[:, None, None]
+        scores = jnp.where(is_sampled, drawn_from + gumbel(keys, vocab_size), adjusted)
+        return scores, jax.nn.softmax(drawn_from, axis=-1) if shape.needs_draft_probs else None
+
+    def take_highest():
+        q = None
+        if shape.needs_greedy_probs:
+            q = jax.nn.softmax(filtered_logits(logits, rows.sampling), axis=-1)
+        elif shape.needs_draft_probs:
+            q = jnp.zeros_like(logits)
+        return logits, q
+
+    return lax.cond(is_greedy(rows), take_highest, draw)
+
+
+def flat(values: jax.Array) -> jax.Array:
+    """`[B, n, W]` as `[B, n * W]`."""
+    return values.reshape(values.shape[0], -1)
+
+
+def at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """`values` `[B, n]` at `index` `[B, m]`."""
+    return jnp.take_along_axis(values, index, axis=1)
+
+
+def index_of(values: jax.Array, among: jax.Array) -> jax.Array:
+    """`[B, n]` int32, where each of `values` `[B, n]` first stands in `among` `[B, m]`; -1 where it
+    does not."""
+    is_same = values[:, :, None] == among[:, None]
+    return jnp.where(jnp.any(is_same, axis=2), jnp.argmax(is_same, axis=2).astype(jnp.int32), -1)
+
+
+def _fit(values: jax.Array, num_nodes: int) -> jax.Array:
+    """The first `num_nodes` of `values` `[B, n, ...]`, padded with zeros."""
+    missing = max(0, num_nodes - values.shape[1])
+    padding = ((0, 0), (0, missing), *((0, 0) for _ in values.shape[2:]))
+    return jnp.pad(values[:, :num_nodes], padding)

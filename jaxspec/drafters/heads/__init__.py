@@ -1,0 +1,1 @@
+"""Drafters that read the target's hidden states: Medusa, Hydra, Clover, Clover-2."""

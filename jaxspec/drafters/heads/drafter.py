@@ -1,0 +1,554 @@
+"""Heads as a drafter: chains and trees from the target's hidden states, one head for each level.
+
+The target's hidden states at position t are the *feature* of t. At the start of a round the newest
+token stands at n - 1, and the newest feature is that of n - 2, since the newest token has not been
+through the target. `observe` is shown the features of prompts, `commit` those of every round:
+
+    tokens      x_0  x_1  ...  x_{n-2}  x_{n-1}
+    features    f_0  f_1  ...  f_{n-2}             head k proposes x_{n+k}
+
+An augmenting block reads one entry per position, feature t in slot t (Clover-2's also reads the
+token at t + 1), always the target's own features: those of rejected tokens are never stored, and
+nothing that heads made themselves is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxspec.cache import pages as kv
+from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.growth import Grower, Growth, Tree, count_levels
+from jaxspec.drafters.heads import formulas
+from jaxspec.drafters.heads.block import run_block
+from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
+from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.drafters.trees import BudgetTree, StaticTree
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.base import XLA, Kernels, unpacked
+from jaxspec.kernels.registry import get_kernels
+from jaxspec.models import decoder
+from jaxspec.models.base import LAST, HeadedModel, LanguageModel, Model
+from jaxspec.models.prefill import chain_window
+from jaxspec.runtime.environment import loops_run_on_host
+from jaxspec.runtime.kinds import first_mismatch, kinds_of
+from jaxspec.sampling import draw_draft
+from jaxspec.types import (
+    BatchView,
+    Draft,
+    EngineShape,
+    PyTree,
+    RoundInfo,
+    Window,
+    chain_parents,
+)
+
+DEFAULT_NODES = 4  # Clover's budget, at which it found that more nodes hardly pay in large batches
+Carry = TypeVar("Carry")
+
+
+class HeadsState(struct.PyTreeNode, kw_only=True):
+    """What heads keep of each row.
+
+    Attributes:
+      anchor: `[B, E]`, what `formulas.anchor` made of the newest feature.
+      is_ready: `[B]` bool, whether there is one; a prompt of one token has none.
+      num_seen: `[B]` int32, positions whose features were seen, in order from the first.
+      cache: of the augmenting block; None without one.
+    """
+
+    anchor: jax.Array
+    is_ready: jax.Array
+    num_seen: jax.Array
+    cache: kv.KVCache | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class Heads(DrafterBase):
+    """Drafts with Medusa's, Hydra's, Clover's or Clover-2's heads, each row by its own sampling
+    parameters: greedily where the row is greedy.
+
+    A regressive head runs once for each node that a level expands, with the tokens on the way to
+    it. A node's children are the highest scores of its head: of a greedy row the likeliest tokens,
+    of a sampled one the highest after noise. Under `coupled` that is the noise by which the target
+    will draw; under `rejection` they are drawn without replacement, which takes a chain or a
+    `StaticTree`. A node is worth the probability of its path.
+
+    A head whose logits are NaN proposes as if it knew nothing.
+
+    Attributes:
+      config: architecture.
+      params: as `heads.config.param_shapes` says, in the target's dtype.
+      tree: a `BudgetTree`, `BeamTree` or `StaticTree`; None drafts chains.
+      label: name of the weights, for reports; may be empty.
+      target: the model whose head they use; an engine fills it in (`for_target`).
+
+    Raises:
+      ModelError: the parameters are not those of `config`.
+      SettingError: the tree is deeper than there are heads.
+    """
+
+    config: HeadsConfig
+    params: PyTree
+    tree: Tree | None
+    label: str
+    target: Model | None
+
+    taps: ClassVar[tuple[int, ...]] = (LAST,)
+    uses_target: ClassVar[bool] = True
+    # Of what a row's scores are multiplied by before they become probabilities; see `Grower`.
+    greedy_sharpness: ClassVar[float] = 1.0
+    sampled_sharpness: ClassVar[float] = 1.0
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        params: PyTree,
+        *,
+        tree: Tree | Literal["chain"] | None = None,
+        name: str = "",
+    ):
+        """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains."""
+        check_params(config, params, name)
+        if tree is None:
+            tree = BudgetTree(nodes=DEFAULT_NODES, depth=min(config.num_heads, DEFAULT_NODES))
+        grown = None if tree == "chain" else tree
+        if grown is not None and grown.max_depth > config.num_heads:
+            raise SettingError(
+                f"The tree {grown.name} is {grown.max_depth} deep, and there are "
+                f"{config.num_heads} heads, one for each level; make it shallower."
+            )
+        self._set(config=config, params=params, tree=grown, label=name, target=None)
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def name(self) -> str:
+        """`KIND[TREE]:LABEL`, such as `clover[budget:4]:demo-heads` or `medusa[chain]`."""
+        tree = "chain" if self.tree is None else self.tree.name
+        return f"{self.config.kind}[{tree}]" + (f":{self.label}" if self.label else "")
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has no tree."""
+        return self.tree is None
+
+    @property
+    def max_depth(self) -> int | None:
+        """The tree's; None for chains."""
+        return None if self.tree is None else self.tree.max_depth
+
+    @property
+    def num_nodes(self) -> int:
+        """The tree's; for chains one for each head."""
+        return self.config.num_heads if self.tree is None else self.tree.num_nodes
+
+    @property
+    def prunes_by_token(self) -> bool:
+        """Whether its tree leaves nodes out by what they hold, or siblings by their rank."""
+        is_as_drawn = isinstance(self.tree, StaticTree) and self.tree.is_by_rank
+        return self.tree is not None and not is_as_drawn
+
+    def check(self, target: Model) -> None:
+        """Raises `ModelError` if these are no heads for `target`, `SettingError` if a node of the
+        tree has more children than there are tokens."""
+        dtype = check_sizes(self.config, target, self.name)
+        if self._dtype != dtype:
+            raise _other_size(self.name, target, "dtype", self._dtype, dtype)
+        if self.tree is not None and self.tree.num_children > target.vocab_size:
+            raise SettingError(
+                f"The tree {self.tree.name} has nodes of {self.tree.num_children} children, and "
+                f"{target.name} has {target.vocab_size} tokens; make it narrower."
+            )
+
+    def for_target(self, target: Model) -> Heads:
+        """A copy that uses the head of `target`, and its kernels for the block."""
+        bound = object.__new__(type(self))
+        bound._set(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        bound._set(target=target)
+        bound._set(params=bound.pack(self.params))
+        return bound
+
+    def pack(self, params: PyTree) -> PyTree:
+        """The heads' parameters, the block's as its kernels read them best; see
+        `LanguageModel.pack`."""
+        if "layers" not in params:
+            return params
+        return {**params, **decoder.pack_params({"layers": params["layers"]}, self._kernels)}
+
+    @property
+    def _kernels(self) -> Kernels:
+        """The target's, where it is one of the package's own models."""
+        target = self.target
+        return get_kernels(target.kernels) if isinstance(target, LanguageModel) else XLA
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return jax.tree.leaves(self.params)[0].dtype
+
+    def _parts(self, target_params: PyTree) -> TargetParts:
+        """The target's parts with its parameters in them."""
+        if not isinstance(self.target, HeadedModel):
+            raise ModelError(
+                f"The heads {self.name} were used without a target; take those that "
+                "for_target(target) returns."
+            )
+        return TargetParts(
+            final_norm=functools.partial(self.target.final_norm, target_params),
+            head=functools.partial(self.target.head, target_params),
+            head_rows=functools.partial(self.target.head_rows, target_params),
+        )
+
+    def init(self, shape: EngineShape) -> HeadsState:
+        """Nothing was seen."""
+        block, cache = self.config.block, None
+        if block is not None:
+            cache = kv.init_cache(
+                num_layers=block.num_layers,
+                num_rows=shape.batch_size,
+                capacity=shape.max_length,
+                num_kv_heads=block.num_kv_heads,
+                head_size=block.head_size,
+                dtype=self._dtype,
+            )
+        return HeadsState(
+            anchor=jnp.zeros((shape.batch_size, self.config.width), self._dtype),
+            is_ready=jnp.zeros((shape.batch_size,), bool),
+            num_seen=jnp.zeros((shape.batch_size,), jnp.int32),
+            cache=cache,
+        )
+
+    def admit(self, shape, params, state: HeadsState, rows: BatchView, row) -> HeadsState:
+        """Nothing of the new request has been seen."""
+        return state.replace(
+            is_ready=state.is_ready.at[row].set(False), num_seen=state.num_seen.at[row].set(0)
+        )
+
+    def observe(
+        self, shape, params, state: HeadsState, rows: BatchView, row, start, stop, features
+    ) -> HeadsState:
+        """Reads a chunk of a prompt; the anchor is that of its last token."""
+        length = features.shape[0]
+        window = chain_window(start[None], length, stop=stop[None], rows=row[None])
+        tokens = lax.dynamic_slice_in_dim(rows.tokens, row, 1, axis=0)
+        last = jnp.clip(stop - start - 1, 0, length - 1)[None]
+        anchor, cache = self._read(params, state.cache, features[None, :, 0], tokens, window, last)
+        is_new = stop > start
+        return state.replace(
+            anchor=state.anchor.at[row].set(jnp.where(is_new, anchor[0], state.anchor[row])),
+            is_ready=state.is_ready.at[row].set(is_new | state.is_ready[row]),
+            num_seen=state.num_seen.at[row].set(jnp.where(is_new, stop, state.num_seen[row])),
+            cache=cache,
+        )
+
+    def commit(
+        self, shape, params, state: HeadsState, rows: BatchView, info: RoundInfo
+    ) -> HeadsState:
+        """Reads the newest token of before the round and what was accepted after it, with the
+        target's features of them. The round's last token has none yet."""
+        assert info.features is not None, "heads have a tap"
+        start, num_kept = info.rows.num_committed - 1, info.emission.num_emitted
+        entry = jnp.pad(info.verdict.path + 1, ((0, 0), (1, 0)))  # 0 is the newest token
+        features = jnp.take_along_axis(info.features[:, :, 0], entry[..., None], axis=1)
+        window = chain_window(start, entry.shape[1], stop=start + num_kept)
+        last = jnp.maximum(num_kept - 1, 0)
+        anchor, cache = self._read(params, state.cache, features, rows.tokens, window, last)
+        is_new, is_next = num_kept > 0, state.num_seen >= start
+        return state.replace(
+            anchor=jnp.where(is_new[:, None], anchor, state.anchor),
+            is_ready=jnp.where(is_new, is_next, state.is_ready),
+            num_seen=jnp.where(is_new & is_next, start + num_kept, state.num_seen),
+            cache=cache,
+        )
+
+    def _read(
+        self,
+        params: PyTree,
+        cache: kv.KVCache | None,
+        features: jax.Array,
+        tokens: jax.Array,
+        window: Window,
+        last: jax.Array,
+    ) -> tuple[jax.Array, kv.KVCache | None]:
+        """The anchor `[B, E]` of entry `last` `[B]` of the window, and the block's cache with all
+        of its entries.
+
+        Args:
+          params: as `propose` gets them.
+          cache: of the block.
+          features: `[B, T, E]` of the window.
+          tokens: `[B, S]` int32, committed ones.
+          window: where the features stand.
+          last: `[B]` int32.
+        """
+
+        def of_last(values: jax.Array) -> jax.Array:
+            index = jnp.expand_dims(last, range(1, values.ndim))
+            return jnp.take_along_axis(values, index, axis=1)
+
+        positions = window.positions
+        if self.config.block is None:  # nothing is kept of the others
+            features, positions = of_last(features), of_last(positions)
+        following = jnp.clip(positions + 1, 0, tokens.shape[1] - 1)
+        next_tokens = jnp.take_along_axis(tokens, following, axis=1)
+
+        def run(hidden: jax.Array) -> jax.Array:
+            nonlocal cache
+            assert cache is not None, "there is a cache where there is a block"
+            own = params["own"]
+            hidden, cache = run_block(
+                self.config, own, hidden, window, cache, kernels=self._kernels
+            )
+            return hidden
+
+        parts = self._parts(params["target"])
+        anchors = formulas.anchor(self.config, params["own"], parts, features, next_tokens, run)
+        return (anchors if self.config.block is None else of_last(anchors))[:, 0], cache
+
+    def propose(self, shape, params, state: HeadsState, rows: BatchView):
+        """A chain or a tree; as many levels as the most demanding row asks for, but on a GPU all
+        that the window has room for. A row whose newest feature was not seen gets no draft."""
+        newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
+        can_draft = state.is_ready & (state.num_seen == rows.num_committed - 1)
+        if self.tree is None:
+            draft = self._propose_chain(shape, params, state.anchor, rows, newest, can_draft)
+        else:
+            tree = self.tree.within(shape.num_nodes)
+            draft = self._propose_tree(tree, shape, params, state.anchor, rows, newest, can_draft)
+        return draft, state
+
+    def _propose_chain(
+        self,
+        shape: EngineShape,
+        params: PyTree,
+        anchor: jax.Array,
+        rows: BatchView,
+        newest: jax.Array,
+        can_draft: jax.Array,
+    ) -> Draft:
+        num_rows, num_nodes = newest.shape[0], min(shape.num_nodes, self.config.num_heads)
+        wanted = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
+        score = self._scorer(params, anchor, num_nodes, wanted)
+        q = None
+        if shape.needs_draft_probs:
+            q = jnp.zeros((num_rows, shape.num_nodes, shape.vocab_size), jnp.float32)
+        tokens = jnp.zeros((num_rows, shape.num_nodes), jnp.int32)
+
+        def draw(node: int, carry):
+            hidden, tokens, q = carry
+            path = jnp.concatenate([newest, tokens[:, :node]], axis=1)
+            hidden, logits = score(node, hidden, path)
+            drawn = draw_draft(
+                logits,
+                rows,
+                tokens,
+                jnp.int32(node),
+                vocab_size=shape.vocab_size,
+                is_noise_shared=shape.is_noise_shared,
+                needs_probs=shape.needs_draft_probs,
+                needs_greedy_probs=shape.needs_greedy_probs,
+            )
+            if q is not None:
+                q = q.at[:, node].set(drawn.distribution)
+            return hidden, tokens.at[:, node].set(drawn.token), q
+
+        carry = anchor, tokens, q
+        for node in range(num_nodes):
+            carry = if_any(node < wanted, functools.partial(draw, node), carry)
+        return Draft(
+            tokens=carry[1],
+            parents=chain_parents(num_rows, shape.num_nodes),
+            num_valid=wanted,
+            q=carry[2],
+        )
+
+    def _propose_tree(
+        self,
+        tree: Tree,
+        shape: EngineShape,
+        params: PyTree,
+        anchor: jax.Array,
+        rows: BatchView,
+        newest: jax.Array,
+        can_draft: jax.Array,
+    ) -> Draft:
+        num_rows, num_expanded = newest.shape[0], tree.num_expanded
+        wanted, num_levels = count_levels(tree, shape, rows, can_draft)
+        score = self._scorer(params, anchor, tree.max_depth, num_levels)
+        grower = Grower(
+            tree=tree,
+            shape=shape,
+            rows=rows,
+            num_levels=num_levels,
+            greedy_sharpness=self.greedy_sharpness,
+            sampled_sharpness=self.sampled_sharpness,
+        )
+
+        def first(carry: tuple[Growth, jax.Array]) -> tuple[Growth, jax.Array]:
+            growth, _ = carry
+            hidden, logits = score(0, anchor[:, None], newest[:, None])
+            worth = jnp.zeros((num_rows, 1), jnp.float32)
+            growth = grower.add_children(growth, 0, logits, worth)
+            return growth, jnp.broadcast_to(hidden, (num_rows, num_expanded, hidden.shape[-1]))
+
+        def further(level: int, carry: tuple[Growth, jax.Array]) -> tuple[Growth, jax.Array]:
+            growth, hidden = carry
+            growth, nodes = grower.expand(growth, level)
+            hidden = jnp.take_along_axis(hidden, nodes.parent[..., None], axis=1)
+            tokens = path_tokens(growth, newest, level)
+            hidden, logits = score(level, hidden, tokens)
+            return grower.add_children(growth, level, logits, nodes.worth), hidden
+
+        shape_of_hidden = (num_rows, num_expanded, anchor.shape[-1])
+        carry = grower.start(), jnp.zeros(shape_of_hidden, anchor.dtype)
+        carry = if_any(num_levels > 0, first, carry)
+        for level in range(1, tree.max_depth):
+            carry = if_any(level < num_levels, functools.partial(further, level), carry)
+        return grower.draft(carry[0], wanted)[0]
+
+    def _scorer(
+        self, params: PyTree, anchor: jax.Array, num_heads: int, wanted: jax.Array
+    ) -> Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        """A function of a head's index, hidden states `[..., E]` and the tokens so far
+        `[..., index + 1]` that returns the hidden states for the next head and logits `[..., V]`.
+
+        Heads that do not read tokens are the same for all nodes of a level: all of them are
+        computed at once, if some row has `wanted` `[B]` any.
+        """
+        config, own, parts = self.config, params["own"], self._parts(params["target"])
+
+        def run(index: int, hidden: jax.Array, tokens: jax.Array):
+            hidden, output = formulas.apply_head(config, own, parts, index, hidden, tokens)
+            return hidden, without_nan(formulas.head_logits(config, own, parts, index, output))
+
+        if config.is_regressive:
+            return run
+
+        def run_all(_):
+            no_tokens = jnp.zeros((anchor.shape[0], 1), jnp.int32)
+            outputs = [
+                formulas.apply_head(config, own, parts, index, anchor, no_tokens)[1]
+                for index in range(num_heads)
+            ]
+            if config.shares_head:  # one product, which reads the head once
+                return without_nan(parts.head(jnp.stack(outputs, axis=1)))
+            made = [
+                formulas.head_logits(config, own, parts, index, output)
+                for index, output in enumerate(outputs)
+            ]
+            return without_nan(jnp.stack(made, axis=1))
+
+        nothing = jnp.zeros((anchor.shape[0], num_heads, config.vocab_size), jnp.float32)
+        every = if_any(wanted > 0, run_all, nothing)
+
+        def look_up(index: int, hidden: jax.Array, tokens: jax.Array):
+            logits = every[:, index]
+            if hidden.ndim == 3:
+                size = (*hidden.shape[:2], config.vocab_size)
+                logits = jnp.broadcast_to(logits[:, None], size)
+            return hidden, logits
+
+        return look_up
+
+    def rewind(self, shape, params, state: HeadsState, rows: BatchView, row, num_kept):
+        """What was cut away is forgotten; the row draws again after its next round.
+
+        The anchor of an earlier feature is gone, and Clover-2's entry at t holds the token at
+        t + 1, so that one entry less stays.
+        """
+        stays = num_kept - 1 if self.config.kind == "clover2" else num_kept
+        is_cut = state.num_seen[row] >= num_kept
+        num_seen = jnp.minimum(state.num_seen[row], stays)
+        return state.replace(
+            is_ready=state.is_ready.at[row].set(state.is_ready[row] & ~is_cut),
+            num_seen=state.num_seen.at[row].set(num_seen),
+        )
+
+
+def check_sizes(config: HeadsConfig, target: Model, name: str) -> jnp.dtype:
+    """The dtype of a target that heads of this configuration fit.
+
+    Raises:
+      ModelError: its head cannot be used by itself, or it has another width or vocabulary.
+    """
+    if not isinstance(target, HeadedModel):
+        methods = ("final_norm", "head", "head_rows")
+        missing = [method for method in methods if not hasattr(target, method)]
+        raise ModelError(
+            f"The heads {name} use the head of their target, and {target.name} has no "
+            f"{', '.join(missing)}; add them as jaxspec.models.base.HeadedModel says."
+        )
+    token = jax.ShapeDtypeStruct((1,), jnp.int32)
+    row = jax.eval_shape(target.head_rows, target.params, token)
+    for what, mine, theirs in (
+        ("width", config.width, row.shape[-1]),
+        ("a vocabulary of", config.vocab_size, target.vocab_size),
+    ):
+        if mine != theirs:
+            raise _other_size(name, target, what, mine, theirs)
+    return row.dtype
+
+
+def _other_size(name: str, target: Model, what: str, mine: Any, theirs: Any) -> ModelError:
+    return ModelError(
+        f"The heads {name} have {what} {mine}, and the target {target.name} has {what} {theirs}; "
+        "use heads that were made for this target."
+    )
+
+
+def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
+    """Raises `ModelError` unless `params` have the shapes that `config` asks for, and the weights
+    one floating dtype."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    dtype = min(floats, key=str, default=jnp.dtype(jnp.float32))
+    like = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        param_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple) and all(type(n) is int for n in node),
+    )
+    if "token_map" in like:
+        like["token_map"] = jax.ShapeDtypeStruct(like["token_map"].shape, jnp.int32)
+    mismatch = first_mismatch(kinds_of(jax.eval_shape(unpacked, params)), kinds_of(like))
+    if mismatch is not None:
+        path, found, expected = mismatch
+        raise ModelError(
+            f"The heads {name or config.kind} have {found} at params{path}, where their config "
+            f"asks for {expected}; give them the parameters of this config, all in one dtype."
+        )
+
+
+def path_tokens(growth: Growth, newest: jax.Array, level: int) -> jax.Array:
+    """`[B, K, level + 1]` int32, the newest token `[B, 1]` and those on the way to each node that
+    `level`, from 1 on, expands."""
+    num_rows, num_expanded = growth.paths.shape[:2]
+    # Expanded node K + i has offset i + 1. Rows that do not want the level have offsets of 0.
+    node = growth.paths[:, :, 1 : level + 1] + (num_expanded - 1)
+    drafted = jnp.take_along_axis(growth.drafted, node.reshape(num_rows, -1), axis=1)
+    root = jnp.broadcast_to(newest[:, None], (num_rows, num_expanded, 1))
+    return jnp.concatenate([root, drafted.reshape(num_rows, num_expanded, level)], axis=2)
+
+
+def without_nan(logits: jax.Array) -> jax.Array:
+    """Logits `[..., V]` as they are, or zeros where one of them is NaN or infinite; one of -inf is
+    a token that is never proposed."""
+    are_numbers = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
+    return jnp.where(are_numbers, logits, jnp.zeros((), logits.dtype))
+
+
+def if_any(is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """`step(carry)` if some row `[B]` wants it, otherwise `carry`. On a GPU the step is taken in
+    any case: a conditional would wait for the host."""
+    if loops_run_on_host():
+        return step(carry)
+    return lax.cond(jnp.any(is_wanted), step, lambda carry: carry, carry)

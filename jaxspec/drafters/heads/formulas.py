@@ -1,0 +1,171 @@
+"""What heads compute, for drafting and for training alike.
+
+The newest feature of a round is that of position t, the token before the newest one; `anchor` makes
+of it the state that the first head reads. Head k proposes the token at t + 2 + k, after the tokens
+at t + 1 (the newest) to t + 1 + k: known ones in training, those of a node's path in drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.drafters.heads.config import HeadsConfig
+from jaxspec.kernels.base import product, rms_norm
+
+Params: TypeAlias = Mapping[str, Any]
+RunBlock: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+class TargetParts(NamedTuple):
+    """What heads use of their target.
+
+    Attributes:
+      final_norm: hidden states `[..., E]`, normed as before the head.
+      head: logits `[..., V]` fp32 of normed hidden states.
+      head_rows: of tokens `[...]`, the weights `[..., E]` that the head gives each of them.
+    """
+
+    final_norm: Callable[[jax.Array], jax.Array]
+    head: Callable[[jax.Array], jax.Array]
+    head_rows: Callable[[jax.Array], jax.Array]
+
+
+def anchor(
+    config: HeadsConfig,
+    params: Params,
+    target: TargetParts,
+    features: jax.Array,
+    next_tokens: jax.Array,
+    run_block: RunBlock,
+) -> jax.Array:
+    """The state `[B, T, E]` that the first head reads.
+
+    Args:
+      config: of the heads.
+      params: of the heads.
+      target: what they use of the target.
+      features: `[B, T, E]`, the target's hidden states after its last layer, not yet normed.
+      next_tokens: `[B, T]` int32, the token after each.
+      run_block: the augmenting block, on hidden states `[B, T, E]`; not called where there is none.
+    """
+    if config.kind == "clover2":
+        embedded = target.head_rows(next_tokens)
+        mixed = features + attention_decoder(config, params["first"], features, embedded)
+        return rms_norm(run_block(mixed), params["norm"], config.norm_epsilon)
+    if config.kind == "clover":
+        return features if config.block is None else run_block(features)
+    return target.final_norm(features)
+
+
+def apply_head(
+    config: HeadsConfig,
+    params: Params,
+    target: TargetParts,
+    index: int,
+    hidden: jax.Array,
+    tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The state for the next head, and the hidden states of this head's logits, both `[..., E]`.
+
+    Args:
+      config: of the heads.
+      params: of the heads.
+      target: what they use of the target.
+      index: k, which head; static.
+      hidden: `[..., E]`, the state from the head before, or from `anchor`.
+      tokens: `[..., k + 1]` int32, the newest token and those that the heads before proposed.
+    """
+    if config.kind in ("medusa", "hydra"):
+        output = inputs = hidden
+        if config.kind == "hydra":
+            embedded = target.head_rows(tokens)
+            flat = embedded.reshape(*tokens.shape[:-1], -1)
+            inputs = jnp.concatenate([hidden, flat], axis=-1)
+        for block in params["heads"][index]["blocks"]:
+            inputs = output = output + jax.nn.silu(_linear(block, inputs))
+        return hidden, output
+
+    embedded = target.head_rows(tokens[..., -1])
+    if config.kind == "clover2":
+        if index == 0:
+            made = _linear(params["head"], hidden)
+        else:
+            hidden = hidden + attention_decoder(config, params["connection"], hidden, embedded)
+            made = _linear(params["next"], jnp.concatenate([hidden, embedded], axis=-1))
+        return hidden, rms_norm(made, params["head_norm"], config.norm_epsilon)
+
+    if config.connection != "none":
+        connection = params["connections"][0 if config.shares_connection else index]
+        embedded = _unit(embedded)
+        if config.connection == "attention":
+            mixed = attention_decoder(config, connection, hidden, embedded)
+        else:
+            normed = rms_norm(hidden, connection["norm"], config.norm_epsilon)
+            mixed = jax.nn.silu(_linear(connection, jnp.concatenate([normed, embedded], axis=-1)))
+        hidden = hidden + mixed
+    normed = target.final_norm(hidden)
+    return hidden, normed + jax.nn.silu(_linear(params["heads"][index], normed))
+
+
+def head_logits(
+    config: HeadsConfig, params: Params, target: TargetParts, index: int, output: jax.Array
+) -> jax.Array:
+    """Logits `[..., V]` fp32 of what head `index` made, `[..., E]`."""
+    if config.shares_head:
+        return target.head(output)
+    logits = product(output, params["heads"][index]["head"], dtype=jnp.float32)
+    if config.num_head_tokens is None:
+        return logits
+    none = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, jnp.float32)
+    return none.at[..., params["token_map"]].set(logits)
+
+
+def attention_decoder(
+    config: HeadsConfig, params: Params, hidden: jax.Array, embedded: jax.Array
+) -> jax.Array:
+    """What the token `embedded` adds to `hidden`, both `[..., E]` (Clover, 2405.00263, eq. 1 and 2,
+    figure 5; Clover-2's released code).
+
+    The query comes from the hidden states, key and value from the token. With this one key a
+    softmax would always be one, so each part of the value is gated by how query and key agree.
+    """
+    normed = rms_norm(hidden, params["norm"], config.norm_epsilon)
+
+    def project(name: str, x: jax.Array) -> jax.Array:
+        made = product(x, params[name])
+        if f"{name}_bias" in params:
+            made = _add_bias(made, params[f"{name}_bias"])
+        return made.reshape(*made.shape[:-1], config.num_gate_heads, -1)
+
+    query, key = project("query", normed), project("key", embedded)
+    value = project("value", embedded)
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    gate = jnp.sum(query * key, axis=-1, keepdims=True)
+    if config.gate == "cosine":
+        norms = jnp.linalg.norm(query, axis=-1, keepdims=True)
+        norms = norms * jnp.linalg.norm(key, axis=-1, keepdims=True)
+        gate = gate / jnp.maximum(norms, config.norm_epsilon)
+    else:
+        gate = gate / jnp.sqrt(jnp.float32(query.shape[-1]))
+    mixed = gate.astype(value.dtype) * value
+    mixed = jax.nn.silu(mixed) if config.has_silu else mixed
+    return mixed.reshape(*hidden.shape)
+
+
+def _linear(params: Params, x: jax.Array) -> jax.Array:
+    return _add_bias(product(x, params["weight"]), params["bias"])
+
+
+def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return x + jnp.expand_dims(bias, range(x.ndim - 1))
+
+
+def _unit(rows: jax.Array) -> jax.Array:
+    """`rows` `[..., E]` scaled to length one, as Clover embeds tokens."""
+    wide = rows.astype(jnp.float32)
+    length = jnp.linalg.norm(wide, axis=-1, keepdims=True)
+    return (wide / jnp.maximum(length, 1e-12)).astype(rows.dtype)

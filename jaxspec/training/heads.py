@@ -1,0 +1,520 @@
+"""Training of heads on texts of their target: `jaxspec train heads`.
+
+The target is frozen: each step runs it once, and only the heads have gradients. A run is a function
+of its `HeadsTrainConfig`, its target and its texts; see `training.runs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import xxhash
+
+from jaxspec.checkpoint.format import weights_digest
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.drafters.heads.config import (
+    Connection,
+    Gate,
+    HeadsConfig,
+    Kind,
+    block_config,
+    heads_config,
+    param_shapes,
+)
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.heads.files import EXPORTED, export_drafter, save_drafter
+from jaxspec.drafters.heads.formulas import Params, head_logits
+from jaxspec.drafters.trees import best_static_tree
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.base import unpacked
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.compilation import Program
+from jaxspec.training import runs
+from jaxspec.training.head_accuracy import NUM_RANKS, measure_head_accuracy
+from jaxspec.training.runs import OnStep, TrainState
+from jaxspec.training.teacher_forcing import (
+    HeadBatch,
+    fill_rows,
+    last_features,
+    pack_texts,
+    run_heads,
+    shifted,
+    target_parts,
+)
+from jaxspec.training.texts import Text, read_texts
+from jaxspec.types import PyTree
+
+_COMMAND = "jaxspec train heads"
+# Without a file of held-out texts, each of so many texts is held out.
+_HELD_OUT_EVERY = 20
+# Loss of a later head counts less: 0.8 in Medusa (2401.10774), 0.7 in Clover-2's release.
+_DECAY: dict[str, float] = {"medusa": 0.8, "hydra": 0.8, "clover": 0.8, "clover2": 0.7}
+_REGRESSION_WEIGHT = 10.0  # of Clover-2's SmoothL1, as in its release
+_NOISE = 0.01  # added to matrices that begin as the identity
+# Settings that do not change what is trained, so a run may be resumed with others.
+_FREE_FIELDS = (
+    "out",
+    "target",
+    "texts",
+    "held_out",
+    "format",
+    "tree_nodes",
+    "resume",
+    "log_every",
+    "evaluate_every",
+    "evaluate_texts",
+    "checkpoint_every",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsTrainConfig:
+    """Settings of `jaxspec train heads`. What is None is the kind's own, see `heads_config`.
+
+    Attributes:
+      kind: medusa, hydra, clover or clover2.
+      target: the model that the heads draft for, as `load_model` takes it.
+      texts: the file that `jaxspec train texts` had this target write.
+      out: directory of the run: checkpoint, log, result, and at the end `heads/`, the drafter.
+      held_out: a file of texts with `--split held-out`, to measure on; without it every twentieth
+        of `texts` is not trained on.
+      tokens: training tokens in all, prompts included.
+      batch_tokens: tokens of a step.
+      sequence_length: tokens of a row, which holds several texts; longer texts are cut.
+      num_heads: tokens proposed one after another.
+      num_layers: residual blocks of each of Medusa's heads, or layers of the augmenting block.
+      own_heads: Medusa and Hydra: every head has a matrix to the vocabulary of its own, which
+        begins as the target's.
+      connection: Clover: how a token reaches the next head.
+      gate: Clover and Clover-2: of the attention decoder.
+      block: Clover: what is computed of the augmenting block's layers.
+      dtype: in which target and heads are computed; parameters and optimizer are float32.
+      learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
+      warmup_fraction: share of the steps.
+      weight_decay: on matrices.
+      clip_norm: largest global norm of a gradient.
+      clip_value: instead, the largest size of each of its components (Clover-2's release: 0.5).
+      format: also write the heads in another project's layout, to `out / format`: vllm for Medusa,
+        clover2 for Clover-2.
+      tree_nodes: sizes of the static trees that are made of what was measured at the end.
+      resume: continue the run in `out`.
+      seed: of parameters and row order.
+      log_every: steps between log lines.
+      evaluate_every: steps between measurements on held-out texts.
+      evaluate_texts: held-out texts for these; at the end all of them are measured.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    kind: Kind
+    target: str
+    texts: pathlib.Path
+    out: pathlib.Path
+    held_out: pathlib.Path | None = None
+    tokens: int = 1_000_000
+    batch_tokens: int = 2048
+    sequence_length: int = 512
+    num_heads: int | None = None
+    num_layers: int | None = None
+    own_heads: bool = False
+    connection: Connection | None = None
+    gate: Gate | None = None
+    block: Literal["whole", "attention", "none"] | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    learning_rate: float = 1e-3
+    warmup_fraction: float = 0.04
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    clip_value: float | None = None
+    format: Literal["vllm", "clover2"] | None = None
+    tree_nodes: tuple[int, ...] = (4, 16)
+    resume: bool = False
+    seed: int = 0
+    log_every: int = 20
+    evaluate_every: int = 200
+    evaluate_texts: int = 64
+    checkpoint_every: int = 100
+
+    def __post_init__(self):
+        positive = ("tokens", "batch_tokens", "sequence_length", "num_heads", "num_layers")
+        every = ("log_every", "evaluate_every", "evaluate_texts", "checkpoint_every")
+        for name in (*positive, *every):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(f"{name} is {value}; it must be a positive number.")
+        if not 0 <= self.warmup_fraction <= 1:
+            raise SettingError(f"warmup_fraction is {self.warmup_fraction}; it must lie in [0, 1].")
+        if self.tokens < self.batch_tokens:
+            raise SettingError(
+                f"{self.tokens} tokens are less than one step of {self.batch_tokens}; raise tokens "
+                "or lower batch_tokens."
+            )
+        for name, kinds in (
+            ("own_heads", ("medusa", "hydra")),
+            ("num_layers", ("medusa", "clover", "clover2")),
+            ("connection", ("clover",)),
+            ("gate", ("clover", "clover2")),
+            ("block", ("clover",)),
+        ):
+            if getattr(self, name) not in (None, False) and self.kind not in kinds:
+                raise SettingError(
+                    f"{name} was given for {self.kind}; it is a setting of {' and '.join(kinds)}, "
+                    "so leave it out."
+                )
+        if self.format is not None and EXPORTED[self.format][0] != self.kind:
+            raise SettingError(
+                f"format {self.format} was given for {self.kind}; it holds "
+                f"{EXPORTED[self.format][0]} heads, so leave it out."
+            )
+        for nodes in self.tree_nodes:
+            if nodes < 1:
+                raise SettingError(f"tree_nodes has {nodes}; a tree has at least one node.")
+
+    def heads_config(self, target: ModelConfig) -> HeadsConfig:
+        """The heads that these settings describe."""
+        fields: dict[str, Any] = {"shares_head": not self.own_heads}
+        for name in ("connection", "gate"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
+        if self.num_layers is not None and self.kind == "medusa":
+            fields["num_layers"] = self.num_layers
+        elif self.num_layers is not None:
+            fields["block"] = block_config(target, num_layers=self.num_layers)
+        if self.block == "none":
+            fields["block"] = None
+        elif self.block is not None:
+            fields["block_part"] = self.block
+        return heads_config(self.kind, target, num_heads=self.num_heads, **fields)
+
+
+def init_heads(
+    config: HeadsConfig, target: ModelConfig, params: Params, key: jax.Array
+) -> dict[str, Any]:
+    """Parameters to start from, fp32: heads that add nothing to what they read, and a block of
+    copies of the target's last layer.
+
+    Matrices that read or pass on hidden states begin as the identity with noise (Clover, Clover-2's
+    release), those that add something as zeros, own heads as the target's (Medusa).
+
+    Args:
+      config: of the heads.
+      target: of their target.
+      params: of their target, not packed.
+      key: of the noise.
+    """
+    width = config.width
+    keys = (jax.random.fold_in(key, index) for index in itertools.count())
+    identity = jnp.eye(width, dtype=jnp.float32)
+
+    def uniform(*shape: int) -> jax.Array:
+        return jax.random.uniform(next(keys), shape, jnp.float32, -_NOISE, _NOISE)
+
+    def normal(*shape: int) -> jax.Array:
+        return _NOISE * jax.random.normal(next(keys), shape, jnp.float32)
+
+    made: dict[str, Any] = jax.tree.map(
+        lambda shape: jnp.zeros(shape, jnp.float32), param_shapes(config), is_leaf=_is_shape
+    )
+    if config.block is not None:
+        copied = jax.tree.map(_as_fp32, params["layers"][-1])
+        made["layers"] = (copied,) * config.block.num_layers
+    if config.kind == "clover2":
+        norm = _as_fp32(params["final_norm"])
+        for name in ("first", "connection"):
+            made[name] |= {"norm": norm, "value": uniform(width, width)}
+            made[name] |= {part: identity + uniform(width, width) for part in ("query", "key")}
+        made |= {"norm": norm, "head_norm": norm}
+        made["head"]["weight"] = identity + uniform(width, width)
+        passed_on = jnp.concatenate([identity, jnp.zeros((width, width), jnp.float32)])
+        made["next"]["weight"] = passed_on + uniform(2 * width, width)
+    for connection in made.get("connections", ()):
+        connection["norm"] = jnp.ones((width,), jnp.float32)
+        for part in {"query", "key"} & set(connection):
+            connection[part] = identity + normal(width, width)
+    if not config.shares_head:
+        head = params["head"] if "head" in params else params["embedding"].T
+        for own in made["heads"]:
+            own["head"] = _as_fp32(head)
+    return made
+
+
+def heads_loss(
+    config: HeadsConfig,
+    params: Params,
+    target_config: ModelConfig,
+    target_params: Params,
+    batch: HeadBatch,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, the share of labels
+    that it finds the likeliest.
+
+    Medusa, Hydra and Clover: cross entropy of the true tokens, of head k times 0.8^k. Clover-2, as
+    in its release: 0.7^k times the cross entropy against the target's distribution, plus ten times
+    the SmoothL1 distance to the target's normed hidden states where it predicts the same token.
+
+    Args:
+      config: of the heads.
+      params: of the heads, fp32; they are computed in the target's dtype.
+      target_config: of their target.
+      target_params: not packed.
+      batch: of texts.
+    """
+    target = target_parts(target_config, target_params)
+    features = last_features(target_config, target_params, batch)
+    params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
+    regressed = distribution = None
+    if config.kind == "clover2":
+        regressed = target.final_norm(features)
+        distribution = jax.nn.softmax(target.head(regressed))
+    loss, metrics = jnp.zeros((), jnp.float32), {}
+    for index, made in enumerate(run_heads(config, params, target, features, batch)):
+        logits = head_logits(config, params, target, index, made.hidden)
+        if regressed is None or distribution is None:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, made.labels)
+        else:
+            distance = index + 1  # the target's state there is that before the label
+            losses = optax.softmax_cross_entropy(logits, shifted(distribution, distance))
+            apart = made.hidden - shifted(regressed, distance)
+            smooth = optax.huber_loss(apart.astype(jnp.float32), delta=1.0)
+            losses = losses + jnp.float32(_REGRESSION_WEIGHT) * jnp.mean(smooth, axis=-1)
+        weight = jnp.float32(_DECAY[config.kind] ** index)
+        loss = loss + weight * runs.weighted_mean(losses, made.weights)
+        is_right = (jnp.argmax(logits, axis=-1) == made.labels).astype(jnp.float32)
+        metrics[f"top1/{index}"] = runs.weighted_mean(is_right, made.weights)
+    return loss, {"loss": loss} | metrics
+
+
+@functools.partial(
+    jax.jit, donate_argnums=0, static_argnames=("config", "target_config", "optimizer")
+)
+def train_step(
+    state: TrainState,
+    target_params: PyTree,
+    batch: HeadBatch,
+    *,
+    config: HeadsConfig,
+    target_config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after one optimizer step, and the batch's metrics; the given state is donated."""
+
+    def loss_of(params):
+        return heads_loss(config, params, target_config, target_params, batch)
+
+    gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params)
+    metrics["gradient_norm"] = optax.tree.norm(gradients)
+    return runs.apply_gradients(state, gradients, optimizer), metrics
+
+
+def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> dict[str, Any]:
+    """Trains heads as `config` says and writes them to `config.out / "heads"`.
+
+    Args:
+      config: the run.
+      on_step: called after every step with the number of steps taken and the step's metrics.
+
+    Returns:
+      `kind`, `steps`, `tokens`, `train_loss`, `num_params`, `num_texts` and `num_skipped_texts`,
+      `held_out` (the fields of `HeadAccuracy` of all texts and by domain), `trees` (the choices of
+      the best static tree by its number of nodes), `heads` (the drafter's directory), `wall_s`.
+
+    Raises:
+      SettingError: settings that cannot be trained with, or another process is writing to
+        `config.out`.
+      ModelError: the texts were written by another target, or none can be trained on.
+      CheckpointError: texts that cannot be read; there is nothing to resume, or it is another
+        run's; or `config.out` cannot be written.
+    """
+    with runs.run_directory(config.out):
+        runs.check_out(config.out, resume=config.resume)
+        return _train(config, on_step)
+
+
+def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
+    """`train_heads` in a directory that no other process writes."""
+    start_s = time.perf_counter()
+    target = load_model(config.target, dtype=config.dtype, kernels="xla")
+    target_config, target_params = target.config, unpacked(target.params)
+    heads = config.heads_config(target_config)
+    digest = weights_digest(target_params)
+    training, held_out, num_skipped = _read(config, target, digest, heads)
+
+    num_rows = max(1, config.batch_tokens // config.sequence_length)
+    num_steps = config.tokens // (num_rows * config.sequence_length)
+    plan = _plan(config, training, num_steps * num_rows)
+    optimizer = runs.make_optimizer(
+        learning_rate=config.learning_rate,
+        warmup_fraction=config.warmup_fraction,
+        weight_decay=config.weight_decay,
+        clip_norm=config.clip_norm,
+        clip_value=config.clip_value,
+        num_steps=num_steps,
+    )
+    fingerprint = _fingerprint(config, heads, digest, training)
+
+    def init() -> TrainState:
+        params = init_heads(heads, target_config, target_params, jax.random.key(config.seed))
+        return TrainState(params=params, optimizer=optimizer.init(params))
+
+    state, first_step = runs.initial_state(
+        config.out, init, fingerprint, resume=config.resume, command=_COMMAND
+    )
+    step_function = functools.partial(
+        Program(train_step, "the training step"),
+        config=heads,
+        target_config=target_config,
+        optimizer=optimizer,
+    )
+
+    def measured(params: PyTree, texts: Sequence[Text]):
+        cast = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
+        pair = (target_config, target_params)
+        return measure_head_accuracy(heads, cast, pair, texts, config.sequence_length)
+
+    config.out.mkdir(parents=True, exist_ok=True)
+    metrics: dict[str, float] = {"loss": math.nan}
+    with runs.progress(
+        config.out, num_steps=num_steps, first_step=first_step, log_every=config.log_every
+    ) as report:
+        for num_done in range(first_step + 1, num_steps + 1):
+            rows = plan[(num_done - 1) * num_rows : num_done * num_rows]
+            batch = pack_texts([[training[i] for i in row] for row in rows], config.sequence_length)
+            state, found = step_function(state, target_params, batch)
+            metrics = {name: float(value) for name, value in found.items()}
+            runs.check_finite(metrics["loss"], num_done, config.learning_rate)
+            if num_done % config.evaluate_every == 0 and num_done < num_steps:
+                some = measured(state.params, held_out[: config.evaluate_texts])["all"]
+                metrics |= {f"held_out/top1/{i}": share for i, share in enumerate(some.top1)}
+            if num_done % config.checkpoint_every == 0 or num_done == num_steps:
+                path = config.out / runs.CHECKPOINT
+                runs.save_checkpoint(path, state, num_done, fingerprint, heads=heads.to_json())
+            report(num_done, metrics, batch.tokens.size)
+            if on_step is not None:
+                on_step(num_done, metrics)
+
+    accuracy = measured(state.params, held_out)
+    directory = config.out / "heads"
+    drafter = Heads(heads, jax.tree.map(lambda leaf: leaf.astype(target.dtype), state.params))
+    save_drafter(drafter, directory, target=target, overwrite=True)
+    if config.format is not None:
+        path = config.out / config.format
+        export_drafter(drafter, path, config.format, target=target, overwrite=True)
+    result = {
+        "kind": config.kind,
+        "steps": num_steps,
+        "tokens": num_steps * num_rows * config.sequence_length,
+        "train_loss": metrics["loss"],
+        "num_params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "num_texts": len(training),
+        "num_skipped_texts": num_skipped,
+        "held_out": {name: dataclasses.asdict(each) for name, each in accuracy.items()},
+        "trees": best_trees(accuracy["all"].acceptance, config.tree_nodes),
+        "heads": str(directory),
+        "wall_s": time.perf_counter() - start_s,
+    }
+    runs.write_result(config.out, result)
+    return result
+
+
+def best_trees(
+    acceptance: Sequence[Sequence[float]], num_nodes: Sequence[int]
+) -> dict[str, list[list[int]]]:
+    """The choices of the best static tree of each of these numbers of nodes, by that number; those
+    that are more than the table has paths are left out."""
+    num_paths = sum(NUM_RANKS ** (depth + 1) for depth in range(len(acceptance)))
+    return {
+        str(nodes): [list(path) for path in best_static_tree(acceptance, nodes).choices]
+        for nodes in num_nodes
+        if nodes <= num_paths
+    }
+
+
+def _read(
+    config: HeadsTrainConfig, target: LanguageModel, digest: str, heads: HeadsConfig
+) -> tuple[list[Text], list[Text], int]:
+    """Texts to train on and held-out ones, and how many were too short for either."""
+
+    def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
+        read = read_texts(path)
+        if read.header.get("weights") != digest:
+            raise ModelError(
+                f"The texts in {path} were written by {read.header.get('target')}, whose weights "
+                f"are not those of {config.target}; have this target write texts by `jaxspec train "
+                "texts`."
+            )
+        kept = [text for text in read.texts if _has_labels(text, heads, config.sequence_length)]
+        if not kept:
+            raise ModelError(
+                f"None of the {len(read.texts)} texts in {path} has the {heads.num_heads} tokens "
+                f"behind its prompt that {heads.num_heads} heads are trained on, within "
+                f"sequence_length {config.sequence_length}; write longer texts, or raise it."
+            )
+        return read.header, kept, len(read.texts) - len(kept)
+
+    _, training, num_skipped = usable(config.texts)
+    if config.held_out is not None:
+        header, held_out, num_short = usable(config.held_out)
+        if header.get("split") == "train":
+            raise SettingError(
+                f"The texts in {config.held_out} begin documents to train on; write others by "
+                "`jaxspec train texts --split held-out`."
+            )
+        return training, held_out, num_skipped + num_short
+    held_out = training[::_HELD_OUT_EVERY]
+    training = [text for place, text in enumerate(training) if place % _HELD_OUT_EVERY]
+    if not training:
+        raise ModelError(
+            f"There is one text in {config.texts}, which leaves none to measure on; write more of "
+            "them, or give held_out."
+        )
+    return training, held_out, num_skipped
+
+
+def _has_labels(text: Text, heads: HeadsConfig, row_length: int) -> bool:
+    """Whether every head has a label: a token of the output so far from the beginning, in a row."""
+    length = min(len(text.prompt) + len(text.output), row_length)
+    return length - len(text.prompt) >= heads.num_heads and length >= heads.num_heads + 2
+
+
+def _plan(config: HeadsTrainConfig, texts: Sequence[Text], num_rows: int) -> list[list[int]]:
+    """`num_rows` rows of texts, pass after pass over all of them."""
+    lengths = [min(len(text.prompt) + len(text.output), config.sequence_length) for text in texts]
+    rows: list[list[int]] = []
+    num_passes = 0
+    while len(rows) < num_rows:
+        rng = np.random.default_rng((config.seed, num_passes))
+        rows += fill_rows(lengths, config.sequence_length, rng)
+        num_passes += 1
+    return rows[:num_rows]
+
+
+def _fingerprint(
+    config: HeadsTrainConfig, heads: HeadsConfig, digest: str, texts: Sequence[Text]
+) -> dict[str, Any]:
+    """What decides a run's result: its settings, its target, its texts."""
+    fields = dataclasses.asdict(config)
+    kept = {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
+    written = json.dumps([[text.prompt, text.output] for text in texts]).encode()
+    texts_digest = xxhash.xxh3_128(written).hexdigest()
+    kept |= {"heads": heads.to_json(), "target_weights": digest, "texts": texts_digest}
+    return json.loads(json.dumps(kept))
+
+
+def _as_fp32(leaf: jax.Array) -> jax.Array:
+    return jnp.asarray(leaf, jnp.float32)
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)

@@ -1,0 +1,288 @@
+"""What all training runs have in common: optimizer, checkpoints, resuming, log and progress.
+
+A run's directory holds `checkpoint.msgpack`, `log.jsonl` and, at the end, `result.json`. A run that
+was interrupted and resumed ends with the same parameters, to the bit, as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich.progress
+import xxhash
+from flax import serialization, struct
+
+from jaxspec.errors import CheckpointError, SettingError
+from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.console import Console
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.locks import only_writer
+from jaxspec.types import PyTree
+
+CHECKPOINT = "checkpoint.msgpack"
+LOG = "log.jsonl"
+RESULT = "result.json"
+
+OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
+Report: TypeAlias = Callable[[int, dict[str, float], int], None]
+
+
+class TrainState(struct.PyTreeNode, kw_only=True):
+    """What a training step carries: parameters and the optimizer's moments, fp32."""
+
+    params: PyTree
+    optimizer: PyTree
+
+
+def learning_rate_schedule(
+    learning_rate: float, warmup_fraction: float, num_steps: int
+) -> optax.Schedule:
+    """Linear warm-up to the peak, then a cosine that ends at a tenth of it."""
+    num_warmup = max(1, round(warmup_fraction * num_steps))
+    last_step = max(num_steps, num_warmup + 1)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, num_warmup, last_step, learning_rate / 10
+    )
+
+
+@functools.lru_cache
+def make_optimizer(
+    *,
+    learning_rate: float,
+    warmup_fraction: float,
+    weight_decay: float,
+    clip_norm: float,
+    num_steps: int,
+    clip_value: float | None = None,
+) -> optax.GradientTransformation:
+    """AdamW on gradients that are clipped by global norm, or with `clip_value` each to that size;
+    only matrices decay. Equal settings give the same object."""
+    by_norm = optax.clip_by_global_norm(clip_norm)
+    return optax.chain(
+        by_norm if clip_value is None else optax.clip(clip_value),
+        optax.adamw(
+            learning_rate_schedule(learning_rate, warmup_fraction, num_steps),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=weight_decay,
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+        ),
+    )
+
+
+def apply_gradients(
+    state: TrainState, gradients: PyTree, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The state after one step of the optimizer."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer count with floats
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+    return TrainState(params=optax.apply_updates(state.params, updates), optimizer=moments)
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Mean of `values` by `weights` of the same shape; 0 where all weights are."""
+    return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+# Checkpoints
+
+
+def save_checkpoint(
+    path: pathlib.Path,
+    state: TrainState,
+    step: int,
+    fingerprint: dict[str, Any],
+    **described: Any,
+) -> None:
+    """Writes a checkpoint, complete or not at all.
+
+    Args:
+      path: of the file.
+      state: parameters and optimizer.
+      step: steps that were taken.
+      fingerprint: what decides the run's result.
+      described: what the parameters are of, as JSON values.
+    """
+    record = {
+        "step": step,
+        **{name: json.dumps(value) for name, value in described.items()},
+        "fingerprint": json.dumps(fingerprint),
+        "params": _to_arrays(state.params),
+        "optimizer": _to_arrays(state.optimizer),
+    }
+    content = serialization.msgpack_serialize(record)
+    write_atomically(path, xxhash.xxh3_128_digest(content) + content)
+
+
+def read_checkpoint(path: pathlib.Path, *, command: str) -> dict[str, Any]:
+    """What `save_checkpoint` wrote: its checksum, then the record.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged.
+    """
+    try:
+        written = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"There is no {path.name} in {path.parent}; give the directory of a run of `{command}`."
+        ) from None
+    digest, content = written[:16], written[16:]
+    if xxhash.xxh3_128_digest(content) != digest:
+        raise CheckpointError(f"{path} is damaged, not as it was written; train again.")
+    record: Any = serialization.msgpack_restore(content)
+    return record
+
+
+def initial_state(
+    out: pathlib.Path,
+    init: Callable[[], TrainState],
+    fingerprint: Mapping[str, Any],
+    *,
+    resume: bool,
+    command: str,
+) -> tuple[TrainState, int]:
+    """The state to start from, and the steps that were taken before it.
+
+    Args:
+      out: the run's directory.
+      init: makes the first state; it is compiled.
+      fingerprint: what decides the run's result.
+      resume: take the state from the checkpoint.
+      command: that wrote it, for messages.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged, or that of another run.
+    """
+    if not resume:
+        return Program(jax.jit(init), "the initial weights")(), 0
+    record = read_checkpoint(out / CHECKPOINT, command=command)
+    saved = json.loads(record["fingerprint"])
+    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
+        raise CheckpointError(
+            f"The run in {out} had other values of {', '.join(different)}; resume it with "
+            "the settings and data it was started with."
+        )
+    template = jax.eval_shape(init)
+    state = TrainState(
+        params=from_arrays(template.params, record["params"]),
+        optimizer=from_arrays(template.optimizer, record["optimizer"]),
+    )
+    return state, record["step"]
+
+
+def checksum(params: PyTree) -> int:
+    """A number that tells parameters from others, leaf by leaf in their order."""
+    total = 0
+    for leaf in jax.tree.leaves(params):
+        total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
+    return total
+
+
+def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def from_arrays(template: PyTree, arrays: dict[str, np.ndarray]) -> PyTree:
+    """The pytree like `template` whose leaves a checkpoint has."""
+    leaves, treedef = jax.tree.flatten(template)
+    restored = [jnp.asarray(arrays[str(i)]) for i in range(len(leaves))]
+    if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in restored]:
+        raise CheckpointError("The checkpoint's arrays do not fit its configuration; train again.")
+    return jax.tree.unflatten(treedef, restored)
+
+
+# A run
+
+
+@contextlib.contextmanager
+def run_directory(out: pathlib.Path) -> Iterator[None]:
+    """For the time in which a run writes to `out`, which no other process may then.
+
+    Raises:
+      SettingError: another process does.
+      CheckpointError: a file could not be read or written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with only_writer(out.resolve()):
+            yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Training in {out} stopped, as a file cannot be read or written ({error}); "
+            "mend that and run again, with --resume if a checkpoint was written."
+        ) from error
+
+
+def check_out(out: pathlib.Path, *, resume: bool) -> None:
+    """Raises `CheckpointError` unless a run is there to be resumed, or none is."""
+    path = out / CHECKPOINT
+    if resume and not path.is_file():
+        raise CheckpointError(
+            f"There is nothing to resume in {out}; give a run's directory or drop --resume."
+        )
+    if path.is_file() and not resume:
+        raise CheckpointError(f"{out} already holds a run; use --resume or name another directory.")
+
+
+def check_finite(loss: float, step: int, learning_rate: float) -> None:
+    """Raises `SettingError` for a loss that is not finite."""
+    if not math.isfinite(loss):
+        raise SettingError(
+            f"The loss became {loss} at step {step}; lower learning_rate "
+            f"({learning_rate}) and train again."
+        )
+
+
+def write_result(out: pathlib.Path, result: dict[str, Any]) -> None:
+    """Writes `result.json`."""
+    write_atomically(out / RESULT, json.dumps(result, indent=2).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def progress(
+    out: pathlib.Path, *, num_steps: int, first_step: int, log_every: int
+) -> Iterator[Report]:
+    """A progress bar, a line every `log_every` steps, and the same figures in `log.jsonl`: calls
+    of what it yields take the number of steps done, their metrics, and the tokens of the last."""
+    columns = (
+        rich.progress.TextColumn("step"),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("{task.fields[status]}"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    num_tokens, since_s = 0, time.perf_counter()
+    with (
+        rich.progress.Progress(*columns, console=Console(stderr=True)) as bar,
+        (out / LOG).open("a", encoding="utf-8") as log,
+    ):
+        task = bar.add_task("train", total=num_steps, completed=first_step, status="")
+
+        def report(num_done: int, metrics: dict[str, float], batch_tokens: int) -> None:
+            nonlocal num_tokens, since_s
+            num_tokens += batch_tokens
+            bar.update(task, completed=num_done)
+            if num_done % log_every and num_done != num_steps:
+                return
+            now_s = time.perf_counter()
+            figures = {**metrics, "tokens_per_s": num_tokens / (now_s - since_s)}
+            num_tokens, since_s = 0, now_s
+            status = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            bar.update(task, status=status)
+            bar.console.print(f"step {num_done}/{num_steps}  {status}", soft_wrap=True)
+            log.write(json.dumps({"step": num_done, **figures}) + "\n")
+            log.flush()
+
+        yield report

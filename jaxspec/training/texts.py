@@ -1,0 +1,391 @@
+"""Texts that a target writes, for drafters to be trained on: `jaxspec train texts`.
+
+A file of texts is JSONL. Its first line is the header, which names the target and the digest of its
+weights; every other line is a `Text`, the beginning of a passage and the target's own continuation.
+The seed decides which passage begins which text, so the file is the same however often its writing
+was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+
+from jaxspec.checkpoint.format import weights_digest
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import check_regular_file
+from jaxspec.runtime.locks import only_writer
+from jaxspec.training import data
+
+KIND = "texts"
+# Requests handed to the engine at once: enough that its last, partly filled batches cost little.
+_NUM_REQUESTS = 1024
+# A passage begins with its document, or after a blank line.
+_PASSAGE = re.compile(r"\A(?=\S)|(?<=\n\n)(?=\S)")
+# Enough of a passage for the longest beginning, in ordinary text.
+_CHARACTERS_PER_TOKEN = 8
+
+Split: TypeAlias = Literal["train", "held-out"]
+OnText: TypeAlias = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextsConfig:
+    """Settings of `jaxspec train texts`.
+
+    Attributes:
+      target: the model that writes, as `load_model` takes it.
+      corpora: directory of the domains' directories, each with JSONL files, `{"text": ...}` a line.
+      out: the file; one that holds texts of the same settings is continued.
+      tokens: tokens that the target writes in all.
+      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`,
+        or `stdlib` for the Python standard library's source. Unless given, every directory counts.
+      exclude: documents whose "source" contains one of these are left out.
+      split: begin the texts of documents to train on, or of held-out ones, for evaluation.
+      temperature: of the target; 0 is greedy.
+      min_prompt_tokens: tokens of the shortest beginning.
+      max_prompt_tokens: of the longest; lengths between them are spread evenly on a log scale.
+      output_tokens: tokens of a continuation, unless the target ends it sooner.
+      batch_size: texts written at a time.
+      drafter: as `jaxspec generate --drafter`; it changes the speed, not the texts. Default: the
+        draft model that comes with `demo-target`, and none for other targets.
+      seed: of the choice of passages, and of sampling.
+    """
+
+    target: str
+    corpora: pathlib.Path
+    out: pathlib.Path
+    tokens: int = 600_000
+    domains: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    split: Split = "train"
+    temperature: float = 0.0
+    min_prompt_tokens: int = 4
+    max_prompt_tokens: int = 96
+    output_tokens: int = 128
+    batch_size: int = 16
+    drafter: str | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("tokens", "min_prompt_tokens", "output_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise SettingError(
+                    f"{name} is {getattr(self, name)}; it must be a positive number."
+                )
+        if self.max_prompt_tokens < self.min_prompt_tokens:
+            raise SettingError(
+                f"max_prompt_tokens {self.max_prompt_tokens} is below min_prompt_tokens "
+                f"{self.min_prompt_tokens}; raise the first or lower the second."
+            )
+        if not 0 <= self.seed < 2**31:
+            raise SettingError(f"seed is {self.seed}; it must lie in [0, 2**31).")
+
+
+class Text(NamedTuple):
+    """A beginning, and what the target wrote after it.
+
+    Attributes:
+      domain: of the corpus.
+      source: of the document.
+      prompt: token ids of the beginning.
+      output: token ids of the target.
+    """
+
+    domain: str
+    source: str
+    prompt: list[int]
+    output: list[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Texts:
+    """A file of texts.
+
+    Attributes:
+      header: `target` (its name), `weights` (`weights_digest` of its parameters), `vocab_size`,
+        `temperature`, and the settings of the run that wrote them.
+      texts: in the order in which they were written.
+    """
+
+    header: dict[str, Any]
+    texts: list[Text]
+
+
+class Prompt(NamedTuple):
+    """The beginning of a text that has yet to be written."""
+
+    domain: str
+    source: str
+    token_ids: list[int]
+
+
+def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[str, Any]:
+    """Has the target write texts as `config` says, until they have as many tokens as are asked for.
+
+    Args:
+      config: what to write.
+      on_text: called after every text with the number of texts and of the target's tokens so far.
+
+    Returns:
+      `texts` and `tokens` in the file, `prompt_tokens` before them, `texts_by_domain`; `new_tokens`
+      that this run wrote, `tokens_per_s` and `wall_s`.
+
+    Raises:
+      SettingError: corpora that cannot be read, or another process is writing the file.
+      ModelError: the target has no tokenizer, or its output is not finite.
+      CheckpointError: the file holds something else, or texts of other settings.
+    """
+    start_s = time.perf_counter()
+    target = load_model(config.target)
+    if target.tokenizer is None:
+        raise ModelError(
+            f"The target {config.target} has no tokenizer, which the beginnings of texts need; "
+            "name a model with one."
+        )
+    domains = [data.Domain.parse(text) for text in config.domains]
+    domains = domains or data.discover_domains(config.corpora)
+    documents = {domain.name: _documents(config, domain) for domain in domains}
+    header = _header(config, target, documents)
+    prompts = make_prompts(config, domains, documents, target.tokenizer)
+    try:
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        with only_writer(config.out.resolve()):
+            done = _continued(config.out, header)
+            num_tokens = sum(len(text.output) for text in done)
+            counts = dict.fromkeys(documents, 0)
+            num_prompt_tokens = 0
+            for text in done:
+                counts[text.domain] += 1
+                num_prompt_tokens += len(text.prompt)
+            num_before = num_tokens
+            written_s = time.perf_counter()
+            with (
+                config.out.open("a", encoding="utf-8") as file,
+                contextlib.closing(_written(config, target, prompts, len(done))) as texts,
+            ):
+                while num_tokens < config.tokens:
+                    text = next(texts)
+                    file.write(json.dumps(text._asdict(), separators=(",", ":")) + "\n")
+                    file.flush()
+                    counts[text.domain] += 1
+                    num_tokens += len(text.output)
+                    num_prompt_tokens += len(text.prompt)
+                    if on_text is not None:
+                        on_text(sum(counts.values()), num_tokens)
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"The texts {config.out} cannot be written ({error}); mend that and run again, and "
+            "what was written is kept."
+        ) from error
+    now_s = time.perf_counter()
+    return {
+        "texts": sum(counts.values()),
+        "tokens": num_tokens,
+        "prompt_tokens": num_prompt_tokens,
+        "texts_by_domain": counts,
+        "new_tokens": num_tokens - num_before,
+        "tokens_per_s": (num_tokens - num_before) / (now_s - written_s),
+        "wall_s": now_s - start_s,
+    }
+
+
+def read_texts(path: pathlib.Path) -> Texts:
+    """The texts in a file; the last line is left out if it was not written to its end.
+
+    Raises:
+      CheckpointError: it cannot be read, or is no file of texts.
+    """
+    try:
+        check_regular_file(path)
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"The texts {path} cannot be read ({error.strerror}); write them by `jaxspec train "
+            "texts`."
+        ) from error
+    lines = content.split(b"\n")[:-1]  # what follows the last line end was cut off
+    header = _json_object(lines[0]) if lines else None
+    if header is None or header.get("kind") != KIND or type(header.get("vocab_size")) is not int:
+        raise CheckpointError(
+            f"{path} does not begin with a header of texts; give a file that `jaxspec train texts` "
+            "wrote."
+        )
+    texts = []
+    for number, line in enumerate(lines[1:], start=2):
+        fields = _json_object(line)
+        text = None if fields is None else _text(fields, header["vocab_size"])
+        if text is None:
+            raise CheckpointError(
+                f"Line {number} of {path} is no text of the target's {header['vocab_size']} "
+                "tokens; write the file again by `jaxspec train texts`."
+            )
+        texts.append(text)
+    return Texts(header=header, texts=texts)
+
+
+def make_prompts(
+    config: TextsConfig,
+    domains: Sequence[data.Domain],
+    documents: Mapping[str, Sequence[data.Document]],
+    tokenizer: TextTokenizer,
+) -> Iterator[Prompt]:
+    """Endless beginnings of passages: the domain is drawn by weight, and the passages of a domain
+    come in random order, all of them once per pass."""
+    streams = {
+        name: _passages(found, np.random.default_rng((config.seed, index)))
+        for index, (name, found) in enumerate(documents.items())
+    }
+    shares = np.array([domain.weight for domain in domains])
+    shares /= shares.sum()
+    shortest, longest = math.log(config.min_prompt_tokens), math.log(config.max_prompt_tokens + 1)
+    rng = np.random.default_rng(config.seed)
+    while True:
+        name = domains[rng.choice(len(domains), p=shares)].name
+        length = math.floor(math.exp(rng.uniform(shortest, longest)))
+        source, passage = next(streams[name])
+        token_ids = tokenizer.encode(passage[: _CHARACTERS_PER_TOKEN * config.max_prompt_tokens])
+        # Something of the passage is left to be continued.
+        yield Prompt(name, source, token_ids[: max(1, min(length, len(token_ids) - 1))])
+
+
+def _passages(
+    documents: Sequence[data.Document], rng: np.random.Generator
+) -> Iterator[data.Document]:
+    """Passages in random order, pass after pass."""
+    starts = [
+        (document, match.start())
+        for document in documents
+        for match in _PASSAGE.finditer(document.text)
+    ] or [(document, 0) for document in documents]
+    while True:
+        for index in rng.permutation(len(starts)):
+            (source, text), start = starts[index]
+            yield data.Document(source, text[start:])
+
+
+def _documents(config: TextsConfig, domain: data.Domain) -> list[data.Document]:
+    """The documents of one split, none of which is in the other."""
+    train, held_out = data.read_documents(domain, config.corpora, config.exclude)
+    chosen, other = (train, held_out) if config.split == "train" else (held_out, train)
+    others = set(other)
+    return [document for document in chosen if document not in others]
+
+
+def _header(
+    config: TextsConfig,
+    target: LanguageModel,
+    documents: Mapping[str, Sequence[data.Document]],
+) -> dict[str, Any]:
+    """The first line: who wrote the texts, and all that decides what they are."""
+    digest = xxhash.xxh3_128()
+    for document in itertools.chain.from_iterable(documents.values()):
+        digest.update(f"{document.source}\0{document.text}\0".encode())
+    return {
+        "kind": KIND,
+        "target": target.name,
+        "weights": weights_digest(target.params),
+        "vocab_size": target.vocab_size,
+        "temperature": config.temperature,
+        "split": config.split,
+        "domains": list(config.domains),
+        "documents": digest.hexdigest(),
+        "min_prompt_tokens": config.min_prompt_tokens,
+        "max_prompt_tokens": config.max_prompt_tokens,
+        "output_tokens": config.output_tokens,
+        "seed": config.seed,
+    }
+
+
+def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
+    """The texts that are there already, cut after the last whole one; writes the header of a new
+    file."""
+    first_line = json.dumps(header).encode() + b"\n"
+    if not path.exists() or first_line.startswith(path.read_bytes()):
+        path.write_bytes(first_line)
+        return []
+    found = read_texts(path)
+    if different := sorted(
+        name for name in {*header, *found.header} if header.get(name) != found.header.get(name)
+    ):
+        raise CheckpointError(
+            f"The texts in {path} were written with another {', '.join(different)}; continue them "
+            "with the settings they were begun with, or name another file."
+        )
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return found.texts
+
+
+def _written(
+    config: TextsConfig, target: LanguageModel, prompts: Iterator[Prompt], num_done: int
+) -> Iterator[Text]:
+    """Texts without end, from the prompt after the first `num_done` on."""
+    drafter = config.drafter or ("demo-draft" if config.target == "demo-target" else "none")
+    longest = config.max_prompt_tokens + config.output_tokens
+    engine = Engine(target, drafter, batch_size=config.batch_size, max_length=longest + 32)
+    numbered = itertools.islice(enumerate(prompts), num_done, None)
+    while chunk := list(itertools.islice(numbered, _NUM_REQUESTS)):
+        requests = make_requests(
+            [prompt.token_ids for _, prompt in chunk],
+            [
+                SamplingParams(
+                    max_tokens=config.output_tokens,
+                    temperature=config.temperature,
+                    seed=(config.seed << 32) + number,
+                )
+                for number, _ in chunk
+            ],
+            target,
+            longest=engine.longest_prompt,
+        )
+        with contextlib.closing(engine.run(requests)) as completions:
+            for (number, prompt), completion in zip(chunk, completions, strict=True):
+                if completion.finish_reason == "abort":
+                    raise ModelError(
+                        f"Text {number} of {config.target} ended by itself "
+                        f"({completion.stop_reason}); check the target's weights."
+                    )
+                yield Text(
+                    prompt.domain, prompt.source, prompt.token_ids, list(completion.token_ids)
+                )
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _text(fields: dict[str, Any], vocab_size: int) -> Text | None:
+    """The text of a line's fields, or None if they are none."""
+    if set(fields) != set(Text._fields):
+        return None
+    text = Text(**fields)
+    for tokens in (text.prompt, text.output):
+        if not isinstance(tokens, list):
+            return None
+        if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            return None
+    return text

@@ -1,0 +1,59 @@
+"""`jaxspec train texts` and `train heads`, from documents to drafts."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxspec.drafters.heads.files import load_drafter
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("medusa", ("--format", "vllm", "--num-layers", 2)),
+        ("hydra", ("--own-heads",)),
+        ("clover", ("--block", "attention", "--gate", "cosine")),
+        ("clover2", ("--format", "clover2", "--clip-value", 0.5)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::jaxspec.errors.JaxspecWarning")
+def test_from_documents_to_drafts(cli, tmp_path, kind, options):
+    """The commands one after another; what was trained drafts, and the output is the target's."""
+    model = tiny.save(tmp_path, "target", text=tiny.tokenizer())
+    (tmp_path / "corpora").mkdir()
+    lines = [{"source": f"{i}", "text": f"The fox {i} sleeps. " * 9} for i in range(40)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "corpora" / "tales.jsonl").write_text(text)
+    texts, out = tmp_path / "texts.jsonl", tmp_path / "run"
+    shown = cli(
+        *("train", "texts", "--target", model, "--corpora", tmp_path / "corpora", "--out", texts),
+        *("--tokens", 600, "--output-tokens", 16, "--max-prompt-tokens", 8, "--json"),
+    )
+    assert shown.status == 0, shown.err
+    assert shown.document["tokens"] >= 600
+    shown = cli(
+        *("train", "heads", "--kind", kind, "--target", model, "--texts", texts, "--out", out),
+        *("--tokens", 1024, "--batch-tokens", 128, "--sequence-length", 64, "--num-heads", 3),
+        *("--json", *options),
+    )
+    assert shown.status == 0, shown.err
+    assert shown.document["steps"] == 8
+    assert "head 3" in shown.out
+    drafted = cli(
+        *("generate", "--target", model, "--drafter", f"{kind}:{out / 'heads'}"),
+        *("--prompt", "The fox", "--max-tokens", 12, "--json"),
+    )
+    plain = cli("generate", "--target", model, "--prompt", "The fox", "--max-tokens", 12, "--json")
+    assert drafted.status == plain.status == 0, drafted.err
+    tokens = [d.document["completions"][0]["token_ids"] for d in (drafted, plain)]
+    assert tokens[0] == tokens[1]
+    if "--format" in options:
+        own = load_drafter(out / "heads", str(model))
+        exported = load_drafter(out / options[1], str(model))
+        for a, b in zip(*map(jax.tree.leaves, (own.params, exported.params)), strict=True):
+            np.testing.assert_array_equal(a, b)

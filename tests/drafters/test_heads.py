@@ -1,0 +1,566 @@
+"""Heads: every draft against one computed from the committed tokens alone.
+
+`Reference` reads a finished text in one pass without a cache, and then scores any path after any of
+its beginnings with NumPy, written from the papers' formulas. What an engine has recorded of each
+round must be the tree that these scores make: after the prompt, after verdicts of all kinds, after
+plain steps, in every engine. Sabotaged heads show that the comparison can fail.
+"""
+
+import dataclasses
+import functools
+
+import heads as toys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec import SamplingParams, StaticTree, sampling
+from jaxspec.decode.state import batch_view
+from jaxspec.drafters.heads import drafter as heads_drafter
+from jaxspec.drafters.heads.config import heads_config
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.trees import BeamTree, BudgetTree
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.base import unpacked
+from jaxspec.models import decoder
+from jaxspec.requests.requests import Request
+from jaxspec.serving import ServingEngine
+from jaxspec.testing import check_drafter
+from jaxspec.types import EngineShape
+
+PROMPTS = toy.prompts((5, 1, 40, 12, 2))
+PARAMS = [
+    SamplingParams(max_tokens=22 + index, temperature=0.8 * (index % 2), seed=index)
+    for index in range(len(PROMPTS))
+]
+SMALL = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0)))
+STDDEV = 0.3  # so large that the tokens on the way to a node decide what follows it
+
+
+@pytest.fixture(scope="module")
+def target():
+    return toys.target(num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return [c.token_ids for c in Engine(target, **SMALL).generate(PROMPTS, PARAMS)]
+
+
+def heads_named(name, target, tree, **fields):
+    kind, more = toys.FORMS.get(name, (name, {}))
+    if name == "clover2" and "block" not in fields:
+        # One layer instead of two: a quicker test.
+        more = {"block": dataclasses.replace(target.config, num_layers=1)}
+    return toys.random_heads(kind, target, tree=tree, stddev=STDDEV, **{**more, **fields})
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+class Reference:
+    """What heads make of a text, from the text alone; all in float64 but for the layers."""
+
+    def __init__(self, heads, target, params, text):
+        as_floats = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf, np.float64))
+        self.config, own, params = heads.config, unpacked(heads.params), unpacked(params)
+        self.own, self.final_norm = as_floats(own), as_floats(params["final_norm"])
+        head = params["embedding"].T if target.config.is_tied else params["head"]
+        self.head = np.asarray(head, np.float64)
+        self.epsilon = self.config.norm_epsilon
+        tokens = jnp.asarray(text, jnp.int32)[None]
+        segments = jnp.zeros_like(tokens)
+        taps = (target.config.num_layers,)
+        stream = decoder.training_features(target.config, params, tokens, segments, taps)[:, :, 0]
+        if self.config.kind == "clover2":
+            following = self.head.T[np.asarray(text)[1:]]
+            mixed = np.asarray(stream[0, :-1], np.float64)
+            mixed = mixed + self.attention_decoder(self.own["first"], mixed, following)
+            stream, segments = jnp.asarray(mixed[None], jnp.float32), segments[:, :-1]
+        if self.config.block is not None:
+            stream = decoder.training_layers(
+                self.config.block,
+                own,
+                stream,
+                segments,
+                has_feed_forward=self.config.block_part == "whole",
+            )
+        self.stream = np.asarray(stream[0], np.float64)
+
+    def normed(self, x, weight):
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.epsilon) * weight
+
+    def attention_decoder(self, params, x, e):
+        """`[n, E]` each."""
+        parts = []
+        normed = self.normed(x, params["norm"])
+        for name, read in (("query", normed), ("key", e), ("value", e)):
+            made = read @ params[name] + params.get(f"{name}_bias", 0)
+            parts.append(made.reshape(len(x), self.config.num_gate_heads, -1))
+        query, key, value = parts
+        gate = np.sum(query * key, axis=-1, keepdims=True)
+        if self.config.gate == "dot":
+            gate = gate / np.sqrt(query.shape[-1])
+        else:
+            gate = gate / np.linalg.norm(query, axis=-1, keepdims=True)
+            gate = gate / np.linalg.norm(key, axis=-1, keepdims=True)
+        mixed = (gate * value).reshape(x.shape)
+        return silu(mixed) if self.config.has_silu else mixed
+
+    def logits(self, length, path):
+        """`[V]` after the first `length` tokens of the text and then `path`; `newest` first."""
+        config, own, (newest, *more) = self.config, self.own, path
+        state, index = self.stream[length - 2], len(more)
+        rows = self.head.T[[newest, *more]]
+        if config.kind in ("medusa", "hydra"):
+            x = self.normed(state, self.final_norm)
+            head = own["heads"][index]
+            read = np.concatenate([x, *rows]) if config.kind == "hydra" else x
+            for block in head["blocks"]:
+                x = x + silu(read @ block["weight"] + block["bias"])
+                read = x
+            return x @ (self.head if config.shares_head else head["head"])
+        if config.kind == "clover2":
+            h = self.normed(state, own["norm"])
+            out = h @ own["head"]["weight"] + own["head"]["bias"]
+            for e in rows[1:]:
+                h = h + self.attention_decoder(own["connection"], h[None], e[None])[0]
+                both = np.concatenate([h, e])
+                out = both @ own["next"]["weight"] + own["next"]["bias"]
+            return self.normed(out, own["head_norm"]) @ self.head
+        h = state
+        for step, row in enumerate(rows):
+            e = row / np.linalg.norm(row)
+            if config.connection != "none":
+                connection = own["connections"][0 if config.shares_connection else step]
+            if config.connection == "attention":
+                h = h + self.attention_decoder(connection, h[None], e[None])[0]
+            elif config.connection == "mlp":
+                both = np.concatenate([self.normed(h, connection["norm"]), e])
+                h = h + silu(both @ connection["weight"] + connection["bias"])
+        o = self.normed(h, self.final_norm)
+        last = own["heads"][index]
+        return (o + silu(o @ last["weight"] + last["bias"])) @ self.head
+
+
+@jax.jit
+def noise_at(key, position):
+    """Gumbel noise `[V]` of a request's position."""
+    row = sampling.neutral_sampling(1).replace(key=key[None])
+    return sampling.gumbel(sampling.position_keys(row, position[None, None]), toy.VOCAB)[0, 0]
+
+
+def scores_after(reference, text, length, path, params):
+    """By which the children of a path are chosen, `[V]`."""
+    logits = reference.logits(length, [text[length - 1], *path])
+    if params.temperature == 0:
+        return logits
+    noise = noise_at(jnp.asarray(sampling.request_key(params.seed)), jnp.int32(length + len(path)))
+    return logits / params.temperature + np.asarray(noise, np.float64)
+
+
+def expected_paths(tree, num_heads, num_nodes, scores):
+    """The paths to a draft's nodes in their order, None for holes; `scores(path)` is `[V]`."""
+
+    def best(path):
+        return np.argsort(-scores(path), kind="stable")
+
+    if tree is None:
+        tree = StaticTree(tuple((0,) * depth for depth in range(1, num_heads + 1)))
+    if isinstance(tree, StaticTree):
+        paths = {}
+        for choice in tree.choices:
+            above = paths.get(choice[:-1], ())
+            paths[choice] = (*above, int(best(above)[choice[-1]]))
+        return list(paths.values())[:num_nodes]
+    tree, nodes, level = tree.within(num_nodes), [], [((), 0.0)]
+    for _ in range(tree.depth):
+        candidates = []
+        for path, worth in level:
+            found = scores(path)
+            shares = np.exp(found - found.max())
+            shares, mass = shares / shares.sum(), 0.0
+            for token in best(path)[: tree.num_children]:
+                is_good = isinstance(tree, BeamTree) or (
+                    mass < tree.top_p and shares[token] >= tree.min_ratio * shares.max()
+                )
+                if is_good:
+                    candidates.append(((*path, int(token)), worth + np.log(shares[token])))
+                mass += shares[token]
+        level = sorted(candidates, key=lambda each: -each[1])
+        level = level[: tree.width if isinstance(tree, BeamTree) else tree.nodes - len(nodes)]
+        nodes += candidates if isinstance(tree, BeamTree) else level
+    nodes = [path for path, _ in sorted(nodes, key=lambda each: -each[1])[:num_nodes]]
+    return nodes + [None] * (num_nodes - len(nodes))
+
+
+def assert_drafted(heads, reference, text, length, params, tokens, parents):
+    """A draft `[n]` after the first `length` tokens is what the reference makes of them."""
+    paths = []
+    for token, parent in zip(tokens, parents, strict=True):
+        above = paths[parent] if parent >= 0 else ()
+        paths.append((*above, int(token)) if token >= 0 and above is not None else None)
+    expected = expected_paths(
+        heads.tree,
+        heads.config.num_heads,
+        len(tokens),
+        lambda path: scores_after(reference, text, length, path, params),
+    )
+    # A tree that ends early at the row's limit has fewer nodes; those it has are the same.
+    assert paths == expected, f"after {length} tokens of {text}: {paths} instead of {expected}"
+
+
+def check_rounds(heads, target, completions, all_params, *, weights=None):
+    """What was drafted in every recorded round; returns how many drafts and which acceptances."""
+    num_drafts, verdicts = 0, set()
+    for completion, params in zip(completions, all_params, strict=True):
+        text = [*completion.prompt_token_ids, *completion.token_ids]
+        if len(text) < 3:
+            continue
+        reference = Reference(heads, target, weights or target.params, text)
+        rounds, tokens = completion.trace.rounds, completion.trace.tokens
+        room = len(completion.prompt_token_ids) + params.max_tokens
+        for index, drafted in enumerate(rounds.drafted):
+            length = int(rounds.context_length[index])
+            if length == 1:
+                assert drafted == 0  # there is no feature yet
+                continue
+            # Near its end a row's tree is cut by depth, which the reference does not know.
+            if not drafted or room - length <= heads.config.num_heads:
+                continue
+            drafts = tokens.token_id[index][:drafted], tokens.parent[index][:drafted]
+            assert_drafted(heads, reference, text, length, params, *drafts)
+            num_drafts += 1
+            verdicts.add((int(rounds.accepted[index]), int(rounds.draft_depth[index])))
+    return num_drafts, verdicts
+
+
+def drafted_by(heads, target, **settings):
+    engine = Engine(target, heads, trace="tokens", **SMALL | settings)
+    return engine, engine.generate(PROMPTS, PARAMS)
+
+
+CASES = [
+    ("medusa", STATIC),
+    ("clover", None),
+    ("clover2", "chain"),
+    *[
+        pytest.param(*case, marks=pytest.mark.system)
+        for case in (
+            ("hydra", "chain"),
+            ("clover2", STATIC),
+            ("medusa", "chain"),
+            ("medusa", None),
+            ("hydra", STATIC),
+            ("clover", "chain"),
+            ("clover", STATIC),
+            ("clover", BeamTree(width=3, depth=3, nodes=6)),
+            ("clover2", BudgetTree(nodes=8, depth=3)),
+            *[(form, STATIC) for form in toys.FORMS],
+            *[(form, "chain") for form in toys.FORMS],
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "tree"), CASES)
+def test_every_draft_is_that_of_the_committed_tokens(target, plain, name, tree):
+    heads = heads_named(name, target, tree)
+    engine, found = drafted_by(heads, target)
+    assert [c.token_ids for c in found] == plain
+    num_drafts, verdicts = check_rounds(heads, target, found, PARAMS)
+    assert num_drafts > 40
+    assert any(accepted == 0 for accepted, _ in verdicts)
+    assert any(0 < accepted < depth for accepted, depth in verdicts)
+    assert not np.any(engine.executor.lags())
+
+
+# Sabotage: each of these is a bug that heads are known for. The comparison must see it.
+
+
+class Late(Heads):
+    """Takes the features of one position for those of the next."""
+
+    def _read(self, params, cache, features, tokens, window, last):
+        features = jnp.roll(features, 1, axis=1)
+        return super()._read(params, cache, features, tokens, window, last)
+
+
+class KeepsRejected(Heads):
+    """Keeps the features of the first nodes, whichever were accepted."""
+
+    def commit(self, shape, params, state, rows, info):
+        path = jnp.broadcast_to(jnp.arange(info.verdict.path.shape[1]), info.verdict.path.shape)
+        info = info.replace(verdict=info.verdict.replace(path=path))
+        return super().commit(shape, params, state, rows, info)
+
+
+class PostNorm(Heads):
+    """Reads hidden states after the final norm instead of before it."""
+
+    def _read(self, params, cache, features, tokens, window, last):
+        features = self._parts(params["target"]).final_norm(features)
+        return super()._read(params, cache, features, tokens, window, last)
+
+
+class WrongPath(Heads):
+    """Tells a head the tokens before those on the way to a node."""
+
+    def _scorer(self, params, anchor, num_heads, wanted):
+        score = super()._scorer(params, anchor, num_heads, wanted)
+        return lambda index, hidden, tokens: score(index, hidden, jnp.roll(tokens, 1, axis=-1))
+
+
+class WrongEntry(Heads):
+    """Reads each token together with its own feature, not with the one before."""
+
+    def _read(self, params, cache, features, tokens, window, last):
+        tokens = jnp.roll(tokens, 1, axis=1)
+        return super()._read(params, cache, features, tokens, window, last)
+
+
+class Stale(Heads):
+    """Has a copy of the target's head."""
+
+    def _parts(self, target_params):
+        return super()._parts(self.target.params)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "name", "tree"),
+    [
+        (Late, "medusa", "chain"),
+        *[
+            pytest.param(*case, marks=pytest.mark.system)
+            for case in (
+                (Late, "clover", "chain"),
+                (KeepsRejected, "medusa", STATIC),
+                (KeepsRejected, "clover", STATIC),
+                (PostNorm, "medusa", "chain"),
+                (PostNorm, "clover", "chain"),
+                (WrongPath, "hydra", "chain"),
+                (WrongPath, "clover", STATIC),
+                (WrongPath, "clover2", "chain"),
+                (WrongEntry, "clover2", "chain"),
+            )
+        ],
+    ],
+)
+def test_sabotage_changes_drafts_and_no_output(target, plain, sabotage, name, tree):
+    sound = heads_named(name, target, tree)
+    heads = sabotage(sound.config, sound.params, tree=tree)
+    found = drafted_by(heads, target)[1]
+    assert [c.token_ids for c in found] == plain
+    with pytest.raises(AssertionError, match="instead of"):
+        check_rounds(heads, target, found, PARAMS)
+
+
+@pytest.mark.parametrize("name", ["medusa", pytest.param("clover", marks=pytest.mark.system)])
+def test_new_weights_of_the_target_reach_its_heads(target, name):
+    other = toys.target(seed=5, num_layers=1)
+    sound = heads_named(name, target, "chain")
+    for heads in (sound, Stale(sound.config, sound.params, tree="chain")):
+        engine = Engine(target, heads, trace="tokens", **SMALL)
+        weights = jax.tree.leaves((target.params, heads.params))  # the target's, counted once
+        assert engine.memory.weights_bytes == sum(leaf.nbytes for leaf in weights)
+        engine.update_params(target=other.params)
+        found = engine.generate(PROMPTS[:3], PARAMS[:3])
+        if heads is sound:
+            check_rounds(heads, target, found, PARAMS[:3], weights=other.params)
+    with pytest.raises(AssertionError, match="instead of"):
+        check_rounds(heads, target, found, PARAMS[:3], weights=other.params)
+
+
+def recorded_rows(state, prompts, first_round):
+    """What `check_rounds` reads of a completion, of the rows of a state that is still running."""
+    state = jax.device_get(state)
+    found = []
+    for row, prompt in enumerate(prompts):
+        rounds = slice(first_round[row], int(state.counts.num_rounds[row]))
+        trace = jax.tree.map(
+            lambda values, row=row, rounds=rounds: values[row, rounds], state.trace
+        )
+        output = state.tokens[row, len(prompt) : int(state.num_committed[row])].tolist()
+        found.append(toys.Recorded(tuple(prompt), tuple(output), trace))
+    return found
+
+
+LONG = SamplingParams(max_tokens=180, ignore_eos=True)
+
+
+def long_run(heads, target, prompts, **settings):
+    """An executor of two rows that have read their prompts."""
+    settings = {"batch_size": 2, "max_length": 256, "prefill_chunk": 16} | settings
+    executor = Engine(target, heads, trace="tokens", **settings).executor
+    for row, prompt in enumerate(prompts):
+        request = Request(request_id=str(row), prompt_token_ids=tuple(prompt), params=LONG)
+        executor.admit_and_prefill(row, request, draft_length=heads.num_nodes)
+    return executor
+
+
+@pytest.mark.parametrize("name", ["clover", pytest.param("clover2", marks=pytest.mark.system)])
+def test_nothing_is_missed_in_plain_steps(target, name):
+    heads, prompts = heads_named(name, target, "chain"), toy.prompts((40, 1))
+    executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)
+    for _ in range(2):
+        executor.run(30, draft_length=0)
+        executor.run(4, draft_length=3)
+    found = recorded_rows(executor.state, prompts, (0, 0))
+    num_drafts, _ = check_rounds(heads, target, found, [LONG] * 2)
+    assert num_drafts == 16  # of two rows, in four rounds, twice
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["clover2", "clover"])
+def test_a_row_that_was_cut_back_drafts_again_after_a_round(target, name):
+    heads, prompts = heads_named(name, target, "chain").for_target(target), toy.prompts((40, 9))
+    executor = long_run(heads, target, prompts)
+    executor.run(8)
+    state, kept = executor.state, 44
+    assert int(state.num_committed[0]) > kept
+    before = jax.device_get(state.counts.num_rounds).tolist()
+    rows = batch_view(state)
+    rewound = heads.rewind(
+        executor.shape, heads.params, state.drafter, rows, jnp.int32(0), jnp.int32(kept)
+    )
+    assert rewound.num_seen[0] == kept - (name == "clover2")
+    committed = state.num_committed.at[0].set(kept)
+    executor.state = state.replace(drafter=rewound, num_committed=committed)
+    executor.run(6)
+    found = recorded_rows(executor.state, prompts, before)
+    assert found[0].trace.rounds.drafted.tolist() == [0, 3, 3, 3, 3, 3]
+    assert found[1].trace.rounds.drafted.tolist() == [3] * 6
+    num_drafts, _ = check_rounds(heads, target, found, [LONG] * 2)
+    assert num_drafts == 11
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["clover", "clover2"])
+def test_in_a_serving_engine_they_draft_the_same(target, name):
+    heads, prompt, params = heads_named(name, target, STATIC), PROMPTS[2], PARAMS[3]
+    expected = Engine(target, heads, **SMALL).generate([prompt], [params])[0]
+    engine = ServingEngine(target, heads, **SMALL)
+    state = engine.init_decode_state()
+    state = engine.insert(engine.prefill(prompt, params), state, 1)
+    tokens, done = [], False
+    while not done:
+        state, result = engine.generate(state)
+        tokens += [int(t) for t in result.tokens[1] if t >= 0]
+        done = bool(result.done[1])
+    assert tuple(tokens) == expected.token_ids
+    num_accepted = expected.acceptance.num_accepted_tokens
+    assert int(state.counts.num_accepted_tokens[1]) == num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"), [("medusa", None), pytest.param("clover", "chain", marks=pytest.mark.system)]
+)
+def test_weights_that_are_no_numbers_cost_acceptance_and_nothing_else(target, plain, name, tree):
+    heads = heads_named(name, target, tree)
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), heads.params)
+    found = Engine(target, Heads(heads.config, broken, tree=tree), **SMALL).generate(
+        PROMPTS, PARAMS
+    )
+    assert [c.token_ids for c in found] == plain
+    assert sum(c.acceptance.num_draft_tokens for c in found) > 0
+
+
+@pytest.mark.system
+def test_weights_that_are_no_numbers_under_rejection(target):
+    heads = heads_named("medusa", target, "chain")
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), heads.params)
+    engine = Engine(
+        target, Heads(heads.config, broken, tree="chain"), verifier=jaxspec.Rejection(), **SMALL
+    )
+    found = engine.generate(PROMPTS, PARAMS)
+    assert [len(c.token_ids) for c in found] == [params.max_tokens for params in PARAMS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*toys.KINDS, *toys.FORMS])
+@pytest.mark.parametrize("tree", [None, "chain", STATIC], ids=["budget", "chain", "static"])
+def test_the_whole_battery(target, name, tree):
+    check_drafter(heads_named(name, target, tree), target).assert_ok()
+
+
+def test_heads_that_do_not_fit_are_refused(target):
+    heads = heads_named("medusa", target, "chain")
+    config, params = heads.config, heads.params
+
+    def check(config, params=None, tree=None):
+        params = toys.random_params(config) if params is None else params
+        Heads(config, params, tree=tree).check(target)
+
+    wide = heads_config("medusa", toy.config(width=64))
+    with pytest.raises(ModelError, match=r"have width 64, and the target calm0 has width 32"):
+        check(wide)
+    long = heads_config("medusa", toy.config(vocab_size=99))
+    with pytest.raises(ModelError, match="vocabulary of 99, and the target calm0 has a vocabulary"):
+        check(long)
+    with pytest.raises(ModelError, match="have dtype bfloat16, and the target calm0 has dtype"):
+        check(config, toys.random_params(config, dtype=jnp.bfloat16))
+    with pytest.raises(ModelError, match=r"\[32\]' *have|have nothing at|have float32"):
+        Heads(config, {"heads": params["heads"][:1]})
+    with pytest.raises(SettingError, match=r"The tree static:4 is 4 deep, and there are 3 heads"):
+        Heads(config, params, tree=StaticTree(tuple((0,) * depth for depth in (1, 2, 3, 4))))
+    with pytest.raises(SettingError, match="nodes of 70 children, and calm0 has 61 tokens"):
+        check(config, params, BeamTree(width=70, depth=1, nodes=4))
+
+    class Headless:
+        """A model without the parts of a head."""
+
+        name, params, vocab_size = "headless", {}, toy.VOCAB
+        logits = None
+
+    with pytest.raises(ModelError, match="headless has no final_norm, head, head_rows; add them"):
+        heads.check(Headless())
+    with pytest.raises(ModelError, match=r"used without a target; take those that for_target"):
+        heads._parts(target.params)
+
+
+def test_they_say_what_they_are(target):
+    chain, static, budget = (
+        heads_named("clover", target, tree) for tree in ("chain", STATIC, None)
+    )
+    assert [heads.name for heads in (chain, static, budget)] == [
+        "clover[chain]",
+        "clover[static:6]",
+        "clover[budget:4]",
+    ]
+    assert Heads(chain.config, chain.params, name="mine").name == "clover[budget:4]:mine"
+    assert [heads.is_chain for heads in (chain, static, budget)] == [True, False, False]
+    assert [heads.num_nodes for heads in (chain, static, budget)] == [3, 6, 4]
+    assert [heads.max_depth for heads in (chain, static, budget)] == [None, 3, 3]
+    assert [heads.prunes_by_token for heads in (chain, static, budget)] == [False, False, True]
+    assert heads_drafter.DEFAULT_NODES == 4
+    bound = chain.for_target(target)
+    assert bound.target is target
+    assert chain.target is None
+    shape = EngineShape(
+        batch_size=2, max_length=128, verify_length=4, prefill_chunk=16, vocab_size=toy.VOCAB
+    )
+    assert bound.init(shape).cache.layers[0].k.shape[2:] == (128, 8)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["clover", "clover2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layout": "aligned", "scheduler": jaxspec.Static()},
+        {"layout": "aligned", "scheduler": jaxspec.Pool(4)},
+        {"scheduler": jaxspec.Continuous(waiting=2)},
+    ],
+    ids=["aligned", "pool", "waiting"],
+)
+def test_layouts_and_rows_that_wait_change_no_draft(target, name, settings):
+    heads = heads_named(name, target, STATIC)
+    found = drafted_by(heads, target, **settings)[1]
+    num_drafts, _ = check_rounds(heads, target, found, PARAMS)
+    assert num_drafts > 40

@@ -1,0 +1,77 @@
+"""Heads with random weights for toy targets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import toy
+
+from jaxspec import Heads
+from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel
+from jaxspec.types import Trace
+
+KINDS = ("medusa", "hydra", "clover", "clover2")
+FORMS = {  # what there is besides the four kinds as their papers have them
+    "medusa of two blocks with heads of its own": (
+        "medusa",
+        {"num_layers": 2, "shares_head": False},
+    ),
+    "hydra with heads of its own": ("hydra", {"shares_head": False}),
+    "clover without a block": ("clover", {"block": None, "num_gate_heads": 4, "gate": "cosine"}),
+    "clover with a block of attention": ("clover", {"block_part": "attention", "has_silu": False}),
+    "clover with connections of its own": ("clover", {"shares_connection": False}),
+    "clover with an MLP for a connection": ("clover", {"connection": "mlp"}),
+    "clover without a connection": ("clover", {"connection": "none"}),
+}
+
+
+def target(*, seed=0, **changes) -> LanguageModel:
+    """A toy whose next token depends less on its context than that of `toy.model`, so that heads
+    with random weights are sometimes right."""
+    model = toy.model(seed=seed, **changes)
+    params = decoder.init_params(model.config, jax.random.key(seed), model.dtype, stddev=0.2)
+    noise = jax.random.normal(jax.random.key(seed + 1), params["final_norm"].shape, model.dtype)
+    params = {**params, "final_norm": params["final_norm"] + noise / 4}
+    return LanguageModel(
+        name=f"calm{seed}", config=model.config, params=params, kernels=model.kernels
+    )
+
+
+def random_params(config: HeadsConfig, *, seed=0, stddev=0.05, dtype=jnp.float32):
+    """Normal weights; norms are one and a bit."""
+    shapes, structure = jax.tree.flatten(param_shapes(config), is_leaf=_is_shape)
+    names = [
+        path[-1].key
+        for path, _ in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=_is_shape)
+    ]
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    leaves = [
+        (jax.random.normal(key, shape) * stddev + float(name.endswith("norm"))).astype(dtype)
+        for key, shape, name in zip(keys, shapes, names, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def random_heads(
+    kind, model: LanguageModel, *, tree=None, seed=0, stddev=0.05, num_heads=3, **fields
+) -> Heads:
+    """Three heads of a kind for a model of the package."""
+    config = heads_config(kind, model.config, num_heads=num_heads, **fields)
+    params = random_params(config, seed=seed, stddev=stddev, dtype=model.dtype)
+    return Heads(config, params, tree=tree)
+
+
+def _is_shape(node) -> bool:
+    return isinstance(node, tuple) and all(type(size) is int for size in node)
+
+
+class Recorded(NamedTuple):
+    """What tests read of a completion, of a row that is still running."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    trace: Trace

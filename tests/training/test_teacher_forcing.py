@@ -1,0 +1,368 @@
+"""Heads in training: labels, packing, the same formulas as in drafting, losses, accuracy."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from jaxspec.cache import pages as kv
+from jaxspec.drafters.heads.block import run_block
+from jaxspec.drafters.heads.config import heads_config, param_shapes
+from jaxspec.drafters.heads.formulas import anchor, apply_head, head_logits
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel, forward_features
+from jaxspec.models.prefill import chain_window
+from jaxspec.training import head_accuracy, teacher_forcing
+from jaxspec.training.heads import best_trees, heads_loss, init_heads, train_step
+from jaxspec.training.runs import TrainState, make_optimizer
+from jaxspec.training.teacher_forcing import (
+    fill_rows,
+    labels_of,
+    last_features,
+    pack_texts,
+    run_heads,
+    target_parts,
+)
+from jaxspec.training.texts import Text
+
+KINDS = ("medusa", "hydra", "clover", "clover2")
+ABLATIONS = (
+    ("medusa", {"num_layers": 2}),
+    ("hydra", {"shares_head": False}),
+    ("clover", {"connection": "mlp"}),
+    ("clover", {"connection": "none"}),
+    ("clover", {"block": None, "gate": "cosine"}),
+    ("clover", {"block_part": "attention", "shares_connection": False}),
+)
+TARGET = toy.config()
+
+
+@functools.cache
+def target_params():
+    with jax.ensure_compile_time_eval():
+        return decoder.init_params(TARGET, jax.random.key(0), jnp.float32, stddev=0.4)
+
+
+def text(prompt, output, domain="tales"):
+    return Text(domain, "book", list(prompt), list(output))
+
+
+def random_text(num_prompt, num_output, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, toy.VOCAB, num_prompt + num_output).tolist()
+    return text(tokens[:num_prompt], tokens[num_prompt:])
+
+
+def random_heads(kind, **fields):
+    """Heads that begin as in training, with noise on every parameter."""
+    config = heads_config(kind, TARGET, **({"num_heads": 3} | fields))
+    params = init_heads(config, TARGET, target_params(), jax.random.key(1))
+    leaves, treedef = jax.tree.flatten(params)
+    noisy = [
+        leaf + 0.1 * jax.random.normal(jax.random.fold_in(jax.random.key(2), i), leaf.shape)
+        for i, leaf in enumerate(leaves)
+    ]
+    return config, jax.tree.unflatten(treedef, noisy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_in_training(config, params, batch):
+    """`[D, B, T, V]` of the heads on a packed batch."""
+    target = target_parts(TARGET, target_params())
+    features = last_features(TARGET, target_params(), batch)
+    made = run_heads(config, params, target, features, batch)
+    return [head_logits(config, params, target, i, each.hidden) for i, each in enumerate(made)]
+
+
+def logits_in_drafting(config, params, tokens, at):
+    """`[D, V]` of the heads that draft after `tokens[: at + 2]`, from features as an engine has
+    them: the target and the block read the tokens before, with a cache."""
+    return _logits_in_drafting(config, at, params, jnp.asarray([tokens], jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _logits_in_drafting(config, at, params, tokens):
+    model = LanguageModel(name="toy", config=TARGET, params=target_params())
+    window = chain_window(jnp.zeros((1,), jnp.int32), at + 1)
+    _, features, _ = forward_features(
+        model,
+        target_params(),
+        tokens[:, : at + 1],
+        window,
+        model.init_cache(1, 128),
+        (TARGET.num_layers,),
+    )
+
+    def block(hidden):
+        cache = kv.init_cache(
+            num_layers=config.block.num_layers,
+            num_rows=1,
+            capacity=128,
+            num_kv_heads=config.block.num_kv_heads,
+            head_size=config.block.head_size,
+            dtype=jnp.float32,
+        )
+        return run_block(config, params, hidden, window, cache)[0]
+
+    target = target_parts(TARGET, target_params())
+    hidden = anchor(config, params, target, features[:, :, 0], tokens[:, 1 : at + 2], block)[:, -1]
+    made = []
+    for index in range(config.num_heads):
+        path = tokens[:, at + 1 : at + 2 + index]
+        hidden, output = apply_head(config, params, target, index, hidden, path)
+        made.append(head_logits(config, params, target, index, output)[0])
+    return made
+
+
+# Labels and packing
+
+
+def expected_labels():
+    """Of two heads on the row of `test_labels...`: label at each anchor, None without one."""
+    # tokens: 5 6 | 7 8 9   1 | 2 3   - -
+    return [
+        [7, 8, 9, None, None, 3, None, None, None, None],
+        [8, 9, None, None, None, None, None, None, None, None],
+    ]
+
+
+def found_labels(batch):
+    found = []
+    for index in range(2):
+        labels, weights = labels_of(batch, index)
+        found.append([int(a) if w else None for a, w in zip(labels[0], weights[0], strict=True)])
+    return found
+
+
+def test_labels_are_tokens_of_the_output_two_and_more_positions_on(monkeypatch):
+    batch = pack_texts([[text([5, 6], [7, 8, 9]), text([1], [2, 3])]], 10)
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 1, 2, 3, 0, 0]]
+    assert batch.segments.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, -1, -1]]
+    assert found_labels(batch) == expected_labels()
+    # Sabotage: labels one position off.
+    honest = teacher_forcing.shifted
+    monkeypatch.setattr(teacher_forcing, "shifted", lambda x, n: honest(x, n + 1))
+    assert found_labels(batch) != expected_labels()
+
+
+def test_labels_in_the_prompt_do_not_count():
+    batch = pack_texts([[text([5, 6, 4, 2], [7, 8])]], 6)
+    labels, weights = labels_of(batch, 0)
+    assert weights.tolist() == [[0, 0, 1, 1, 0, 0]]
+    assert labels[0, 2:4].tolist() == [7, 8]
+
+
+def test_a_text_longer_than_a_row_is_cut():
+    batch = pack_texts([[random_text(4, 20)]], 8)
+    assert batch.tokens.shape == (1, 8)
+    assert batch.is_output.sum() == 4
+
+
+def test_rows_hold_every_text_once_and_are_well_filled():
+    lengths = np.random.default_rng(0).integers(20, 220, 500).tolist()
+    rows = fill_rows(lengths, 512, np.random.default_rng(1))
+    assert sorted(index for row in rows for index in row) == list(range(500))
+    filled = [sum(lengths[index] for index in row) for row in rows]
+    assert max(filled) <= 512
+    assert sum(filled) > 0.9 * 512 * len(rows)
+    assert rows == fill_rows(lengths, 512, np.random.default_rng(1))
+    assert rows != fill_rows(lengths, 512, np.random.default_rng(2))
+
+
+# Formulas
+
+
+def test_training_features_are_the_streams_between_the_layers():
+    model = LanguageModel(name="toy", config=TARGET, params=target_params())
+    tokens = jnp.asarray([random_text(4, 6).prompt + random_text(4, 6).output], jnp.int32)
+    window = chain_window(jnp.zeros((1,), jnp.int32), 10)
+    taps = (2, 0, 1)
+    cache = model.init_cache(1, 128)
+    _, expected, _ = forward_features(model, target_params(), tokens, window, cache, taps)
+    segments = jnp.zeros(tokens.shape, jnp.int32)
+    made = decoder.training_features(TARGET, target_params(), tokens, segments, taps)
+    assert made.shape == (1, 10, 3, TARGET.width)
+    np.testing.assert_allclose(made, expected, atol=1e-4)
+    logits = decoder.training_logits(TARGET, target_params(), tokens, segments)
+    np.testing.assert_array_equal(decoder.head(TARGET, target_params(), made[:, :, 0]), logits)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [*((kind, {}) for kind in KINDS), *ABLATIONS])
+def test_heads_compute_in_training_what_they_compute_in_drafting(kind, fields):
+    """Of the second text of a row, beside the same text alone."""
+    config, params = random_heads(kind, **fields)
+    first, second = random_text(3, 4, seed=1), random_text(3, 6, seed=2)
+    batch = pack_texts([[first, second]], 20)
+    tokens, at = [*second.prompt, *second.output], 4
+    in_training = [each[0, 7 + at] for each in logits_in_training(config, params, batch)]
+    in_drafting = logits_in_drafting(config, params, tokens, at)
+    np.testing.assert_allclose(in_training, in_drafting, atol=2e-3)
+    if config.is_regressive:  # Sabotage: tokens one position late.
+        late = [*tokens[1:], 0]
+        wrong = logits_in_drafting(config, params, late, at)
+        assert np.abs(np.stack(in_training) - np.stack(wrong)).max() > 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_begin_by_adding_nothing(kind):
+    config = heads_config(kind, TARGET)
+    params = init_heads(config, TARGET, target_params(), jax.random.key(0))
+    shapes = jax.tree.map(lambda leaf: leaf.shape, params)
+    assert shapes == param_shapes(config)
+    if kind in ("medusa", "hydra"):  # the target's own prediction of the next token
+        batch = pack_texts([[random_text(3, 6)]], 9)
+        ours = logits_in_training(config, params, batch)
+        theirs = decoder.training_logits(TARGET, target_params(), batch.tokens, batch.segments)
+        for each in ours:
+            np.testing.assert_allclose(each, theirs, atol=1e-4)
+    else:
+        last = target_params()["layers"][-1]
+        for layer in params["layers"]:
+            jax.tree.map(np.testing.assert_array_equal, layer, last)
+
+
+def test_own_heads_begin_as_the_targets():
+    config = heads_config("medusa", TARGET, shares_head=False)
+    params = init_heads(config, TARGET, target_params(), jax.random.key(0))
+    for each in params["heads"]:
+        np.testing.assert_array_equal(each["head"], target_params()["head"])
+
+
+# Losses
+
+
+def reference_loss(config, params, batch):
+    """The loss label by label, in NumPy."""
+    logits = np.asarray(logits_in_training(config, params, batch), np.float64)
+    tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
+    target = target_parts(TARGET, target_params())
+    features = last_features(TARGET, target_params(), batch)
+    normed = np.asarray(target.final_norm(features), np.float64)
+    p = np.asarray(jax.nn.softmax(target.head(target.final_norm(features))), np.float64)
+    made = list(run_heads(config, params, target, features, batch))
+    total = 0.0
+    for k in range(config.num_heads):
+        losses = []
+        for row in range(tokens.shape[0]):
+            for t in range(tokens.shape[1] - 2 - k):
+                label = t + 2 + k
+                if segments[row, label] != segments[row, t] or not batch.is_output[row, label]:
+                    continue
+                log_q = logits[k, row, t] - np.log(np.exp(logits[k, row, t]).sum())
+                if config.kind != "clover2":
+                    losses.append(-log_q[tokens[row, label]])
+                    continue
+                apart = np.abs(np.asarray(made[k].hidden)[row, t] - normed[row, label - 1])
+                smooth = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+                losses.append(-(p[row, label - 1] * log_q).sum() + 10 * smooth)
+        total += (0.7 if config.kind == "clover2" else 0.8) ** k * np.mean(losses)
+    return total
+
+
+@pytest.mark.parametrize("kind", ["medusa", "clover2"])
+def test_the_loss_is_that_of_the_paper(kind):
+    config, params = random_heads(kind)
+    batch = pack_texts([[random_text(3, 6, seed=1), random_text(2, 5, seed=2)]], 18)
+    loss, metrics = heads_loss(config, params, TARGET, target_params(), batch)
+    np.testing.assert_allclose(loss, reference_loss(config, params, batch), rtol=1e-4)
+    assert set(metrics) == {"loss", "top1/0", "top1/1", "top1/2"}
+
+
+def test_a_step_learns_and_leaves_the_target_as_it_was():
+    config, params = random_heads("clover")
+    batch = pack_texts([[random_text(3, 30)]], 33)
+    before = jax.tree.map(np.array, target_params())
+    optimizer = make_optimizer(
+        learning_rate=1e-2, warmup_fraction=0.0, weight_decay=0.0, clip_norm=1.0, num_steps=20
+    )
+    state = TrainState(params=params, optimizer=optimizer.init(params))
+    losses = []
+    for _ in range(8):
+        state, metrics = train_step(
+            state, target_params(), batch, config=config, target_config=TARGET, optimizer=optimizer
+        )
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, before, target_params())
+    # The shared head is no parameter of the heads, so nothing of the target can be trained.
+    assert toy.VOCAB not in {size for leaf in jax.tree.leaves(state.params) for size in leaf.shape}
+
+
+def test_clipping_by_value_bounds_every_component():
+    optimizer = make_optimizer(
+        learning_rate=0.5,
+        warmup_fraction=0.1,
+        weight_decay=0.0,
+        clip_norm=1.0,
+        clip_value=0.5,
+        num_steps=10,
+    )
+    params = {"w": jnp.ones((2, 2))}
+    gradients = {"w": jnp.array([[50.0, -50.0], [0.1, 0.0]])}
+    with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
+        _, state = optimizer.update(gradients, optimizer.init(params), params)
+    moment = next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 2))
+    np.testing.assert_allclose(moment, [[0.05, -0.05], [0.01, 0.0]], rtol=1e-5)
+
+
+# Accuracy
+
+
+def test_ranks_are_those_of_top_k():
+    logits = jnp.asarray([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    for row in range(2):
+        _, order = jax.lax.top_k(logits[row], 4)
+        labels = jnp.asarray(order, jnp.int32)
+        ranks = head_accuracy.rank_of(jnp.broadcast_to(logits[row], (4, 4)), labels)
+        assert ranks.tolist() == [0, 1, 2, 3]
+
+
+def test_accuracy_is_counted_label_by_label():
+    config, params = random_heads("hydra", num_heads=2)
+    texts = [random_text(3, 6, seed=1), random_text(2, 5, seed=2)._replace(domain="sums")]
+    found = head_accuracy.measure_head_accuracy(
+        config, params, (TARGET, target_params()), texts, row_length=12
+    )
+    assert set(found) == {"all", "tales", "sums"}
+    by_hand = {0: [], 1: []}
+    paths = []
+    for each in texts:
+        tokens = [*each.prompt, *each.output]
+        alone = logits_in_training(config, params, pack_texts([[each]], 9))
+        for at in range(len(tokens) - 2):
+            logits = [of_head[0, at] for of_head in alone]
+            ranks = {}
+            for k in range(2):
+                label = at + 2 + k
+                if label < len(tokens):
+                    order = np.argsort(-np.asarray(logits[k]), kind="stable").tolist()
+                    ranks[k] = order.index(tokens[label])
+                    if label >= len(each.prompt):
+                        by_hand[k].append(ranks[k])
+            if at + 2 >= len(each.prompt) and 1 in ranks and ranks[0] < head_accuracy.NUM_RANKS:
+                paths.append(ranks[1])
+    everything = found["all"]
+    for k in range(2):
+        assert everything.num_tokens[k] == len(by_hand[k])
+        assert everything.top1[k] == pytest.approx(np.mean([r == 0 for r in by_hand[k]]))
+        assert everything.top5[k] == pytest.approx(np.mean([r < 5 for r in by_hand[k]]))
+    expected = [np.mean([rank == w for rank in paths]) for w in range(head_accuracy.NUM_RANKS)]
+    np.testing.assert_allclose(everything.acceptance[1], expected, atol=1e-9)
+
+
+def test_the_best_trees_are_those_of_what_was_measured():
+    trees = best_trees([[0.6, 0.3], [0.1, 0.05]], (1, 2, 3))
+    assert trees["1"] == [[0]]
+    assert trees["2"] == [[0], [1]]
+    assert trees["3"] == [[0], [1], [0, 0]]
+
+
+def test_losses_of_optax_are_per_position():
+    """`heads_loss` relies on it."""
+    logits, labels = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.int32)
+    assert optax.softmax_cross_entropy_with_integer_labels(logits, labels).shape == (2, 3)
