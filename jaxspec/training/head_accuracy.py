@@ -69,7 +69,7 @@ def measure_head_accuracy(
     for domain in dict.fromkeys(text.domain for text in texts):
         some = [text for text in texts if text.domain == domain]
         found[domain] = _add_up(config, params, target, some, row_length)
-    by_rank, by_path = (sum(tables) for tables in zip(*found.values(), strict=True))
+    by_rank, by_path = (np.sum(tables, axis=0) for tables in zip(*found.values(), strict=True))
     found = {"all": (by_rank, by_path)} | found
     return {name: _accuracy(*tables) for name, tables in found.items()}
 

@@ -15,7 +15,7 @@ from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.heads.files import load_drafter
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
-from jaxspec.training import heads, runs
+from jaxspec.training import runs
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
 
 
@@ -122,7 +122,7 @@ def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, target, texts, 
     assert any((a != b).any() for a, b in pairs)
 
 
-def test_mistakes_are_named(tmp_path, target, texts, trained, monkeypatch):
+def test_mistakes_are_named(tmp_path, target, texts, trained):
     def train(**overrides):
         out = overrides.pop("out", tmp_path / "out")
         train_heads(config(out, target, overrides.pop("texts", texts), **overrides))
@@ -159,7 +159,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, monkeypatch):
         (
             CheckpointError,
             "other values of texts",
-            lambda: train(out=trained[0], resume=True, texts=written("d", num_texts=61)),
+            lambda: train(out=trained[0], resume=True, texts=written("d", num_texts=59)),
         ),
     ]
     for error, words, mistake in cases:
@@ -168,12 +168,8 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, monkeypatch):
         assert isinstance(caught.value, JaxspecError)
         assert "\n" not in str(caught.value)
 
-    def not_a_number(state, *_, **__):
-        return state, {"loss": np.float32("nan")}
-
-    monkeypatch.setattr(heads, "train_step", jax.jit(not_a_number))
-    with pytest.raises(SettingError, match="The loss became nan at step 1"):
-        train(out=tmp_path / "nan")
+    with pytest.raises(SettingError, match=r"The loss became (nan|inf) at step \d; lower"):
+        train(out=tmp_path / "nan", learning_rate=1e30)
     assert not (tmp_path / "nan" / runs.CHECKPOINT).exists()
 
 
