@@ -20,6 +20,7 @@ from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
+from jaxspec.bench.heads import HeadsBench
 from jaxspec.bench.hf import HuggingFace, compare, exported
 from jaxspec.bench.kernels import KernelsBench
 from jaxspec.bench.measure import (
@@ -386,6 +387,7 @@ class BenchCommand:
         | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]
         | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
         | Annotated[TreesBench, tyro.conf.subcommand("trees")]
+        | Annotated[HeadsBench, tyro.conf.subcommand("heads")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]

@@ -1,0 +1,437 @@
+"""Heads beside one another, a draft model and an n-gram: what they know, what they cost.
+
+Accuracy and tokens per round depend on models and prompts only, not on the machine. All heads draft
+the same trees, so that what differs is what they know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
+from jaxspec.bench.measure import (
+    ROUND,
+    PairBench,
+    Repeated,
+    check_at_least_one,
+    fill_mid_decode,
+    load_prompts,
+)
+from jaxspec.bench.stages import round_stages
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.growth import Tree
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.heads.files import load_drafter
+from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.trees import BeamTree, BudgetTree
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.kernels.base import unpacked
+from jaxspec.models.base import LAST, LanguageModel
+from jaxspec.requests.prompts import PromptLine, encode_prompts
+from jaxspec.requests.requests import Prompt
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.turns import time_loops
+from jaxspec.schedulers import Static
+from jaxspec.telemetry.counters import Acceptance
+from jaxspec.training.head_accuracy import measure_head_accuracy
+from jaxspec.training.texts import read_texts
+
+Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds"]
+BUDGET = 8  # nodes up to which trees are Clover's, of a budget; larger ones are those of a beam
+WIDTH = 4  # of the beam
+ACCURACY: Columns = {
+    "heads": "{heads}",
+    "texts": "{domain}",
+    "@1 of each head": lambda found: " ".join(f"{share:.3f}" for share in found["top1"]),
+    "@5 of each head": lambda found: " ".join(f"{share:.3f}" for share in found["top5"]),
+}
+ACCEPTANCE: Columns = {
+    "nodes": "{num_nodes}",
+    "drafter": "{drafter}",
+    "emitted\n/round": "{emitted_per_round:.3f}",
+    "beyond the first\nover {first}": "{over_first:.2f}",
+    "difference per prompt": lambda found: "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(
+        found["difference"]
+    ),
+    "by domain": lambda found: ", ".join(
+        f"{name}: {emitted:.2f}" for name, emitted in found["by_domain"].items()
+    ),
+    "equals\nplain": lambda found: "yes" if found["is_equal"] else "NO",
+}
+COSTS: Columns = {
+    "batch": "{batch_size}",
+    "drafter": "{drafter}",
+    "nodes": "{num_nodes}",
+    "levels": "{num_levels}",
+    "draft ms": "{draft_ms:.3f}",
+    "target ms": "{target_ms:.3f}",
+    "commit ms": "{commit_ms:.3f}",
+    "draft\n/ target": "{draft_share:.2f}",
+    "a level over\na draft step": "{level_over_draft_step:.2f}",
+}
+TAPS: Columns = {
+    "batch": "{batch_size}",
+    "round ms": "{plain_ms:.3f}",
+    "with taps": "{taps_ms:.3f}",
+    "ratio": "{ratio:.3f}",
+}
+SPEEDS: Columns = {
+    "batch": "{batch_size}",
+    "drafter": "{drafter}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "speed-up": "{speedup:.2f}x",
+    "emitted\n/round": "{emitted_per_round:.2f}",
+    "rounds by nodes": lambda found: ", ".join(
+        f"{nodes}: {count}" for nodes, count in found["rounds_by_draft_length"].items()
+    ),
+}
+
+
+class _TappedNGram(NGram):
+    """An n-gram drafter that is shown features, and does not look at them."""
+
+    taps = (LAST,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsBench(PairBench):
+    """Heads, a draft model and an n-gram: accuracy, acceptance, costs, speeds."""
+
+    NAME: ClassVar[str] = "heads"
+    MEASURES: ClassVar[tuple[str, ...]] = (
+        *ROUND, "drafters", "verifiers/coupled.py", "training/head_accuracy.py", "bench/heads.py",
+    )  # fmt: skip
+
+    heads: tuple[str, ...] = ()
+    """LABEL=NAME each, or a NAME that `load_drafter` takes; the others are compared with the
+    first."""
+    parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds")
+    """What is measured; accuracy only with `--texts`."""
+    texts: pathlib.Path | None = None
+    """Held-out texts that the target wrote (`jaxspec train texts --split held-out`)."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
+    nodes: tuple[int, ...] = (4, 16)
+    """Sizes of the trees; up to 8 they are Clover's of that budget, larger ones a beam's."""
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
+    """Rows of the runs that are timed."""
+    max_tokens: int = 64
+    """Tokens emitted per output; EOS is ignored."""
+    repeats: int = 3
+    """Timed runs of each kind; medians count."""
+
+    def measure(self) -> dict[str, Any]:
+        """What `parts` say."""
+        check_at_least_one(self, "nodes", "batch_sizes", "max_tokens", "repeats")
+        if not self.heads:
+            raise SettingError(
+                "No --heads were given; name some that jaxspec train heads wrote, as in "
+                "--heads medusa=runs/medusa/drafter clover=runs/clover/drafter."
+            )
+        target, draft = self.load()
+        heads = {}
+        for text in self.heads:
+            label, is_labelled, name = text.partition("=")
+            heads[label] = load_drafter(name if is_labelled else text, target)
+        lines, files = load_prompts(self.prompts, None)
+        found: dict[str, Any] = {"holds": True, "first": next(iter(heads))}
+        if "accuracy" in self.parts and self.texts is not None:
+            found["accuracy"] = self._accuracy(target, heads)
+        if "acceptance" in self.parts:
+            found["acceptance"], holds = self._acceptance(target, draft, heads, lines)
+            found["holds"] &= holds
+        prompts = [line.prompt for line in lines]
+        if "costs" in self.parts:
+            ids = encode_prompts(lines, target)
+            found["costs"] = self._costs(target, draft, heads, ids)
+            found["taps"] = self._taps(target, ids)
+        if "speeds" in self.parts:
+            found["speeds"], holds = self._speeds(target, draft, heads, prompts)
+            found["holds"] &= holds
+        sizes = {
+            label: sum(leaf.size for leaf in jax.tree.leaves(one.params))
+            for label, one in heads.items()
+        }
+        return {
+            "prompt_files": files,
+            "num_prompts": len(lines),
+            "drafters": {label: one.config.to_json() for label, one in heads.items()},
+            "num_params": sizes,
+            **found,
+        }
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """One for each part."""
+        first = document["first"]
+        columns = {
+            "accuracy": ("accuracy on held-out texts of the target", ACCURACY),
+            "acceptance": (
+                "tokens per round",
+                {name.format(first=first): value for name, value in ACCEPTANCE.items()},
+            ),
+            "costs": ("stages of a round", COSTS),
+            "taps": ("a round with taps, beside the same without", TAPS),
+            "speeds": ("speed, prefill included", SPEEDS),
+        }
+        return [
+            TextTable.of_columns(title, of_part, document[part])
+            for part, (title, of_part) in columns.items()
+            if part in document
+        ]
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """What the columns mean, and whether outputs are plain decoding's."""
+        found = [
+            (
+                f"Differences in tokens per round are to {document['first']}, means over prompts "
+                "with their 95% bootstrap intervals. A draft step is one of the draft model's "
+                "chain.",
+                "dim",
+            )
+        ]
+        if not document["holds"]:
+            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+        return found
+
+    @property
+    def _params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
+
+    def _accuracy(self, target: LanguageModel, heads: Mapping[str, Heads]) -> list[dict[str, Any]]:
+        assert self.texts is not None
+        texts = read_texts(self.texts).texts
+        row_length = max(len(text.prompt) + len(text.output) for text in texts)
+        return [
+            {"heads": label, "domain": domain, **dataclasses.asdict(accuracy)}
+            for label, one in heads.items()
+            for domain, accuracy in measure_head_accuracy(
+                one.config,
+                unpacked(one.params),
+                (target.config, unpacked(target.params)),
+                texts,
+                row_length,
+            ).items()
+        ]
+
+    def _acceptance(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel,
+        heads: Mapping[str, Heads],
+        lines: Sequence[PromptLine],
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Tokens per round of every drafter and tree size, and whether all outputs are plain
+        decoding's."""
+        results, holds = [], True
+        domains = [str(line.fields.get("domain", "all")) for line in lines]
+        for nodes in self.nodes:
+            drafters: dict[str, Drafter] = {
+                **{label: with_nodes(one, nodes) for label, one in heads.items()},
+                "draft model, chain": DraftModel(draft),
+                "draft model, tree": DraftModel(draft, tree=BeamTree(WIDTH, min(nodes, 8), nodes)),
+                "n-gram": NGram(),
+            }
+            engines = {
+                label: Engine(target, drafter, draft_length=nodes, batch_size=8, max_length=512)
+                for label, drafter in drafters.items()
+            }
+            found = run_candidates(
+                engines,
+                [line.prompt for line in lines],
+                self._params,
+                repeats=1,
+                tell=lambda stage: None,
+            )
+            for own in found:
+                holds &= own.holds
+                results.append(
+                    {
+                        "num_nodes": nodes,
+                        "drafter": own.label,
+                        "emitted_per_round": own.acceptance.emitted_per_round,
+                        "is_equal": own.holds,
+                        "by_domain": by_domain(own, domains),
+                        **beside(own, found[0]),
+                    }
+                )
+        return results, holds
+
+    def _costs(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel,
+        heads: Mapping[str, Heads],
+        prompts: Sequence[Sequence[int]],
+    ) -> list[dict[str, Any]]:
+        """Stages of rounds of the smallest tree, and of the draft model's chain of as many nodes,
+        in turns."""
+        nodes = min(self.nodes)
+        results = []
+        for batch in (min(self.batch_sizes), max(self.batch_sizes)):
+            drafters: dict[str, Drafter] = {
+                "draft model, chain": DraftModel(draft),
+                **{label: with_nodes(one, nodes) for label, one in heads.items()},
+            }
+            stages = {
+                label: self._round(target, drafter, nodes, batch, prompts)
+                for label, drafter in drafters.items()
+            }
+            runs = {
+                (label, stage): run
+                for label, of_round in stages.items()
+                for stage, run in of_round.items()
+                if stage != "verify"
+            }
+            turns = time_loops(runs, self.repeats)
+            step_ms = 1e3 * turns.median_s(("draft model, chain", "draft")) / nodes
+            for label, drafter in drafters.items():
+                ms = {
+                    f"{stage}_ms": 1e3 * turns.median_s((label, stage))
+                    for stage in ("draft", "target", "commit", "round")
+                }
+                num_levels = nodes
+                if isinstance(drafter, Heads) and drafter.tree is not None:
+                    num_levels = drafter.tree.max_depth
+                results.append(
+                    {
+                        "batch_size": batch,
+                        "drafter": label,
+                        "num_nodes": nodes,
+                        "num_levels": num_levels,
+                        **ms,
+                        "draft_share": ms["draft_ms"] / ms["target_ms"],
+                        "level_over_draft_step": ms["draft_ms"] / num_levels / step_ms,
+                    }
+                )
+        return results
+
+    def _taps(
+        self, target: LanguageModel, prompts: Sequence[Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        """Rounds of one drafter with and without taps."""
+        results = []
+        for batch in (min(self.batch_sizes), max(self.batch_sizes)):
+            drafters = {"plain": NGram(), "taps": _TappedNGram()}
+            runs = {
+                label: self._round(target, drafter, 4, batch, prompts)["round"]
+                for label, drafter in drafters.items()
+            }
+            turns = time_loops(runs, 2 * self.repeats + 1)
+            results.append(
+                {
+                    "batch_size": batch,
+                    **{f"{label}_ms": 1e3 * turns.median_s(label) for label in runs},
+                    "ratio": turns.speedup("plain", over="taps"),
+                }
+            )
+        return results
+
+    def _round(
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        nodes: int,
+        batch: int,
+        prompts: Sequence[Sequence[int]],
+    ) -> dict[str, Repeated]:
+        """The stages of a round on rows in mid-decode."""
+        engine = Engine(
+            target,
+            drafter,
+            draft_length=nodes,
+            batch_size=batch,
+            max_length=512,
+            scheduler=Static(),
+        )
+        fill_mid_decode(
+            engine.executor, prompts, num_tokens=max(self.max_tokens // 2, 1), draft_length=nodes
+        )
+        stages = round_stages(engine.executor.loop, engine.executor.state)
+        engine.reset()
+        return stages
+
+    def _speeds(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel,
+        heads: Mapping[str, Heads],
+        prompts: Sequence[Prompt],
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Tokens per second of plain decoding and of every drafter, in turns; of heads also with a
+        tree whose size is chosen as they go."""
+        results, holds = [], True
+        few, many = min(self.nodes), max(self.nodes)
+        for batch_size in self.batch_sizes:
+            shape: dict[str, Any] = {"batch_size": batch_size, "max_length": 512}
+            engines = {"plain": Engine(target, **shape)}
+            engines["draft model"] = Engine(target, DraftModel(draft), draft_length=few, **shape)
+            engines["n-gram"] = Engine(target, NGram(), draft_length=few, **shape)
+            for label, one in heads.items():
+                small = with_nodes(one, few)
+                large = with_nodes(one, many)
+                engines[f"{label}, {few}"] = Engine(target, small, **shape)
+                engines[f"{label}, auto"] = Engine(target, large, draft_length="auto", **shape)
+            found = run_candidates(
+                engines,
+                prompts,
+                self._params,
+                repeats=self.repeats,
+                tell=lambda stage: None,
+            )
+            for own, engine in zip(found, engines.values(), strict=True):
+                holds &= own.holds
+                results.append(
+                    {
+                        "batch_size": batch_size,
+                        "drafter": own.label,
+                        "tokens_per_s": own.tokens_per_s,
+                        "speedup": float(np.median(own.speedups(found[0]))),
+                        "speedups": own.speedups(found[0]).tolist(),
+                        "emitted_per_round": own.acceptance.emitted_per_round,
+                        "rounds_by_draft_length": engine.rounds_by_draft_length,
+                    }
+                )
+        return results, holds
+
+
+def with_nodes(heads: Heads, nodes: int) -> Heads:
+    """The same heads with a tree of `nodes` nodes, or of all candidates where these are fewer."""
+    depth = heads.config.num_heads
+    tree: Tree = BudgetTree(nodes=nodes, depth=min(depth, nodes))
+    if nodes > BUDGET:
+        tree = BeamTree(WIDTH, depth, min(nodes, WIDTH + (depth - 1) * WIDTH**2))
+    return Heads(heads.config, heads.params, tree=tree, name=heads.label)
+
+
+def beside(own: Candidate, first: Candidate) -> dict[str, Any]:
+    """Tokens emitted beyond the first of each round over another's, and the difference of emitted
+    tokens per round on each prompt."""
+    difference = own.values("emitted per round") - first.values("emitted per round")
+    beyond = own.acceptance.emitted_per_round - 1, first.acceptance.emitted_per_round - 1
+    return {
+        "over_first": beyond[0] / beyond[1] if beyond[1] else float("nan"),
+        "difference": mean_interval(difference).to_json(),
+    }
+
+
+def by_domain(own: Candidate, domains: Sequence[str]) -> dict[str, float]:
+    """Tokens emitted per round on the prompts of each domain."""
+    return {
+        domain: Acceptance.total(
+            [
+                one.acceptance
+                for one, other in zip(own.completions, domains, strict=True)
+                if other == domain
+            ]
+        ).emitted_per_round
+        for domain in dict.fromkeys(domains)
+    }
