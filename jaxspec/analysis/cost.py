@@ -125,6 +125,19 @@ class Pass:
         )
 
 
+class Work(Protocol):
+    """What a device takes time for; a `Pass`, or another sequence of kernels."""
+
+    @property
+    def num_steps(self) -> int:
+        """What runs one after the other."""
+        ...
+
+    def kernels(self) -> tuple[tuple[float, float], ...]:
+        """Bytes and FLOPs of the layers' products, of the head, and of attention."""
+        ...
+
+
 class Timed(Protocol):
     """A device, or a bound of one: what says how long passes take."""
 
@@ -161,8 +174,8 @@ class Device:
     round_s: float
     source: str
 
-    def pass_s(self, work: Pass) -> float:
-        """Seconds of a forward pass."""
+    def pass_s(self, work: Work) -> float:
+        """Seconds of a forward pass, or of other kernels."""
         rates = self.bytes_per_s, self.bytes_per_s, self.kv_bytes_per_s
         kernels_s = sum(
             max(num_bytes / bytes_per_s, num_flops / self.flops_per_s)

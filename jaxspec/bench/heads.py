@@ -7,14 +7,17 @@ the same trees, so that what differs is what they know.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 
+from jaxspec.analysis import cost
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
+from jaxspec.analysis.heads import predicted_draft
 from jaxspec.bench.measure import (
     ROUND,
     PairBench,
@@ -27,6 +30,7 @@ from jaxspec.bench.stages import round_stages
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.growth import Tree
+from jaxspec.drafters.heads.config import Kind
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.files import load_drafter
 from jaxspec.drafters.ngram import NGram
@@ -35,6 +39,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LAST, LanguageModel
+from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
@@ -45,7 +50,10 @@ from jaxspec.telemetry.counters import Acceptance
 from jaxspec.training.head_accuracy import measure_head_accuracy
 from jaxspec.training.texts import read_texts
 
-Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds"]
+Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds", "predicted"]
+# Targets and draft models of the papers' sizes, for which the draft stage is predicted.
+PAIRS = (("vicuna-7b", "vicuna-68m"), ("qwen3-8b", "qwen3-0.6b"), ("glm-4-9b", "glm-4-draft-0.6b"))
+DEVICE = "h200"
 BUDGET = 8  # nodes up to which trees are Clover's, of a budget; larger ones are those of a beam
 WIDTH = 4  # of the beam
 ACCURACY: Columns = {
@@ -84,6 +92,15 @@ TAPS: Columns = {
     "with taps": "{taps_ms:.3f}",
     "ratio": "{ratio:.3f}",
 }
+PREDICTED: Columns = {
+    "target": "{target}",
+    "batch": "{batch_size}",
+    "heads": "{kind}",
+    "draft ms": "{heads_ms:.3f}",
+    "block ms": "{block_ms:.3f}",
+    "draft model ms": "{draft_model_ms:.3f}",
+    "target ms": "{target_ms:.3f}",
+}
 SPEEDS: Columns = {
     "batch": "{batch_size}",
     "drafter": "{drafter}",
@@ -114,7 +131,7 @@ class HeadsBench(PairBench):
     heads: tuple[str, ...] = ()
     """LABEL=NAME each, or a NAME that `load_drafter` takes; the others are compared with the
     first."""
-    parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds")
+    parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds", "predicted")
     """What is measured; accuracy only with `--texts`."""
     texts: pathlib.Path | None = None
     """Held-out texts that the target wrote (`jaxspec train texts --split held-out`)."""
@@ -157,6 +174,8 @@ class HeadsBench(PairBench):
         if "speeds" in self.parts:
             found["speeds"], holds = self._speeds(target, draft, heads, prompts)
             found["holds"] &= holds
+        if "predicted" in self.parts:
+            found["predicted"] = self._predicted()
         sizes = {
             label: sum(leaf.size for leaf in jax.tree.leaves(one.params))
             for label, one in heads.items()
@@ -181,6 +200,10 @@ class HeadsBench(PairBench):
             "costs": ("stages of a round", COSTS),
             "taps": ("a round with taps, beside the same without", TAPS),
             "speeds": ("speed, prefill included", SPEEDS),
+            "predicted": (
+                f"drafts of {min(self.nodes)} tokens on an {DEVICE}: inferred",
+                PREDICTED,
+            ),
         }
         return [
             TextTable.of_columns(title, of_part, document[part])
@@ -401,6 +424,25 @@ class HeadsBench(PairBench):
                     }
                 )
         return results, holds
+
+    def _predicted(self) -> list[dict[str, Any]]:
+        """What the cost model says of chains of heads and of draft models of real sizes."""
+        device = cost.DEVICES[DEVICE]
+        results = []
+        for (target, draft), batch in itertools.product(PAIRS, (1, 8)):
+            pair = cost.Pair(
+                target=PRESETS[target],
+                target_device=device,
+                draft=PRESETS[draft],
+                draft_device=device,
+                itemsize=2,
+                block=None,
+            )
+            for kind in get_args(Kind):
+                shape = {"batch": batch, "context": 1024, "num_levels": min(self.nodes)}
+                found = predicted_draft(kind, pair, device, **shape)
+                results.append({"target": target, "batch_size": batch, "kind": kind, **found})
+        return results
 
 
 def with_nodes(heads: Heads, nodes: int) -> Heads:
