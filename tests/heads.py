@@ -43,10 +43,10 @@ def target(*, seed=0, **changes) -> LanguageModel:
 
 def random_params(config: HeadsConfig, *, seed=0, stddev=0.05, dtype=jnp.float32):
     """Normal weights; norms are one and a bit."""
-    shapes, structure = jax.tree.flatten(param_shapes(config), is_leaf=_is_shape)
+    shapes, structure = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
     names = [
         path[-1].key
-        for path, _ in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=_is_shape)
+        for path, _ in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
     ]
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     leaves = [
@@ -65,7 +65,8 @@ def random_heads(
     return Heads(config, params, tree=tree)
 
 
-def _is_shape(node) -> bool:
+def is_shape(node) -> bool:
+    """Whether a node of `param_shapes` is a leaf."""
     return isinstance(node, tuple) and all(type(size) is int for size in node)
 
 

@@ -43,6 +43,7 @@ from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
@@ -158,7 +159,8 @@ class HeadsBench(PairBench):
         heads = {}
         for text in self.heads:
             label, is_labelled, name = text.partition("=")
-            heads[label] = load_drafter(name if is_labelled else text, target)
+            name = name if is_labelled else text
+            heads[label if is_labelled else public_name(text)] = load_drafter(name, target)
         lines, files = load_prompts(self.prompts, None)
         found: dict[str, Any] = {"holds": True, "first": next(iter(heads))}
         if "accuracy" in self.parts and self.texts is not None:
@@ -187,6 +189,11 @@ class HeadsBench(PairBench):
             "num_params": sizes,
             **found,
         }
+
+    def document(self, **fields: Any) -> dict[str, Any]:
+        """The JSON document; of heads it has the labels only."""
+        document = super().document(**fields)
+        return document | {"config": document["config"] | {"heads": list(fields["drafters"])}}
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
         """One for each part."""
@@ -299,7 +306,7 @@ class HeadsBench(PairBench):
         in turns."""
         nodes = min(self.nodes)
         results = []
-        for batch in (min(self.batch_sizes), max(self.batch_sizes)):
+        for batch in sorted({min(self.batch_sizes), max(self.batch_sizes)}):
             drafters: dict[str, Drafter] = {
                 "draft model, chain": DraftModel(draft),
                 **{label: with_nodes(one, nodes) for label, one in heads.items()},
@@ -342,7 +349,7 @@ class HeadsBench(PairBench):
     ) -> list[dict[str, Any]]:
         """Rounds of one drafter with and without taps."""
         results = []
-        for batch in (min(self.batch_sizes), max(self.batch_sizes)):
+        for batch in sorted({min(self.batch_sizes), max(self.batch_sizes)}):
             drafters = {"plain": NGram(), "taps": _TappedNGram()}
             runs = {
                 label: self._round(target, drafter, 4, batch, prompts)["round"]

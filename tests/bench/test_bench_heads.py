@@ -1,0 +1,56 @@
+"""`jaxspec bench heads`: a small run, and what heads cost by the cost model."""
+
+import json
+import math
+
+import heads
+import jax
+import pytest
+
+import jaxspec
+from jaxspec.analysis.heads import HeadsDraft
+from jaxspec.cli import main
+from jaxspec.drafters.heads.config import heads_config, param_shapes
+from jaxspec.drafters.heads.files import save_drafter
+from jaxspec.models.registry import PRESETS
+
+TARGET = PRESETS["vicuna-7b"]
+HEAD = 2 * TARGET.width * TARGET.vocab_size
+LOGITS = 2 * 4 * TARGET.vocab_size
+
+
+@pytest.mark.parametrize("kind", heads.KINDS)
+def test_regressive_heads_read_the_targets_head_once_for_each_level(kind):
+    config = heads_config(kind, TARGET, num_heads=3)
+    (own_bytes, _), (head_bytes, _), _ = HeadsDraft(config=config, batch=1).kernels()
+    assert head_bytes == HEAD * (1 if kind == "medusa" else 3) + 3 * LOGITS
+    shapes = {name: leaf for name, leaf in param_shapes(config).items() if name != "layers"}
+    leaves = jax.tree.leaves(shapes, is_leaf=heads.is_shape)
+    stored = 2 * sum(map(math.prod, leaves))
+    # What heads share is read again by every level but the first; Clover-2's begins at the second.
+    square = 2 * TARGET.width**2
+    read_again = {"clover": 2 * 3 * square, "clover2": 5 * square}.get(kind, 0)
+    assert own_bytes == pytest.approx(stored + read_again, rel=1e-3)
+
+
+@pytest.mark.system
+def test_a_small_run(capsys, tmp_path):
+    target = jaxspec.load_model("demo-target")
+    save_drafter(heads.random_heads("clover", target), tmp_path / "clover", target=target)
+    options = ["--nodes", "4", "--batch-sizes", "1", "--max-tokens", "8", "--repeats", "1"]
+    options += ["--parts", "acceptance", "costs", "predicted"]
+    name = f"mine={tmp_path / 'clover'}"
+    assert main(["bench", "heads", "--heads", name, *options, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["holds"]
+    assert document["config"]["heads"] == ["mine"]
+    assert {found["drafter"] for found in document["acceptance"]} >= {"mine", "n-gram"}
+    assert [found["drafter"] for found in document["costs"]] == ["draft model, chain", "mine"]
+    assert [found["batch_size"] for found in document["taps"]] == [1]
+    assert {found["target"] for found in document["predicted"]} >= {"qwen3-8b"}
+    assert str(tmp_path) not in json.dumps(document)
+
+
+def test_without_heads_it_says_what_to_give(capsys):
+    assert main(["bench", "heads"]) != 0
+    assert "No --heads were given" in capsys.readouterr().err
