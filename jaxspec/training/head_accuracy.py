@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.drafters.heads.formulas import head_logits
+from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.training.teacher_forcing import (
@@ -27,6 +28,7 @@ from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
 
 NUM_RANKS = 10  # W of `HeadAccuracy.acceptance`
+_NUM_TRIALS = 4  # trees that are made of each other's rounds; then they hardly change
 _BATCH_TOKENS = 2048
 
 
@@ -38,15 +40,31 @@ class HeadAccuracy:
       top1: of each head, the share of tokens that it finds the likeliest.
       top5: the share that it counts among the five likeliest.
       num_tokens: how many tokens each head was asked for.
-      acceptance: `[D, W]` nested lists: the share of tokens that have rank w for head d, where
-        every head before found the true token among its first W. This is what `best_static_tree`
-        takes.
+      acceptance: `[D, W]` nested lists, which `best_static_tree` takes: the share of tokens that
+        have rank w for head d, where every head before found the true token among its first W.
+        Counted where rounds that draft a chain begin, as decoding meets them: after a token that
+        the heads got wrong, so less often in text that is easy to foretell.
     """
 
     top1: list[float]
     top5: list[float]
     num_tokens: list[int]
     acceptance: list[list[float]]
+
+
+class RankedText(NamedTuple):
+    """A text, and how heads ranked its tokens.
+
+    Attributes:
+      domain: of the text.
+      num_prompt: tokens of its prompt.
+      ranks: `[T, D]`, rank of the token at t + 2 + d for head d at the anchor t, at most
+        `NUM_RANKS`; those beyond the text mean nothing.
+    """
+
+    domain: str
+    num_prompt: int
+    ranks: np.ndarray
 
 
 def measure_head_accuracy(
@@ -56,7 +74,19 @@ def measure_head_accuracy(
     texts: Sequence[Text],
     row_length: int,
 ) -> dict[str, HeadAccuracy]:
-    """Accuracy of heads on texts that their target wrote, of all of them (`all`) and by domain.
+    """Accuracy of heads on texts that their target wrote, of all of them (`all`) and by domain;
+    arguments as of `rank_texts`."""
+    return accuracy_of(rank_texts(config, params, target, texts, row_length))
+
+
+def rank_texts(
+    config: HeadsConfig,
+    params: PyTree,
+    target: tuple[ModelConfig, PyTree],
+    texts: Sequence[Text],
+    row_length: int,
+) -> list[RankedText]:
+    """Texts that a target wrote and the ranks of their tokens for heads that know those before.
 
     Args:
       config: of the heads.
@@ -65,78 +95,137 @@ def measure_head_accuracy(
       texts: at least one.
       row_length: tokens of a row; longer texts are cut.
     """
-    found = {}
-    for domain in dict.fromkeys(text.domain for text in texts):
-        some = [text for text in texts if text.domain == domain]
-        found[domain] = _add_up(config, params, target, some, row_length)
-    by_rank, by_path = (sum(tables) for tables in zip(*found.values(), strict=True))
-    found = {"all": (by_rank, by_path)} | found
-    return {name: _accuracy(*tables) for name, tables in found.items()}
-
-
-def _add_up(
-    config: HeadsConfig,
-    params: PyTree,
-    target: tuple[ModelConfig, PyTree],
-    texts: Sequence[Text],
-    row_length: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The tables of `_counts` over all texts."""
     lengths = [min(len(text.prompt) + len(text.output), row_length) for text in texts]
     rows = fill_rows(lengths, row_length, np.random.default_rng(0))
     num_rows = max(1, _BATCH_TOKENS // row_length)
-    shape = (config.num_heads, NUM_RANKS + 1)
-    by_rank, by_path = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    ranked: list[RankedText | None] = [None] * len(texts)
     for start in range(0, len(rows), num_rows):
         chosen = rows[start : start + num_rows]
         chosen += [[]] * (num_rows - len(chosen))  # one shape for all batches
         batch = pack_texts([[texts[index] for index in row] for row in chosen], row_length)
-        counted = _COUNTS(config, target[0], params, target[1], batch)
-        by_rank, by_path = by_rank + np.asarray(counted[0]), by_path + np.asarray(counted[1])
-    return by_rank, by_path
+        ranks = np.asarray(_RANKS(config, target[0], params, target[1], batch))
+        for row, indices in enumerate(chosen):
+            at = 0
+            for index in indices:
+                own = ranks[row, at : at + lengths[index]]
+                ranked[index] = RankedText(texts[index].domain, len(texts[index].prompt), own)
+                at += lengths[index]
+    return [text for text in ranked if text is not None]
 
 
-def _accuracy(by_rank: np.ndarray, by_path: np.ndarray) -> HeadAccuracy:
-    num_tokens = by_rank.sum(axis=1)
-    shares = by_rank / np.maximum(num_tokens, 1)[:, None]
-    acceptance = by_path / np.maximum(by_path.sum(axis=1), 1)[:, None]
+def accuracy_of(texts: Sequence[RankedText]) -> dict[str, HeadAccuracy]:
+    """Accuracy over all texts (`all`), and over those of each domain."""
+    found = {"all": _accuracy(texts)}
+    for domain in dict.fromkeys(text.domain for text in texts):
+        found[domain] = _accuracy([text for text in texts if text.domain == domain])
+    return found
+
+
+def best_trees(
+    texts: Sequence[RankedText], num_nodes: Sequence[int]
+) -> dict[int, tuple[StaticTree, float]]:
+    """The best static tree of each of these numbers of nodes, and how many tokens its rounds emit
+    on the texts; numbers beyond what a table of ranks has paths for are left out.
+
+    Which rounds there are depends on the tree that they draft, and the best tree on where its
+    rounds begin: the tree is made of the rounds of the one before, a few times over, and the best
+    one is kept.
+    """
+    num_heads = texts[0].ranks.shape[1]
+    num_paths = sum(NUM_RANKS ** (depth + 1) for depth in range(num_heads))
+    best = {}
+    for nodes in num_nodes:
+        if nodes > num_paths:
+            continue
+        walked, tried = _walk(texts, _chain(num_heads)), []
+        for _ in range(_NUM_TRIALS):
+            tree = best_static_tree(_acceptance(walked, num_heads), nodes)
+            walked = _walk(texts, set(tree.choices))
+            num_tokens = sum(each.num_emitted for each in walked)
+            tried.append((num_tokens / max(len(walked), 1), -len(tried), tree))
+        tokens_per_round, _, tree = max(tried, key=lambda each: each[:2])
+        best[nodes] = tree, tokens_per_round
+    return best
+
+
+class _Round(NamedTuple):
+    """A round of greedy decoding: ranks of the next tokens, and how many it emits."""
+
+    ranks: tuple[int, ...]
+    num_emitted: int
+
+
+def _chain(num_heads: int) -> set[tuple[int, ...]]:
+    return {(0,) * (depth + 1) for depth in range(num_heads)}
+
+
+def _walk(texts: Sequence[RankedText], tree: Set[tuple[int, ...]]) -> list[_Round]:
+    """The rounds that decode the texts greedily and draft this tree, by the paths to its nodes."""
+    rounds = []
+    for text in texts:
+        # The first round's newest token is the prompt's last. A prompt of one token is followed by
+        # a round that drafts nothing, which is left out.
+        anchor, num_heads = max(text.num_prompt - 2, 0), text.ranks.shape[1]
+        while (num_left := len(text.ranks) - 2 - anchor) > 0:
+            path = tuple(text.ranks[anchor, : min(num_heads, num_left)].tolist())
+            num_accepted = 0
+            while num_accepted < len(path) and path[: num_accepted + 1] in tree:
+                num_accepted += 1
+            num_emitted = min(num_accepted + 1, num_left)
+            rounds.append(_Round(path, num_emitted))
+            anchor += num_emitted
+    return rounds
+
+
+def _acceptance(rounds: Sequence[_Round], num_heads: int) -> np.ndarray:
+    """`HeadAccuracy.acceptance` of these rounds."""
+    counts = np.zeros((num_heads, NUM_RANKS + 1))
+    for each in rounds:
+        for depth, rank in enumerate(each.ranks):
+            counts[depth, rank] += 1
+            if rank == NUM_RANKS:
+                break
+    return counts[:, :NUM_RANKS] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+
+def _accuracy(texts: Sequence[RankedText]) -> HeadAccuracy:
+    num_heads = texts[0].ranks.shape[1]
+    counts = np.zeros((num_heads, NUM_RANKS + 1), np.int64)
+    for text in texts:
+        for head in range(num_heads):
+            first = max(text.num_prompt - 2 - head, 0)
+            ranks = text.ranks[first : max(len(text.ranks) - 2 - head, 0), head]
+            counts[head] += np.bincount(ranks, minlength=NUM_RANKS + 1)
+    num_tokens = counts.sum(axis=1)
+    shares = counts / np.maximum(num_tokens, 1)[:, None]
     return HeadAccuracy(
         top1=shares[:, 0].tolist(),
         top5=shares[:, :5].sum(axis=1).tolist(),
         num_tokens=num_tokens.tolist(),
-        acceptance=acceptance[:, :NUM_RANKS].tolist(),
+        acceptance=_acceptance(_walk(texts, _chain(num_heads)), num_heads).tolist(),
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _counts(
+def _ranks(
     config: HeadsConfig,
     target_config: ModelConfig,
     params: Any,
     target_params: Any,
     batch: HeadBatch,
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens of each head by rank, `[D, W + 1]` int32 (the last are all beyond W): all of them, and
-    those that every head before counted among its first W."""
+) -> jax.Array:
+    """Ranks `[B, T, D]` int32 of what each head should propose, at most `NUM_RANKS`."""
     target = target_parts(target_config, target_params)
     features = last_features(target_config, target_params, batch)
-    by_rank, by_path = [], []
-    is_found = batch.is_output  # of each anchor, whether the path to the head is right
-    for index, made in enumerate(run_heads(config, params, target, features, batch)):
-        logits = head_logits(config, params, target, index, made.hidden)
-        ranks = jnp.minimum(rank_of(logits, made.labels), NUM_RANKS)
-        ranked = jax.nn.one_hot(ranks, NUM_RANKS + 1, dtype=jnp.int32)
-        counted = made.weights > 0
-        # A path begins with a token that the target wrote.
-        is_found = counted if index == 0 else is_found
-        by_rank.append(jnp.sum(jnp.where(counted[..., None], ranked, 0), axis=(0, 1)))
-        on_path = (counted & is_found)[..., None]
-        by_path.append(jnp.sum(jnp.where(on_path, ranked, 0), axis=(0, 1)))
-        is_found = is_found & (ranks < NUM_RANKS)
-    return jnp.stack(by_rank), jnp.stack(by_path)
+    made = run_heads(config, params, target, features, batch)
+    ranks = [
+        rank_of(head_logits(config, params, target, index, each.hidden), each.labels)
+        for index, each in enumerate(made)
+    ]
+    return jnp.minimum(jnp.stack(ranks, axis=-1), NUM_RANKS)
 
 
-_COUNTS = Program(_counts, "the accuracy of heads", shapes_vary=True)
+_RANKS = Program(_ranks, "the accuracy of heads", shapes_vary=True)
 
 
 def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -36,14 +36,13 @@ from jaxspec.drafters.heads.config import (
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.files import EXPORTED, export_drafter, save_drafter
 from jaxspec.drafters.heads.formulas import Params, head_logits
-from jaxspec.drafters.trees import best_static_tree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.training import runs
-from jaxspec.training.head_accuracy import NUM_RANKS, measure_head_accuracy
+from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.runs import OnStep, TrainState
 from jaxspec.training.teacher_forcing import (
     HeadBatch,
@@ -328,7 +327,8 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
     Returns:
       `kind`, `steps`, `tokens`, `train_loss`, `num_params`, `num_texts` and `num_skipped_texts`,
       `held_out` (the fields of `HeadAccuracy` of all texts and by domain), `trees` (the choices of
-      the best static tree by its number of nodes), `heads` (the drafter's directory), `wall_s`.
+      the best static tree by its number of nodes) and `tokens_per_round` (with these trees, on the
+      held-out texts), `heads` (the drafter's directory), `wall_s`.
 
     Raises:
       SettingError: settings that cannot be trained with, or another process is writing to
@@ -378,10 +378,11 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         optimizer=optimizer,
     )
 
-    def measured(params: PyTree, texts: Sequence[Text]):
+    def ranked(params: PyTree, texts: Sequence[Text]) -> list[RankedText]:
         cast = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
-        pair = (target_config, target_params)
-        return measure_head_accuracy(heads, cast, pair, texts, config.sequence_length)
+        return rank_texts(
+            heads, cast, (target_config, target_params), texts, config.sequence_length
+        )
 
     config.out.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, float] = {"loss": math.nan}
@@ -395,8 +396,9 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
             metrics = {name: float(value) for name, value in found.items()}
             runs.check_finite(metrics["loss"], num_done, config.learning_rate)
             if num_done % config.evaluate_every == 0 and num_done < num_steps:
-                some = measured(state.params, held_out[: config.evaluate_texts])["all"]
-                metrics |= {f"held_out/top1/{i}": share for i, share in enumerate(some.top1)}
+                some = accuracy_of(ranked(state.params, held_out[: config.evaluate_texts]))
+                top1 = some["all"].top1
+                metrics |= {f"held_out/top1/{i}": share for i, share in enumerate(top1)}
             if num_done % config.checkpoint_every == 0 or num_done == num_steps:
                 path = config.out / runs.CHECKPOINT
                 runs.save_checkpoint(path, state, num_done, fingerprint, heads=heads.to_json())
@@ -404,7 +406,8 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
             if on_step is not None:
                 on_step(num_done, metrics)
 
-    accuracy = measured(state.params, held_out)
+    measured = ranked(state.params, held_out)
+    trees = best_trees(measured, config.tree_nodes)
     directory = config.out / "heads"
     drafter = Heads(heads, jax.tree.map(lambda leaf: leaf.astype(target.dtype), state.params))
     save_drafter(drafter, directory, target=target, overwrite=True)
@@ -419,26 +422,18 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         "num_params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "num_texts": len(training),
         "num_skipped_texts": num_skipped,
-        "held_out": {name: dataclasses.asdict(each) for name, each in accuracy.items()},
-        "trees": best_trees(accuracy["all"].acceptance, config.tree_nodes),
+        "held_out": {
+            name: dataclasses.asdict(each) for name, each in accuracy_of(measured).items()
+        },
+        "trees": {
+            str(nodes): [list(path) for path in tree.choices] for nodes, (tree, _) in trees.items()
+        },
+        "tokens_per_round": {str(nodes): tokens for nodes, (_, tokens) in trees.items()},
         "heads": str(directory),
         "wall_s": time.perf_counter() - start_s,
     }
     runs.write_result(config.out, result)
     return result
-
-
-def best_trees(
-    acceptance: Sequence[Sequence[float]], num_nodes: Sequence[int]
-) -> dict[str, list[list[int]]]:
-    """The choices of the best static tree of each of these numbers of nodes, by that number; those
-    that are more than the table has paths are left out."""
-    num_paths = sum(NUM_RANKS ** (depth + 1) for depth in range(len(acceptance)))
-    return {
-        str(nodes): [list(path) for path in best_static_tree(acceptance, nodes).choices]
-        for nodes in num_nodes
-        if nodes <= num_paths
-    }
 
 
 def _read(

@@ -8,6 +8,7 @@ was interrupted.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -17,7 +18,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -171,11 +172,8 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
         with only_writer(config.out.resolve()):
             done = _continued(config.out, header)
             num_tokens = sum(len(text.output) for text in done)
-            counts = dict.fromkeys(documents, 0)
-            num_prompt_tokens = 0
-            for text in done:
-                counts[text.domain] += 1
-                num_prompt_tokens += len(text.prompt)
+            num_prompt_tokens = sum(len(text.prompt) for text in done)
+            counts = collections.Counter(text.domain for text in done)
             num_before = num_tokens
             written_s = time.perf_counter()
             with (
@@ -190,7 +188,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
                     num_tokens += len(text.output)
                     num_prompt_tokens += len(text.prompt)
                     if on_text is not None:
-                        on_text(sum(counts.values()), num_tokens)
+                        on_text(counts.total(), num_tokens)
                 os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
@@ -199,10 +197,10 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
         ) from error
     now_s = time.perf_counter()
     return {
-        "texts": sum(counts.values()),
+        "texts": counts.total(),
         "tokens": num_tokens,
         "prompt_tokens": num_prompt_tokens,
-        "texts_by_domain": counts,
+        "texts_by_domain": dict(counts),
         "new_tokens": num_tokens - num_before,
         "tokens_per_s": (num_tokens - num_before) / (now_s - written_s),
         "wall_s": now_s - start_s,
@@ -338,7 +336,7 @@ def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
 
 def _written(
     config: TextsConfig, target: LanguageModel, prompts: Iterator[Prompt], num_done: int
-) -> Iterator[Text]:
+) -> Generator[Text, None, None]:
     """Texts without end, from the prompt after the first `num_done` on."""
     drafter = config.drafter or ("demo-draft" if config.target == "demo-target" else "none")
     longest = config.max_prompt_tokens + config.output_tokens

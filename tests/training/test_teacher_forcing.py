@@ -19,7 +19,8 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, forward_features
 from jaxspec.models.prefill import chain_window
 from jaxspec.training import head_accuracy, teacher_forcing
-from jaxspec.training.heads import best_trees, heads_loss, init_heads, train_step
+from jaxspec.training.head_accuracy import RankedText, best_trees
+from jaxspec.training.heads import heads_loss, init_heads, train_step
 from jaxspec.training.runs import TrainState, make_optimizer
 from jaxspec.training.teacher_forcing import (
     fill_rows,
@@ -330,7 +331,6 @@ def test_accuracy_is_counted_label_by_label():
     )
     assert set(found) == {"all", "tales", "sums"}
     by_hand = {0: [], 1: []}
-    paths = []
     for each in texts:
         tokens = [*each.prompt, *each.output]
         alone = logits_in_training(config, params, pack_texts([[each]], 9))
@@ -344,22 +344,35 @@ def test_accuracy_is_counted_label_by_label():
                     ranks[k] = order.index(tokens[label])
                     if label >= len(each.prompt):
                         by_hand[k].append(ranks[k])
-            if at + 2 >= len(each.prompt) and 1 in ranks and ranks[0] < head_accuracy.NUM_RANKS:
-                paths.append(ranks[1])
     everything = found["all"]
     for k in range(2):
         assert everything.num_tokens[k] == len(by_hand[k])
         assert everything.top1[k] == pytest.approx(np.mean([r == 0 for r in by_hand[k]]))
         assert everything.top5[k] == pytest.approx(np.mean([r < 5 for r in by_hand[k]]))
-    expected = [np.mean([rank == w for rank in paths]) for w in range(head_accuracy.NUM_RANKS)]
-    np.testing.assert_allclose(everything.acceptance[1], expected, atol=1e-9)
 
 
-def test_the_best_trees_are_those_of_what_was_measured():
-    trees = best_trees([[0.6, 0.3], [0.1, 0.05]], (1, 2, 3))
-    assert trees["1"] == [[0]]
-    assert trees["2"] == [[0], [1]]
-    assert trees["3"] == [[0], [1], [0, 0]]
+def test_acceptance_is_counted_where_rounds_begin():
+    # Anchors 1, 2, ... of a prompt of three tokens. Only the last of head 0 is wrong, so the rounds
+    # of a chain of two begin at 1, at 4 (three tokens on) and at 6 (two on: head 1 is wrong at 4).
+    ranks = np.array(
+        [[9, 9], [0, 0], [5, 5], [5, 5], [0, 1], [5, 5], [2, 0], [5, 5], [5, 5], [5, 5]]
+    )
+    found = head_accuracy.accuracy_of([RankedText("tales", 3, ranks)])["all"]
+    assert found.num_tokens == [7, 7]
+    assert found.acceptance[0][:3] == pytest.approx([2 / 4, 0, 1 / 4])
+    assert found.acceptance[1][:3] == pytest.approx([2 / 3, 1 / 3, 0])
+
+
+def test_the_best_tree_is_found_and_its_rounds_are_counted():
+    """Texts whose tokens are always of rank 1 and then 0: the path (1, 0) is accepted each time."""
+    ranks = np.tile(np.array([[1, 0]]), (32, 1))
+    trees = best_trees([RankedText("tales", 2, ranks)], (1, 2, 1000))
+    assert set(trees) == {1, 2}
+    tree, tokens_per_round = trees[2]
+    assert tree.choices == ((1,), (1, 0))
+    assert tokens_per_round == 3.0  # 30 tokens in 10 rounds
+    assert trees[1][0].choices == ((1,),)
+    assert trees[1][1] == 2.0
 
 
 def test_losses_of_optax_are_per_position():
