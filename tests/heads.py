@@ -43,17 +43,14 @@ def target(*, seed=0, **changes) -> LanguageModel:
 
 def random_params(config: HeadsConfig, *, seed=0, stddev=0.05, dtype=jnp.float32):
     """Normal weights; norms are one and a bit."""
-    shapes, structure = jax.tree.flatten(param_shapes(config), is_leaf=is_shape)
-    names = [
-        path[-1].key
-        for path, _ in jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=is_shape)
-    ]
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    leaves = [
-        (jax.random.normal(key, shape) * stddev + float(name.endswith("norm"))).astype(dtype)
-        for key, shape, name in zip(keys, shapes, names, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
+    shapes = param_shapes(config)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=decoder.is_shape)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    made = []
+    for key, (path, shape) in zip(keys, leaves, strict=True):
+        weight = jax.random.normal(key, shape) * stddev + float(path[-1].key.endswith("norm"))
+        made.append(weight.astype(dtype))
+    return jax.tree.unflatten(structure, made)
 
 
 def random_heads(
@@ -63,11 +60,6 @@ def random_heads(
     config = heads_config(kind, model.config, num_heads=num_heads, **fields)
     params = random_params(config, seed=seed, stddev=stddev, dtype=model.dtype)
     return Heads(config, params, tree=tree)
-
-
-def is_shape(node) -> bool:
-    """Whether a node of `param_shapes` is a leaf."""
-    return isinstance(node, tuple) and all(type(size) is int for size in node)
 
 
 class Recorded(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 
 from jaxspec.analysis.cost import LOGITS_PASSES, Device, Pair, Pass
 from jaxspec.drafters.heads.config import HeadsConfig, Kind, heads_config, param_shapes
+from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 
 
@@ -42,14 +42,14 @@ class HeadsDraft:
         """Bytes and FLOPs of the heads' own products, of the target's head, and of no attention."""
         c, num_nodes = self.config, self.batch * self.nodes_per_level
         own = {name: shapes for name, shapes in param_shapes(c).items() if name != "layers"}
-        leaves = jax.tree.leaves(own, is_leaf=_is_shape)
+        leaves = jax.tree.leaves(own, is_leaf=decoder.is_shape)
         params = sum(math.prod(shape) for shape in leaves)
         if c.kind == "clover" and c.shares_connection and "connections" in own:
-            connection = jax.tree.leaves(own["connections"][0], is_leaf=_is_shape)
+            connection = jax.tree.leaves(own["connections"][0], is_leaf=decoder.is_shape)
             params += (c.num_heads - 1) * sum(math.prod(shape) for shape in connection)
         if c.kind == "clover2":
             later = {name: own[name] for name in ("connection", "next")}
-            leaves = jax.tree.leaves(later, is_leaf=_is_shape)
+            leaves = jax.tree.leaves(later, is_leaf=decoder.is_shape)
             params += (c.num_heads - 2) * sum(math.prod(shape) for shape in leaves)
         head = c.width * c.vocab_size
         num_reads = c.num_heads if c.is_regressive else 1
@@ -59,10 +59,6 @@ class HeadsDraft:
             (head * num_reads * self.itemsize + logits_bytes, 2.0 * head * num_nodes * c.num_heads),
             (0.0, 0.0),
         )
-
-
-def _is_shape(node: Any) -> bool:
-    return isinstance(node, tuple) and all(type(size) is int for size in node)
 
 
 def predicted_draft(

@@ -264,7 +264,7 @@ class LanguageModel:
         like = jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, dtype),
             wanted,
-            is_leaf=lambda node: isinstance(node, tuple) and all(type(n) is int for n in node),
+            is_leaf=decoder.is_shape,
         )
         params = jax.eval_shape(unpacked, self.params)
         given = {name: params[name] for name in wanted if name in params}

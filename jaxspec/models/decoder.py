@@ -84,7 +84,7 @@ def param_specs(config: ModelConfig, num_shards: int) -> dict[str, Any]:
                 f"{size} {what}; that number must be a multiple of the devices, so give the model "
                 f"axis a divisor of it."
             )
-    specs = jax.tree.map(lambda _: P(), param_shapes(config), is_leaf=_is_shape)
+    specs = jax.tree.map(lambda _: P(), param_shapes(config), is_leaf=is_shape)
     split = {
         "qkv": P(None, "model"),
         "qkv_bias": P("model"),
@@ -105,11 +105,12 @@ def param_specs(config: ModelConfig, num_shards: int) -> dict[str, Any]:
 
 def num_params(config: ModelConfig) -> int:
     """Number of parameters; a tied head is counted once."""
-    shapes = jax.tree.leaves(param_shapes(config), is_leaf=_is_shape)
+    shapes = jax.tree.leaves(param_shapes(config), is_leaf=is_shape)
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _is_shape(node) -> bool:
+def is_shape(node: Any) -> bool:
+    """Whether a node of `param_shapes` is a leaf."""
     return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
 
 

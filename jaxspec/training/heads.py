@@ -38,6 +38,7 @@ from jaxspec.drafters.heads.files import EXPORTED, export_drafter, save_drafter
 from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
+from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
@@ -224,7 +225,7 @@ def init_heads(
         return _NOISE * jax.random.normal(next(keys), shape, jnp.float32)
 
     made: dict[str, Any] = jax.tree.map(
-        lambda shape: jnp.zeros(shape, jnp.float32), param_shapes(config), is_leaf=_is_shape
+        lambda shape: jnp.zeros(shape, jnp.float32), param_shapes(config), is_leaf=decoder.is_shape
     )
     if config.block is not None:
         copied = jax.tree.map(_as_fp32, params["layers"][-1])
@@ -240,8 +241,10 @@ def init_heads(
         made["next"]["weight"] = passed_on + uniform(2 * width, width)
     for connection in made.get("connections", ()):
         connection["norm"] = jnp.ones((width,), jnp.float32)
-        for part in {"query", "key"} & set(connection):
-            connection[part] = identity + normal(width, width)
+        if config.connection == "attention":
+            # In this order: that of a set would differ from process to process, and the noise too.
+            for part in ("query", "key"):
+                connection[part] = identity + normal(width, width)
     if not config.shares_head:
         head = params["head"] if "head" in params else params["embedding"].T
         for own in made["heads"]:
@@ -509,7 +512,3 @@ def _fingerprint(
 
 def _as_fp32(leaf: jax.Array) -> jax.Array:
     return jnp.asarray(leaf, jnp.float32)
-
-
-def _is_shape(node: Any) -> bool:
-    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)

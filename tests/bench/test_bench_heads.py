@@ -12,6 +12,7 @@ from jaxspec.analysis.heads import HeadsDraft
 from jaxspec.cli import main
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.files import save_drafter
+from jaxspec.models import decoder
 from jaxspec.models.registry import PRESETS
 
 TARGET = PRESETS["vicuna-7b"]
@@ -25,7 +26,7 @@ def test_regressive_heads_read_the_targets_head_once_for_each_level(kind):
     (own_bytes, _), (head_bytes, _), _ = HeadsDraft(config=config, batch=1).kernels()
     assert head_bytes == HEAD * (1 if kind == "medusa" else 3) + 3 * LOGITS
     shapes = {name: leaf for name, leaf in param_shapes(config).items() if name != "layers"}
-    leaves = jax.tree.leaves(shapes, is_leaf=heads.is_shape)
+    leaves = jax.tree.leaves(shapes, is_leaf=decoder.is_shape)
     stored = 2 * sum(map(math.prod, leaves))
     # What heads share is read again by every level but the first; Clover-2's begins at the second.
     square = 2 * TARGET.width**2

@@ -412,11 +412,12 @@ def test_vllm_with_one_head_for_all(place):
 
 
 @pytest.mark.parametrize("num_rows", [len(TOKENS), VOCAB])
-@pytest.mark.parametrize("num_own", [1, NUM_HEADS])
-def test_vllm_with_a_truncated_vocabulary(num_rows, num_own, place):
+@pytest.mark.parametrize(("num_own", "prefix"), [(1, "medusa_heads."), (NUM_HEADS, "")])
+def test_vllm_with_a_truncated_vocabulary(num_rows, num_own, prefix, place):
     stored = vllm_tensors(num_rows=num_rows, num_own=num_own) | {"token_map": TOKENS}
     fields = {"truncated_vocab_size": len(TOKENS), "original_lm_head": num_own == 1}
-    heads = load(write(place, stored, VLLM | fields))
+    prefixed = {f"{prefix}{name}": tensor for name, tensor in stored.items()}
+    heads = load(write(place, prefixed, VLLM | fields))
     assert heads.config.num_head_tokens == len(TOKENS)
     assert heads.params["heads"][0]["head"].shape == (WIDTH, len(TOKENS))
     expected = vllm_logits(stored, FEATURES[-1])
@@ -690,6 +691,9 @@ def test_exports_that_are_refused(place, monkeypatch):
     (place / "text" / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="was not written by jaxspec"):
         export_drafter(heads, place / "text", "vllm", target=TARGET, overwrite=True)
+    write(place / "merged", medusa_tensors(prefix="medusa_head."), LLAMA)  # its target's too
+    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
+        export_drafter(heads, place / "merged", "vllm", target=TARGET, overwrite=True)
     export_drafter(heads, place / "a", "vllm", target=TARGET, overwrite=True)
 
     def interrupt(*_, **__):
@@ -698,7 +702,7 @@ def test_exports_that_are_refused(place, monkeypatch):
     monkeypatch.setattr(files, "save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_drafter(heads, place / "b", "vllm", target=TARGET)
-    assert sorted(path.name for path in place.iterdir()) == ["a", "text"]
+    assert sorted(path.name for path in place.iterdir()) == ["a", "merged", "text"]
 
 
 def test_a_truncated_head_drafts_for_its_target(place):

@@ -13,6 +13,7 @@ from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.names import choose_drafter, make_drafter
 from jaxspec.drafters.trees import BudgetTree
 from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.models import decoder
 from jaxspec.runtime.other_names import OTHER_NAMES
 from jaxspec.schedulers import SCHEDULERS, make_scheduler
 from jaxspec.verifiers import VERIFIERS, make_verifier
@@ -56,8 +57,7 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
 def test_heads_are_named_by_kind_tree_and_place(tmp_path):
     config = heads_config("clover", TARGET.config, num_heads=2, block=None)
     shapes = param_shapes(config)
-    is_shape = lambda node: isinstance(node, tuple) and isinstance(node[0], int)  # noqa: E731
-    params = jax.tree.map(lambda shape: jnp.zeros(shape, jnp.float32), shapes, is_leaf=is_shape)
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=decoder.is_shape)
     path = tmp_path / "heads"
     jaxspec.save_drafter(Heads(config, params), path, target=TARGET)
     for name, tree in {

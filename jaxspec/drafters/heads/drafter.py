@@ -515,7 +515,7 @@ def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
     like = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype),
         param_shapes(config),
-        is_leaf=lambda node: isinstance(node, tuple) and all(type(n) is int for n in node),
+        is_leaf=decoder.is_shape,
     )
     if "token_map" in like:
         like["token_map"] = jax.ShapeDtypeStruct(like["token_map"].shape, jnp.int32)

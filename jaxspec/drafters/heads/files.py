@@ -53,6 +53,7 @@ from jaxspec.drafters.heads.layouts.tables import Layout, TargetSizes, Tensors
 from jaxspec.drafters.heads.tree_names import parse_tree
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
 from jaxspec.kernels.base import unpacked
+from jaxspec.models import decoder
 from jaxspec.models.base import HeadedModel, LanguageModel, Model
 from jaxspec.runtime.directories import atomic_directory, check_free_space, finish_interrupted
 from jaxspec.runtime.files import expand_user
@@ -105,7 +106,7 @@ def leaf_shapes(config: HeadsConfig) -> dict[LeafPath, tuple[int, ...]]:
 
 
 def _leaves(shapes: Any, path: LeafPath) -> Iterator[tuple[LeafPath, tuple[int, ...]]]:
-    if _is_shape(shapes):
+    if decoder.is_shape(shapes):
         yield path, shapes
         return
     for key, inner in shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes):
@@ -114,15 +115,11 @@ def _leaves(shapes: Any, path: LeafPath) -> Iterator[tuple[LeafPath, tuple[int, 
 
 def _as_params(shapes: Any, leaf: Callable[[LeafPath], Any], path: LeafPath = ()) -> PyTree:
     """A pytree like `shapes`, whose leaves are made of their paths."""
-    if _is_shape(shapes):
+    if decoder.is_shape(shapes):
         return leaf(path)
     if isinstance(shapes, Mapping):
         return {key: _as_params(inner, leaf, (*path, key)) for key, inner in shapes.items()}
     return tuple(_as_params(inner, leaf, (*path, i)) for i, inner in enumerate(shapes))
-
-
-def _is_shape(node: Any) -> bool:
-    return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
 
 
 def _at(tree: Any, path: LeafPath) -> Any:
@@ -345,10 +342,10 @@ def _read_layout(
         vocab_size=target.vocab_size,
         norm_epsilon=getattr(getattr(target, "config", None), "norm_epsilon", 1e-6),
     )
-    config = layout.read_config(layout.select(tensors), hf, sizes)
+    tensors_of_heads = layout.select(tensors)
+    config = layout.read_config(tensors_of_heads, hf, sizes)
     fitting = _check_fits(config, target, directory, kind=kind)
     assert isinstance(target, HeadedModel), "check_sizes has said so"
-    tensors_of_heads = layout.select(tensors)
     leaves = layout.leaves(config, tensors_of_heads, hf)
     hf_reader.check_tensors(
         tensors_of_heads,
@@ -358,7 +355,7 @@ def _read_layout(
         hint=f"they are no heads as in the layout of {layout.name}",
     )
     if config.num_head_tokens is not None:
-        _check_token_map(tensors["token_map"].load(), config, directory)
+        _check_token_map(tensors_of_heads["token_map"].load(), config, directory)
     if layout is clover2.CLOVER2:
         _compare_head(config, tensors, target, directory)
     elif not config.shares_head and _all_are_the_targets(leaves, tensors_of_heads, target):
@@ -516,7 +513,7 @@ def export_drafter(
       directory: to write.
       format: `vllm` for Medusa's heads, `clover2` for Clover-2's as its release has them.
       target: the model that they draft for, whose head these layouts repeat.
-      overwrite: replace the directory if it holds heads in such a layout.
+      overwrite: replace the directory if it holds heads in one of these layouts.
 
     Raises:
       ModelError: there is no such format, or it cannot hold these heads.
@@ -553,7 +550,7 @@ def export_drafter(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     parent = Path(directory).absolute().parent
     check_free_space(parent, num_bytes, what=f"Exporting {heads.name}")
-    with atomic_directory(directory, overwrite=overwrite, may_replace=_holds_layout) as partial:
+    with atomic_directory(directory, overwrite=overwrite, may_replace=_holds_export) as partial:
         text = json.dumps(fields, indent=2) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -594,9 +591,11 @@ def _check_released_form(config: HeadsConfig, hf: HFConfig) -> None:
         )
 
 
-def _holds_layout(directory: Path) -> bool:
+def _holds_export(directory: Path) -> bool:
+    """Whether there are heads in a layout that is written here. Merged models, which hold their
+    target too, are not."""
     try:
-        _find(directory)
+        layout, _, _ = _find(directory)
     except (ModelError, CheckpointError):
         return False
-    return True
+    return any(layout is exported for _, exported in EXPORTED.values())
