@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.heads.config import HeadsConfig
+from jaxspec.drafters.heads.drafter import without_nan
 from jaxspec.drafters.heads.formulas import head_logits
 from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
@@ -219,7 +220,7 @@ def _ranks(
     features = last_features(target_config, target_params, batch)
     made = run_heads(config, params, target, features, batch)
     ranks = [
-        rank_of(head_logits(config, params, target, index, each.hidden), each.labels)
+        rank_of(without_nan(head_logits(config, params, target, index, each.hidden)), each.labels)
         for index, each in enumerate(made)
     ]
     return jnp.minimum(jnp.stack(ranks, axis=-1), NUM_RANKS)

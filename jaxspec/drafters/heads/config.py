@@ -14,6 +14,17 @@ Connection: TypeAlias = Literal["attention", "mlp", "none"]
 Gate: TypeAlias = Literal["dot", "cosine"]
 BlockPart: TypeAlias = Literal["whole", "attention"]
 
+# Fields that only some kinds may have other values of than the default.
+_FIELDS_OF_KINDS: dict[str, tuple[Kind, ...]] = {
+    "num_layers": ("medusa",),
+    "connection": ("clover",),
+    "shares_connection": ("clover",),
+    "block_part": ("clover",),
+    "gate": ("clover", "clover2"),
+    "num_gate_heads": ("clover", "clover2"),
+    "has_silu": ("clover", "clover2"),
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
@@ -74,6 +85,10 @@ class HeadsConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise self._refused(name, "a whole number of at least 1")
+        for name, kinds in _FIELDS_OF_KINDS.items():
+            default = getattr(HeadsConfig, name)
+            if self.kind not in kinds and getattr(self, name) != default:
+                raise self._refused(name, f"{default!r} for {self.kind}")
         if self.width % self.num_gate_heads:
             raise self._refused("num_gate_heads", f"a divisor of the width, {self.width}")
         if not self.shares_head and self.has_block_cache:

@@ -146,9 +146,10 @@ def attention_decoder(
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     gate = jnp.sum(query * key, axis=-1, keepdims=True)
     if config.gate == "cosine":
-        norms = jnp.linalg.norm(query, axis=-1, keepdims=True)
-        norms = norms * jnp.linalg.norm(key, axis=-1, keepdims=True)
-        gate = gate / jnp.maximum(norms, config.norm_epsilon)
+        squares = jnp.sum(jnp.square(query), axis=-1, keepdims=True)
+        squares = squares * jnp.sum(jnp.square(key), axis=-1, keepdims=True)
+        # The root of the larger one, because the gradient of a root at zero is not finite.
+        gate = gate / jnp.sqrt(jnp.maximum(squares, jnp.float32(config.norm_epsilon**2)))
     else:
         gate = gate / jnp.sqrt(jnp.float32(query.shape[-1]))
     mixed = gate.astype(value.dtype) * value
