@@ -27,6 +27,7 @@ from jaxspec.bench.measure import (
     load_prompts,
 )
 from jaxspec.bench.stages import round_stages
+from jaxspec.checkpoint.format import weights_digest
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.growth import Tree
@@ -49,7 +50,7 @@ from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.training.head_accuracy import measure_head_accuracy
-from jaxspec.training.texts import read_texts
+from jaxspec.training.texts import check_writer, read_texts
 
 Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds", "predicted"]
 # Targets and draft models of the papers' sizes, for which the draft stage is predicted.
@@ -153,14 +154,20 @@ class HeadsBench(PairBench):
         if not self.heads:
             raise SettingError(
                 "No --heads were given; name some that jaxspec train heads wrote, as in "
-                "--heads medusa=runs/medusa/drafter clover=runs/clover/drafter."
+                "--heads medusa=runs/medusa/heads clover=runs/clover/heads."
             )
         target, draft = self.load()
         heads = {}
         for text in self.heads:
             label, is_labelled, name = text.partition("=")
-            name = name if is_labelled else text
-            heads[label if is_labelled else public_name(text)] = load_drafter(name, target)
+            if not is_labelled:
+                label, name = public_name(text), text
+            if label in heads:
+                raise SettingError(
+                    f"Two of --heads are called {label}; label them, as in --heads one=NAME "
+                    "other=NAME."
+                )
+            heads[label] = load_drafter(name, target)
         lines, files = load_prompts(self.prompts, None)
         found: dict[str, Any] = {"holds": True, "first": next(iter(heads))}
         if "accuracy" in self.parts and self.texts is not None:
@@ -238,7 +245,12 @@ class HeadsBench(PairBench):
 
     def _accuracy(self, target: LanguageModel, heads: Mapping[str, Heads]) -> list[dict[str, Any]]:
         assert self.texts is not None
-        texts = read_texts(self.texts).texts
+        found = read_texts(self.texts)
+        weights = weights_digest(target.params)
+        check_writer(found, self.texts, target=target.name, weights=weights)
+        texts = found.texts
+        if not texts:
+            raise SettingError(f"There is no text in {self.texts}; give --texts a file with some.")
         row_length = max(len(text.prompt) + len(text.output) for text in texts)
         return [
             {"heads": label, "domain": domain, **dataclasses.asdict(accuracy)}

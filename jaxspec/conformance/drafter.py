@@ -41,7 +41,7 @@ from jaxspec.conformance.report import (
 )
 from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest
 from jaxspec.decode import round as decode_round
-from jaxspec.drafters.base import Drafter, DrafterBase, function_params
+from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.runtime.kinds import kind_of
@@ -103,8 +103,8 @@ def check_drafter(
             f"{len(prompts)} prompts were given to check a drafter with; give at least {2 * ROWS} "
             f"of 1 to {longest} tokens each."
         )
-    if isinstance(drafter, DrafterBase):
-        drafter = drafter.for_target(target)
+    for_target = getattr(drafter, "for_target", None)
+    drafter = drafter if for_target is None else for_target(target)
     prepared = DrafterUnderTest(
         drafter=drafter, target=target, prompts=prompts, max_length=max_length, seed=seed
     )

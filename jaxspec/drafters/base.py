@@ -226,8 +226,9 @@ class _WithDefaults:
     def __init__(self, drafter: Drafter):
         self._drafter, self._defaults = drafter, DrafterBase()
 
-    def for_target(self, target: Model) -> _WithDefaults:
-        return self
+    def for_target(self, target: Model) -> DrafterBase:
+        make = getattr(self._drafter, "for_target", lambda target: self._drafter)
+        return with_defaults(make(target))
 
     def __getattr__(self, name: str):
         owner = self._drafter if hasattr(self._drafter, name) else self._defaults

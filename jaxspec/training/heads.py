@@ -34,9 +34,15 @@ from jaxspec.drafters.heads.config import (
     param_shapes,
 )
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import EXPORTED, export_drafter, save_drafter
+from jaxspec.drafters.heads.files import (
+    EXPORTED,
+    export_drafter,
+    holds_export,
+    holds_heads,
+    save_drafter,
+)
 from jaxspec.drafters.heads.formulas import Params, head_logits
-from jaxspec.errors import ModelError, SettingError
+from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -54,7 +60,7 @@ from jaxspec.training.teacher_forcing import (
     shifted,
     target_parts,
 )
-from jaxspec.training.texts import Text, read_texts
+from jaxspec.training.texts import Text, check_writer, read_texts
 from jaxspec.types import PyTree
 
 _COMMAND = "jaxspec train heads"
@@ -156,10 +162,11 @@ class HeadsTrainConfig:
                 raise SettingError(f"{name} is {value}; it must be a positive number.")
         if not 0 <= self.warmup_fraction <= 1:
             raise SettingError(f"warmup_fraction is {self.warmup_fraction}; it must lie in [0, 1].")
-        if self.tokens < self.batch_tokens:
+        step_tokens = self.num_rows * self.sequence_length
+        if self.tokens < step_tokens:
             raise SettingError(
-                f"{self.tokens} tokens are less than one step of {self.batch_tokens}; raise tokens "
-                "or lower batch_tokens."
+                f"{self.tokens} tokens are less than one step of {step_tokens}; raise tokens, or "
+                "lower batch_tokens and sequence_length."
             )
         for name, kinds in (
             ("own_heads", ("medusa", "hydra")),
@@ -173,6 +180,15 @@ class HeadsTrainConfig:
                     f"{name} was given for {self.kind}; it is a setting of {' and '.join(kinds)}, "
                     "so leave it out."
                 )
+        if self.num_layers is not None and self.block == "none":
+            raise SettingError(
+                "num_layers was given with block none, which has no layers; leave one of them out."
+            )
+        if self.gate is not None and self.connection not in (None, "attention"):
+            raise SettingError(
+                f"gate was given with connection {self.connection}, which has none; leave one of "
+                "them out."
+            )
         if self.format is not None and EXPORTED[self.format][0] != self.kind:
             raise SettingError(
                 f"format {self.format} was given for {self.kind}; it holds "
@@ -181,6 +197,11 @@ class HeadsTrainConfig:
         for nodes in self.tree_nodes:
             if nodes < 1:
                 raise SettingError(f"tree_nodes has {nodes}; a tree has at least one node.")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step."""
+        return max(1, self.batch_tokens // self.sequence_length)
 
     def heads_config(self, target: ModelConfig) -> HeadsConfig:
         """The heads that these settings describe."""
@@ -341,8 +362,23 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
         run's; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
-        runs.check_out(config.out, resume=config.resume)
+        _check_out(config)
         return _train(config, on_step)
+
+
+def _check_out(config: HeadsTrainConfig) -> None:
+    """Raises `CheckpointError` where the run or its heads could not be written."""
+    runs.check_out(config.out, resume=config.resume)
+    written = {"heads": holds_heads}
+    if config.format is not None:
+        written[config.format] = holds_export
+    for name, may_replace in written.items():
+        directory = config.out / name
+        if directory.exists() and not may_replace(directory):
+            raise CheckpointError(
+                f"{directory} exists, and the trained heads would be written there; name another "
+                "directory or move it."
+            )
 
 
 def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
@@ -354,7 +390,7 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     digest = weights_digest(target_params)
     training, held_out, num_skipped = _read(config, target, digest, heads)
 
-    num_rows = max(1, config.batch_tokens // config.sequence_length)
+    num_rows = config.num_rows
     num_steps = config.tokens // (num_rows * config.sequence_length)
     plan = _plan(config, training, num_steps * num_rows)
     optimizer = runs.make_optimizer(
@@ -446,12 +482,7 @@ def _read(
 
     def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
         read = read_texts(path)
-        if read.header.get("weights") != digest:
-            raise ModelError(
-                f"The texts in {path} were written by {read.header.get('target')}, whose weights "
-                f"are not those of {config.target}; have this target write texts by `jaxspec train "
-                "texts`."
-            )
+        check_writer(read, path, target=config.target, weights=digest)
         kept = [text for text in read.texts if _has_labels(text, heads, config.sequence_length)]
         if not kept:
             raise ModelError(

@@ -99,6 +99,7 @@ class TextsConfig:
             )
         if not 0 <= self.seed < 2**31:
             raise SettingError(f"seed is {self.seed}; it must lie in [0, 2**31).")
+        SamplingParams(temperature=self.temperature)  # raises now, before a file is begun
 
 
 class Text(NamedTuple):
@@ -241,6 +242,15 @@ def read_texts(path: pathlib.Path) -> Texts:
     return Texts(header=header, texts=texts)
 
 
+def check_writer(texts: Texts, path: pathlib.Path, *, target: str, weights: str) -> None:
+    """Raises `ModelError` unless the weights with this digest wrote the texts in `path`."""
+    if texts.header.get("weights") != weights:
+        raise ModelError(
+            f"The texts in {path} were written by {texts.header.get('target')}, whose weights are "
+            f"not those of {target}; have this target write texts by `jaxspec train texts`."
+        )
+
+
 def make_prompts(
     config: TextsConfig,
     domains: Sequence[data.Domain],
@@ -286,7 +296,13 @@ def _documents(config: TextsConfig, domain: data.Domain) -> list[data.Document]:
     train, held_out = data.read_documents(domain, config.corpora, config.exclude)
     chosen, other = (train, held_out) if config.split == "train" else (held_out, train)
     others = set(other)
-    return [document for document in chosen if document not in others]
+    own = [document for document in chosen if document not in others]
+    if not own:
+        raise SettingError(
+            f"Every document of the domain {domain.name} to begin texts with is in both splits; "
+            "give it documents that only one of them has."
+        )
+    return own
 
 
 def _header(

@@ -50,6 +50,8 @@ def test_a_small_run(capsys, tmp_path):
     assert [found["batch_size"] for found in document["taps"]] == [1]
     assert {found["target"] for found in document["predicted"]} >= {"qwen3-8b"}
     assert str(tmp_path) not in json.dumps(document)
+    assert main(["bench", "heads", "--heads", name, name]) != 0
+    assert "Two of --heads are called mine" in capsys.readouterr().err
 
 
 def test_without_heads_it_says_what_to_give(capsys):

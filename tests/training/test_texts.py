@@ -178,6 +178,14 @@ def test_mistakes_are_named(written, target, corpora, tmp_path):
         (tmp_path / "bad.jsonl").write_bytes(content)
         return read_texts(tmp_path / "bad.jsonl")
 
+    def beginnings_of_both():
+        """What is trained on is all held out too, with more."""
+        (tmp_path / "both" / "tales").mkdir(parents=True)
+        lines = [json.dumps({"source": "book", "text": word}) + "\n" for word in ("one", "two")]
+        for split, some in (("train", lines[:1]), ("valid", lines)):
+            (tmp_path / "both" / "tales" / f"{split}.jsonl").write_text("".join(some))
+        write_texts(config(tmp_path / "y", target, tmp_path / "both"))
+
     header = written[0].read_bytes().splitlines(keepends=True)[0]
     line = {"domain": "a", "source": "b", "prompt": [1], "output": [2]}
     bare = tmp_path / "bare"
@@ -187,6 +195,8 @@ def test_mistakes_are_named(written, target, corpora, tmp_path):
         (SettingError, "positive", lambda: write(tokens=0)),
         (SettingError, "below min_prompt_tokens", lambda: write(max_prompt_tokens=2)),
         (SettingError, "seed is -1", lambda: write(seed=-1)),
+        (SettingError, "temperature -1", lambda: write(temperature=-1)),
+        (SettingError, "in both splits", lambda: beginnings_of_both()),
         (CheckpointError, "another seed", lambda: write(seed=1)),
         (CheckpointError, "another output_tokens", lambda: write(output_tokens=11)),
         (CheckpointError, "header of texts", lambda: write(out=tmp_path / "notes.txt")),

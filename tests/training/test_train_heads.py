@@ -134,9 +134,15 @@ def test_mistakes_are_named(tmp_path, target, texts, trained):
     def written(name, **options):
         return write_texts(tmp_path / name, target, **options)
 
+    occupied = tmp_path / "occupied"
+    (occupied / "heads").mkdir(parents=True)
+    (occupied / "heads" / "notes").write_text("mine")
     cases = [
         (SettingError, "positive", lambda: train(tokens=0)),
         (SettingError, "less than one step", lambda: train(tokens=1)),
+        (SettingError, "one step of 4096", lambda: train(sequence_length=4096)),
+        (SettingError, "which has no layers", lambda: train(block="none", num_layers=2)),
+        (SettingError, "which has none", lambda: train(connection="mlp", gate="cosine")),
         (
             SettingError,
             "connection was given for medusa",
@@ -155,6 +161,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained):
         (SettingError, "documents to train on", lambda: train(held_out=texts)),
         (CheckpointError, "nothing to resume", lambda: train(resume=True)),
         (CheckpointError, "already holds a run", lambda: train(out=trained[0])),
+        (CheckpointError, "heads exists, and the trained", lambda: train(out=occupied)),
         (
             CheckpointError,
             "learning_rate",

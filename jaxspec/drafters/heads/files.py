@@ -160,7 +160,7 @@ def save_drafter(
     num_params = sum(map(math.prod, shapes.values()))
     parent = Path(directory).absolute().parent
     check_free_space(parent, num_params * dtype.itemsize, what=f"Saving {heads.name}")
-    with atomic_directory(directory, overwrite=overwrite, may_replace=_holds_heads) as partial:
+    with atomic_directory(directory, overwrite=overwrite, may_replace=holds_heads) as partial:
         write_params(partial, ((path, _at(params, path)) for path in shapes))
         manifest = HeadsManifest(
             config=config,
@@ -173,7 +173,8 @@ def save_drafter(
         write_record(partial, manifest)
 
 
-def _holds_heads(directory: Path) -> bool:
+def holds_heads(directory: Path) -> bool:
+    """Whether `save_drafter` wrote this directory."""
     return kind_of(directory) == _WHAT
 
 
@@ -550,7 +551,7 @@ def export_drafter(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     parent = Path(directory).absolute().parent
     check_free_space(parent, num_bytes, what=f"Exporting {heads.name}")
-    with atomic_directory(directory, overwrite=overwrite, may_replace=_holds_export) as partial:
+    with atomic_directory(directory, overwrite=overwrite, may_replace=holds_export) as partial:
         text = json.dumps(fields, indent=2) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -591,7 +592,7 @@ def _check_released_form(config: HeadsConfig, hf: HFConfig) -> None:
         )
 
 
-def _holds_export(directory: Path) -> bool:
+def holds_export(directory: Path) -> bool:
     """Whether there are heads in a layout that is written here. Merged models, which hold their
     target too, are not."""
     try:
