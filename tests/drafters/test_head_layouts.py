@@ -705,6 +705,7 @@ def test_exports_that_are_refused(place, monkeypatch):
     assert sorted(path.name for path in place.iterdir()) == ["a", "merged", "text"]
 
 
+@pytest.mark.system
 def test_a_truncated_head_drafts_for_its_target(place):
     """It proposes only tokens that it has, and the output is the target's."""
     stored = vllm_tensors(num_own=1, num_rows=len(TOKENS)) | {"token_map": TOKENS}

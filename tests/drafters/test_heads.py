@@ -247,12 +247,12 @@ def drafted_by(heads, target, **settings):
 
 
 CASES = [
-    ("medusa", STATIC),
     ("clover", None),
     ("clover2", "chain"),
     *[
         pytest.param(*case, marks=pytest.mark.system)
         for case in (
+            ("medusa", STATIC),
             ("hydra", "chain"),
             ("clover2", STATIC),
             ("medusa", "chain"),
@@ -404,7 +404,8 @@ def long_run(heads, target, prompts, **settings):
     return executor
 
 
-@pytest.mark.parametrize("name", ["clover", pytest.param("clover2", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["clover", "clover2"])
 def test_nothing_is_missed_in_plain_steps(target, name):
     heads, prompts = heads_named(name, target, "chain"), toy.prompts((40, 1))
     executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)
@@ -458,9 +459,8 @@ def test_in_a_serving_engine_they_draft_the_same(target, name):
     assert int(state.counts.num_accepted_tokens[1]) == num_accepted > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "tree"), [("medusa", None), pytest.param("clover", "chain", marks=pytest.mark.system)]
-)
+@pytest.mark.system
+@pytest.mark.parametrize(("name", "tree"), [("medusa", None), ("clover", "chain")])
 def test_weights_that_are_no_numbers_cost_acceptance_and_nothing_else(target, plain, name, tree):
     heads = heads_named(name, target, tree)
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), heads.params)

@@ -192,7 +192,13 @@ def test_training_features_are_the_streams_between_the_layers():
     np.testing.assert_array_equal(decoder.head(TARGET, target_params(), made[:, :, 0]), logits)
 
 
-@pytest.mark.parametrize(("kind", "fields"), [*((kind, {}) for kind in KINDS), *ABLATIONS])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in KINDS),
+        *(pytest.param(*form, marks=pytest.mark.system) for form in ABLATIONS),
+    ],
+)
 def test_heads_compute_in_training_what_they_compute_in_drafting(kind, fields):
     """Of the second text of a row, beside the same text alone."""
     config, params = random_heads(kind, **fields)
