@@ -239,8 +239,8 @@ def load_drafter(
     `name` is a directory that `save_drafter` (or `jaxspec train heads`) wrote, or a directory or
     hub id in one of these layouts: Medusa's `medusa_lm_head.safetensors` or `.pt` (which needs
     torch), `medusa_head.*` among the tensors of a merged model, vLLM's Medusa, Clover-2's. From the
-    hub only the files that hold heads are fetched. Heads that repeat the target's head share it, also
-    those of a truncated vocabulary, which then propose tokens of all of it.
+    hub only the files that hold heads are fetched. Heads that repeat the target's head share it; if
+    their vocabulary was truncated, they then propose tokens of all of it.
 
     Args:
       name: of the heads.
