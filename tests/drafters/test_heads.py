@@ -409,7 +409,8 @@ def long_run(heads, target, prompts, **settings):
     return executor
 
 
-@pytest.mark.parametrize("name", ["clover", pytest.param("clover2", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("name", ["clover", "clover2"])
 def test_nothing_is_missed_in_plain_steps(target, name):
     heads, prompts = heads_named(name, target, "chain"), toy.prompts((40, 1))
     executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)
