@@ -20,6 +20,7 @@ FORMS = {  # what there is besides the four kinds as their papers have them
         "medusa",
         {"num_layers": 2, "shares_head": False},
     ),
+    "medusa with heads for some tokens": ("medusa", {"shares_head": False, "num_head_tokens": 40}),
     "hydra with heads of its own": ("hydra", {"shares_head": False}),
     "clover without a block": ("clover", {"block": None, "num_gate_heads": 4, "gate": "cosine"}),
     "clover with a block of attention": ("clover", {"block_part": "attention", "has_silu": False}),
@@ -50,7 +51,11 @@ def random_params(config: HeadsConfig, *, seed=0, stddev=0.05, dtype=jnp.float32
     for key, (path, shape) in zip(keys, leaves, strict=True):
         weight = jax.random.normal(key, shape) * stddev + float(path[-1].key.endswith("norm"))
         made.append(weight.astype(dtype))
-    return jax.tree.unflatten(structure, made)
+    params = jax.tree.unflatten(structure, made)
+    if config.num_head_tokens is not None:
+        tokens = jax.random.permutation(jax.random.key(seed), config.vocab_size)
+        params["token_map"] = tokens[: config.num_head_tokens].astype(jnp.int32)
+    return params
 
 
 def random_heads(

@@ -333,6 +333,7 @@ class DraftLengthController:
         """Another draft length than the current one that a few rounds should be spent on, if what
         they lose is a small share of the time since the last trial; arguments as in `choose`."""
         current = self._current
+        assert current is not None, "what is current comes before what may be tried"
         if current == 0:
             other = max(self.times.draft_lengths[1:], key=rates.__getitem__)
             lost_s = self.round_s(other, context) - self.round_s(0, context)

@@ -148,7 +148,8 @@ def tail_sums(
     # By query and KV head: in this order XLA:CPU multiplies small matrices three times as fast.
     k, v = k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4)  # [B, T, K, D, H]
     scores = _product("btkgh,btksh->btkgs", queries, k)
-    sums = tuple(jnp.moveaxis(one, 3, 1) for one in before)
+    highest, total, output = (jnp.moveaxis(one, 3, 1) for one in before)
+    sums = highest, total, output
     sums = _add(sums, scores, visible[:, :, None, None], v, "btkgs,btksh->btkgh")
     highest, total, output = (jnp.moveaxis(one, 1, 3) for one in sums)
     return highest, total, output

@@ -125,7 +125,12 @@ class Reference:
             for block in head["blocks"]:
                 x = x + silu(read @ block["weight"] + block["bias"])
                 read = x
-            return x @ (self.head if config.shares_head else head["head"])
+            logits = x @ (self.head if config.shares_head else head["head"])
+            if config.num_head_tokens is None:
+                return logits
+            every = np.full(config.vocab_size, -np.inf)
+            every[own["token_map"].astype(int)] = logits
+            return every
         if config.kind == "clover2":
             h = self.normed(state, own["norm"])
             out = h @ own["head"]["weight"] + own["head"]["bias"]

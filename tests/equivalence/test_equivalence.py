@@ -87,10 +87,9 @@ def test_the_table_holds_every_drafter_the_package_exports():
         assert isinstance(drafter, Drafter)
 
 
-@pytest.fixture(scope="module", params=["float32, default kernels", "bfloat16, XLA's kernels"])
-def setting(request):
+def setting_of(kind):
     """A target, prompts, and their plain continuations from the window-1 loop."""
-    if request.param.startswith("float32"):
+    if kind.startswith("float32"):
         # A head that fills the vectors of every processor the kernels are written for.
         rope = RopeConfig(theta=1e4, rotary_size=16)
         target = toy.model(kernels=default_kernels(), head_size=16, rope=rope)
@@ -99,6 +98,22 @@ def setting(request):
     prompts = toy.prompts(LENGTHS)
     reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
     return target, prompts, reference
+
+
+XLA = "bfloat16, XLA's kernels"
+
+
+@pytest.fixture(
+    scope="module",
+    params=["float32, default kernels", pytest.param(XLA, marks=pytest.mark.system)],
+)
+def setting(request):
+    return setting_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def xla_setting():
+    return setting_of(XLA)
 
 
 def engine_for(
@@ -124,6 +139,18 @@ def token_ids(completions):
     "name", [pytest.param(name, marks=[pytest.mark.system] * (name in LONGER)) for name in NAMES]
 )
 def test_speculative_equals_plain_bit_for_bit(setting, name):
+    check_equal_to_plain(setting, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["DraftModel of the target", "a tree", "Heads of Clover, a budget"]
+)
+def test_with_xlas_kernels_too(xla_setting, name):
+    """The whole table runs with these as well, in the tier of whole programs."""
+    check_equal_to_plain(xla_setting, name)
+
+
+def check_equal_to_plain(setting, name):
     target, prompts, reference = setting
     engine = engine_for(target, drafters(target, toy.sequences(reference))[name])
     batch = prompts[:4]
