@@ -99,14 +99,15 @@ def _as_params(stored: Mapping[str, Any]) -> PyTree:
 def weights_digest(params: PyTree) -> str:
     """A hex digest of a model's weights, whatever kernels they are packed for.
 
-    Weights are compared as fp32, so that a model has one digest in every dtype that holds its
-    weights exactly; a head that is the transposed embedding counts as tied.
+    Weights are rounded to bfloat16, so that a model has one digest in every dtype that it may be
+    loaded in; a head that is the transposed embedding counts as tied.
     """
     digest = xxhash.xxh3_128()
     for path, leaf in sorted(traverse_util.flatten_dict(_named(params)).items()):
         if path == ("head",) and _is_tied(params):
             continue
-        values = np.ascontiguousarray(unpacked(leaf), np.float32)
+        rounded = np.asarray(unpacked(leaf)).astype(jnp.bfloat16)
+        values = np.ascontiguousarray(rounded, np.float32)
         digest.update(f"{'/'.join(path)} {values.shape}\n".encode())
         digest.update(values.data)
     return digest.hexdigest()

@@ -403,12 +403,19 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     )
     fingerprint = _fingerprint(config, heads, digest, training)
 
-    def init() -> TrainState:
+    def init(target_params: PyTree) -> TrainState:
         params = init_heads(heads, target_config, target_params, jax.random.key(config.seed))
+        # Training donates them, and what is the target's stays the target's.
+        params = jax.tree.map(jnp.copy, params)
         return TrainState(params=params, optimizer=optimizer.init(params))
 
     state, first_step = runs.initial_state(
-        config.out, init, fingerprint, resume=config.resume, command=_COMMAND
+        config.out,
+        init,
+        fingerprint,
+        operands=(target_params,),
+        resume=config.resume,
+        command=_COMMAND,
     )
     step_function = functools.partial(
         Program(train_step, "the training step"),

@@ -13,7 +13,7 @@ import math
 import pathlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -147,9 +147,10 @@ def read_checkpoint(path: pathlib.Path, *, command: str) -> dict[str, Any]:
 
 def initial_state(
     out: pathlib.Path,
-    init: Callable[[], TrainState],
+    init: Callable[..., TrainState],
     fingerprint: Mapping[str, Any],
     *,
+    operands: Sequence[PyTree] = (),
     resume: bool,
     command: str,
 ) -> tuple[TrainState, int]:
@@ -157,8 +158,9 @@ def initial_state(
 
     Args:
       out: the run's directory.
-      init: makes the first state; it is compiled.
+      init: makes the first state of `operands`; it is compiled.
       fingerprint: what decides the run's result.
+      operands: arrays that would otherwise become constants of the program.
       resume: take the state from the checkpoint.
       command: that wrote it, for messages.
 
@@ -166,7 +168,7 @@ def initial_state(
       CheckpointError: the checkpoint is damaged, or that of another run.
     """
     if not resume:
-        return Program(jax.jit(init), "the initial weights")(), 0
+        return Program(jax.jit(init), "the initial weights")(*operands), 0
     record = read_checkpoint(out / CHECKPOINT, command=command)
     saved = json.loads(record["fingerprint"])
     if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
@@ -174,7 +176,7 @@ def initial_state(
             f"The run in {out} had other values of {', '.join(different)}; resume it with "
             "the settings and data it was started with."
         )
-    template = jax.eval_shape(init)
+    template = jax.eval_shape(init, *operands)
     state = TrainState(
         params=from_arrays(template.params, record["params"]),
         optimizer=from_arrays(template.optimizer, record["optimizer"]),
