@@ -72,9 +72,6 @@ ACCEPTANCE: Columns = {
     "difference per prompt": lambda found: "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(
         found["difference"]
     ),
-    "by domain": lambda found: ", ".join(
-        f"{name}: {emitted:.2f}" for name, emitted in found["by_domain"].items()
-    ),
     "equals\nplain": lambda found: "yes" if found["is_equal"] else "NO",
 }
 COSTS: Columns = {
@@ -219,11 +216,17 @@ class HeadsBench(PairBench):
                 PREDICTED,
             ),
         }
-        return [
+        tables = [
             TextTable.of_columns(title, of_part, document[part])
             for part, (title, of_part) in columns.items()
             if part in document
         ]
+        if "acceptance" in document:
+            found = document["acceptance"]
+            domains = {name: f"{{by_domain[{name}]:.2f}}" for name in found[0]["by_domain"]}
+            by_domain: Columns = {"nodes": "{num_nodes}", "drafter": "{drafter}", **domains}
+            tables.append(TextTable.of_columns("tokens per round by domain", by_domain, found))
+        return tables
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
         """What the columns mean, and whether outputs are plain decoding's."""
