@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -373,6 +374,10 @@ class Branches(jaxspec.DrafterBase):
 
 DRAFT = toy.model(seed=9, width=24, **SMALL)
 TREE = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1)))
+# So sure of its first token that the second one drawn is clearly another.
+SURE = dataclasses.replace(
+    DRAFT, params={**DRAFT.params, "final_norm": 8 * DRAFT.params["final_norm"]}
+)
 
 
 @functools.cache
@@ -388,6 +393,7 @@ DRAFTERS = {
     "DraftModel that ends drafts early": lambda: jaxspec.DraftModel(DRAFT, 0.25),
     "DraftModel of a fixed shape": lambda: jaxspec.DraftModel(DRAFT, tree=TREE),
     "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
+    "Heads": lambda: heads.random_heads("clover", BASE),
     "NGram": lambda: jaxspec.NGram(1, 3),
     "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
     "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
@@ -400,6 +406,7 @@ SELDOM = {
     "Oracle with cost": "slow",
     "DraftModel of a fixed shape": "system",
     "DraftModel of a beam tree": "system",
+    "Heads": "system",
 }
 
 
@@ -524,8 +531,14 @@ def own_noise(self, shape, params, state, rows):
     return jaxspec.DraftModel.propose(self, shape, params, state, rows)
 
 
+def repeat_sibling(self, shape, params, state, rows):
+    """Drawn with replacement: the second child may be the first again, and here it is."""
+    draft, state = jaxspec.DraftModel.propose(self, shape, params, state, rows)
+    return draft.replace(tokens=draft.tokens.at[:, 1].set(draft.tokens[:, 0])), state
+
+
 def drafting_trees(propose):
-    return type("SpoiltDraftModel", (jaxspec.DraftModel,), {"propose": propose})(DRAFT, tree=TREE)
+    return type("SpoiltDraftModel", (jaxspec.DraftModel,), {"propose": propose})(SURE, tree=TREE)
 
 
 def random_tokens(shape, draft, rows):
@@ -651,6 +664,7 @@ BROKEN_DRAFTERS = {
     "a distribution of mass 2": ("draft_probs", drawing(draw_unnormalised)),
     "samples without a distribution": ("draft_probs", drawing(draw_without_probs)),
     "siblings in another order than drawn": ("draft_probs", drafting_trees(swap_siblings)),
+    "siblings drawn with replacement": ("draft_probs", drafting_trees(repeat_sibling)),
     "trees by noise of its own": ("shared_noise", drafting_trees(own_noise)),
     "one key per round": ("fresh_noise", drawing(draw_with_one_key)),
     "keys of the position only": ("fresh_noise", drawing(draw_by_position)),
