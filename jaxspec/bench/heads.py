@@ -334,14 +334,14 @@ class HeadsBench(PairBench):
                 (label, stage): run
                 for label, of_round in stages.items()
                 for stage, run in of_round.items()
-                if stage != "verify"
+                if stage in ("draft", "target", "commit")
             }
             turns = time_loops(runs, self.repeats)
             step_ms = 1e3 * turns.median_s(("draft model, chain", "draft")) / nodes
             for label, drafter in drafters.items():
                 ms = {
                     f"{stage}_ms": 1e3 * turns.median_s((label, stage))
-                    for stage in ("draft", "target", "commit", "round")
+                    for stage in ("draft", "target", "commit")
                 }
                 num_levels = nodes
                 if isinstance(drafter, Heads) and drafter.tree is not None:
