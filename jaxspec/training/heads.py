@@ -494,7 +494,7 @@ def _read(
         if not kept:
             raise ModelError(
                 f"None of the {len(read.texts)} texts in {path} has the {heads.num_heads} tokens "
-                f"behind its prompt that {heads.num_heads} heads are trained on, within "
+                f"after its prompt that {heads.num_heads} heads are trained on, within "
                 f"sequence_length {config.sequence_length}; write longer texts, or raise it."
             )
         return read.header, kept, len(read.texts) - len(kept)

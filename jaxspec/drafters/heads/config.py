@@ -121,7 +121,7 @@ class HeadsConfig:
 
     @property
     def is_regressive(self) -> bool:
-        """Whether a head is told what the heads before it proposed; Medusa's are not."""
+        """Whether a head reads what the heads before it proposed; Medusa's are not."""
         return self.kind != "medusa" and self.connection != "none"
 
     def to_json(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ from jaxspec.runtime.directories import atomic_directory, check_free_space, fini
 from jaxspec.runtime.files import expand_user
 from jaxspec.types import PyTree
 
-# Those that are files of their own are told by the files' names, the others in this order.
+# Those that are files of their own are recognised by the files' names, the others in this order.
 _LAYOUTS = (clover2.CLOVER2, medusa.MERGED, vllm.VLLM)
 EXPORTED: dict[str, tuple[Kind, Layout]] = {
     "vllm": ("medusa", vllm.VLLM),
