@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.audit.controls.faults import FAULTS
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, with_defaults
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window
@@ -127,6 +127,10 @@ class BatchMinimum:
     def name(self) -> str:
         """`batch-minimum:` and the drafter's."""
         return f"batch-minimum:{self.inner.name}"
+
+    def for_target(self, target: Model) -> BatchMinimum:
+        """Itself around what the inner drafter is for this target."""
+        return dataclasses.replace(self, inner=with_defaults(self.inner).for_target(target))
 
     def propose(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
