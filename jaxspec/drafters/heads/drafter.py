@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.drafters.base import DrafterBase
-from jaxspec.drafters.growth import Grower, Growth, Tree, count_levels
+from jaxspec.drafters.growth import Grower, Growth, Level, Tree, count_levels
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_block
 from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
@@ -69,6 +69,42 @@ class HeadsState(struct.PyTreeNode, kw_only=True):
     is_ready: jax.Array
     num_seen: jax.Array
     cache: kv.KVCache | None
+
+
+class Expanded(NamedTuple):
+    """The nodes that the next level of a tree expands. A level of fewer than K has them first.
+
+    Attributes:
+      hidden: `[B, K, E]`, the states that its head reads.
+      path: `[B, K, max_depth]` int32, the newest token and those on the way to each node.
+      worth: `[B, K]` fp32, of these paths.
+    """
+
+    hidden: jax.Array
+    path: jax.Array
+    worth: jax.Array
+
+    @classmethod
+    def newest(cls, anchor: jax.Array, newest: jax.Array, tree: Tree) -> Expanded:
+        """The newest token `[B, 1]`, before any level."""
+        size = (newest.shape[0], tree.num_expanded)
+        return cls(
+            hidden=jnp.broadcast_to(anchor[:, None], (*size, anchor.shape[-1])),
+            path=jnp.broadcast_to(newest[:, None], (*size, tree.max_depth)),
+            worth=jnp.zeros(size, jnp.float32),
+        )
+
+    def children(self, chosen: Level, hidden: jax.Array, level: int) -> Expanded:
+        """The nodes `chosen` for `level`, children of these; `hidden` `[B, n, E]` are the states
+        after the n that were expanded."""
+        # Where there are fewer children, the others are none of these nodes' and are not used.
+        parent = jnp.minimum(chosen.parent, hidden.shape[1] - 1)[..., None]
+        path = jnp.take_along_axis(self.path, parent, axis=1)
+        return Expanded(
+            hidden=jnp.take_along_axis(hidden, parent, axis=1),
+            path=path.at[:, :, level].set(chosen.tokens),
+            worth=chosen.worth,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -382,7 +418,6 @@ class Heads(DrafterBase):
         newest: jax.Array,
         can_draft: jax.Array,
     ) -> Draft:
-        num_rows, num_expanded = newest.shape[0], tree.num_expanded
         wanted, num_levels = count_levels(tree, shape, rows, can_draft)
         score = self._scorer(params, anchor, tree.max_depth, num_levels)
         grower = Grower(
@@ -394,26 +429,22 @@ class Heads(DrafterBase):
             sampled_sharpness=self.sampled_sharpness,
         )
 
-        def first(carry: tuple[Growth, jax.Array]) -> tuple[Growth, jax.Array]:
-            growth, _ = carry
-            hidden, logits = score(0, anchor[:, None], newest[:, None])
-            worth = jnp.zeros((num_rows, 1), jnp.float32)
-            growth = grower.add_children(growth, 0, logits, worth)
-            return growth, jnp.broadcast_to(hidden, (num_rows, num_expanded, hidden.shape[-1]))
+        def grow(level: int, carry: tuple[Growth, Expanded]) -> tuple[Growth, Expanded]:
+            growth, nodes = carry
+            count = tree.num_expanded_by(level)
+            path = nodes.path[:, :count, : level + 1]
+            hidden, logits = score(level, nodes.hidden[:, :count], path)
+            growth = grower.add_children(growth, level, logits, nodes.worth[:, :count])
+            if level + 1 == tree.max_depth:
+                return growth, nodes
+            # Chosen here and not by the next level, whose gathers XLA would fuse with the choice,
+            # and choose again for every element.
+            growth, chosen = grower.expand(growth, level + 1)
+            return growth, nodes.children(chosen, hidden, level + 1)
 
-        def further(level: int, carry: tuple[Growth, jax.Array]) -> tuple[Growth, jax.Array]:
-            growth, hidden = carry
-            growth, nodes = grower.expand(growth, level)
-            hidden = jnp.take_along_axis(hidden, nodes.parent[..., None], axis=1)
-            tokens = path_tokens(growth, newest, level)
-            hidden, logits = score(level, hidden, tokens)
-            return grower.add_children(growth, level, logits, nodes.worth), hidden
-
-        shape_of_hidden = (num_rows, num_expanded, anchor.shape[-1])
-        carry = grower.start(), jnp.zeros(shape_of_hidden, anchor.dtype)
-        carry = if_any(num_levels > 0, first, carry)
-        for level in range(1, tree.max_depth):
-            carry = if_any(level < num_levels, functools.partial(further, level), carry)
+        carry = grower.start(), Expanded.newest(anchor, newest, tree)
+        for level in range(tree.max_depth):
+            carry = if_any(level < num_levels, functools.partial(grow, level), carry)
         return grower.draft(carry[0], wanted)[0]
 
     def _scorer(
@@ -422,8 +453,8 @@ class Heads(DrafterBase):
         """A function of a head's index, hidden states `[..., E]` and the tokens so far
         `[..., index + 1]` that returns the hidden states for the next head and logits `[..., V]`.
 
-        Heads that do not read tokens are the same for all nodes of a level: all of them are
-        computed at once, if some row has `wanted` `[B]` any.
+        Heads that do not read tokens are the same for all nodes of a level, and their logits are
+        `[B, 1, V]`: all of them are computed at once, if some row has `wanted` `[B]` any.
         """
         config, own, parts = self.config, params["own"], self._parts(params["target"])
 
@@ -452,11 +483,7 @@ class Heads(DrafterBase):
         every = if_any(wanted > 0, run_all, nothing)
 
         def look_up(index: int, hidden: jax.Array, tokens: jax.Array):
-            logits = every[:, index]
-            if hidden.ndim == 3:
-                size = (*hidden.shape[:2], config.vocab_size)
-                logits = jnp.broadcast_to(logits[:, None], size)
-            return hidden, logits
+            return hidden, every[:, index] if hidden.ndim == 2 else every[:, index, None]
 
         return look_up
 
@@ -526,17 +553,6 @@ def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
             f"The heads {name or config.kind} have {found} at params{path}, where their config "
             f"asks for {expected}; give them the parameters of this config, all in one dtype."
         )
-
-
-def path_tokens(growth: Growth, newest: jax.Array, level: int) -> jax.Array:
-    """`[B, K, level + 1]` int32, the newest token `[B, 1]` and those on the way to each node that
-    `level`, from 1 on, expands."""
-    num_rows, num_expanded = growth.paths.shape[:2]
-    # Expanded node K + i has offset i + 1. Rows that do not want the level have offsets of 0.
-    node = growth.paths[:, :, 1 : level + 1] + (num_expanded - 1)
-    drafted = jnp.take_along_axis(growth.drafted, node.reshape(num_rows, -1), axis=1)
-    root = jnp.broadcast_to(newest[:, None], (num_rows, num_expanded, 1))
-    return jnp.concatenate([root, drafted.reshape(num_rows, num_expanded, level)], axis=2)
 
 
 def without_nan(logits: jax.Array) -> jax.Array:
