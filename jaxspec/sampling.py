@@ -111,7 +111,7 @@ def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
 
 def is_greedy(rows: BatchView) -> jax.Array:
     """Bool scalar: every row takes the arg max of its unadjusted logits."""
-    return ~(jnp.any(rows.sampling.temperature > 0) | _is_adjusted(rows))
+    return ~(jnp.any(rows.sampling.temperature > 0) | is_adjusted(rows))
 
 
 def neutral_sampling(num_rows: int) -> RowSampling:
@@ -152,7 +152,8 @@ def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
     )
 
 
-def _is_adjusted(rows: BatchView) -> jax.Array:
+def is_adjusted(rows: BatchView) -> jax.Array:
+    """Bool scalar: some row has a penalty, or has not reached its least length."""
     s = rows.sampling
     has_penalty = (s.repetition_penalty != 1) | (s.presence_penalty != 0)
     has_penalty |= s.frequency_penalty != 0
@@ -167,7 +168,7 @@ def adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
     presence and frequency penalty over the output, as in vLLM.
     """
     return lax.cond(
-        _is_adjusted(rows), lambda: _adjust(logits, rows, prefix), lambda: logits.astype("float32")
+        is_adjusted(rows), lambda: _adjust(logits, rows, prefix), lambda: logits.astype("float32")
     )
 
 

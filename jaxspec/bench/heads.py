@@ -58,6 +58,8 @@ PAIRS = (("vicuna-7b", "vicuna-68m"), ("qwen3-8b", "qwen3-0.6b"), ("glm-4-9b", "
 DEVICE = "h200"
 BUDGET = 8  # nodes up to which trees are Clover's, of a budget; larger ones are those of a beam
 WIDTH = 4  # of the beam
+DEPTH = 8  # of the draft model's beam, at most
+MOST_NODES = WIDTH + (DEPTH - 1) * WIDTH**2  # candidates of that beam
 ACCURACY: Columns = {
     "heads": "{heads}",
     "texts": "{domain}",
@@ -148,6 +150,11 @@ class HeadsBench(PairBench):
     def measure(self) -> dict[str, Any]:
         """What `parts` say."""
         check_at_least_one(self, "nodes", "batch_sizes", "max_tokens", "repeats")
+        if max(self.nodes) > MOST_NODES:
+            raise SettingError(
+                f"--nodes {max(self.nodes)} was given; the draft model's beam of width {WIDTH} and "
+                f"depth {DEPTH} has {MOST_NODES} candidates, so give at most {MOST_NODES}."
+            )
         if not self.heads:
             raise SettingError(
                 "No --heads were given; name some that jaxspec train heads wrote, as in "
@@ -282,7 +289,9 @@ class HeadsBench(PairBench):
             drafters: dict[str, Drafter] = {
                 **{label: with_nodes(one, nodes) for label, one in heads.items()},
                 "draft model, chain": DraftModel(draft),
-                "draft model, tree": DraftModel(draft, tree=BeamTree(WIDTH, min(nodes, 8), nodes)),
+                "draft model, tree": DraftModel(
+                    draft, tree=BeamTree(WIDTH, min(nodes, DEPTH), nodes)
+                ),
                 "n-gram": NGram(),
             }
             engines = {

@@ -48,16 +48,22 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
         tokens, window = fixed
         return _score(loop.target, params["target"], tokens, window, cache)
 
-    def whole_round(params, bare, moving):
+    leaves, form = jax.tree.flatten(state.drafter)
+    # Lengths and the like, without which a drafter would draft nothing after the same tokens again.
+    of_rows = {index: leaf for index, leaf in enumerate(leaves) if leaf.ndim < 2}
+
+    def whole_round(params, fixed, moving):
         """The same round over and over: caches move on, all else is as it was."""
-        cache, drafter = moving
+        (bare, of_rows), (cache, drafter) = fixed, moving
+        leaves = [of_rows.get(index, leaf) for index, leaf in enumerate(jax.tree.leaves(drafter))]
+        drafter = jax.tree.unflatten(form, leaves)
         after = loop.round(params, bare.replace(cache=cache, drafter=drafter))
         return (after.cache, after.drafter), after.replace(cache=(), drafter=())
 
     bare, moving = state.replace(cache=(), drafter=()), _copy((state.cache, state.drafter))
     return stages | {
         "target": Repeated(target_stage, loop.params, inputs, _copy(state.cache)),
-        "round": Repeated(whole_round, loop.params, bare, moving),
+        "round": Repeated(whole_round, loop.params, (bare, _copy(of_rows)), moving),
     }
 
 

@@ -21,12 +21,14 @@ from flax import struct
 from jax import lax
 
 from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.sampling import (
     Stream,
     adjust,
     filtered_logits,
     fit_vocabulary,
     gumbel,
+    is_adjusted,
     is_greedy,
     position_keys,
     round_keys,
@@ -34,6 +36,7 @@ from jaxspec.sampling import (
 from jaxspec.types import BatchView, Draft, DraftContext, EngineShape
 
 Tree: TypeAlias = BeamTree | BudgetTree | StaticTree
+BLOCK = 64  # scores of which the maximum is taken before the highest are looked for
 
 
 class Growth(struct.PyTreeNode, kw_only=True):
@@ -180,27 +183,26 @@ class Grower:
         Args:
           growth: so far.
           level: int32 scalar, or an int.
-          logits: `[B, n, V']` after the n nodes; all K, or the newest token alone.
+          logits: `[B, n, V']` after the n nodes, the first of those that the level expands;
+            `[B, 1, V']` where they are the same after each of them.
           worth: `[B, n]` fp32, of the paths to them.
         """
-        num_rows, num_nodes = worth.shape
-        offset = 1 + jnp.arange(num_offsets(self.tree), dtype=jnp.int32)
-        paths = growth.paths[:, :num_nodes]
-        context = DraftContext(
-            tokens=growth.drafted[:, self.tree.num_expanded :],
-            is_before=jnp.any(paths[..., None] == offset[None, None, None], axis=2),
-            position=jnp.broadcast_to(
-                (self.rows.num_committed + level)[:, None], (num_rows, num_nodes)
-            ),
-        )
         logits = fit_vocabulary(logits, self.shape.vocab_size)
-        numbers = jnp.broadcast_to(self.tree.key_numbers(level)[None, :num_nodes], worth.shape)
-        scores, q = _draw_scores(logits, self.rows, context, numbers, self.shape)
-        best, tokens = lax.top_k(scores, self.tree.num_children)
-        is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
-        sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
-        log_total = jax.nn.logsumexp(sharpness * scores, axis=-1, keepdims=True)
-        log_share = sharpness * best - log_total
+        num_nodes, num_alike = worth.shape[1], worth.shape[1] // logits.shape[1]
+
+        def choose_once() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            found = self._choose(growth, level, logits)
+            return jax.tree.map(lambda of_one: jnp.repeat(of_one, num_alike, axis=1), found)
+
+        def choose_for_each() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            size = (logits.shape[0], num_nodes, logits.shape[2])
+            return self._choose(growth, level, jnp.broadcast_to(logits, size))
+
+        if num_alike == 1 or not self.shape.is_noise_shared:
+            tokens, log_share, q = choose_for_each()
+        else:  # penalties count the tokens on the way to a node
+            made = lax.cond(is_adjusted(self.rows), choose_for_each, choose_once)
+            tokens, log_share, q = made
         of_path = worth[..., None] + log_share
         is_candidate = jnp.isfinite(of_path) & (level < self.num_levels)[:, None, None]
         of_path = jnp.where(is_candidate, of_path, -jnp.inf)
@@ -215,6 +217,35 @@ class Grower:
             worth=put(growth.worth, self.tree.prune(of_path, log_share, growth.worth)),
             q=None if growth.q is None or q is None else put(growth.q, q),
         )
+
+    def _choose(
+        self, growth: Growth, level: jax.Array | int, logits: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The best children of the first n nodes that a level expands, `[B, n, W]`: tokens, and the
+        logarithms of their shares of their parents' worth. And q `[B, n, V]`, or None.
+
+        `logits` are `[B, n, V]` fp32.
+        """
+        num_rows, num_nodes = logits.shape[:2]
+        offset = 1 + jnp.arange(num_offsets(self.tree), dtype=jnp.int32)
+        paths = growth.paths[:, :num_nodes]
+        context = DraftContext(
+            tokens=growth.drafted[:, self.tree.num_expanded :],
+            is_before=jnp.any(paths[..., None] == offset[None, None, None], axis=2),
+            position=jnp.broadcast_to(
+                (self.rows.num_committed + level)[:, None], (num_rows, num_nodes)
+            ),
+        )
+        numbers = self.tree.key_numbers(level)[None, :num_nodes]
+        numbers = jnp.broadcast_to(numbers, (num_rows, num_nodes))
+        scores, q = _draw_scores(logits, self.rows, context, numbers, self.shape)
+        best, tokens = highest(scores, self.tree.num_children)
+        if not self.tree.ranks_paths:
+            return tokens, jnp.where(jnp.isfinite(best), 0.0, -jnp.inf), q
+        is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
+        sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
+        log_total = jax.nn.logsumexp(sharpness * scores, axis=-1, keepdims=True)
+        return tokens, sharpness * best - log_total, q
 
     def draft(self, growth: Growth, wanted: jax.Array) -> tuple[Draft, jax.Array]:
         """The draft of `shape.num_nodes` nodes, of which each row wants the first `wanted` `[B]`,
@@ -280,6 +311,27 @@ def _draw_scores(
         return logits, q
 
     return lax.cond(is_greedy(rows), take_highest, draw)
+
+
+def highest(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` highest of `scores` `[B, n, V]` in falling order, and their tokens, as
+    `lax.top_k`: of equals the first.
+
+    XLA:CPU's `top_k` handles one score at a time, and the maximum of a block of them at once. The
+    highest scores are in the blocks of the highest maxima, so it need look at no others.
+    """
+    vocab_size = scores.shape[-1]
+    num_blocks = -(-vocab_size // BLOCK)
+    if loops_run_on_host() or num_blocks <= 2 * count:
+        return lax.top_k(scores, count)
+    missing = num_blocks * BLOCK - vocab_size
+    scores = jnp.pad(scores, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
+    blocks = scores.reshape(*scores.shape[:2], num_blocks, BLOCK)
+    chosen = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), count)[1], axis=-1)
+    looked_at = jnp.take_along_axis(blocks, chosen[..., None], axis=2)
+    best, index = lax.top_k(looked_at.reshape(*scores.shape[:2], count * BLOCK), count)
+    of_block = jnp.take_along_axis(chosen, index // BLOCK, axis=-1)
+    return best, of_block * BLOCK + index % BLOCK
 
 
 def flat(values: jax.Array) -> jax.Array:

@@ -120,6 +120,15 @@ class StaticTree:
         """K, the most nodes of one depth that have children."""
         return max(1, *(len(self._inner(depth)) for depth in range(1, self.max_depth + 1)))
 
+    def num_expanded_by(self, level: int) -> int:
+        """Nodes that `level` expands, at most K; they come first among those of `expand`."""
+        return max(1, len(self._inner(level)))
+
+    @property
+    def ranks_paths(self) -> bool:
+        """Whether what paths are worth decides anything."""
+        return False
+
     def _inner(self, depth: int) -> np.ndarray:
         """The nodes of a depth that have children; of depth 0 the newest token."""
         if depth == 0:
@@ -246,6 +255,15 @@ class BeamTree:
         """K, nodes that a level expands."""
         return self.width
 
+    def num_expanded_by(self, level: int) -> int:
+        """Nodes that `level` expands: the newest token, then K."""
+        return 1 if level == 0 else self.width
+
+    @property
+    def ranks_paths(self) -> bool:
+        """Whether what paths are worth decides anything; in a chain it does not."""
+        return self.width > 1
+
     def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
         """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.width)[1]
@@ -338,8 +356,18 @@ class BudgetTree:
 
     @property
     def num_expanded(self) -> int:
-        """K, nodes that a level expands: if there were N, none would be left for their children."""
+        """K, the most nodes that a level expands; see `num_expanded_by`."""
         return max(1, self.nodes - 1)
+
+    def num_expanded_by(self, level: int) -> int:
+        """Nodes that `level` expands: the newest token, then so many that together with at least
+        one of each depth before them they leave one for a child."""
+        return 1 if level == 0 else max(1, self.nodes - level)
+
+    @property
+    def ranks_paths(self) -> bool:
+        """Whether what paths are worth decides anything."""
+        return True
 
     def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
         """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""

@@ -5,15 +5,22 @@ import math
 
 import heads
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import toy
 
 import jaxspec
 from jaxspec.analysis.heads import HeadsDraft
+from jaxspec.bench.measure import fill
+from jaxspec.bench.stages import round_stages
 from jaxspec.cli import main
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.files import save_drafter
+from jaxspec.engine.engine import Engine
 from jaxspec.models import decoder
 from jaxspec.models.registry import PRESETS
+from jaxspec.requests.sampling_params import SamplingParams
 
 TARGET = PRESETS["vicuna-7b"]
 HEAD = 2 * TARGET.width * TARGET.vocab_size
@@ -52,6 +59,31 @@ def test_a_small_run(capsys, tmp_path):
     assert str(tmp_path) not in json.dumps(document)
     assert main(["bench", "heads", "--heads", name, name]) != 0
     assert "Two of --heads are called mine" in capsys.readouterr().err
+
+
+def test_a_round_that_is_timed_over_and_over_drafts_every_time():
+    target = heads.target(num_layers=1)
+    drafter = heads.random_heads("clover", target, tree="chain", stddev=0.3)
+    engine = Engine(target, drafter, batch_size=4, max_length=128, scheduler=jaxspec.Static())
+    executor = engine.executor
+    fill(executor, toy.prompts((5, 9, 12, 7)), SamplingParams(max_tokens=90), draft_length=3)
+    while True:  # until a round accepts something
+        before = jax.tree.map(jnp.copy, executor.state)
+        executor.run(1)
+        if np.any(executor.state.num_committed - before.num_committed > 1):
+            break
+    repeated = round_stages(executor.loop, before)["round"]
+    repeated(1)
+    once = np.array(repeated._moving[1].num_taken)
+    assert np.array_equal(once, executor.state.num_committed - 1)
+    repeated(3)
+    assert np.array_equal(repeated._moving[1].num_taken, once)
+
+
+def test_trees_that_are_too_large_are_refused_before_anything_is_loaded(capsys):
+    options = ["--heads", "/nowhere", "--target", "/nowhere", "--nodes", "4", "117"]
+    assert main(["bench", "heads", *options]) != 0
+    assert "--nodes 117 was given" in capsys.readouterr().err
 
 
 def test_without_heads_it_says_what_to_give(capsys):

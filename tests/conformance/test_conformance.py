@@ -394,6 +394,7 @@ DRAFTERS = {
     "DraftModel of a fixed shape": lambda: jaxspec.DraftModel(DRAFT, tree=TREE),
     "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
     "Heads": lambda: heads.random_heads("clover", BASE),
+    "Heads of a fixed shape": lambda: heads.random_heads("medusa", BASE, tree=TREE),
     "NGram": lambda: jaxspec.NGram(1, 3),
     "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
     "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
@@ -407,6 +408,7 @@ SELDOM = {
     "DraftModel of a fixed shape": "system",
     "DraftModel of a beam tree": "system",
     "Heads": "system",
+    "Heads of a fixed shape": "system",
 }
 
 

@@ -399,27 +399,79 @@ def recorded_rows(state, prompts, first_round):
 LONG = SamplingParams(max_tokens=180, ignore_eos=True)
 
 
-def long_run(heads, target, prompts, **settings):
+def long_run(heads, target, prompts, *, num_tokens=LONG.max_tokens, **settings):
     """An executor of two rows that have read their prompts."""
     settings = {"batch_size": 2, "max_length": 256, "prefill_chunk": 16} | settings
+    params = dataclasses.replace(LONG, max_tokens=num_tokens)
     executor = Engine(target, heads, trace="tokens", **settings).executor
     for row, prompt in enumerate(prompts):
-        request = Request(request_id=str(row), prompt_token_ids=tuple(prompt), params=LONG)
+        request = Request(request_id=str(row), prompt_token_ids=tuple(prompt), params=params)
         executor.admit_and_prefill(row, request, draft_length=heads.num_nodes)
     return executor
 
 
+def catch_up(executor):
+    executor.catch_up(dict(enumerate(executor.lags().tolist())))
+    assert not np.any(executor.lags())
+
+
 @pytest.mark.system
-@pytest.mark.parametrize("name", ["clover", "clover2"])
+@pytest.mark.parametrize("name", ["medusa", "clover", "clover2"])
 def test_nothing_is_missed_in_plain_steps(target, name):
     heads, prompts = heads_named(name, target, "chain"), toy.prompts((40, 1))
     executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)
+    has_block = heads.config.block is not None
     for _ in range(2):
         executor.run(30, draft_length=0)
+        # A block rests meanwhile, and reads what has piled up before the next draft.
+        assert executor.lags()[:2].tolist() == [30 * has_block] * 2
+        catch_up(executor)
         executor.run(4, draft_length=3)
     found = recorded_rows(executor.state, prompts, (0, 0))
     num_drafts, _ = check_rounds(heads, target, found, [LONG] * 2)
     assert num_drafts == 16  # of two rows, in four rounds, twice
+
+
+@pytest.mark.system
+def test_rounds_make_up_for_a_few_plain_steps(target):
+    heads, prompts = heads_named("clover2", target, "chain"), toy.prompts((40, 9))
+    executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)
+    executor.run(5, draft_length=0)
+    assert executor.lags()[:2].tolist() == [5, 5]
+    executor.run(8, draft_length=3)
+    found = recorded_rows(executor.state, prompts, (5, 5))
+    assert [one.trace.rounds.drafted.tolist() for one in found] == [[0, 0] + [3] * 6] * 2
+    assert check_rounds(heads, target, found, [LONG] * 2)[0] == 12
+
+
+class ForgetsPlainSteps(Heads):
+    """Takes no features in plain steps."""
+
+    def commit(self, shape, params, state, rows, info):
+        after = super().commit(shape, params, state, rows, info)
+        if info.draft.tokens.shape[1]:
+            return after
+        return after.replace(features=state.features)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("kind", [Heads, ForgetsPlainSteps])
+def test_after_thousands_of_plain_steps_heads_draft_as_if_they_had_read_all_along(kind):
+    target = toys.target(num_layers=1, max_length=4096)
+    sound = heads_named("clover", target, "chain")
+    heads = kind(sound.config, sound.params, tree="chain")
+    settings = {"max_length": 4096, "prefill_chunk": 256, "exactness": "ties", "verify_length": 4}
+    executor = long_run(heads, target, toy.prompts((40, 9)), num_tokens=4000, **settings)
+    executor.run(3000, draft_length=0)
+    catch_up(executor)
+    executor.run(4, draft_length=3)
+    params = dataclasses.replace(LONG, max_tokens=4000)
+    found = recorded_rows(executor.state, toy.prompts((40, 9)), (3000, 3000))
+    if kind is Heads:
+        assert check_rounds(heads, target, found, [params] * 2)[0] == 8
+    else:
+        with pytest.raises(AssertionError, match="instead of"):
+            check_rounds(heads, target, found, [params] * 2)
 
 
 @pytest.mark.system

@@ -7,6 +7,7 @@ numpy where torch is not installed.
 
 import itertools
 
+import heads as toys
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -187,6 +188,48 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     assert min(tested) > ALPHA / len(tested)
     total = jaxspec.Acceptance.total([completion.acceptance for completion in completions])
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
+
+
+STATIC = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+HEADS = [("medusa", "chain"), ("medusa", STATIC), ("clover", "chain"), ("clover", STATIC)]
+
+
+class WrongLaw(jaxspec.Heads):
+    """Says that drafts were drawn from another distribution than they were."""
+
+    def propose(self, shape, params, state, rows):
+        draft, state = super().propose(shape, params, state, rows)
+        return draft.replace(q=jnp.roll(draft.q, 1, axis=-1)), state
+
+
+def smallest_p_value(target, plain, heads, *, settings):
+    """Of what `Rejection` emits after drafts of heads, and how many tests there were."""
+    tokens, completions = sample(engine_for(target, heads, jaxspec.Rejection()), settings=settings)
+    total = jaxspec.Acceptance.total([completion.acceptance for completion in completions])
+    assert 0 < total.num_accepted_tokens < total.num_draft_tokens
+    found = []
+    for values, drawn in zip(settings, tokens, strict=True):
+        found += p_values(drawn, *distributions(plain, values))
+    return min(found), len(found)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("kind", "tree"), HEADS)
+def test_rejection_of_heads_follows_the_distribution(target, plain, kind, tree):
+    heads = toys.random_heads(kind, target, tree=tree, stddev=0.3)
+    sampled = [settings for settings in SETTINGS if settings["temperature"] > 0]
+    smallest, count = smallest_p_value(target, plain, heads, settings=sampled)
+    assert count > 5 * len(sampled)
+    assert smallest > ALPHA / count
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("kind", "tree"), [("medusa", "chain"), ("clover", STATIC)])
+def test_a_wrong_distribution_of_heads_is_caught(target, plain, kind, tree):
+    sound = toys.random_heads(kind, target, tree=tree, stddev=0.3)
+    heads = WrongLaw(sound.config, sound.params, tree=tree)
+    sampled = [settings for settings in SETTINGS if settings["temperature"] == 1.0]
+    assert smallest_p_value(target, plain, heads, settings=sampled)[0] < 1e-9
 
 
 def test_numpy_and_hugging_face_agree_on_the_distribution(plain):

@@ -1,0 +1,96 @@
+"""Writes `heads/medusa.npz` beside this file from the Medusa release's own code (needs torch):
+
+    python tests/golden/make_medusa.py CHECKOUT
+
+CHECKOUT is a git clone of https://github.com/FasterDecoding/Medusa. Its two classes of heads are
+compiled from `medusa/model/medusa_model.py` as it stands there. The decoder around them, for which
+they need an old transformers, is replaced by one that returns given hidden states. Nothing of the
+code is stored: only the weights, in float16, the hidden states, the logits, and where they came
+from.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+SOURCE, CLASSES = "medusa/model/medusa_model.py", ("ResBlock", "MedusaModelABC")
+WIDTH, VOCAB_SIZE, NUM_HEADS, NUM_TOKENS, SEED = 32, 61, 3, 5, 7
+
+
+def release_classes(checkout: Path) -> dict[str, type]:
+    """The classes of heads, compiled without the modules that theirs imports."""
+    import torch
+
+    tokenizers = types.SimpleNamespace(from_pretrained=lambda name: None)
+    names = {"torch": torch, "nn": torch.nn, "AutoTokenizer": tokenizers}
+    parsed = ast.parse((checkout / SOURCE).read_text())
+    parsed.body = [node for node in parsed.body if getattr(node, "name", None) in CLASSES]
+    exec(compile(parsed, SOURCE, "exec"), names)
+    return {name: names[name] for name in CLASSES}
+
+
+def make(checkout: Path, num_layers: int) -> dict[str, np.ndarray]:
+    """Weights under the release's names, hidden states, and the logits that its `forward` makes."""
+    import torch
+
+    heads_of_release = release_classes(checkout)["MedusaModelABC"]
+
+    class Decoder(torch.nn.Module):
+        """Returns hidden states that were made before; called as the release calls its own."""
+
+        def __init__(self, config):
+            super().__init__()
+            self.hidden = torch.randn(1, NUM_TOKENS, WIDTH)
+
+        def model(self, **inputs):
+            return (self.hidden,)
+
+    whole = type("Whole", (heads_of_release, Decoder), {})
+    config = types.SimpleNamespace(
+        medusa_num_heads=NUM_HEADS,
+        medusa_num_layers=num_layers,
+        hidden_size=WIDTH,
+        vocab_size=VOCAB_SIZE,
+        _name_or_path="",
+    )
+    torch.manual_seed(SEED)
+    model = whole(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape).mul(0.3).half())
+    logits = model(medusa_forward=True)  # [heads, 1, tokens, V]
+    tensors = {
+        f"tensor/{name}": tensor.detach().numpy().astype(np.float16)
+        for name, tensor in model.medusa_head.state_dict().items()
+    }
+    return {"hidden": model.hidden[0].numpy(), "logits": logits[:, 0].detach().numpy(), **tensors}
+
+
+def main(checkout: Path) -> None:
+    """Writes the file."""
+    told = ("git", "-C", str(checkout), "rev-parse", "HEAD")
+    commit = subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+    arrays = {
+        "repository": np.array("https://github.com/FasterDecoding/Medusa"),
+        "commit": np.array(commit),
+        "source": np.array(SOURCE),
+        "seed": np.array(SEED),
+    }
+    for num_layers in (1, 2):
+        made = make(checkout, num_layers)
+        arrays |= {f"{num_layers}/{name}": array for name, array in made.items()}
+    path = HERE / "heads" / "medusa.npz"
+    path.parent.mkdir(exist_ok=True)
+    np.savez_compressed(path, **arrays)
+    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
