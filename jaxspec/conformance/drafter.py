@@ -387,14 +387,14 @@ def _score(b: DrafterUnderTest) -> str:
     @jax.jit
     def both(params, state: DecodeState):
         rows = b.rows(state)
-        draft, drafter_state = decode_round.propose(b.loop, params, state, rows)
+        draft, drafter_state, cache = decode_round.propose(b.loop, params, state, rows)
         window = decode_round.make_window(state, draft, tree_depth=b.shape.tree_depth)
         tokens = decode_round.window_tokens(state, draft)
-        hidden, cache = target.forward(params["target"], tokens, window, state.cache)
+        hidden, expected_cache = target.forward(params["target"], tokens, window, cache)
         scores, with_score, _ = decode_round.score(
-            b.loop, params, drafter_state, rows, draft, tokens, window, state.cache
+            b.loop, params, drafter_state, rows, draft, tokens, window, cache
         )
-        expected = hidden, *kv_at(cache, window.slots)
+        expected = hidden, *kv_at(expected_cache, window.slots)
         return expected, (scores.hidden, *kv_at(with_score, window.slots))
 
     def kv_at(cache: kv.KVCache, slots: jax.Array) -> list[jax.Array]:
