@@ -120,6 +120,8 @@ class DrafterBase:
         returns `(draft, state, cache)`. It may read what is committed, and write to slots from the
         newest token's on, of which the round reads nothing that it has not written itself. The
         cache is returned even if nothing was written, as XLA would copy one that is only read.
+      score_keeps_bits: whether the hidden states and KV that its `score` returns have the bits of
+        the target's forward pass, where these do not depend on the width of a window.
       drafts_last_token: whether it may draft the last token that a row may still emit, which is the
         target's own in any case unless the verifier adds no bonus token.
     """
@@ -135,6 +137,7 @@ class DrafterBase:
     taps: tuple[int, ...] = ()
     uses_target: bool = False
     uses_target_cache: bool = False
+    score_keeps_bits: bool = False
     drafts_last_token: bool = False
 
     def check(self, target: Model) -> None:
