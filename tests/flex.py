@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import toy
 
-from jaxspec.drafters.flexdraft.config import DRAFT_PROJECTORS, FlexConfig, param_shapes
+from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
@@ -70,16 +70,17 @@ def copied_params(config: FlexConfig, model: LanguageModel):
     }
 
 
-def random_flex(model: LanguageModel, *, seed=0, block_size=BLOCK, **settings) -> FlexDraft:
+def random_flex(
+    model: LanguageModel, *, seed=0, block_size=BLOCK, num_deep_layers=2, **settings
+) -> FlexDraft:
     """Random weights: their drafts are hardly ever right."""
-    config = config_of(model, block_size=block_size)
+    config = config_of(model, block_size=block_size, num_deep_layers=num_deep_layers)
     return FlexDraft(config, random_params(config, seed=seed, dtype=model.dtype), **settings)
 
 
-def copied_flex(model: LanguageModel, *, block_size=BLOCK, **settings) -> FlexDraft:
+def copied_flex(
+    model: LanguageModel, *, block_size=BLOCK, num_deep_layers=2, **settings
+) -> FlexDraft:
     """Copied projectors: their drafts are often right for `target`."""
-    config = config_of(model, block_size=block_size)
+    config = config_of(model, block_size=block_size, num_deep_layers=num_deep_layers)
     return FlexDraft(config, copied_params(config, model), **settings)
-
-
-assert set(DRAFT_PROJECTORS) >= {"qkv", "output"}

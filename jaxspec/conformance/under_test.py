@@ -445,7 +445,7 @@ class DrafterUnderTest:
     @functools.cached_property
     def with_probs(self) -> DrafterUnderTest:
         """The same, where drafts come with the distributions that they were drawn from."""
-        if self.complete.score is not None:
+        if self.complete.score is not None and not self.complete.uses_target_cache:
             raise NotApplicable("it drafts in the target's pass, which this check does not run")
         return dataclasses.replace(self, is_noise_shared=False, needs_draft_probs=True)
 

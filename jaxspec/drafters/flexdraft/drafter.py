@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache.pages import KVCache
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.drafters.flexdraft import formulas
+from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import Kernels, unpacked
@@ -317,9 +318,10 @@ class FlexDraft(DrafterBase):
     def _logits(self, params: PyTree, hidden: jax.Array, rows: BatchView) -> jax.Array:
         """Calibrated logits `[B, N, V]` fp32 of mask rows `[B, N, E]`, all finite."""
         target, newest = self._target, rows.num_committed[:, None] - 1
-        bonus = decoder.embed(params["target"], jnp.take_along_axis(rows.tokens, newest, axis=1))
+        tokens = jnp.take_along_axis(rows.tokens, newest, axis=1)
+        bonus = decoder.embed(params["target"], tokens)[:, 0]
         normed = target.final_norm(params["target"], hidden)
-        logits = target.head(params["target"], normed) + formulas.calibration(
+        logits = target.head(params["target"], normed) + calibration(
             params["own"]["calibrator"], bonus, normed, self._kernels.product
         )
         return without_nan(logits)

@@ -1,4 +1,4 @@
-"""FlexDraft's formulas: where mask rows stand, what they see, and how their logits are calibrated.
+"""Where mask rows stand and what they see, and how much of a draft is verified.
 
 With a block of K = 3 and `a` the position of the newest token, whose drafts are d and e, the target
 scores three tokens and G = 3 groups of mask rows draft for 0, 1 or 2 accepted ones. Rows below are
@@ -18,12 +18,9 @@ The first row of a group stands where the next token of the target belongs, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
-from jaxspec.kernels.base import Product, product
 from jaxspec.types import Window
 
 
@@ -68,27 +65,6 @@ def block_window(start: jax.Array, is_wanted: jax.Array, *, block_size: int) -> 
         paths=jnp.broadcast_to(depth, (num_rows, block_size, 2 * block_size)),
         ends=jnp.broadcast_to(start[:, None] + block_size, positions.shape),
     )
-
-
-def calibration(
-    calibrator: Mapping[str, jax.Array],
-    bonus: jax.Array,
-    normed: jax.Array,
-    product: Product = product,
-) -> jax.Array:
-    """What the calibrator adds to the logits of mask rows, `[B, N, V]` fp32, now that the token
-    before their drafts is known: `W2 silu(W1 [bonus; normed] + b1) + b2`.
-
-    Args:
-      calibrator: as in `config.param_shapes`.
-      bonus: `[B, 1, E]`, the target's embedding of that token.
-      normed: `[B, N, E]`, the mask rows after the target's final norm.
-      product: of the kernels.
-    """
-    inner = product(bonus, calibrator["embedding"]) + product(normed, calibrator["hidden"])
-    inner = jax.nn.silu(inner + calibrator["hidden_bias"][None, None])
-    logits = product(inner, calibrator["logits"], dtype=jnp.float32)
-    return logits + calibrator["logits_bias"].astype(jnp.float32)[None, None]
 
 
 def sure_length(confidence: jax.Array, *, least: float, rule: str) -> jax.Array:
