@@ -148,6 +148,12 @@ class DrafterBase:
         its target returns a copy that knows it."""
         return self
 
+    def within(self, num_nodes: int) -> DrafterBase:
+        """The drafter of rounds that have room for `num_nodes` nodes and no more. It drafts the
+        first nodes of what this one drafts, from the same state; one that has a cheaper way to so
+        few returns another drafter."""
+        return self
+
     def init(self, shape: EngineShape) -> PyTree:
         """No state."""
         return ()
@@ -240,6 +246,10 @@ class _WithDefaults:
     def for_target(self, target: Model) -> DrafterBase:
         make = getattr(self._drafter, "for_target", lambda target: self._drafter)
         return with_defaults(make(target))
+
+    def within(self, num_nodes: int) -> DrafterBase:
+        make = getattr(self._drafter, "within", lambda num_nodes: self._drafter)
+        return with_defaults(make(num_nodes))
 
     def __getattr__(self, name: str):
         owner = self._drafter if hasattr(self._drafter, name) else self._defaults

@@ -57,6 +57,7 @@ CLEARLY_FASTER = 0.03  # a measurement that finds a round faster by this is foll
 # Calls whose rounds are remembered, by draft length; the fastest of them counts. The first few do
 # not yet outweigh what was measured, and calls of few rounds say little.
 REMEMBERED_CALLS, FEW_CALLS, FEWEST_TIMED_ROUNDS = 64, 4, 4
+UNTIMED_CALLS = 8  # in a row; the next is timed, although the device has to be waited for
 SHORTEST_S = 1e-6  # a clock may measure nothing at all
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
 
@@ -264,6 +265,10 @@ class DraftLengthController:
         measured = () if len(ratios) >= FEW_CALLS else (1.0,)
         return self.times.of(draft_length, context) * min((*ratios, *measured))
 
+    def must_time(self, draft_length: int) -> bool:
+        """Whether little is known of what rounds of this draft length take by now."""
+        return self._is_trial or len(self._time_ratios[draft_length]) < FEW_CALLS
+
     def tokens_per_s(
         self,
         draft_length: int,
@@ -421,8 +426,9 @@ class AdaptiveDrafting:
         self._executor = executor
         self._draft_length = draft_length
         self._choice: Choice | None = None  # of the rounds that `note` is called for next
-        self._first_round: Any = 0  # before these, by shard
+        self._num_rounds: Any = 0  # run before these, by shard
         self._started_s: float | None = None  # when they were started; None if they are not timed
+        self._num_untimed = 0  # calls since the last that was timed
         self._was_plain = False  # whether the last ones were plain steps
 
     def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
@@ -467,7 +473,6 @@ class AdaptiveDrafting:
         """
         executor, controller = self._executor, self.controller
         assert controller is not None, "prepare comes first"
-        self._first_round = executor.fetch("schedule").num_rounds
         was_resting = self.is_resting
         lags = functools.cache(lambda: self._lags(tickets))
         drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]
@@ -491,7 +496,12 @@ class AdaptiveDrafting:
                 limits[row] = min(ticket.draft_length, choice.draft_length)
             executor.set_draft_limits(limits)
         self._choice = choice
-        self._started_s = None if must_read else time.perf_counter()
+        # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
+        # the host works ahead of the device.
+        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.draft_length):
+            executor.wait()
+        self._started_s = time.perf_counter() if executor.is_idle else None
+        self._num_untimed = 0 if executor.is_idle else self._num_untimed + 1
         return choice
 
     def note(
@@ -511,6 +521,9 @@ class AdaptiveDrafting:
           answered_s: when the device had run them, by `time.perf_counter`.
         """
         seconds = None if self._started_s is None else answered_s - self._started_s
+        # An engine that lost its state counts from 0 again.
+        before_these = np.where(num_rounds < self._num_rounds, 0, self._num_rounds)
+        self._num_rounds = num_rounds
         choice, self._choice = self._choice, None
         if choice is None or self.controller is None:
             return
@@ -522,7 +535,7 @@ class AdaptiveDrafting:
         self.controller.note(
             draft_length=choice.draft_length,
             context=_longest_context(tickets),
-            num_rounds=int(np.max(num_rounds - self._first_round)),
+            num_rounds=int(np.max(num_rounds - before_these)),
             num_row_rounds=sum(now.num_rounds - then.num_rounds for then, now in new),
             num_accepted_at=[
                 sum(now.num_accepted_node(j) - then.num_accepted_node(j) for then, now in new)

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +246,15 @@ class Executor:
     def reset(self) -> None:
         """Drops the state. Every row is empty then, and no output depends on it."""
         self._state = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device has done all that it was given."""
+        return cast(Any, self.state.finish).is_ready()  # not in the declared type
+
+    def wait(self) -> None:
+        """Waits until the device has done all that it was given."""
+        jax.block_until_ready(self.state.finish)
 
     def fetch(self, *fields: str) -> Any:
         """A copy of the state on the host: without caches and drafter, or, where fields of
