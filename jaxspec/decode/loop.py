@@ -105,6 +105,13 @@ class DecodeLoop:
             verify_length=self.shape.verify_length,
         )
 
+    def with_variant(self, variant: int) -> DecodeLoop:
+        """The same loop over the same state, with rounds of one of the drafter's `variants`; 0 is
+        the drafter itself."""
+        if variant == 0:
+            return self
+        return dataclasses.replace(self, drafter=self.drafter.variants[variant - 1])
+
     def at(self, verify_length: int) -> DecodeLoop:
         """The same loop over the same state, with rounds of `verify_length` tokens.
 

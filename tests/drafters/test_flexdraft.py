@@ -1,5 +1,7 @@
 """FlexDraft: what its mask rows see, both modes, the target's cache, what it refuses."""
 
+import dataclasses
+
 import flex
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from jaxspec.decode.state import batch_view
 from jaxspec.drafters.flexdraft import drafter as flexdraft
 from jaxspec.drafters.flexdraft import formulas
 from jaxspec.drafters.flexdraft.config import flex_config, param_shapes
+from jaxspec.engine import adaptive
+from jaxspec.engine.adaptive import RoundTimes
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.errors import ModelError, SettingError
@@ -242,6 +246,68 @@ def test_penalties_count_the_drafts_before(target):
     tokens = np.asarray(draft(executor.params, state).tokens)
     assert len(set(tokens[0].tolist())) == 3
     assert len(set(tokens[1].tolist())) == 1  # the other row has none
+
+
+# Both modes in one engine.
+
+
+def counted(executor):
+    """How often each of the executor's programs of rounds is called from now on, by name."""
+    calls = {}
+
+    def wrap(name, program):
+        def call(*args):
+            calls[name] = calls.get(name, 0) + 1
+            return program(*args)
+
+        return call
+
+    for name, program in executor.programs.items():
+        if name.startswith("run"):
+            executor.programs[name] = wrap(name, program)
+    return calls
+
+
+@pytest.mark.parametrize(("batch_size", "variant"), [(2, 0), (3, 1)])
+def test_auto_follows_the_batch_where_rounds_are_not_measured(target, batch_size, variant):
+    drafter = flex.random_flex(target)
+    executor = make_executor(target, drafter, **{**SMALL, "batch_size": batch_size})
+    assert executor.variants == (variant,)
+    assert executor.loop.with_variant(variant).drafter.mode == ("auto", "sequential")[variant]
+
+
+def test_auto_changes_to_the_faster_mode_and_no_bit(target, plain, monkeypatch):
+    """Parallel is made the faster one at short contexts, sequential at long ones."""
+    num_measured = 0
+
+    def measured(rounds, *, draft_lengths, room):
+        nonlocal num_measured
+        num_measured += 1
+        assert rounds.variant == num_measured - 1
+        short_s, long_s = ((1.0, 1.1), (1.1, 1.0))[rounds.variant]
+        lengths = {n: 2.0 if n == 0 else 1.0 for n in draft_lengths}
+        return RoundTimes(
+            short_context=1,
+            long_context=60,
+            short_s={n: short_s * seconds for n, seconds in lengths.items()},
+            long_s={n: long_s * seconds for n, seconds in lengths.items()},
+            chunk_s=0.0,
+        )
+
+    monkeypatch.setattr(adaptive, "measure_round_times", measured)
+    drafter = flex.copied_flex(target, confidence=0.0)
+    engine = Engine(target, drafter, draft_length="auto", exactness="ties", **SMALL)
+    assert engine.executor.variants == (0, 1)
+    calls = counted(engine.executor)
+    params = [dataclasses.replace(PARAMS[index], max_tokens=60) for index in (0, 1, 4)]
+    prompts = [PROMPTS[index] for index in (0, 1, 4)]
+    found = engine.generate(prompts, params)
+    assert num_measured == 2
+    assert {name for name in calls if name.endswith("_variant_1")}
+    assert {name for name in calls if "variant" not in name and name != "run_1"}
+    if target.is_width_invariant:
+        alone = Engine(target, **SMALL).generate(prompts, params)
+        assert [c.token_ids for c in found] == [c.token_ids for c in alone]
 
 
 # The target's cache.
