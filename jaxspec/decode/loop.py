@@ -105,6 +105,13 @@ class DecodeLoop:
             verify_length=self.shape.verify_length,
         )
 
+    def with_variant(self, variant: int) -> DecodeLoop:
+        """The same loop over the same state, with rounds of one of the drafter's `variants`; 0 is
+        the drafter itself."""
+        if variant == 0:
+            return self
+        return dataclasses.replace(self, drafter=self.drafter.variants[variant - 1])
+
     def at(self, verify_length: int) -> DecodeLoop:
         """The same loop over the same state, with rounds of `verify_length` tokens.
 
@@ -125,7 +132,8 @@ class DecodeLoop:
 
     def empty(self, shape: EngineShape) -> DecodeState:
         """State of `shape.batch_size` empty rows."""
-        cache = self.target.init_cache(shape.batch_size, shape.max_length)
+        num_slots = shape.max_length + self.drafter.num_scratch_slots(shape)
+        cache = self.target.init_cache(shape.batch_size, num_slots)
         return empty_state(
             shape,
             num_stop_tokens=self.num_stop_tokens,

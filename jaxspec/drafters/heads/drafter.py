@@ -41,7 +41,7 @@ from jaxspec.models.base import LAST, HeadedModel, LanguageModel, Model
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.kinds import first_mismatch, kinds_of
-from jaxspec.sampling import draw_draft
+from jaxspec.sampling import draw_draft, without_nan
 from jaxspec.types import (
     BatchView,
     Draft,
@@ -631,13 +631,6 @@ def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
             f"The heads {name or config.kind} have {found} at params{path}, where their config "
             f"asks for {expected}; give them the parameters of this config, all in one dtype."
         )
-
-
-def without_nan(logits: jax.Array) -> jax.Array:
-    """Logits `[..., V]` as they are, or zeros where one of them is NaN or infinite; one of -inf is
-    a token that is never proposed."""
-    are_numbers = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
-    return jnp.where(are_numbers, logits, jnp.zeros((), logits.dtype))
 
 
 def if_any(is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
