@@ -1,4 +1,5 @@
-"""Sessions: a turn that reuses KV equals the same chat decoded from nothing, wherever it was kept."""
+"""Sessions: a turn that reuses KV equals the same chat decoded from nothing, wherever it was kept.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def _nothing_is_left(request):
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
         assert not engine.has_unfinished
-        engine.forget_prefixes()
+        engine.update_params()  # drops what sessions and prefixes keep
         engine.reset()
 
 
@@ -177,12 +178,11 @@ def test_kernels_that_sum_in_one_order_keep_every_bit():
     assert session.exactness == "bitwise"
     chat(session)
     done = session.generate(list(session.token_ids) + OTHER, GREEDY)
-    ours = kv_of(engine, session._conversation.row)
-    session.close()
+    row = engine.executor.free_rows(())[0]
+    ours = kv_of(engine, row)
     engine.reset()
-    expected = from_nothing(engine, done)
-    assert expected.token_ids == done.token_ids
-    assert ours == kv_of(engine, engine.executor.free_rows(())[0])
+    assert from_nothing(engine, done).token_ids == done.token_ids
+    assert ours == kv_of(engine, row)
 
 
 def test_other_kernels_keep_every_bit_where_answers_are_read_again(engine):
@@ -194,11 +194,11 @@ def test_other_kernels_keep_every_bit_where_answers_are_read_again(engine):
     kept = [0, len(FIRST) - 1, len(FIRST) + 13 + len(SECOND) - 1]
     assert [done.num_reused_tokens for done in completions] == [n - n % CHUNK for n in kept]
     assert completions[1].num_reread_tokens == len(FIRST) + 12 - CHUNK
-    ours = kv_of(engine, session._conversation.row)
-    session.close()
+    row = engine.executor.free_rows(())[0]
+    ours = kv_of(engine, row)
     engine.reset()
     assert from_nothing(engine, completions[-1]).token_ids == completions[-1].token_ids
-    assert ours == kv_of(engine, engine.executor.free_rows(())[0])
+    assert ours == kv_of(engine, row)
 
 
 def test_a_second_turn_reads_a_fraction_of_the_chunks(target, monkeypatch):
@@ -235,7 +235,7 @@ def test_an_edited_history_is_reused_up_to_the_first_difference(engine):
         again = session.generate(prompt, GREEDY)
         check_chat(engine, [again])
     assert again.num_reused_tokens == 19
-    nothing_shared = session.generate(OTHER, GREEDY)
+    nothing_shared = session.generate([(FIRST[0] + 1) % toy.VOCAB, *OTHER], GREEDY)
     assert nothing_shared.num_reused_tokens == 0
     check_chat(engine, [nothing_shared])
 
@@ -268,24 +268,23 @@ def test_what_follows_a_stop_string_never_counts():
     check_chat(engine, [second], params)
 
 
-def test_a_turn_that_was_cancelled_leaves_what_was_read(engine):
+@pytest.mark.parametrize("num_steps", [1, 4, 6])
+def test_a_turn_that_was_cancelled_leaves_what_was_read(engine, num_steps):
+    long = dataclasses.replace(GREEDY, max_tokens=120)
+    [text] = toy.prompts((90,), seed=5)
     session = engine.session()
     first = session.generate(FIRST, GREEDY)
-    long = dataclasses.replace(GREEDY, max_tokens=100)
-    [text] = toy.prompts((90,), seed=5)
     history = [*FIRST, *first.token_ids, *text]
-    for num_steps in (1, 4, 12):
-        name = engine.submit(history, long, session=session, request_id="cut")
-        other = engine.submit(OTHER, long)  # so that a step reads one chunk
-        for _ in range(num_steps):
-            engine.step()
-        engine.cancel(name)
-        engine.cancel(other)
-        while engine.has_unfinished:
-            engine.step()
-        done = session.generate([*history, 1], GREEDY)
-        assert done.num_reused_tokens > len(FIRST)
-        check_chat(engine, [done])
+    engine.submit(OTHER, GREEDY)  # so that a step reads one chunk
+    name = engine.submit(history, long, session=session)
+    for _ in range(num_steps):
+        engine.step()
+    engine.cancel(name)
+    while engine.has_unfinished:
+        engine.step()
+    done = session.generate([*history, 1], GREEDY)
+    assert done.num_reused_tokens > len(FIRST) + 12
+    check_chat(engine, [done])
 
 
 def test_the_drafter_catches_up_after_turns_without_it(engine):
@@ -364,12 +363,11 @@ def test_what_does_not_fit_on_the_host_is_read_again(target, monkeypatch, how):
 
 
 def test_the_least_recently_used_is_dropped_first(target):
-    engine = Engine(target, NGram(1, 3), **SHAPE)
+    one = Engine(target, NGram(1, 3), **SHAPE).executor.row_bytes(30)
+    engine = Engine(target, NGram(1, 3), session_bytes=2 * one, **SHAPE)
     sessions = [engine.session() for _ in range(3)]
     for session in sessions:
         session.generate(FIRST, GREEDY)
-    one = engine.executor.row_bytes(30)
-    engine._core.kept.max_bytes = 2 * one
     engine.generate([OTHER] * engine.num_residents, GREEDY)
     assert [session.place for session in sessions] == ["none", "host", "host"]
     assert engine.memory.parked_bytes == 2 * one
