@@ -68,9 +68,14 @@ class Session:
         return self._conversation.num_slots
 
     @property
+    def row(self) -> int | None:
+        """The row of the executor that holds the KV, if one does."""
+        return self._conversation.row
+
+    @property
     def place(self) -> str:
         """Where the KV is: `device`, `host`, or `none` if there is none."""
-        if self._conversation.row is not None:
+        if self.row is not None:
             return "device"
         return "host" if self._conversation.stored is not None else "none"
 

@@ -1,4 +1,4 @@
-"""Sessions: a turn that reuses KV equals the same chat decoded from nothing, wherever it was kept."""
+"""Sessions: a turn that reuses KV equals the same chat from nothing, wherever the KV was kept."""
 
 from __future__ import annotations
 
