@@ -335,8 +335,8 @@ def audit_engine(
 
     The workload is decoded speculatively, plainly by the same engine, in another order, in part
     alone, and by the reference loop; some of it goes on for a few turns in sessions. What sessions
-    of the engine's owner have in its rows is dropped, and read again with their next turn. Give the engine `max_logprobs=0`, and E1 and E2 compare the
-    bits of the tokens' log-probabilities too.
+    of the engine's owner have in its rows is dropped, and read again with their next turn. Give the
+    engine `max_logprobs=0`, and E1 and E2 compare the bits of the tokens' log-probabilities too.
 
     Args:
       engine: with a drafter, idle.
