@@ -118,7 +118,8 @@ class ChatCommand(JsonOption, SamplingOptions, DrafterOptions):
             return []
         num_kept = chat.session.num_kept_tokens
         kv_bytes = engine.executor.row_bytes(num_kept)
-        console.print(summary(completion, num_kept=num_kept, kv_bytes=kv_bytes), style="dim")
+        said = summary(completion, num_kept=num_kept, kv_bytes=kv_bytes)
+        console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
         return [{**completion.to_json(), "num_kept_tokens": num_kept, "kv_bytes": kv_bytes}]
 
 
