@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache.pages import BLOCK, KVCache
+from jaxspec.cache.pages import BLOCK, AlignedTable, KVCache
 from jaxspec.decode.state import Admission, admit_row, batch_view, has_rows, mark_prefilled
 from jaxspec.drafters.base import DrafterBase, function_params
 from jaxspec.types import DecodeState, PyTree
@@ -109,7 +109,8 @@ def _caches(state: DecodeState) -> list[KVCache]:
 
 def _page_of(cache: KVCache, row: jax.Array, index: jax.Array) -> jax.Array:
     """Number of the row's page; of a cache of fewer pages the last."""
-    return cache.table[row, jnp.minimum(index, cache.table.shape[1] - 1)]
+    pages = cache.table.pages if isinstance(cache.table, AlignedTable) else cache.table
+    return pages[row, jnp.minimum(index, pages.shape[1] - 1)]
 
 
 def take_page(state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
@@ -162,3 +163,20 @@ def shape_of_page(state: DecodeState) -> PyTree:
     """Shapes of what `take_page` returns, of a state or of its shapes."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return jax.eval_shape(take_page, state, number, number)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowFunctions:
+    """The functions above for one loop; `ShardedLoop` has them for all shards of a mesh."""
+
+    loop: DecodeLoop
+    take_page = staticmethod(take_page)
+    put_page = staticmethod(put_page)
+    take_rest = staticmethod(take_rest)
+    put_rest = staticmethod(put_rest)
+
+    def continue_row(
+        self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: Any
+    ) -> DecodeState:
+        """See `continue_row` of this module."""
+        return continue_row(self.loop, params, state, row, *arguments)

@@ -249,6 +249,7 @@ class EngineCore:
             ticket = self.queue.place_next(lambda ticket: self.kept.choose_row(ticket, free))
             if ticket is None:
                 return
+            assert ticket.row is not None, "it was placed"
             free.remove(ticket.row)
             ticket.arrival = next(self._arrivals)
             self.kept.admit(ticket)

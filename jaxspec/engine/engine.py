@@ -436,7 +436,7 @@ class Engine:
             are still read once.
 
         Raises:
-          SettingError: the layout is aligned, or the engine has a mesh.
+          SettingError: the layout is aligned.
         """
         return open_session(self._core, self._intake, exactness=self.exactness, reread=reread)
 
@@ -453,8 +453,7 @@ class Engine:
 
         Raises:
           PromptError: the prompt is empty, malformed or too long.
-          SettingError: it does not fit into `session_bytes`; the layout is aligned, or the engine
-            has a mesh.
+          SettingError: it does not fit into `session_bytes`, or the layout is aligned.
           RequestError: the engine was shut down, or the device failed.
         """
         return cache_prefix(self._core, self._intake, prompt, chat_template=chat_template)

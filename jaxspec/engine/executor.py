@@ -165,14 +165,15 @@ class Executor:
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
+        rows = everywhere if isinstance(everywhere, ShardedLoop) else kept.RowFunctions(loop)
+        on_copies = {"out_shardings": self._home_of_copies}
+        returned = {"donate_argnums": 0, **on_home}
         self.programs |= {
-            "continue": self.program("next turn", self._continue_row, **updates),
-            "take_page": self.program("copying of a page", kept.take_page),
-            "take_rest": self.program("copying of a row", kept.take_rest),
-            "put_page": self.program(
-                "return of a page", kept.put_page, donate_argnums=0, **on_home
-            ),
-            "put_rest": self.program("return of a row", kept.put_rest, donate_argnums=0, **on_home),
+            "continue": self.program("next turn", rows.continue_row, **updates),
+            "take_page": self.program("copying of a page", rows.take_page, **on_copies),
+            "take_rest": self.program("copying of a row", rows.take_rest, **on_copies),
+            "put_page": self.program("return of a page", rows.put_page, **returned),
+            "put_rest": self.program("return of a row", rows.put_rest, **returned),
         }
         unused = SESSION_PROGRAMS
         unused += () if is_adaptive else ("prefill_target", "catch_up", "lag")
@@ -331,8 +332,12 @@ class Executor:
             self.params, self.state, np.int32(row), admission, np.int32(num_kept), np.int32(start)
         )
 
-    def _continue_row(self, *arguments: Any) -> DecodeState:
-        return kept.continue_row(self.loop, *arguments)
+    @property
+    def _home_of_copies(self) -> jax.sharding.Sharding | None:
+        """Where copies of a row are: every device of a mesh has them."""
+        if self.mesh is None:
+            return self.home
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     def take_row(self, row: int, num_slots: int) -> StoredRow:
         """A copy of a row's first slots, on the device; the row stays as it is."""
@@ -347,8 +352,8 @@ class Executor:
 
     def put_row(self, row: int, stored: StoredRow) -> None:
         """Copies what `take_row` returned into a row that holds no running request."""
-        if self.home is not None:  # elsewhere, the programs would be compiled again
-            parts = jax.device_put((stored.pages, stored.rest), self.home)
+        if self._home_of_copies is not None:  # elsewhere, programs would be compiled again
+            parts = jax.device_put((stored.pages, stored.rest), self._home_of_copies)
             stored = StoredRow(pages=parts[0], rest=parts[1])
         state = self.state
         for index, pages in enumerate(stored.pages):

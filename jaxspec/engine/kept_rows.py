@@ -49,10 +49,10 @@ class KeptRows:
     def choose_row(self, ticket: Ticket, free: Sequence[int]) -> int:
         """The row among `free` that a ticket should get: its conversation's, else one that holds
         nothing, else the one that was used least recently."""
-        own = ticket.conversation
-        if own is not None and own.row in free:
-            return own.row
-        return min(free, key=lambda row: self._last_used(row))
+        own = None if ticket.conversation is None else ticket.conversation.row
+        if own is not None and own in free:
+            return own
+        return min(free, key=self._last_used)
 
     def _last_used(self, row: int) -> int:
         return self._by_row[row].last_used if row in self._by_row else 0
@@ -250,7 +250,7 @@ class KeptRows:
     @property
     def num_resident_tokens(self) -> int:
         """Tokens whose KV is in a row, for a next turn."""
-        return sum(each.num_slots for each in self._by_row.values())
+        return sum(each.num_slots for each in [*self._by_row.values()])
 
     @property
     def num_parked_tokens(self) -> int:

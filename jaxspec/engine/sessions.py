@@ -246,11 +246,6 @@ def check_keeps_rows(executor: Executor) -> None:
             f"A session was asked for, and the layout is {executor.loop.layout}, which moves the "
             "KV of rows that have ended; use the ragged layout."
         )
-    if executor.mesh is not None:
-        raise SettingError(
-            "A session was asked for with a mesh, and rows are kept on one device only; leave the "
-            "mesh out, or send whole prompts as requests."
-        )
 
 
 def held(core: EngineCore) -> dict[str, Any]:
