@@ -27,6 +27,7 @@ _EXPORTS = {
     "engine.engine": "Engine",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
+    "engine.sessions": "Session",
     "errors": "CheckpointError ConformanceError JaxspecError JaxspecWarning ModelError "
     "PromptError QueueFullError RequestError SettingError",
     "models.base": "LanguageModel Model",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.engine import Engine as Engine
     from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput
+    from jaxspec.engine.sessions import Session as Session
     from jaxspec.errors import CheckpointError as CheckpointError
     from jaxspec.errors import ConformanceError as ConformanceError
     from jaxspec.errors import JaxspecError as JaxspecError

@@ -22,6 +22,7 @@ from jaxspec.runtime import signals
 COMMANDS = {
     "demo": ("commands.demo:DemoCommand", "see it work on a small trained pair"),
     "generate": ("commands.generate:GenerateCommand", "complete a prompt, or a file of them"),
+    "chat": ("commands.chat:ChatCommand", "chat in the terminal; KV stays between turns"),
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),

@@ -515,5 +515,5 @@ def draw_block(
     return lax.cond(
         is_greedy(rows),
         take_highest,
-        lambda: lax.cond(_is_adjusted(rows), draw_one_by_one, draw),
+        lambda: lax.cond(is_adjusted(rows), draw_one_by_one, draw),
     )

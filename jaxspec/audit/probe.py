@@ -78,6 +78,7 @@ def probe(engine: Engine) -> ProbeReport:
     """
     shape = engine.shape
     length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
+    engine.reset()  # sessions may hold rows, and these requests are to get the first ones
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, shape.vocab_size, (2 * shape.batch_size, length)).tolist()
     first, others = prompts[: shape.batch_size], prompts[shape.batch_size + 1 :]

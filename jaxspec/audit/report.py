@@ -150,6 +150,7 @@ _COMPARED_WITH = {
     "E2": "another order, alone",
     "E3": "plain sampling, same seeds",
     "E4": "the reference loop",
+    "E5": "the same chat from nothing",
 }
 
 

@@ -33,6 +33,7 @@ from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scenes import SCENES
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
+from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Prompt, Request, make_requests
@@ -40,13 +41,15 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Verifier
 
-NUM_ALONE = 4  # requests that are also decoded alone, for E2
+NUM_ALONE = 4  # requests that are also decoded alone, for E2, and go on as chats, for E5
+NUM_LATER_TURNS, TURN_LENGTH = 2, 8  # of each chat; tokens that the user says in a later turn
 
 CLAIMS = {
     "E1": "plain decoding by the same engine gives the same tokens and bits",
     "E2": "alone and in another order, a request gives the same tokens and bits",
     "E3": "sampled plain decoding with the same seeds gives the same tokens",
     "E4": "the window-1 reference loop gives the same tokens, except at proven ties",
+    "E5": "later turns of a session give the same tokens and bits as the same chat from nothing",
     "distribution": "sampled tokens follow the target's distribution, and end where they have to",
     "tables": "so do many outputs of this verifier from tables whose distribution is known exactly",
 }
@@ -249,7 +252,7 @@ class EngineAudit:
       promise: what the verifier promises, in words.
       num_requests: audited.
       num_sampled: of these, with a temperature.
-      levels: E1 to E4 by name.
+      levels: E1 to E5 by name.
       distribution: of the sampled outputs.
       tables: of a verifier that promises the distribution only.
       study: the published study's metrics against the reference loop; None without a tokenizer.
@@ -331,8 +334,9 @@ def audit_engine(
     """Audits an engine on a workload.
 
     The workload is decoded speculatively, plainly by the same engine, in another order, in part
-    alone, and by the reference loop. Give the engine `max_logprobs=0`, and E1 and E2 compare the
-    bits of the tokens' log-probabilities too.
+    alone, and by the reference loop; some of it goes on for a few turns in sessions. What sessions
+    of the engine's owner have in its rows is dropped, and read again with their next turn. Give the
+    engine `max_logprobs=0`, and E1 and E2 compare the bits of the tokens' log-probabilities too.
 
     Args:
       engine: with a drafter, idle.
@@ -349,6 +353,7 @@ def audit_engine(
     if engine.max_logprobs is not None:
         requests = _with_logprobs(requests, 0)
     verifier = engine.verifier
+    engine.reset()
     tell("the start-up probe")
     seen = probe(engine)
     # Where bits depend on neighbours or widths, no more than the promise of E4 can be kept.
@@ -372,9 +377,13 @@ def audit_engine(
     alone = _run(engine, [requests[i] for i in few], batch_size=1)
     tell("E4: the reference loop")
     reference = _run_reference_loop(engine, requests)
+    tell("E5: chats in sessions, and from nothing")
+    some = own[:: max(1, len(own) // NUM_ALONE)][:NUM_ALONE]
+    why_no_chats, later, in_sessions, anew = _run_chats(engine, [requests[i] for i in some])
 
     tell("judging divergences")
-    longest = max(len(c.prompt_token_ids + c.token_ids) for c, _ in (*drafted, *reference))
+    every = (*drafted, *reference, *in_sessions, *anew)
+    longest = max(len(c.prompt_token_ids + c.token_ids) for c, _ in every)
     scorer = Scorer(engine.target, max_length=longest + 1)
 
     def level(name: str, chosen: Sequence[int], expected: _Run) -> Level:
@@ -395,6 +404,12 @@ def audit_engine(
         "E2": Level(name="E2", outputs=independent, reason=is_none, allows_ties=not is_bit_exact),
         "E3": level("E3", [i for i in own if i in sampled], [(c, None) for c, _ in plain]),
         "E4": level("E4", own, reference),
+        "E5": Level(
+            name="E5",
+            outputs=_compare(scorer, later, range(len(later)), in_sessions, anew),
+            reason=why_no_chats if own else level("E4", own, reference).reason,
+            allows_ties=not (is_bit_exact and engine.executor.keeps_prompt_bits),
+        ),
     }
     tell("the distribution of sampled outputs")
     distribution = _distribution(scorer, engine, requests, [c for c, _ in drafted])
@@ -456,9 +471,53 @@ def _run(
         completions = list(engine.run(batch, speculate=speculate))
         # The rows keep their KV until the next batch takes them.
         for row, completion in zip(rows_of(engine, batch), completions, strict=True):
-            kv = b"".join(values.tobytes() for values in engine.executor.committed_kv(row))
-            found.append((completion, hashlib.sha256(kv).hexdigest()))
+            found.append((completion, _digest_of_kv(engine, row)))
     return found
+
+
+def _run_chats(
+    engine: Engine, requests: Sequence[Request]
+) -> tuple[str | None, list[Request], _Run, _Run]:
+    """Requests that go on as chats, each in a session, all of them open at a time: why there are
+    none, or None; the requests of later turns; their completions; and those from nothing. Digests
+    of KV are of engines whose sessions keep bits."""
+    try:
+        sessions = [engine.session() for _ in requests]
+    except SettingError:
+        return "this engine keeps no sessions", [], (), ()
+    later: list[Request] = []
+    found: list[tuple[Completion, str | None]] = []
+    histories = [request.prompt_token_ids for request in requests]
+    for turn in range(1 + NUM_LATER_TURNS):
+        for index, (session, request) in enumerate(zip(sessions, requests, strict=True)):
+            if turn > 0:
+                histories[index] += requests[index - 1].prompt_token_ids[:TURN_LENGTH]
+            prompt = histories[index]
+            if len(prompt) > engine.longest_prompt:
+                continue
+            completion = session.generate(prompt, request.params)
+            histories[index] += completion.token_ids
+            if turn > 0:
+                request_id = f"{request.request_id}, turn {turn + 1}"
+                later.append(
+                    dataclasses.replace(request, request_id=request_id, prompt_token_ids=prompt)
+                )
+                found.append((completion, _digest_of_kv(engine, session.row)))
+    for session in sessions:
+        session.close()
+    engine.reset()
+    anew = _run(engine, later)
+    if not engine.executor.keeps_prompt_bits:
+        found = [(completion, None) for completion, _ in found]
+    return (None if later else "no second turn fits the max_length"), later, found, anew
+
+
+def _digest_of_kv(engine: Engine, row: int | None) -> str | None:
+    """Of the committed KV of a row."""
+    if row is None:
+        return None
+    kv = b"".join(values.tobytes() for values in engine.executor.committed_kv(row))
+    return hashlib.sha256(kv).hexdigest()
 
 
 def _run_reference_loop(engine: Engine, requests: Sequence[Request]) -> _Run:

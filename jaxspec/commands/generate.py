@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import load_model
+from jaxspec.commands.chats import Encode, decode_chats
 from jaxspec.commands.options import (
     DrafterOptions,
     EngineOptions,
@@ -39,7 +41,7 @@ from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion, Completions
-from jaxspec.requests.prompts import PromptLine, chat_template, encode_prompts
+from jaxspec.requests.prompts import PromptLine, Turns, chat_template, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_regular_file
@@ -68,6 +70,10 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     """Instead of the tokenizer's own: `vicuna`, or a Jinja file."""
     chat_template_kwargs: str | None = None
     """JSON object of further template variables, e.g. '{"enable_thinking": false}'."""
+    turns: Turns = "first"
+    """Of questions with several turns: first leaves out the others; all asks them one after the
+    other, in a session that keeps the KV, and completes each. Without --chat they are joined as
+    lines of text."""
     draft_length: DraftLength | None = None
     """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
     `auto` chooses from none to --verify-length - 1 (by default that) while decoding, by acceptance
@@ -126,6 +132,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         self._check_sampling()
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
+        self._check_turns()
         template, template_kwargs = self._chat_settings(lines)
         self._check_output(lines)
         self._check_trace()
@@ -187,7 +194,17 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
 
         print(engine.memory.sentence, file=sys.stderr)
         compile_s = warm_up(engine) if num_done < len(requests) else 0.0
-        completions, decode_s = self._decode(engine, requests, lines, file, num_done)
+        if self.turns == "all":
+            encode = functools.partial(
+                encode_prompts,
+                model=target,
+                is_chat=self.chat,
+                template=template,
+                template_kwargs=template_kwargs,
+            )
+            lines, completions, decode_s = self._decode_turns(engine, requests, lines, encode, file)
+        else:
+            completions, decode_s = self._decode(engine, requests, lines, file, num_done)
         total = Acceptance.total([completion.acceptance for completion in completions])
         trace_files = self._write_trace(lines, completions)
         if file is None:
@@ -225,7 +242,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         if self.prompt is not None and self.prompts is not None:
             raise SettingError("Both --prompt and --prompts were given; give one of them.")
         if self.prompts is not None:
-            return self.read_prompts(), self.checksums()
+            return self.read_prompts(turns=self.turns), self.checksums()
         if self.prompt is None:
             raise SettingError("No prompt was given; give --prompt TEXT or --prompts FILE.")
         if self.prompt == "":
@@ -245,6 +262,23 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                 f"--n {self.n} was given with --format spec-bench, which holds one answer per "
                 "question; leave --n out, or use --format jsonl."
             )
+
+    def _check_turns(self) -> None:
+        """Raises unless the options fit questions of several turns, if these are asked."""
+        if self.turns == "first":
+            return
+        reasons = {
+            "--resume": (self.resume, "later prompts depend on the answers before them"),
+            "--n": (self.n > 1, "one answer goes on"),
+            "--max-prompt-tokens": (self.max_prompt_tokens is not None, "it would cut the chat"),
+            "--format spec-bench": (self.format == "spec-bench", "its lines hold one answer here"),
+            "--layout aligned": (self.layout == "aligned", "sessions need ragged rows"),
+        }
+        for option, (is_given, reason) in reasons.items():
+            if is_given:
+                raise SettingError(
+                    f"{option} was given with --turns all, and {reason}; leave one of them out."
+                )
 
     def _check_drafting(self, *, is_plain: bool) -> None:
         """Raises unless the options fit drafting, or plain decoding."""
@@ -312,6 +346,34 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                     )
                 raise
         return completions, decode_s
+
+    def _decode_turns(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        lines: Sequence[PromptLine],
+        encode: Encode,
+        file: OutputFile | None,
+    ) -> tuple[list[PromptLine], list[Completion], float]:
+        """The line and the completion of every turn, and the seconds they took; those of a question
+        are written to the file as soon as it, and those before it, have been answered."""
+        all_lines: list[PromptLine] = []
+        completions: list[Completion] = []
+        started_s = last_s = time.perf_counter()
+        params = [request.params for request in requests]
+        with working("decoding") as status:
+            for chat in decode_chats(engine, lines, params, encode, is_chat=self.chat):
+                now_s = time.perf_counter()
+                if file is not None:
+                    share_s = (now_s - last_s) / len(chat.completions)
+                    file.append(chat.turns, chat.completions, len(completions), share_s)
+                last_s = now_s
+                all_lines += chat.turns
+                completions += chat.completions
+                if chat.refusal is not None:
+                    print(f"{chat.line.name}: {chat.refusal}", file=sys.stderr)
+                status.update(f"decoding: {len(completions)} turns done")
+        return all_lines, completions, time.perf_counter() - started_s
 
     def _chat_settings(
         self, lines: Sequence[PromptLine]
@@ -406,6 +468,7 @@ def show_completions(console: Console, completions: Sequence[Completion]) -> Non
     for completion in completions:
         if len(completions) > 1:
             prompt, *sample = completion.request_id.split("-")
+            prompt = prompt.replace(":", ", turn ")
             name = f"prompt {prompt}" + "".join(f", completion {index}" for index in sample)
             console.rule(name, align="left")
         console.print(completion, soft_wrap=True)

@@ -14,7 +14,13 @@ from typing import Any, Literal, TypeAlias
 from jaxspec.decode import settings
 from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
-from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
+from jaxspec.requests.prompts import (
+    SAMPLE_PROMPTS,
+    PromptLine,
+    Turns,
+    read_prompts,
+    sample_prompts,
+)
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import sha256_of
 
@@ -78,10 +84,13 @@ class PromptOptions:
     max_prompt_tokens: int | None = None
     """Cut longer prompts to their first so many tokens."""
 
-    def read_prompts(self) -> list[PromptLine]:
+    def read_prompts(self, *, turns: Turns = "first") -> list[PromptLine]:
         """The prompts, as many as are asked for."""
         check_at_least_one(self, "limit", "max_prompt_tokens")
-        lines = sample_prompts() if self.prompts is None else read_prompts(self.prompts)
+        if self.prompts is None:
+            lines = sample_prompts()
+        else:
+            lines = read_prompts(self.prompts, turns=turns)
         return lines[: self.limit]
 
     def checksums(self) -> dict[str, str]:

@@ -27,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import KVCache, LayerCache
+from jaxspec.decode import kept
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import Admission, has_rows
 from jaxspec.errors import SettingError
@@ -238,16 +239,43 @@ class ShardedLoop:
     ) -> DecodeState:
         """State with a request in row `row` (int32 scalar, numbered through); its prompt has still
         to be read."""
-        shard = jnp.arange(self.num_shards, dtype=jnp.int32)
-        is_here = row // self.rows_per_shard == shard
+        return self._on_row(self.loop.admit, params, state, row, admission)
 
-        def on_shard(params, state, is_here, row, admission):
-            return self._if(
-                is_here[0], lambda state: self.loop.admit(params, state, row, admission), state
-            )
+    def continue_row(
+        self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
+    ) -> DecodeState:
+        """`kept.continue_row` of a row that is numbered through."""
 
-        on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(), P()))
-        return on_shards(params, state, is_here, row % self.rows_per_shard, admission)
+        def continue_row(params, state, row, *arguments):
+            return kept.continue_row(self.loop, params, state, row, *arguments)
+
+        return self._on_row(continue_row, params, state, row, *arguments)
+
+    def take_page(self, state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
+        """`kept.take_page` of a row that is numbered through."""
+        return self._of_row(kept.take_page, state, row, index)
+
+    def take_rest(self, state: DecodeState, row: jax.Array) -> PyTree:
+        """`kept.take_rest` of a row that is numbered through."""
+        return self._of_row(kept.take_rest, state, row)
+
+    def put_page(
+        self, state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree
+    ) -> DecodeState:
+        """`kept.put_page` of a row that is numbered through."""
+
+        def put_page(_, state, row, index, pages):
+            return kept.put_page(state, row, index, pages)
+
+        return self._on_row(put_page, (), state, row, index, pages)
+
+    def put_rest(self, state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
+        """`kept.put_rest` of a row that is numbered through."""
+
+        def put_rest(_, state, row, rest):
+            return kept.put_rest(state, row, rest)
+
+        return self._on_row(put_rest, (), state, row, rest)
 
     def prefill(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
@@ -282,6 +310,34 @@ class ShardedLoop:
             return self.loop.lag(self._inside(state))
 
         return self._on_shards(on_shard, (P(DATA),))(state)
+
+    def _on_row(
+        self, function, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
+    ) -> DecodeState:
+        """`function(params, state, row, *arguments)` on the shard that has the row."""
+        shard = jnp.arange(self.num_shards, dtype=jnp.int32)
+        is_here = row // self.rows_per_shard == shard
+
+        def on_shard(params, state, is_here, row, arguments):
+            return self._if(
+                is_here[0], lambda state: function(params, state, row, *arguments), state
+            )
+
+        on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(), P()))
+        return on_shards(params, state, is_here, row % self.rows_per_shard, arguments)
+
+    def _of_row(
+        self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array
+    ) -> PyTree:
+        """What `function(state, row, *arguments)` returns on the shard that has the row."""
+
+        def on_shard(state, row, arguments):
+            found = function(self._inside(state), row, *arguments)
+            return jax.tree.map(lambda leaf: leaf[None], found)
+
+        on_shards = self._on_shards(on_shard, (P(DATA), P(), P()))
+        of_all = on_shards(state, row % self.rows_per_shard, arguments)
+        return jax.tree.map(lambda leaf: leaf[row // self.rows_per_shard], of_all)
 
     def _on_rows(
         self, function, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array

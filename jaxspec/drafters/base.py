@@ -241,8 +241,10 @@ class DrafterBase:
     ) -> PyTree:
         """State after row `row` was cut back to its first `num_kept` tokens.
 
-        Nothing calls it yet: an engine that takes emitted tokens back will, before the row's next
-        round. By default the state stays as it is, which is right for drafters that keep nothing.
+        A session calls it before a turn, in place of `admit`: the row is to hold a prompt that
+        begins with the same `num_kept` tokens. `rows` has that prompt. What is missing may lag (see
+        `catch_up`), and a drafter with taps is shown the last kept token again by `observe`, for
+        the token after it has changed. For a drafter that does not define this, `admit` is called.
         """
         return state
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.executor import Executor
+from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
 from jaxspec.engine.shared_steps import SharedSteps
@@ -53,10 +54,12 @@ class EngineCore:
       step_timeout_s: seconds after which a step, or another call of the device, is given up, and
         the engine with it; None for never.
       logprobs_mode: noted in completions with log-probabilities.
+      session_bytes: KV of sessions that is kept on the host at most.
 
     Attributes:
       lock: guards the device; held during a step. Take it before calling the executor.
       queue: of requests, with a lock of its own that is held for moments only.
+      kept: KV that outlives its request.
       metrics: counters.
     """
 
@@ -69,8 +72,10 @@ class EngineCore:
         max_queue: int,
         step_timeout_s: float | None,
         logprobs_mode: str,
+        session_bytes: int,
     ):
         self.executor = executor
+        self.kept = KeptRows(executor, max_bytes=session_bytes)
         self.adaptive = adaptive
         self.lock = threading.RLock()
         self.queue = RequestQueue(executor.num_rows, max_waiting=max_queue, abort=self._abort)
@@ -88,13 +93,13 @@ class EngineCore:
     @property
     def num_rounds(self) -> int:
         """Rounds run so far, on all shards together."""
-        schedule = self._watched(lambda: self.executor.fetch("schedule"))
+        schedule = self.watched(lambda: self.executor.fetch("schedule"))
         return 0 if schedule is None else int(np.sum(schedule.num_rounds))
 
     def step(self) -> None:
         """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are read and
         output is awaited it is one chunk and `ROUNDS_PER_CHUNK` rounds."""
-        self._watched(self._step)
+        self.watched(self._step)
 
     def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
         """Compiles every program; see `Executor.warm_up`. Needs no lock.
@@ -116,11 +121,17 @@ class EngineCore:
         """Cancels every request, and drops the state."""
         with self.lock:
             self.queue.close()
-            self._watched(self._end_early)
-            self._watched(self._collect)
-            self.executor.reset()
+            self.watched(self._end_early)
+            self.watched(self._collect)
+            self.reset()
+            self.kept.clear()
 
-    def _watched(self, call: Callable[[], T]) -> T | None:
+    def reset(self) -> None:
+        """Drops the state, and what its rows held."""
+        self.kept.forget_rows()
+        self.executor.reset()
+
+    def watched(self, call: Callable[[], T]) -> T | None:
         """What a call of the device returns. If it takes too long, the engine ends; from then on
         nothing is called, and this returns None."""
         with self.lock:
@@ -143,7 +154,7 @@ class EngineCore:
         """Lets tickets wait for rows; see `RequestQueue.add`."""
         if self.adaptive is not None and not self.queue.is_closed:
             renew = None if self._watchdog is None else self._watchdog.renew
-            self._watched(functools.partial(self.adaptive.prepare, on_answer=renew))
+            self.watched(functools.partial(self.adaptive.prepare, on_answer=renew))
         self.queue.add(*tickets, is_limited=is_limited)
 
     def completions(
@@ -233,14 +244,16 @@ class EngineCore:
 
     def _admit_waiting(self) -> None:
         """Gives free rows to requests, first come, first served."""
-        for row in self.executor.free_rows(self.queue.tickets_by_row):
-            ticket = self.queue.place_next(row)
+        free = self.executor.free_rows(self.queue.tickets_by_row)
+        while free:
+            ticket = self.queue.place_next(lambda ticket: self.kept.choose_row(ticket, free))
             if ticket is None:
                 return
+            assert ticket.row is not None, "it was placed"
+            free.remove(ticket.row)
             ticket.arrival = next(self._arrivals)
-            self.executor.admit(
-                row, ticket.request, draft_length=ticket.draft_length, arrival=ticket.arrival
-            )
+            self.kept.admit(ticket)
+            self._catch_up(ticket)
 
     def _prefill_prompts(self) -> None:
         """Reads prompts, the oldest first: all of them, or one chunk where the output of running
@@ -265,7 +278,23 @@ class EngineCore:
         )
         for _, ticket in oldest.values():
             ticket.num_prefilled += self.executor.shape.prefill_chunk
+            self._catch_up(ticket)
         return True
+
+    def _catch_up(self, ticket: Ticket) -> None:
+        """Lets the drafter read what it has not seen of a prompt, the beginning of which was not
+        read for this request, as soon as the target has read the rest."""
+        is_resting = self.adaptive is not None and self.adaptive.is_resting
+        if (
+            ticket.num_reused
+            and ticket.draft_length
+            and not ticket.is_prefilling
+            and not is_resting
+        ):
+            assert ticket.row is not None, "what is read has a row"
+            lag = int(self.executor.lags()[ticket.row])
+            if lag > 1:  # the next round makes up for one
+                self.executor.catch_up({ticket.row: lag})
 
     def _run_rounds(self) -> None:
         """Decodes until the host has something to do."""
@@ -334,6 +363,7 @@ class EngineCore:
         if ended:
             state = self.executor.fetch()
             for row in ended:
+                self.kept.keep(tickets[row], state, row)
                 self.queue.finish(tickets[row], self._completion(state, row, tickets[row]))
 
     def _completion(self, state: DecodeState, row: int, ticket: Ticket) -> Completion:
@@ -351,6 +381,8 @@ class EngineCore:
             trace=row_trace(state.trace, row, ticket.acceptance.num_rounds),
             logprobs=_logprobs(state, row, first, last, request.params.logprobs),
             logprobs_mode=self._logprobs_mode,
+            num_reused_tokens=ticket.num_reused,
+            num_reread_tokens=ticket.num_reread,
         )
         try:
             return complete(finish=Finish(int(state.finish[row])), stopped=ticket.stopped)
@@ -362,7 +394,7 @@ class EngineCore:
         """Ends every request that has a row if the state was donated to a call that failed."""
         if not self.executor.is_lost:
             return
-        self.executor.reset()
+        self.reset()
         self.metrics.abandon()
         for ticket in self.queue.tickets_by_row.values():
             self.queue.abort(ticket, Finish.DEVICE_ERROR)
@@ -370,6 +402,7 @@ class EngineCore:
     def _abandon(self) -> None:
         """Ends every request, and the engine: its device does not answer any more."""
         self._is_abandoned = True
+        self.kept.clear()
         _log.error("the engine %s", self._why_abandoned)
         self.metrics.abandon()
         self.queue.abandon(Finish.DEVICE_TIMEOUT, self._why_abandoned)

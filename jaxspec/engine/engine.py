@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, LogprobsMode, make_executor
 from jaxspec.engine.intake import Intake, check_timeout
+from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
-from jaxspec.errors import RequestError
+from jaxspec.engine.sessions import Session, cache_prefix, held, open_session
+from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion, Completions
@@ -32,11 +35,14 @@ from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.environment import autotuned, loops_run_on_host, noted_kernels
+from jaxspec.runtime.host_limits import free_memory
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.telemetry.trace import TraceLevel
 from jaxspec.types import DecodeState, PyTree
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
+
+_log = logging.getLogger(__name__)
 
 
 @refuse_other_names
@@ -87,6 +93,8 @@ class Engine:
       max_queue: requests that may wait for a row; `submit` refuses more.
       step_timeout_s: seconds that a step may take, without compilations. After that every request
         ends with the stop reason `device timeout`, and the engine takes no more. None: no limit.
+      session_bytes: KV of sessions and common prefixes that is kept on the host at most; default a
+        quarter of the host's free memory.
       max_logprobs: log-probabilities kept per token, besides the emitted token's, for requests that
         ask for them; None keeps none.
       logprobs_mode: of the model's own logits (`raw_logprobs`), or of the distribution that tokens
@@ -101,7 +109,6 @@ class Engine:
       executor: the rows on the device and the compiled programs, for checks and measurements.
       queue: requests that wait or have a row.
       shape: `EngineShape` of the batch.
-      memory: bytes of weights and state.
 
     Raises:
       SettingError: a setting out of range, or a state that does not fit into memory.
@@ -139,6 +146,7 @@ class Engine:
         rounds_per_sync: int = 32,
         max_queue: int = 1024,
         step_timeout_s: float | None = None,
+        session_bytes: int | None = None,
         max_logprobs: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         trace: TraceLevel | None = None,
@@ -147,6 +155,10 @@ class Engine:
     ):
         check_at_least_one(rounds_per_sync=rounds_per_sync, max_queue=max_queue)
         check_timeout(step_timeout_s=step_timeout_s)
+        if session_bytes is None:
+            session_bytes = free_memory()[0] // 4
+        elif session_bytes < 0:
+            raise SettingError(f"session_bytes {session_bytes} was given; it must be at least 0.")
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         self.verifier = verifier = make_verifier(verifier or "coupled")
@@ -175,7 +187,6 @@ class Engine:
         self.mesh, self.shape = self.executor.mesh, self.executor.shape
         self.verify_lengths = self.executor.verify_lengths
         self.num_residents = self.executor.num_rows
-        self.memory = self.executor.memory
         self.draft_length, self.adaptive = _drafting(self.executor, drafter, draft_length)
         self._core = EngineCore(
             self.executor,
@@ -184,6 +195,7 @@ class Engine:
             max_queue=max_queue,
             step_timeout_s=step_timeout_s,
             logprobs_mode=logprobs_mode,
+            session_bytes=session_bytes,
         )
         self.queue = self._core.queue
         self._intake = Intake(self.executor, self.draft_length, max_logprobs)
@@ -217,9 +229,18 @@ class Engine:
         """The decode state on the device; every row is empty before the first call."""
         return self.executor.state
 
+    @property
+    def memory(self) -> Memory:
+        """Bytes of weights and state, and what sessions keep now."""
+        return dataclasses.replace(self.executor.memory, **held(self._core))
+
     def metrics(self) -> dict[str, Any]:
-        """Counters of the engine's life, in vLLM's names; see `telemetry.Metrics.snapshot`."""
-        return self._core.metrics.snapshot()
+        """Counters of the engine's life, in vLLM's names (see `telemetry.Metrics.snapshot`); and of
+        its sessions: tokens whose KV is in rows (`num_resident_tokens`) and on the host
+        (`num_parked_tokens`, `parked_bytes`) now, and the prompt tokens whose KV was reused, read
+        again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
+        """
+        return {**self._core.metrics.snapshot(), **self._core.kept.metrics()}
 
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
@@ -304,6 +325,7 @@ class Engine:
         draft_length: int | None = None,
         chat_template: str | None = None,
         timeout_s: float | None = None,
+        session: Session | None = None,
     ) -> str:
         """Queues a request, to be decoded by `step`; returns its id. Any thread may call it.
 
@@ -311,6 +333,7 @@ class Engine:
           prompt: text, token ids or a list of chat messages.
           params: default `SamplingParams()`; `n` must be 1.
           request_id: a name that no unfinished request has; by default one is made.
+          session: of which this is the next turn.
 
         The other arguments are those of `generate`.
 
@@ -318,12 +341,16 @@ class Engine:
           PromptError: the prompt is empty, malformed or too long for the engine's max_length.
           SettingError: a parameter out of range.
           QueueFullError: `max_queue` requests are waiting.
-          RequestError: the id is taken, or the engine was shut down.
+          RequestError: the id is taken, or the engine was shut down; or the session is closed,
+            another engine's, or its last turn has not ended.
         """
         ticket = self._intake.single(
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         )
-        self._core.enqueue(ticket)
+        if session is None:
+            self._core.enqueue(ticket)
+        else:
+            session.enqueue(ticket, self._core)
         return ticket.request.request_id
 
     def cancel(self, request_id: str) -> None:
@@ -393,11 +420,56 @@ class Engine:
         ).streamed()
         return self._core.astream(ticket)
 
+    # Conversations, and beginnings that prompts share.
+
+    def session(self, *, reread: bool = False) -> Session:
+        """A conversation whose KV stays from turn to turn, so that a turn reads only what is new.
+
+        KV that was written by rounds, one answer long, equals to the bit what reading the answer
+        would have written, with kernels whose bits do not depend on the width of a window
+        (`native`); with others it does up to rounding. `Session.exactness` says which: `bitwise`,
+        or `ties`. With `reread` it is as exact as the engine with any kernels.
+
+        Args:
+          reread: read every answer once more, as part of the next prompt, in chunks that begin
+            where they would without a session. Prompts, with the answers of earlier turns in them,
+            are still read once.
+
+        Raises:
+          SettingError: the layout is aligned.
+        """
+        return open_session(self._core, self._intake, exactness=self.exactness, reread=reread)
+
+    def cache_prefix(self, prompt: Prompt, *, chat_template: str | None = None) -> int:
+        """Reads a beginning that many prompts share, such as a system prompt, and keeps its KV on
+        the host; returns its number of tokens. From then on every request that begins with it, in a
+        session or not, copies that KV instead of reading it, and emits the same tokens and bits.
+        (With kernels whose bits depend on the width, whole chunks of `prefill_chunk` tokens are
+        copied, and a shorter prefix is of no use.) `forget_prefixes` drops it, as do new weights.
+
+        Args:
+          prompt: text, token ids or messages.
+          chat_template: Jinja template for messages instead of the tokenizer's own.
+
+        Raises:
+          PromptError: the prompt is empty, malformed or too long.
+          SettingError: it does not fit into `session_bytes`, or the layout is aligned.
+          RequestError: the engine was shut down, or the device failed.
+        """
+        return cache_prefix(self._core, self._intake, prompt, chat_template=chat_template)
+
+    def forget_prefixes(self) -> None:
+        """Drops what `cache_prefix` keeps."""
+        with self._core.lock:
+            self._core.kept.forget_prefixes()
+
     # The engine's own life.
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
         """Replaces the weights of the target, the draft model or both by others like
-        `engine.target.params` and `engine.drafter.params`; nothing is compiled again.
+        `engine.target.params` and `engine.drafter.params`; nothing is compiled again. KV that
+        sessions and common prefixes have is dropped, and a warning is logged that says how much;
+        sessions read it again with their next turn.
 
         Raises:
           RequestError: requests are being decoded; their KV is the old weights'.
@@ -410,6 +482,14 @@ class Engine:
                     "KV is the old weights'; finish or cancel them first."
                 )
             self.executor.update_params(target=target, drafter=draft)
+            num_bytes = self._core.kept.parked_bytes
+            if num_dropped := self._core.kept.clear():
+                _log.warning(
+                    "new weights: the KV of %d tokens that sessions and common prefixes had was "
+                    "dropped (%s of it on the host)",
+                    num_dropped,
+                    in_units(num_bytes),
+                )
             if target is not None and dataclasses.is_dataclass(self.target):
                 model: Any = self.target
                 self.target = dataclasses.replace(model, params=self.executor.target_params)
@@ -421,14 +501,15 @@ class Engine:
         return self._core.warm_up(on_program)
 
     def reset(self) -> None:
-        """Drops the state of ended requests; no output depends on it.
+        """Drops the state of ended requests; no output depends on it. Sessions whose KV is in a row
+        read it again.
 
         Raises:
           RequestError: requests are being decoded.
         """
         if self.queue.tickets_by_row:
             raise RequestError("The engine was to be emptied while requests are being decoded.")
-        self.executor.reset()
+        self._core.reset()
 
     def shutdown(self) -> None:
         """Cancels what has not ended, frees the device's state, and refuses requests from now on.

@@ -30,8 +30,9 @@ import numpy as np
 
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout
-from jaxspec.decode import invariants
+from jaxspec.decode import invariants, kept
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
+from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.loop import DecodeLoop, LogprobsConfig
 from jaxspec.decode.settings import (
     DraftLength,
@@ -44,10 +45,11 @@ from jaxspec.decode.settings import (
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
-from jaxspec.engine.memory import Memory, measure_memory
+from jaxspec.engine.memory import Memory, measure_memory, num_bytes
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import Model
+from jaxspec.models.width_probe import is_width_invariant
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
@@ -61,6 +63,9 @@ from jaxspec.verifiers import Coupled, Verifier
 _log = logging.getLogger(__name__)
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
+
+# Compiled when a session first needs them, not by `warm_up`.
+SESSION_PROGRAMS = ("continue", "take_page", "take_rest", "put_page", "put_rest")
 
 
 class Executor:
@@ -167,7 +172,18 @@ class Executor:
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
-        unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
+        rows = everywhere if isinstance(everywhere, ShardedLoop) else kept.RowFunctions(loop)
+        on_copies = {"out_shardings": self._home_of_copies}
+        returned = {"donate_argnums": 0, **on_home}
+        self.programs |= {
+            "continue": self.program("next turn", rows.continue_row, **updates),
+            "take_page": self.program("copying of a page", rows.take_page, **on_copies),
+            "take_rest": self.program("copying of a row", rows.take_rest, **on_copies),
+            "put_page": self.program("return of a page", rows.put_page, **returned),
+            "put_rest": self.program("return of a row", rows.put_rest, **returned),
+        }
+        unused = SESSION_PROGRAMS
+        unused += () if is_adaptive else ("prefill_target", "catch_up", "lag")
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
 
@@ -305,6 +321,86 @@ class Executor:
         self.admit(row, request, draft_length=draft_length, arrival=arrival)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             self.prefill({row: start})
+
+    # Rows that are kept after their request has ended; see `decode.kept`.
+
+    def continue_row(
+        self,
+        row: int,
+        request: Request,
+        *,
+        draft_length: int,
+        num_kept: int,
+        start: int,
+        arrival: int = 0,
+    ) -> None:
+        """Puts a request into a row that holds the KV of the first `num_kept` tokens of its prompt;
+        `prefill` has to read the prompt from `start` on.
+
+        Args:
+          row: of an earlier request, or filled by `put_row`.
+          request: as in `admit`.
+          draft_length: as in `admit`.
+          num_kept: less than the length of the prompt.
+          start: at most `num_kept`.
+          arrival: as in `admit`.
+        """
+        admission = make_admission(request, self.loop, draft_length=draft_length, arrival=arrival)
+        self.state = self.programs["continue"](
+            self.params, self.state, np.int32(row), admission, np.int32(num_kept), np.int32(start)
+        )
+
+    @property
+    def _home_of_copies(self) -> jax.sharding.Sharding | None:
+        """Where copies of a row are: every device of a mesh has them."""
+        if self.mesh is None:
+            return self.home
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+
+    def take_row(self, row: int, num_slots: int) -> StoredRow:
+        """A copy of a row's first slots, on the device; the row stays as it is."""
+        state, programs = self.state, self.programs
+        return StoredRow(
+            pages=tuple(
+                programs["take_page"](state, np.int32(row), np.int32(index))
+                for index in range(kept.num_pages(num_slots))
+            ),
+            rest=programs["take_rest"](state, np.int32(row)),
+        )
+
+    def put_row(self, row: int, stored: StoredRow) -> None:
+        """Copies what `take_row` returned into a row that holds no running request."""
+        if self._home_of_copies is not None:  # elsewhere, programs would be compiled again
+            parts = jax.device_put((stored.pages, stored.rest), self._home_of_copies)
+            stored = StoredRow(pages=parts[0], rest=parts[1])
+        state = self.state
+        for index, pages in enumerate(stored.pages):
+            state = self.programs["put_page"](state, np.int32(row), np.int32(index), pages)
+        self.state = self.programs["put_rest"](state, np.int32(row), stored.rest)
+
+    def row_bytes(self, num_slots: int) -> int:
+        """Of the pages of a row with so many slots, for target and drafter."""
+        return kept.num_pages(num_slots) * self._page_bytes
+
+    @functools.cached_property
+    def _page_bytes(self) -> int:
+        return num_bytes(kept.shape_of_page(self.eval_state()))
+
+    @functools.cached_property
+    def keeps_prompt_bits(self) -> bool:
+        """Whether a token's KV has the same bits from a round as from a chunk of a prompt, wherever
+        the chunk begins: those of the kernels depend on no width, which was tried (see
+        `models.width_probe`)."""
+        shape, loop = self.loop.shape, self.loop
+        sizes = (
+            (shape.batch_size, shape.verify_length, shape.tree_depth),
+            (1, shape.prefill_chunk, 0),
+        )
+        is_simple = self.mesh is None and loop.layout == "ragged" and loop.drafter.score is None
+        return is_simple and all(
+            is_width_invariant(loop.target, batch_size=rows, verify_length=tokens, tree_depth=depth)
+            for rows, tokens, depth in sizes
+        )
 
     # Rounds.
 

@@ -35,6 +35,10 @@ class Memory:
         them large; a round needs other temporaries besides.
       free_bytes: free on the device before the state is made; None if it does not say. On a CPU
         what the host, the process's cgroups and its limits (`ulimit`) leave.
+      num_resident_tokens: tokens of ended turns whose KV is in a row, for the next turn of their
+        session; of `Engine.memory`, and as of now.
+      num_parked_tokens: tokens whose KV is on the host, for sessions and common prefixes.
+      parked_bytes: of these, on the host.
     """
 
     num_devices: int
@@ -45,6 +49,9 @@ class Memory:
     buffers_bytes: int
     logits_bytes: int
     free_bytes: int | None
+    num_resident_tokens: int = 0
+    num_parked_tokens: int = 0
+    parked_bytes: int = 0
 
     def __repr__(self) -> str:
         return f"<Memory: {self.sentence}>"
@@ -64,6 +71,11 @@ class Memory:
         """E.g. `weights 28.9 MiB, KV 20.0 MiB and buffers 0.1 MiB for 10 rows of 1024 slots`."""
         each = "" if self.num_devices == 1 else f", on each of {self.num_devices} devices"
         free = "" if self.free_bytes is None else f"; {in_units(self.free_bytes)} were free"
+        if self.num_resident_tokens or self.num_parked_tokens:
+            free += (
+                f"; sessions have {self.num_resident_tokens} tokens in rows and "
+                f"{self.num_parked_tokens} on the host ({in_units(self.parked_bytes)})"
+            )
         return (
             f"weights {in_units(self.weights_bytes)}, KV {in_units(self.kv_bytes)} and buffers "
             f"{in_units(self.buffers_bytes)} for {self.num_rows} rows of {self.max_length} slots, "

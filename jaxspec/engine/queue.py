@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from jaxspec.engine.conversation import Conversation
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.completions import Completion, StopMatch, find_stop, settled_text
@@ -47,10 +48,14 @@ class Ticket:
         list that is decoded for the least time in all.
       is_streamed: the output is read while it grows.
       deadline: when it ends with what it has, by `time.monotonic`; None for never.
+      conversation: of which it is a turn, or None.
       name: by which it can be cancelled; unique among unfinished tickets.
       row: on the device, while it has one.
       arrival: order among those that got a row.
-      num_prefilled: prompt tokens read so far.
+      num_prefilled: prompt tokens read so far, or taken over.
+      num_reused: prompt tokens whose KV was taken over; None where none could be.
+      num_reread: prompt tokens that the conversation had read or emitted before, and that are read
+        again; None like `num_reused`.
       is_cancelled: to be ended at the next step.
       stopped: the stop string found in its output.
       acceptance: as of the last time the host looked.
@@ -66,10 +71,13 @@ class Ticket:
     is_interactive: bool = False
     is_streamed: bool = False
     deadline: float | None = None
+    conversation: Conversation | None = None
     name: Hashable = None
     row: int | None = None
     arrival: int = 0
     num_prefilled: int = 0
+    num_reused: int | None = None
+    num_reread: int | None = None
     is_cancelled: bool = False
     stopped: StopMatch | None = None
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
@@ -229,12 +237,14 @@ class RequestQueue:
                 self._unfinished[ticket.name] = ticket
                 self._waiting.append(ticket)
 
-    def place_next(self, row: int) -> Ticket | None:
-        """Gives a row to the ticket that has waited longest; None if none waits."""
+    def place_next(self, choose_row: Callable[[Ticket], int]) -> Ticket | None:
+        """Gives the ticket that has waited longest the row that is chosen for it; None if none
+        waits."""
         with self._lock:
             if not self._waiting:
                 return None
             ticket = self._waiting.popleft()
+            row = choose_row(ticket)
             self._rows[row], ticket.row = ticket, row
             return ticket
 

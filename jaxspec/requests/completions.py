@@ -49,6 +49,10 @@ class Completion:
         the likeliest ones; None unless asked for.
       logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the
         distribution that was sampled from), as in vLLM.
+      num_reused_tokens: prompt tokens whose KV was there already, of the session or of a prefix
+        that the engine keeps; None where there was neither.
+      num_reread_tokens: prompt tokens that the session had read or emitted before, and that were
+        read again: the chat template wrote them otherwise, or their KV was no longer kept.
       origins: `Origin` of each output token.
       pieces: text of each output token, for display.
       trace: its rounds and drafted tokens, including those after a stop string, as NumPy arrays
@@ -67,6 +71,8 @@ class Completion:
     seed: int | None = None
     logprobs: tuple[dict[int, float], ...] | None = dataclasses.field(repr=False, default=None)
     logprobs_mode: str | None = None
+    num_reused_tokens: int | None = None
+    num_reread_tokens: int | None = None
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
     pieces: tuple[str, ...] = dataclasses.field(repr=False, default=())
     trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
@@ -84,6 +90,9 @@ class Completion:
             "seed": self.seed,
             "acceptance": self.acceptance.to_json(),
         }
+        if self.num_reused_tokens is not None:
+            fields["num_reused_tokens"] = self.num_reused_tokens
+            fields["num_reread_tokens"] = self.num_reread_tokens
         if self.logprobs is not None:
             fields["logprobs_mode"] = self.logprobs_mode
             fields["logprobs"] = [
@@ -305,6 +314,8 @@ def make_completion(
     stopped: StopMatch | None = None,
     logprobs: tuple[dict[int, float], ...] | None = None,
     logprobs_mode: str | None = None,
+    num_reused_tokens: int | None = None,
+    num_reread_tokens: int | None = None,
     trace: Trace | None = None,
 ) -> Completion:
     """The completion of a row that has ended, cut off at its stop string if it was `stopped`.
@@ -344,6 +355,8 @@ def make_completion(
         seed=request.params.seed if request.params.temperature else None,
         logprobs=logprobs,
         logprobs_mode=logprobs_mode if logprobs is not None else None,
+        num_reused_tokens=num_reused_tokens,
+        num_reread_tokens=num_reread_tokens,
         origins=tuple(Origin(int(origin)) for origin in origins),
         pieces=pieces,
         trace=trace,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
+import itertools
 import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
-from jaxspec.errors import PromptError
+from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.runtime.files import why_unreadable
 
 SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.jsonl"
+
+Turns: TypeAlias = Literal["first", "all"]
 
 # FastChat's conversation template `vicuna_v1.1`, which Spec-Bench applies to Vicuna.
 VICUNA_TEMPLATE = (
@@ -38,11 +41,36 @@ class PromptLine:
       prompt: text, token ids or messages.
       fields: the line's other fields (`question_id`, `category`, `domain`, ...).
       number: line of the file, counted from 1; 0 if the prompt is not from a file.
+      later_turns: what the user says after the first answer, the second, and so on.
     """
 
     prompt: Prompt
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     number: int = 0
+    later_turns: tuple[str, ...] = ()
+
+    @property
+    def num_turns(self) -> int:
+        """The first one included."""
+        return 1 + len(self.later_turns)
+
+    def turn(self, answers: Sequence[str], *, is_chat: bool) -> PromptLine:
+        """The whole prompt of the turn after these answers: all messages so far, or, unless
+        `is_chat`, all texts so far, each on lines of its own."""
+        if not self.later_turns:
+            return self
+        assert isinstance(self.prompt, str), "turns are texts"
+        said = [self.prompt]
+        for answer, text in zip(answers, self.later_turns, strict=False):
+            said += [answer, text]
+        prompt: Prompt = "\n".join(said)
+        if is_chat:
+            roles = itertools.cycle(("user", "assistant"))
+            prompt = [
+                {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+            ]
+        fields = {**self.fields, "turn": len(answers)}
+        return dataclasses.replace(self, prompt=prompt, fields=fields, later_turns=())
 
     @property
     def name(self) -> str:
@@ -55,16 +83,24 @@ class PromptLine:
         return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
 
 
-def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
+def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[PromptLine]:
     """Prompts of a file, one a line.
 
-    A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench; only the first
-    turn is used), `prompt`, `prompt_token_ids` or `messages`. In a `.jsonl` or `.json` file every
-    line is JSON, in other files those that begin with a brace. Blank lines are skipped.
+    A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench), `prompt`,
+    `prompt_token_ids` or `messages`. In a `.jsonl` or `.json` file every line is JSON, in other
+    files those that begin with a brace. Blank lines are skipped.
+
+    Args:
+      path: of the file.
+      turns: of lines with `turns`: `first` leaves out those after the first one, `all` keeps them
+        as `PromptLine.later_turns`.
 
     Raises:
       PromptError: the file cannot be read or has no prompt, or a line is malformed.
+      SettingError: `turns` is something else.
     """
+    if turns not in get_args(Turns):
+        raise SettingError(f"turns {turns!r} was given; it must be 'first' or 'all'.")
     text = _read_text(
         pathlib.Path(path),
         problem=f"The prompt file {os.fspath(path)} cannot be read",
@@ -81,6 +117,8 @@ def read_prompts(path: str | os.PathLike) -> list[PromptLine]:
         raise PromptError(
             f"The prompt file {os.fspath(path)} holds no prompt; give at least one line."
         )
+    if turns == "first":
+        prompts = [dataclasses.replace(line, later_turns=()) for line in prompts]
     return prompts
 
 
@@ -117,8 +155,8 @@ def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
     if not is_good(fields[kind]):
         raise PromptError(f"Line {number} of the prompt file has a {kind!r} that is not {form}.")
     others = {name: field for name, field in fields.items() if name != kind}
-    prompt = fields[kind][0] if kind == "turns" else fields[kind]
-    return PromptLine(prompt=prompt, fields=others, number=number)
+    prompt, *later = fields[kind] if kind == "turns" else [fields[kind]]
+    return PromptLine(prompt=prompt, fields=others, number=number, later_turns=tuple(later))
 
 
 def _is_text(value: Any) -> bool:

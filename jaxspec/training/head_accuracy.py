@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.heads.config import HeadsConfig
-from jaxspec.drafters.heads.drafter import without_nan
 from jaxspec.drafters.heads.formulas import head_logits
 from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
+from jaxspec.sampling import without_nan
 from jaxspec.training.teacher_forcing import (
     HeadBatch,
     fill_rows,

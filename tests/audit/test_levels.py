@@ -14,6 +14,7 @@ from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.judge import Finding
 from jaxspec.audit.self_audit import Level, StudyMetrics, audit_engine, promise_of
 from jaxspec.decode import round as decoding
+from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
@@ -60,13 +61,14 @@ def test_a_healthy_coupled_run_holds_every_level():
     assert audit.holds
     assert 0 < audit.acceptance.num_accepted_tokens < audit.acceptance.num_draft_tokens
     assert {name: level.holds for name, level in audit.levels.items()} == dict.fromkeys(
-        ("E1", "E2", "E3", "E4"), True
+        ("E1", "E2", "E3", "E4", "E5"), True
     )
     for name in ("E1", "E2", "E3"):
         assert audit.levels[name].exact == 1
         assert audit.levels[name].num_other_bits == 0
     assert [len(audit.levels[name].outputs) for name in ("E1", "E2", "E3")] == [6, 10, 3]
     assert all(c.are_bits_equal for c in audit.levels["E1"].outputs)
+    assert len(audit.levels["E5"].outputs) == 8  # two later turns of four chats
     assert (audit.num_requests, audit.num_sampled) == (6, 3)
     assert len(audit.distribution.samples.log_evidence) == 3
     assert audit.tables.holds is None
@@ -103,6 +105,21 @@ def test_a_sabotaged_round_breaks_e1(one_short):
     assert "broken" in audit.sentence
     divergence = audit.to_json()["levels"]["E1"]["divergences"][0]
     assert divergence["finding"] == "synchronisation fault"
+
+
+def test_a_seam_kept_one_position_too_far_breaks_e5(monkeypatch):
+    real = Conversation.num_common
+
+    def one_too_far(self, prompt, *, is_reread):
+        found = real(self, prompt, is_reread=is_reread)
+        return min(found + 1, len(prompt) - 1) if found else 0
+
+    monkeypatch.setattr(Conversation, "num_common", one_too_far)
+    audit = audit_engine(engine_of(), PROMPTS, GREEDY)
+    assert [name for name, level in audit.levels.items() if not level.holds and level.outputs] == [
+        "E5"
+    ]
+    assert audit.levels["E5"].count(Finding.FAULT) > 0
 
 
 @pytest.fixture(scope="module")

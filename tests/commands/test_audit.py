@@ -37,7 +37,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
         "--n-requests", 5, "--temperature", 0.7, "--top-p", 0.9, "--html", page, "--json",
     )  # fmt: skip
     assert result.status == 0, result.err
-    for column in ("E1", "E2", "E3", "E4", "distribution"):
+    for column in ("E1", "E2", "E3", "E4", "E5", "distribution"):
         assert column in result.out
     assert "Promise: bit-exact" in result.out
     assert "raw string metrics" in result.out
@@ -45,7 +45,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     assert audit["holds"] is True
     assert (audit["num_requests"], audit["num_sampled"]) == (5, 5)
     assert {name: level["holds"] for name, level in audit["levels"].items()} == {
-        **dict.fromkeys(("E1", "E2", "E3", "E4", "distribution"), True),
+        **dict.fromkeys(("E1", "E2", "E3", "E4", "E5", "distribution"), True),
         "tables": None,
     }
     assert "sampled tokens can show" in result.out

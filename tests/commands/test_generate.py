@@ -763,3 +763,63 @@ def test_the_aligned_layout_with_its_invariants_checked(cli, models, prompts, wh
     assert document["exactness"] == "ties"
     # These prompts meet no tie, so the output is that of the ragged layout.
     assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)
+
+
+# ------------------------------------------------------------------------------- several turns
+
+
+def test_all_turns_are_answered_one_after_the_other(cli, models, tmp_path):
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
+    chats = [["what", "why", "how"], ["when"], ["where", "who"]]
+    questions.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in chats))
+    options = (*settings(models), "--prompts", questions, "--turns", "all", "--chat")
+    result = cli("generate", *options, "--ignore-eos", "--max-length", 512, "--output", out)
+    assert result.status == 0, result.err
+    lines = read_lines(out)
+    assert [line["request_id"] for line in lines] == ["0:0", "0:1", "0:2", "1:0", "2:0", "2:1"]
+    assert [line.get("turn") for line in lines] == [0, 1, 2, None, 0, 1]
+    text = tiny.tokenizer()
+    asked = [
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": lines[0]["text"]},
+        {"role": "user", "content": "why"},
+    ]
+    assert lines[1]["prompt_token_ids"] == text.encode_chat(asked)
+    assert lines[0]["num_reused_tokens"] == 0
+    assert lines[1]["num_reused_tokens"] >= len(lines[0]["prompt_token_ids"])
+    # Each turn is what its whole prompt gives by itself.
+    engine = Engine(load_model(str(models.target)), NGram(), batch_size=1, max_length=512)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    for line in lines:
+        [alone] = engine.generate([line["prompt_token_ids"]], params)
+        assert list(alone.token_ids) == line["token_ids"]
+
+
+def test_a_turn_that_does_not_fit_ends_its_chat_only(cli, models, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    chats = [["a", "b" * 300, "c"], ["d", "e"]]
+    questions.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in chats))
+    result = cli("generate", *settings(models), "--prompts", questions, "--turns", "all", "--json")
+    assert result.status == 0, result.err
+    assert "Line 1 of the prompt file: The prompt of 0:1 has" in result.err
+    found = [one["request_id"] for one in result.document["completions"]]
+    assert found == ["0:0", "1:0", "1:1"]
+    assert "prompt 1, turn 1" in result.out
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--n", 2, "--temperature", 1),
+        ("--max-prompt-tokens", 9),
+        ("--layout", "aligned"),
+        ("--output", "x", "--resume"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_all_turns(refused, models, prompts, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(
+        "generate", *settings(models), "--prompts", prompts, "--turns", "all", *option
+    )
+    assert "was given with --turns all" in message

@@ -11,7 +11,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.errors import PromptError
+from jaxspec.errors import PromptError, SettingError
 from jaxspec.requests.prompts import (
     VICUNA_TEMPLATE,
     PromptLine,
@@ -254,3 +254,21 @@ def test_prompts_may_come_through_a_pipe(tmp_path):
     writer.start()
     assert [line.prompt for line in read_prompts(tmp_path / "pipe")] == ["hello"]
     writer.join()
+
+
+def test_all_turns_of_a_question(tmp_path):
+    question = json.dumps({"turns": ["a", "b", "c"], "question_id": 3})
+    path = write(tmp_path, question, '{"prompt": "x"}')
+    assert [line.num_turns for line in read_prompts(path)] == [1, 1]
+    several, single = read_prompts(path, turns="all")
+    assert (several.prompt, several.later_turns, single.num_turns) == ("a", ("b", "c"), 1)
+    second = several.turn(["A"], is_chat=False)
+    assert (second.prompt, second.fields) == ("a\nA\nb", {"question_id": 3, "turn": 1})
+    assert several.turn([], is_chat=True).prompt == [{"role": "user", "content": "a"}]
+    assert several.turn(["A", "B"], is_chat=True).prompt == [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 2 + ("user",), "aAbBc", strict=True)
+    ]
+    assert single.turn([], is_chat=True) is single
+    with pytest.raises(SettingError, match="turns 'second' was given"):
+        read_prompts(path, turns="second")

@@ -17,6 +17,7 @@ import jaxspec
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.executor import SESSION_PROGRAMS
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
@@ -101,6 +102,31 @@ def test_an_engine_on_a_mesh_is_audited(four, prompts):
     assert audit.holds, audit.sentence
     assert audit.levels["E1"].num_other_bits == audit.levels["E2"].num_other_bits == 0
     assert audit.levels["E2"].exact == 1
+
+
+def test_sessions_on_a_mesh(four, prompts):
+    few = SamplingParams(max_tokens=9, ignore_eos=True)
+    sessions = [four.session() for _ in range(four.num_residents + 3)]  # some are parked
+    assert sessions[0].exactness == "ties"
+    turns = [prompts[index % len(prompts)] for index in range(len(sessions))]
+    found = [session.generate(turn, few) for session, turn in zip(sessions, turns, strict=True)]
+    assert {session.place for session in sessions} == {"device", "host"}
+    later = []
+    for session, first in zip(sessions, found, strict=True):
+        history = [*first.prompt_token_ids, *first.token_ids]
+        later.append(session.generate([*history, 5, 6, 7], few))
+        assert later[-1].num_reused_tokens == len(history) - 1
+    for session in sessions:
+        session.close()
+    anew = four.generate([done.prompt_token_ids for done in later], few)
+    assert_equal_or_ties(four.target, later, anew, [few] * len(later))
+    with four.session(reread=True) as session:
+        assert session.exactness == "bitwise"
+        first = session.generate(prompts[2], few)
+        done = session.generate([*prompts[2], *first.token_ids, 3], few)
+        assert done.num_reused_tokens == 64
+    counts = four.executor.compile_counts()
+    assert {counts[name] for name in SESSION_PROGRAMS} == {1}
 
 
 def assert_equal_or_ties(target, completions, witness, params=PARAMS):

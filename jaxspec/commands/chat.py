@@ -1,0 +1,186 @@
+"""`jaxspec chat`: a chat in the terminal, which keeps the KV between its turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.commands.options import (
+    DrafterOptions,
+    DtypeName,
+    JsonOption,
+    SamplingOptions,
+    check_at_least_one,
+)
+from jaxspec.commands.progress import warm_up, working
+from jaxspec.decode.settings import DraftLength
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.memory import in_units
+from jaxspec.engine.sessions import Session
+from jaxspec.errors import PromptError, SettingError
+from jaxspec.requests.completions import Completion, counted
+from jaxspec.requests.prompts import chat_template
+from jaxspec.requests.requests import Prompt
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import make_document
+
+HELP = "/new begins another chat, /quit or the end of the input ends"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatCommand(JsonOption, SamplingOptions, DrafterOptions):
+    """Chat with a model, one line a turn. Each turn reads only what is new: the KV of the chat so
+    far is kept. After each answer a line says how much was reused, and how many bytes it takes."""
+
+    target: str
+    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    max_tokens: int = 512
+    """Tokens of an answer at most."""
+    system: str | None = None
+    """A system message, or without a chat template the beginning of the text."""
+    chat_template: str | None = None
+    """Instead of the tokenizer's own: `vicuna`, or a Jinja file. Without any, turns are joined as
+    lines of text."""
+    draft_length: DraftLength | None = None
+    """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
+    `auto` chooses while decoding."""
+    max_length: int = 2048
+    """Tokens of the whole chat at most."""
+    reread: bool = False
+    """Read every answer once more with the next turn, which makes outputs bitwise those without a
+    session with any kernels; with the native ones they are in any case."""
+    dtype: DtypeName | None = None
+    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    verify: bool = True
+    """With --no-verify target and draft model are loaded without comparing their files with their
+    checksums."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Chats; returns the JSON document."""
+        check_at_least_one(self, "max_length")
+        params = self.sampling_params()
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
+        template = chat_template(self.chat_template)
+        with working(f"loading {self.target}"):
+            target = load_model(self.target, dtype=self.dtype, verify=self.verify)
+            drafter = None if make_drafter is None else make_drafter(target)
+        if target.tokenizer is None:
+            raise SettingError(
+                f"The model {target.name} has no tokenizer, so there is nothing to chat with; name "
+                "another."
+            )
+        engine = Engine(
+            target,
+            drafter,
+            draft_length=self.draft_length,
+            batch_size=1,
+            max_length=self.max_length,
+        )
+        print(f"{engine.memory.sentence}\n{HELP}", file=sys.stderr)
+        warm_up(engine)
+        chat = Chat(
+            session=engine.session(reread=self.reread),
+            params=params,
+            system=self.system,
+            template=template,
+            is_chat=template is not None or bool(target.tokenizer.hf.chat_template),
+        )
+        turns = []
+        while (text := read_line()) is not None:
+            if text.strip() == "/quit":
+                break
+            if text.strip() == "/new":
+                chat.messages.clear()
+                print("a new chat", file=sys.stderr)
+            elif text.strip():
+                turns += self._answer(console, engine, chat, text)
+        return make_document(
+            "chat",
+            self,
+            engine=engine.describe(),
+            exactness=chat.session.exactness,
+            turns=turns,
+            metrics=engine.metrics(),
+        )
+
+    def _answer(
+        self, console: Console, engine: Engine, chat: Chat, text: str
+    ) -> list[dict[str, Any]]:
+        """Shows the answer to a text, and what it took; nothing comes of one that does not fit."""
+        try:
+            completion = chat.answer(console, text)
+        except PromptError as error:
+            print(f"error: {error} {HELP}.", file=sys.stderr)
+            return []
+        num_kept = chat.session.num_kept_tokens
+        kv_bytes = engine.executor.row_bytes(num_kept)
+        said = summary(completion, num_kept=num_kept, kv_bytes=kv_bytes)
+        console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
+        return [{**completion.to_json(), "num_kept_tokens": num_kept, "kv_bytes": kv_bytes}]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Chat:
+    """What was said so far.
+
+    Attributes:
+      session: that keeps the KV.
+      params: of every answer.
+      system: a system message, or None.
+      template: a Jinja chat template instead of the tokenizer's own.
+      is_chat: whether there is a template; otherwise texts are joined.
+      messages: of user and assistant.
+    """
+
+    session: Session
+    params: SamplingParams
+    system: str | None
+    template: str | None
+    is_chat: bool
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+    def answer(self, console: Console, text: str) -> Completion:
+        """Prints the answer to a text while it grows, and adds both to the messages.
+
+        Raises:
+          PromptError: the chat does not fit any more; it is as before.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        whole = system + asked
+        prompt: Prompt = whole if self.is_chat else join(whole)
+        pieces = self.session.stream(prompt, self.params, chat_template=self.template)
+        for piece in pieces:
+            console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+            completion = piece.completion
+        console.print()
+        assert completion is not None, "the last piece has the completion"
+        self.messages = [*asked, {"role": "assistant", "content": completion.text or ""}]
+        return completion
+
+
+def join(messages: list[dict[str, str]]) -> str:
+    """Messages as lines of text, for models without a chat template."""
+    return "".join(f"{message['content']}\n" for message in messages)
+
+
+def read_line() -> str | None:
+    """The next line of standard input; None at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def summary(completion: Completion, *, num_kept: int, kv_bytes: int) -> str:
+    """What a turn took, in a line."""
+    num_reused = completion.num_reused_tokens or 0
+    num_read = len(completion.prompt_token_ids) - num_reused
+    return (
+        f"[{completion.summary}; {counted(num_reused, 'prompt token')} reused, {num_read} read; "
+        f"KV of {counted(num_kept, 'token')}, {in_units(kv_bytes)}]"
+    )

@@ -1,0 +1,273 @@
+"""KV that outlives its request: in the rows where it was made, parked on the host, put back.
+
+A conversation stays in its row while no other request needs it. Of the rows that are needed, the
+one whose conversation was used least recently is parked on the host. There is a limit on the bytes
+there; what goes beyond is forgotten, the least recently used first, and is simply read again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from jaxspec.engine.conversation import Conversation
+from jaxspec.engine.executor import Executor
+from jaxspec.engine.queue import Ticket
+from jaxspec.types import DecodeState, Finish
+
+_log = logging.getLogger(__name__)
+
+
+class KeptRows:
+    """Which row, and which copy on the host, holds the KV of which conversation.
+
+    Only the thread that holds the engine's lock calls it.
+
+    Args:
+      executor: whose rows they are.
+      max_bytes: parked on the host at most.
+
+    Attributes:
+      max_bytes: as given.
+      prefixes: beginnings that any request may share, on the host, which count among its bytes and
+        are never forgotten for others.
+    """
+
+    def __init__(self, executor: Executor, *, max_bytes: int):
+        self._executor = executor
+        self.max_bytes = max_bytes
+        self.prefixes: list[Conversation] = []
+        self._by_row: dict[int, Conversation] = {}
+        self._parked: list[Conversation] = []
+        self._uses = itertools.count(1)
+        self._num_reused = self._num_reread = self._num_dropped = 0
+
+    # Requests that come and go.
+
+    def choose_row(self, ticket: Ticket, free: Sequence[int]) -> int:
+        """The row among `free` that a ticket should get: its conversation's, else one that holds
+        nothing, else the one that was used least recently."""
+        own = None if ticket.conversation is None else ticket.conversation.row
+        if own is not None and own in free:
+            return own
+        return min(free, key=self._last_used)
+
+    def _last_used(self, row: int) -> int:
+        return self._by_row[row].last_used if row in self._by_row else 0
+
+    def admit(self, ticket: Ticket) -> None:
+        """Puts a ticket's request into its row, with as much KV of its prompt as there is; what the
+        row held of another conversation is parked."""
+        executor, row, own = self._executor, ticket.row, ticket.conversation
+        assert row is not None, "a ticket is admitted to the row that it was given"
+        request = ticket.request
+        source, num_kept = self._longest(ticket)
+        stored = None
+        if source is not None and source.row != row:
+            stored = source.stored
+            if stored is None:
+                assert source.row is not None, "what is not on the host is in a row"
+                stored = executor.take_row(source.row, num_kept)
+        if self._by_row.get(row, own) is not own:
+            self._park(self._by_row[row])
+        if stored is not None:
+            executor.put_row(row, stored)
+        start = 0
+        if num_kept > 0:
+            start = self._first_read(ticket, num_kept)
+            executor.continue_row(
+                row,
+                request,
+                draft_length=ticket.draft_length,
+                num_kept=num_kept,
+                start=start,
+                arrival=ticket.arrival,
+            )
+        else:
+            executor.admit(row, request, draft_length=ticket.draft_length, arrival=ticket.arrival)
+        ticket.num_prefilled = start
+        if own is not None or num_kept > 0:
+            num_known = 0 if own is None else min(own.num_held, ticket.prompt_length - 1)
+            ticket.num_reused, ticket.num_reread = start, max(num_known - start, 0)
+            self._num_reused += ticket.num_reused
+            self._num_reread += ticket.num_reread
+        if own is not None:
+            if own.row != row:
+                self._leave(own)
+                own.row = row
+                self._by_row[row] = own
+            own.last_used = next(self._uses)
+
+    def _longest(self, ticket: Ticket) -> tuple[Conversation | None, int]:
+        """What shares most with a ticket's prompt, of its own conversation and the common
+        beginnings, and how many tokens."""
+        prompt, own = ticket.request.prompt_token_ids, ticket.conversation
+        best: tuple[Conversation | None, int] = None, 0
+        for each in ([] if own is None else [own]) + self.prefixes:
+            num_kept = each.num_common(prompt, is_reread=self._is_reread(ticket))
+            if self._first_read(ticket, num_kept) > 0 and num_kept > best[1]:
+                best = each, num_kept
+        return best
+
+    def _first_read(self, ticket: Ticket, num_kept: int) -> int:
+        """The token at which reading begins. A drafter with taps pairs the feature of a token with
+        the token after it, so that the last pair that was kept is of the old next token."""
+        first = num_kept - bool(self._executor.loop.drafter.taps)
+        if self._is_reread(ticket):
+            first -= first % self._executor.shape.prefill_chunk
+        return max(first, 0)
+
+    def _is_reread(self, ticket: Ticket) -> bool:
+        """Whether a ticket takes over only what the same chunks of its own prompt would have
+        written. Without a session no output may show whether there was KV to begin with."""
+        own = ticket.conversation
+        return not self._executor.keeps_prompt_bits if own is None else own.is_reread
+
+    def keep(self, ticket: Ticket, state: DecodeState, row: int) -> None:
+        """Notes what the row of a ticket that has ended holds, from a state on the host."""
+        own = ticket.conversation
+        if own is None:
+            return
+        if own.is_closed or state.finish[row] == Finish.NON_FINITE:
+            self.drop(own)
+            return
+        num_committed, chunk = int(state.num_committed[row]), self._executor.shape.prefill_chunk
+        num_prefilled = min(ticket.num_prefilled, ticket.prompt_length - 1)
+        is_regular = (ticket.num_reused or 0) % chunk == 0
+        own.token_ids = tuple(state.tokens[row, :num_committed].tolist())
+        own.num_slots = num_prefilled if ticket.is_prefilling else num_committed - 1
+        own.num_prefilled = num_prefilled if is_regular else 0
+        own.last_used = next(self._uses)
+
+    # Conversations between their turns.
+
+    def fork(self, source: Conversation) -> Conversation:
+        """A conversation that goes on from the same tokens; it has a copy of the KV on the host, if
+        there is room."""
+        twin = Conversation(
+            is_reread=source.is_reread,
+            token_ids=source.token_ids,
+            num_slots=source.num_slots,
+            num_prefilled=source.num_prefilled,
+            last_used=next(self._uses),
+        )
+        if source.stored is not None:
+            twin.stored = source.stored
+            self._add_parked(twin)
+        elif source.row is not None:
+            self._store(twin, source.row)
+        return twin
+
+    def add_prefix(self, prefix: Conversation) -> bool:
+        """Moves what was read into a row to the host, where all requests may copy it; False if it
+        does not fit there."""
+        self._park(prefix)
+        if prefix.stored is None:
+            return False
+        self._parked.remove(prefix)
+        self.prefixes.append(prefix)
+        return True
+
+    def forget_prefixes(self) -> None:
+        """Drops all common beginnings."""
+        found, self.prefixes = self.prefixes, []
+        self._drop_all(found)
+
+    def drop(self, conversation: Conversation) -> None:
+        """Forgets the KV of a conversation, wherever it is."""
+        self._leave(conversation)
+        conversation.num_slots = conversation.num_prefilled = 0
+
+    def forget_rows(self) -> int:
+        """Forgets what rows hold, whose state is gone; returns the number of tokens."""
+        return self._drop_all(list(self._by_row.values()))
+
+    def clear(self) -> int:
+        """Forgets everything; returns the number of tokens whose KV was kept."""
+        found = [*self._by_row.values(), *self._parked, *self.prefixes]
+        self.prefixes = []
+        return self._drop_all(found)
+
+    def _drop_all(self, conversations: Sequence[Conversation]) -> int:
+        num_tokens = sum(each.num_slots for each in conversations)
+        for each in conversations:
+            self.drop(each)
+        self._num_dropped += num_tokens
+        return num_tokens
+
+    def _leave(self, conversation: Conversation) -> None:
+        """Takes a conversation from where it is."""
+        if conversation.row is not None:
+            del self._by_row[conversation.row]
+        if conversation in self._parked:
+            self._parked.remove(conversation)
+        conversation.row = conversation.stored = None
+
+    # The host.
+
+    def _park(self, conversation: Conversation) -> None:
+        """Moves a conversation from its row to the host; if there is no room, its KV is dropped."""
+        row = conversation.row
+        assert row is not None, "only a row is parked"
+        del self._by_row[row]
+        conversation.row = None
+        self._store(conversation, row)
+
+    def _store(self, conversation: Conversation, row: int) -> None:
+        """Copies a row to the host, for a conversation that has its tokens."""
+        num_bytes = self._executor.row_bytes(conversation.num_slots)
+        num_bytes += sum(_num_bytes(prefix) for prefix in self.prefixes)
+        try:
+            if num_bytes <= self.max_bytes and conversation.num_slots > 0:
+                stored = self._executor.take_row(row, conversation.num_slots).on_host()
+                conversation.stored = stored
+        except (MemoryError, RuntimeError) as error:
+            if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+                raise
+            _log.warning("the host has no memory for a parked conversation; it is read again")
+        if conversation.stored is None:
+            self._drop_all([conversation])
+        else:
+            self._add_parked(conversation)
+
+    def _add_parked(self, conversation: Conversation) -> None:
+        """Notes a conversation that is on the host, and forgets others if there are too many."""
+        self._parked.append(conversation)
+        for oldest in sorted(self._parked, key=lambda each: each.last_used):
+            if self.parked_bytes <= self.max_bytes:
+                break
+            self._drop_all([oldest])
+
+    # Figures.
+
+    @property
+    def parked_bytes(self) -> int:
+        """On the host."""
+        return sum(map(_num_bytes, [*self._parked, *self.prefixes]))
+
+    @property
+    def num_resident_tokens(self) -> int:
+        """Tokens whose KV is in a row, for a next turn."""
+        return sum(each.num_slots for each in [*self._by_row.values()])
+
+    @property
+    def num_parked_tokens(self) -> int:
+        """Tokens whose KV is on the host."""
+        return sum(each.num_slots for each in [*self._parked, *self.prefixes])
+
+    def metrics(self) -> dict[str, Any]:
+        """Tokens whose KV is kept now, and was reused, read again and dropped so far."""
+        return {
+            "num_resident_tokens": self.num_resident_tokens,
+            "num_parked_tokens": self.num_parked_tokens,
+            "parked_bytes": self.parked_bytes,
+            "num_reused_tokens": self._num_reused,
+            "num_reread_tokens": self._num_reread,
+            "num_dropped_tokens": self._num_dropped,
+        }
+
+
+def _num_bytes(conversation: Conversation) -> int:
+    return 0 if conversation.stored is None else conversation.stored.num_bytes

@@ -1,0 +1,258 @@
+"""Sessions: conversations whose KV stays from one turn to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Generator
+from typing import Any
+
+from jaxspec.engine.conversation import Conversation
+from jaxspec.engine.core import EngineCore
+from jaxspec.engine.executor import Executor
+from jaxspec.engine.intake import Intake
+from jaxspec.engine.memory import in_units
+from jaxspec.engine.queue import StreamOutput, Ticket
+from jaxspec.errors import RequestError, SettingError
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.requests import Params, Prompt
+from jaxspec.requests.sampling_params import SamplingParams
+
+
+class Session:
+    """A conversation, made by `Engine.session`.
+
+    Every turn's prompt is whole, as for `Engine.generate`: all messages so far, or the whole text.
+    It is compared with the tokens whose KV the session has, and read from the first difference on;
+    `Completion.num_reused_tokens` and `.num_reread_tokens` say how that went. Prompts that share
+    nothing with the last one are fine, and are read like any other.
+
+    Between turns the KV stays in its row as long as no other request needs it, and is then parked
+    on the host (`Engine(session_bytes=...)`). KV that was forgotten is read again. So a session
+    costs other requests no room, and any number may be open.
+
+    Turns of one session follow one another; different sessions may be used by different threads.
+    `with engine.session() as session:` closes it.
+
+    Example:
+      >>> import jaxspec
+      >>> engine = jaxspec.Engine("demo-target", "ngram", batch_size=2)
+      >>> few = jaxspec.SamplingParams(max_tokens=8, ignore_eos=True)
+      >>> with engine.session() as session:
+      ...     first = session.generate("Once upon a time", few)
+      ...     second = session.generate("Once upon a time" + first.text + " So", few)
+      >>> second.num_reused_tokens > first.num_reused_tokens == 0
+      True
+    """
+
+    def __init__(
+        self, core: EngineCore, intake: Intake, *, exactness: str, conversation: Conversation
+    ):
+        self.exactness = exactness
+        self._core, self._intake, self._conversation = core, intake, conversation
+        self._lock = threading.RLock()
+        self._ticket: Ticket | None = None
+
+    def __repr__(self) -> str:
+        held = f"{self.num_kept_tokens} tokens of KV on the {self.place}"
+        return f"<Session: {'closed' if self._conversation.is_closed else held}>"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and output of the last turn that has ended."""
+        return self._conversation.token_ids
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens whose KV is kept; as of the last turn, while another is in progress."""
+        return self._conversation.num_slots
+
+    @property
+    def row(self) -> int | None:
+        """The row of the executor that holds the KV, if one does."""
+        return self._conversation.row
+
+    @property
+    def place(self) -> str:
+        """Where the KV is: `device`, `host`, or `none` if there is none."""
+        if self.row is not None:
+            return "device"
+        return "host" if self._conversation.stored is not None else "none"
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """The completion of the next turn. Other requests are decoded alongside.
+
+        Args:
+          prompt: all messages so far, or the whole prompt as text or token ids.
+
+        The other arguments are those of `Engine.submit`.
+
+        Raises:
+          PromptError, SettingError, QueueFullError: as `Engine.submit`; the session is as before.
+          RequestError: the session is closed, or its last turn has not ended.
+        """
+        ticket = self._intake.single(
+            prompt, params, None, speculate, draft_length, chat_template, timeout_s
+        )
+        ticket = dataclasses.replace(ticket, has_consumer=True)
+        self.enqueue(ticket)
+        [completion] = self._core.completions([ticket], None)
+        return completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Generator[StreamOutput, None, None]:
+        """Yields what the next turn emits, as it is emitted; the last piece has the completion.
+        Takes the arguments of `generate`, and raises what it raises, at once. Closing the iterator
+        cancels the turn."""
+        ticket = self._intake.single(
+            prompt, params, None, speculate, draft_length, chat_template, timeout_s
+        ).streamed()
+        self.enqueue(ticket)
+        return self._core.stream(ticket)
+
+    def fork(self) -> Session:
+        """Another session that goes on from the same tokens; the two know nothing of each other. It
+        has a copy of the KV on the host, as far as `session_bytes` allows.
+
+        Raises:
+          RequestError: the session is closed, or its last turn has not ended.
+        """
+        with self._lock, self._core.lock:
+            self._check("forked")
+            twin = self._core.watched(lambda: self._core.kept.fork(self._conversation))
+        if twin is None:  # the device does not answer any more
+            twin = Conversation(is_reread=self._conversation.is_reread)
+        return Session(self._core, self._intake, exactness=self.exactness, conversation=twin)
+
+    def close(self) -> None:
+        """Forgets the KV; a turn in progress is cancelled. Closing twice does nothing."""
+        with self._lock, self._core.lock:
+            self._conversation.is_closed = True
+            if self._is_busy:
+                assert self._ticket is not None, "a busy session has a turn"
+                self._core.queue.cancel_all([self._ticket])
+            if not self._is_busy:
+                self._core.kept.drop(self._conversation)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def enqueue(self, ticket: Ticket, core: EngineCore | None = None) -> None:
+        """Lets a ticket wait for a row, as the next turn; `Engine.submit` and the methods above
+        call it.
+
+        Args:
+          ticket: without a conversation.
+          core: of the engine that was given the ticket.
+
+        Raises:
+          RequestError: the session is closed, another engine's, or its last turn has not ended.
+          QueueFullError: too many are waiting.
+        """
+        if core is not None and core is not self._core:
+            raise RequestError(
+                "A session of another engine was given, and its KV is in that engine's rows; make "
+                "a session of this one with engine.session()."
+            )
+        with self._lock:
+            self._check("given a turn")
+            ticket.conversation = self._conversation
+            self._core.enqueue(ticket)
+            self._ticket = ticket
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._ticket is not None and self._ticket.completion is None
+
+    def _check(self, what: str) -> None:
+        if self._conversation.is_closed:
+            raise RequestError(f"A closed session was {what}; make another with engine.session().")
+        if self._is_busy:
+            raise RequestError(
+                f"A session was {what} while its last turn has not ended, perhaps in another "
+                "thread; wait for that or cancel it, or fork the session before."
+            )
+
+
+def open_session(core: EngineCore, intake: Intake, *, exactness: str, reread: bool) -> Session:
+    """A session with nothing kept; `exactness` is the engine's.
+
+    Raises:
+      SettingError: the engine's rows cannot be kept.
+    """
+    check_keeps_rows(core.executor)
+    is_bitwise = reread or exactness != "bitwise" or core.executor.keeps_prompt_bits
+    return Session(
+        core,
+        intake,
+        exactness=exactness if is_bitwise else "ties",
+        conversation=Conversation(is_reread=reread),
+    )
+
+
+def cache_prefix(
+    core: EngineCore, intake: Intake, prompt: Prompt, *, chat_template: str | None
+) -> int:
+    """Reads a beginning that prompts share, and keeps its KV on the host; returns its tokens. See
+    `Engine.cache_prefix`."""
+    check_keeps_rows(core.executor)
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    ticket = intake.single(prompt, one, None, False, None, chat_template, None)
+    prefix = Conversation(is_reread=not core.executor.keeps_prompt_bits)
+    ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)
+    num_tokens = ticket.prompt_length
+    with core.lock:  # no other request may take the row before it was copied
+        core.enqueue(ticket)
+        [completion] = core.completions([ticket], None)
+        if completion.finish_reason == "abort":
+            raise RequestError(
+                f"The prefix could not be read ({completion.stop_reason}); try again, with another "
+                "engine if this one has ended."
+            )
+        num_bytes = core.executor.row_bytes(num_tokens)
+        if not core.watched(lambda: core.kept.add_prefix(prefix)):
+            raise SettingError(
+                f"A prefix of {num_tokens} tokens was given, whose KV takes {in_units(num_bytes)}, "
+                f"and session_bytes is {in_units(core.kept.max_bytes)} for all that is kept on the "
+                "host; raise it, or shorten the prefix."
+            )
+    return num_tokens
+
+
+def check_keeps_rows(executor: Executor) -> None:
+    """Raises `SettingError` if rows of an executor cannot outlive their requests."""
+    if executor.loop.layout != "ragged":
+        raise SettingError(
+            f"A session was asked for, and the layout is {executor.loop.layout}, which moves the "
+            "KV of rows that have ended; use the ragged layout."
+        )
+
+
+def held(core: EngineCore) -> dict[str, Any]:
+    """What `Engine.memory` says of kept KV."""
+    kept = core.kept
+    return {
+        "num_resident_tokens": kept.num_resident_tokens,
+        "num_parked_tokens": kept.num_parked_tokens,
+        "parked_bytes": kept.parked_bytes,
+    }

@@ -1,0 +1,73 @@
+"""`jaxspec chat`: turns from standard input, what they reuse, and what is refused."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import tiny
+
+from jaxspec import Engine, NGram, SamplingParams, load_model
+
+OPTIONS = ("--drafter", "ngram", "--max-tokens", 9, "--max-length", 256, "--ignore-eos")
+
+
+@pytest.fixture
+def say(monkeypatch):
+    """Makes these the lines of standard input."""
+
+    def set_lines(*lines):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    return set_lines
+
+
+def test_turns_reuse_the_kv_and_say_so(cli, models, say):
+    say("hello", "", "and then?", "/new", "again", "/quit", "never")
+    result = cli("chat", "--target", models.target, *OPTIONS, "--system", "be kind", "--json")
+    assert result.status == 0, result.err
+    turns = result.document["turns"]
+    assert len(turns) == 3
+    asked = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    text = tiny.tokenizer()
+    assert turns[0]["prompt_token_ids"] == text.encode_chat(asked)
+    asked += [
+        {"role": "assistant", "content": turns[0]["text"]},
+        {"role": "user", "content": "and then?"},
+    ]
+    assert turns[1]["prompt_token_ids"] == text.encode_chat(asked)
+    # A new chat shares the system message.
+    reused = [turn["num_reused_tokens"] for turn in turns]
+    assert reused[0] == 0 < reused[2] < reused[1]
+    num_read = len(turns[1]["prompt_token_ids"]) - reused[1]
+    assert f"{reused[1]} prompt tokens reused, {num_read} read; KV of" in result.out
+    assert turns[0]["text"] in result.out
+    assert turns[0]["kv_bytes"] > 0
+    engine = Engine(load_model(str(models.target)), NGram(), batch_size=1, max_length=256)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    for turn in turns:
+        [alone] = engine.generate([turn["prompt_token_ids"]], params)
+        assert list(alone.token_ids) == turn["token_ids"]
+
+
+def test_without_a_template_turns_are_lines_of_text(cli, models, say):
+    say("hello", "more")
+    result = cli("chat", "--target", models.no_template, *OPTIONS, "--json")
+    first, second = result.document["turns"]
+    text = tiny.tokenizer()
+    assert first["prompt_token_ids"] == text.encode("hello\n")
+    assert second["prompt_token_ids"] == text.encode(f"hello\n{first['text']}\nmore\n")
+
+
+def test_a_line_that_does_not_fit_is_refused_and_the_chat_goes_on(cli, models, say):
+    say("hello", "x" * 400, "short")
+    result = cli("chat", "--target", models.target, *OPTIONS, "--json")
+    assert result.status == 0
+    assert "/new begins another chat" in result.err
+    assert "leaves room for" in result.err
+    first, second = result.document["turns"]
+    assert second["num_reused_tokens"] >= len(first["prompt_token_ids"])
+
+
+def test_a_model_without_a_tokenizer_is_refused(refused, models):
+    assert "has no tokenizer" in refused("chat", "--target", models.no_tokenizer)
