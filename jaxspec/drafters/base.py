@@ -296,9 +296,10 @@ def draft_with(
       params: of the loop, target's and drafter's.
     """
     own = function_params(drafter, params)
+    propose: Callable[..., Any] = drafter.propose
     if drafter.uses_target_cache:
-        return drafter.propose(shape, own, state, rows, target_cache=target_cache)
-    return *drafter.propose(shape, own, state, rows), target_cache
+        return propose(shape, own, state, rows, target_cache=target_cache)
+    return *propose(shape, own, state, rows), target_cache
 
 
 class NoDrafter(DrafterBase):
