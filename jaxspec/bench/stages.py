@@ -49,8 +49,8 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
         return _score(loop.target, params["target"], tokens, window, cache)
 
     leaves, form = jax.tree.flatten(state.drafter)
-    # Lengths and the like, without which a drafter would draft nothing after the same tokens again.
-    of_rows = {index: leaf for index, leaf in enumerate(leaves) if leaf.ndim < 2}
+    # Lengths and the like. Without them a drafter would draft nothing after the same tokens again.
+    of_rows = {index: leaf for index, leaf in enumerate(leaves) if leaf.ndim < 3}
 
     def whole_round(params, fixed, moving):
         """The same round over and over: caches move on, all else is as it was."""

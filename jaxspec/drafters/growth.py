@@ -201,8 +201,7 @@ class Grower:
         if num_alike == 1 or not self.shape.is_noise_shared:
             tokens, log_share, q = choose_for_each()
         else:  # penalties count the tokens on the way to a node
-            made = lax.cond(is_adjusted(self.rows), choose_for_each, choose_once)
-            tokens, log_share, q = made
+            tokens, log_share, q = lax.cond(is_adjusted(self.rows), choose_for_each, choose_once)
         of_path = worth[..., None] + log_share
         is_candidate = jnp.isfinite(of_path) & (level < self.num_levels)[:, None, None]
         of_path = jnp.where(is_candidate, of_path, -jnp.inf)
@@ -241,7 +240,7 @@ class Grower:
         scores, q = _draw_scores(logits, self.rows, context, numbers, self.shape)
         best, tokens = highest(scores, self.tree.num_children)
         if not self.tree.ranks_paths:
-            return tokens, jnp.where(jnp.isfinite(best), 0.0, -jnp.inf), q
+            return tokens, jnp.where(jnp.isfinite(best), jnp.float32(0), -jnp.inf), q
         is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
         sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
         log_total = jax.nn.logsumexp(sharpness * scores, axis=-1, keepdims=True)
