@@ -254,7 +254,9 @@ class FlexDraft(DrafterBase):
         """They are forgotten: the row may get as long again with other tokens."""
         return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
 
-    def propose(self, shape, params, state: FlexState, rows: BatchView, *, target_cache: KVCache):
+    def propose(
+        self, shape, params, state: FlexState, rows: BatchView, *, target_cache: Any = None
+    ) -> Any:
         """A chain of up to K - 1 tokens; rows whose hidden states are of another length get them
         first, by one group of mask rows."""
         num_rows, num_nodes = shape.batch_size, min(shape.num_nodes, self.num_nodes)
