@@ -70,7 +70,7 @@ def rounds_of_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("rule", ["product", "minimum"])
+@pytest.mark.parametrize("rule", ["product", pytest.param("minimum", marks=pytest.mark.system)])
 def test_a_cut_by_confidence_leaves_the_distribution_alone(name, rule):
     bench = Bench(RULES[name]())
     for seed in range(2):
@@ -91,8 +91,15 @@ def test_the_cut_is_tried_at_every_length():
     assert set(lengths.tolist()) == {1, 2, 3}
 
 
-@pytest.mark.parametrize("is_noise_shared", [True, False])
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("is_noise_shared", "penalty"),
+    [
+        (True, 1.0),
+        (False, 1.5),
+        pytest.param(True, 1.5, marks=pytest.mark.system),
+        pytest.param(False, 1.0, marks=pytest.mark.system),
+    ],
+)
 def test_a_block_is_drawn_as_node_by_node(is_noise_shared, penalty):
     """Greedy and sampled rows; with penalties, which count the drafts before."""
     num_rows, vocab_size = 4, 50
