@@ -166,8 +166,8 @@ class Executor:
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
         rows = everywhere if isinstance(everywhere, ShardedLoop) else kept.RowFunctions(loop)
-        on_copies = {"out_shardings": self._home_of_copies}
-        returned = {"donate_argnums": 0, **on_home}
+        on_copies: dict[str, Any] = {"out_shardings": self._home_of_copies}
+        returned: dict[str, Any] = {"donate_argnums": 0, **on_home}
         self.programs |= {
             "continue": self.program("next turn", rows.continue_row, **updates),
             "take_page": self.program("copying of a page", rows.take_page, **on_copies),
@@ -336,7 +336,7 @@ class Executor:
     def _home_of_copies(self) -> jax.sharding.Sharding | None:
         """Where copies of a row are: every device of a mesh has them."""
         if self.mesh is None:
-            return self.home
+            return home_of(self.loop.params)
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     def take_row(self, row: int, num_slots: int) -> StoredRow:
