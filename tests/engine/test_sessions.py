@@ -140,6 +140,7 @@ def test_every_drafter_keeps_what_it_can(name):
         assert done.acceptance == expected.acceptance
 
 
+@pytest.mark.system
 def test_heads_read_the_pair_at_the_seam_again(monkeypatch):
     """Clover-2 pairs a token's feature with the token after it; the last pair that is kept was of
     the old next token."""
