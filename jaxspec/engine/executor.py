@@ -357,7 +357,7 @@ class Executor:
     def _home_of_copies(self) -> Any:
         """Where copies of a row are: every device of a mesh has them."""
         if self.mesh is None:
-            return self.home
+            return home_of(self.loop.params)
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     def take_row(self, row: int, num_slots: int) -> StoredRow:

@@ -140,6 +140,7 @@ def test_every_drafter_keeps_what_it_can(name):
         assert done.acceptance == expected.acceptance
 
 
+@pytest.mark.system
 def test_heads_read_the_pair_at_the_seam_again(monkeypatch):
     """Clover-2 pairs a token's feature with the token after it; the last pair that is kept was of
     the old next token."""
@@ -404,7 +405,7 @@ def test_a_common_prefix_is_read_once(engine):
     assert engine.memory.num_parked_tokens == 0
 
 
-@pytest.mark.parametrize("num_turns", [60])
+@pytest.mark.parametrize("num_turns", [200])
 def test_turns_leave_nothing_behind(engine, num_turns):
     def live_bytes():
         return sum(array.nbytes for array in jax.live_arrays())
@@ -547,4 +548,42 @@ def test_a_lost_state_costs_a_reread(target):
     assert (kept.place, parked.place) == ("none", "host")
     found = [each.generate([*FIRST, *first.token_ids, 2], GREEDY) for each in (kept, parked)]
     assert [done.num_reused_tokens for done in found] == [0, len(FIRST) + 12]
+    check_chat(engine, found)
+
+
+# ------------------------------------------------------------------------- with other settings
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft_length": "auto"},
+        {"draft_length": "auto", "exactness": "ties"},
+        {"scheduler": jaxspec.Static()},
+        {"scheduler": jaxspec.Pool(window_size=3)},
+        {"check_invariants": True},
+        {"verifier": "rejection"},
+        {"max_logprobs": 1, "trace": "tokens"},
+    ],
+    ids=str,
+)
+def test_sessions_with_other_settings(target, options):
+    engine = Engine(target, DraftModel(toy.model(seed=1, num_layers=1)), **{**SHAPE, **options})
+    sessions = [engine.session() for _ in range(engine.num_residents + 2)]
+    histories = [list(prompt) for prompt in toy.prompts((20, 33, 5, 40, 70, 9), seed=8)]
+    found = []
+    for turn in range(3):
+        names = {}
+        for index, session in enumerate(sessions):
+            histories[index] += SECOND[:turn]
+            names[engine.submit(histories[index], GREEDY, session=session)] = index
+        while engine.has_unfinished:
+            for done in engine.step():
+                index = names[done.request_id]
+                if turn > 0:
+                    assert done.num_reused_tokens == len(histories[index]) - turn - 1
+                    found.append(done)
+                histories[index] += done.token_ids
+    assert len(found) == 2 * len(sessions)
     check_chat(engine, found)
