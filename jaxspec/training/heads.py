@@ -51,15 +51,8 @@ from jaxspec.runtime.compilation import Program
 from jaxspec.training import runs
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.runs import OnStep, TrainState
-from jaxspec.training.teacher_forcing import (
-    HeadBatch,
-    fill_rows,
-    last_features,
-    pack_texts,
-    run_heads,
-    shifted,
-    target_parts,
-)
+from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts, shifted
 from jaxspec.training.texts import Text, check_writer, read_texts
 from jaxspec.types import PyTree
 
@@ -278,7 +271,7 @@ def heads_loss(
     params: Params,
     target_config: ModelConfig,
     target_params: Params,
-    batch: HeadBatch,
+    batch: TextBatch,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, the share of labels
     that it finds the likeliest.
@@ -325,7 +318,7 @@ def heads_loss(
 def train_step(
     state: TrainState,
     target_params: PyTree,
-    batch: HeadBatch,
+    batch: TextBatch,
     *,
     config: HeadsConfig,
     target_config: ModelConfig,
