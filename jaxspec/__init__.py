@@ -18,6 +18,7 @@ _EXPORTS = {
     "checkpoint.resolve": "load_model",
     "drafters.base": "Drafter DrafterBase",
     "drafters.draft_model": "DraftModel",
+    "drafters.flexdraft.drafter": "FlexDraft",
     "drafters.heads.drafter": "Heads",
     "drafters.heads.files": "export_drafter load_drafter save_drafter",
     "drafters.ngram": "NGram",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from jaxspec.drafters.base import Drafter as Drafter
     from jaxspec.drafters.base import DrafterBase as DrafterBase
     from jaxspec.drafters.draft_model import DraftModel as DraftModel
+    from jaxspec.drafters.flexdraft.drafter import FlexDraft as FlexDraft
     from jaxspec.drafters.heads.drafter import Heads as Heads
     from jaxspec.drafters.heads.files import export_drafter as export_drafter
     from jaxspec.drafters.heads.files import load_drafter as load_drafter

@@ -351,6 +351,13 @@ def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.pad(logits, padding, constant_values=-jnp.inf)
 
 
+def without_nan(logits: jax.Array) -> jax.Array:
+    """A drafter's logits `[..., V]` as they are, or zeros where one of them is NaN or infinite; one
+    of -inf is a token that is never proposed."""
+    are_numbers = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
+    return jnp.where(are_numbers, logits, jnp.zeros((), logits.dtype))
+
+
 class DraftToken(NamedTuple):
     """A chain drafter's tokens for one node.
 
@@ -432,3 +439,80 @@ def draw_draft(
         of_token = jnp.take_along_axis(unnormalised, token[:, None], axis=1)[:, 0]
         confidence = jnp.exp(of_token - jax.nn.logsumexp(unnormalised, axis=1))
     return DraftToken(token=token, distribution=distribution, confidence=confidence)
+
+
+class DraftBlock(NamedTuple):
+    """A chain drafter's tokens for all nodes at once.
+
+    Attributes:
+      tokens: `[B, N]` int32.
+      distributions: `[B, N, V]` fp32, what each was drawn from; None unless asked for. Those of
+        greedy rows are not used by any verifier.
+    """
+
+    tokens: jax.Array
+    distributions: jax.Array | None
+
+
+def draw_block(
+    logits: jax.Array,
+    rows: BatchView,
+    *,
+    is_noise_shared: bool,
+    needs_probs: bool,
+    needs_greedy_probs: bool = False,
+) -> DraftBlock:
+    """`draw_draft` of N nodes whose logits `[B, N, V]` do not depend on one another's tokens: all
+    at once, but node by node where a row has penalties, which count the drafts before.
+
+    Args:
+      logits: of the drafter, of the target's ids.
+      is_noise_shared: this and the others as in `draw_draft`.
+    """
+    num_rows, num_nodes, vocab_size = logits.shape
+    node = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32)[None], (num_rows, num_nodes))
+
+    def take_highest() -> DraftBlock:
+        distributions = None
+        if needs_probs:
+            distributions = jnp.zeros_like(logits)
+            if needs_greedy_probs:
+                distributions = jax.nn.softmax(filtered_logits(logits, rows.sampling), axis=-1)
+        return DraftBlock(greedy_tokens(logits)[0], distributions)
+
+    def draw() -> DraftBlock:
+        drawn_from = filtered_logits(logits, rows.sampling)
+        if is_noise_shared:
+            keys = position_keys(rows.sampling, rows.num_committed[:, None] + node)
+        else:
+            keys = round_keys(rows, node, Stream.DRAFT)
+        is_sampled = (rows.sampling.temperature > 0)[:, None, None]
+        noisy = drawn_from + gumbel(keys, vocab_size)
+        tokens = greedy_tokens(jnp.where(is_sampled, noisy, logits))[0]
+        return DraftBlock(tokens, jax.nn.softmax(drawn_from, axis=-1) if needs_probs else None)
+
+    def draw_one_by_one() -> DraftBlock:
+        def step(index: jax.Array, drawn: DraftBlock) -> DraftBlock:
+            one = draw_draft(
+                lax.dynamic_index_in_dim(logits, index, axis=1, keepdims=False),
+                rows,
+                drawn.tokens,
+                index,
+                vocab_size=vocab_size,
+                is_noise_shared=is_noise_shared,
+                needs_probs=needs_probs,
+                needs_greedy_probs=needs_greedy_probs,
+            )
+            distributions = drawn.distributions
+            if distributions is not None:
+                distributions = distributions.at[:, index].set(one.distribution)
+            return DraftBlock(drawn.tokens.at[:, index].set(one.token), distributions)
+
+        nothing = jnp.zeros_like(logits) if needs_probs else None
+        return lax.fori_loop(0, num_nodes, step, DraftBlock(jnp.zeros_like(node), nothing))
+
+    return lax.cond(
+        is_greedy(rows),
+        take_highest,
+        lambda: lax.cond(_is_adjusted(rows), draw_one_by_one, draw),
+    )

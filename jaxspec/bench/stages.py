@@ -74,13 +74,13 @@ def _speculative_stages(
 
     info, drafter_state = prepare(params, state)
     bare = state.replace(cache=(), drafter=())
-    seen = state.cache if loop.drafter.uses_target_cache else ()
+    drafting = _copy((drafter_state, state.cache if loop.drafter.uses_target_cache else ()))
 
-    def draft_stage(params, fixed, drafter_state):
-        bare, rows, cache = fixed
+    def draft_stage(params, fixed, moving):
+        (bare, rows), (drafter_state, cache) = fixed, moving
         before = bare.replace(drafter=drafter_state, cache=cache)
-        draft, drafter_state = propose(loop, params, before, rows)
-        return drafter_state, draft
+        draft, drafter_state, cache = propose(loop, params, before, rows)
+        return (drafter_state, cache), draft
 
     def verify_stage(params, info, moving):
         verdict = loop.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
@@ -99,7 +99,7 @@ def _speculative_stages(
 
     moved = () if info.draft.is_chain else _copy(state.cache)
     stages = {
-        "draft": Repeated(draft_stage, params, (bare, info.rows, seen), _copy(drafter_state)),
+        "draft": Repeated(draft_stage, params, (bare, info.rows), drafting),
         "verify": Repeated(verify_stage, params, info, ()),
         "commit": Repeated(commit_stage, params, (bare, info), (moved, _copy(drafter_state))),
     }

@@ -27,7 +27,7 @@ from jaxspec.conformance.checks import (
 from jaxspec.conformance.report import NotApplicable
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter, DrafterBase, function_params
+from jaxspec.drafters.base import Drafter, DrafterBase, draft_with, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
@@ -375,9 +375,10 @@ class DrafterUnderTest:
 
     def propose(self, params: PyTree, state: DecodeState) -> tuple[Draft, PyTree]:
         """The drafter's `propose` on a decode state, given the engine's parameters."""
-        reads = {"target_cache": state.cache} if self.complete.uses_target_cache else {}
-        own = function_params(self.complete, params)
-        return self.drafter.propose(self.shape, own, state.drafter, self.rows(state), **reads)
+        draft, after, _ = draft_with(
+            self.complete, self.shape, params, state.drafter, self.rows(state), state.cache
+        )
+        return draft, after
 
     @functools.cached_property
     def compiled_draft(self):
@@ -444,7 +445,7 @@ class DrafterUnderTest:
     @functools.cached_property
     def with_probs(self) -> DrafterUnderTest:
         """The same, where drafts come with the distributions that they were drawn from."""
-        if self.complete.score is not None:
+        if self.complete.score is not None and not self.complete.uses_target_cache:
             raise NotApplicable("it drafts in the target's pass, which this check does not run")
         return dataclasses.replace(self, is_noise_shared=False, needs_draft_probs=True)
 

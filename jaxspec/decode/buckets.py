@@ -76,7 +76,7 @@ def keeps_bits_at_every_width(loop: DecodeLoop) -> bool:
     return (
         loop.verifier.is_coupled
         and loop.layout == "ragged"
-        and loop.drafter.score is None
+        and (loop.drafter.score is None or loop.drafter.score_keeps_bits)
         and is_width_invariant(
             loop.target,
             batch_size=loop.shape.batch_size,

@@ -17,7 +17,7 @@ from jaxspec.cache.pages import KVCache
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.round import draft_and_verify
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter, function_params
+from jaxspec.drafters.base import Drafter, draft_with, function_params
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import ModelError
 from jaxspec.models.base import LanguageModel, Model
@@ -88,10 +88,18 @@ def check_drafter(loop: DecodeLoop) -> None:
     shape = loop.round_shape
     state = jax.eval_shape(lambda: loop.empty(shape))
     rows = jax.eval_shape(functools.partial(batch_view, is_chain=drafter.is_chain), state)
-    reads = {"target_cache": state.cache} if drafter.uses_target_cache else {}
-    propose = functools.partial(drafter.propose, shape)
-    draft, after = jax.eval_shape(propose, own, state.drafter, rows, **reads)
+    if drafter.uses_target_cache:
+        propose = functools.partial(drafter.propose, shape)
+        returned = jax.eval_shape(propose, own, state.drafter, rows, target_cache=state.cache)
+        if len(returned) != 3:
+            raise ModelError(
+                f"{who} has uses_target_cache and returned {len(returned)} values from `propose`, "
+                "where the engine takes draft, state and the target's cache; return the cache too."
+            )
+    propose = functools.partial(draft_with, drafter, shape)
+    draft, after, cache = jax.eval_shape(propose, params, state.drafter, rows, state.cache)
     _check_same(f"{who} returned from `propose` a state with", after, state.drafter)
+    _check_same(f"{who} returned from `propose` a cache with", cache, state.cache)
     whole, num_nodes = jnp.int32, (shape.batch_size, shape.num_nodes)
     expected = {
         "tokens": jax.ShapeDtypeStruct(num_nodes, whole),

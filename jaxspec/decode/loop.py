@@ -115,7 +115,8 @@ class DecodeLoop:
 
     def empty(self, shape: EngineShape) -> DecodeState:
         """State of `shape.batch_size` empty rows."""
-        cache = self.target.init_cache(shape.batch_size, shape.max_length)
+        num_slots = shape.max_length + self.drafter.num_scratch_slots(shape)
+        cache = self.target.init_cache(shape.batch_size, num_slots)
         return empty_state(
             shape,
             num_stop_tokens=self.num_stop_tokens,

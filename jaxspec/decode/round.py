@@ -24,7 +24,7 @@ from jaxspec.cache import layouts
 from jaxspec.cache.pages import commit_path
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view, newest_token, scatter_rows
-from jaxspec.drafters.base import function_params
+from jaxspec.drafters.base import draft_with, function_params
 from jaxspec.models.base import forward_features
 from jaxspec.types import (
     BatchView,
@@ -63,11 +63,11 @@ def draft_and_verify(
     """What a round finds, before it is committed; the target's cache with the accepted path in
     place, and the drafter's state."""
     rows = batch_view(state, is_chain=parts.drafter.is_chain)
-    draft, drafter_state = propose(parts, params, state, rows)
+    draft, drafter_state, cache = propose(parts, params, state, rows)
     window = make_window(state, draft, tree_depth=parts.shape.tree_depth)
     tokens, context = window_tokens(state, draft), draft_context(draft, window)
     scores, cache, drafter_state = score(
-        parts, params, drafter_state, rows, draft, tokens, window, state.cache
+        parts, params, drafter_state, rows, draft, tokens, window, cache
     )
     verdict = parts.verifier.verify(scores.logits, draft, rows, context)
     if not draft.is_chain:
@@ -87,21 +87,22 @@ def draft_and_verify(
 
 def propose(
     parts: DecodeLoop, params: PyTree, state: DecodeState, rows: BatchView
-) -> tuple[Draft, PyTree]:
-    """The drafter's draft, without the nodes that a row did not want, and the drafter's state."""
+) -> tuple[Draft, PyTree, PyTree]:
+    """The drafter's draft, without the nodes that a row did not want, the drafter's state, and the
+    target's cache, to which the drafter may have written where nothing is committed."""
     drafter = parts.drafter
-    reads = {"target_cache": state.cache} if drafter.uses_target_cache else {}
-    own = function_params(drafter, params)
     if drafter.drafts_last_token and rows.remaining is not None:
         is_near_end = rows.draft_limit == rows.remaining - 1  # held back by the row's end
         rows = rows.replace(draft_limit=jnp.where(is_near_end, rows.remaining, rows.draft_limit))
-    draft, drafter_state = drafter.propose(parts.round_shape, own, state.drafter, rows, **reads)
+    draft, drafter_state, cache = draft_with(
+        drafter, parts.round_shape, params, state.drafter, rows, state.cache
+    )
     wanted = jnp.minimum(rows.draft_limit, draft.tokens.shape[1])
     num_valid = jnp.clip(draft.num_valid, 0, wanted)
     draft = draft.replace(
         num_valid=num_valid, max_depth=drafter.max_depth, is_chain=drafter.is_chain
     )
-    return draft, drafter_state
+    return draft, drafter_state, cache
 
 
 def score(

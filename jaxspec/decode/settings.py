@@ -84,6 +84,11 @@ def make_loop(
                 f"would bias the output of the verifier {verifier.name}; use the coupled verifier, "
                 "or a tree whose nodes do not depend on the tokens drawn for them."
             )
+        if layout == "aligned" and with_defaults(drafter).uses_target_cache:
+            raise SettingError(
+                f"The drafter {drafter.name} writes to the target's cache, which the layout "
+                "'aligned' would move; use the layout 'ragged' with it."
+            )
         tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
     records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(

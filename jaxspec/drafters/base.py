@@ -116,7 +116,12 @@ class DrafterBase:
         it for prompts, `commit` in `RoundInfo.features`.
       uses_target: whether its functions get `{"own": params, "target": the target's}` instead of
         its own parameters alone. Nothing is copied.
-      uses_target_cache: whether `propose` is given the target's cache, as `target_cache`, to read.
+      uses_target_cache: whether `propose` is given the target's cache, as `target_cache`, and
+        returns `(draft, state, cache)`. It may read what is committed, and write to slots from the
+        newest token's on, of which the round reads nothing that it has not written itself. The
+        cache is returned even if nothing was written, as XLA would copy one that is only read.
+      score_keeps_bits: whether the hidden states and KV that its `score` returns have the bits of
+        the target's forward pass, where these do not depend on the width of a window.
       drafts_last_token: whether it may draft the last token that a row may still emit, which is the
         target's own in any case unless the verifier adds no bonus token.
     """
@@ -132,6 +137,7 @@ class DrafterBase:
     taps: tuple[int, ...] = ()
     uses_target: bool = False
     uses_target_cache: bool = False
+    score_keeps_bits: bool = False
     drafts_last_token: bool = False
 
     def check(self, target: Model) -> None:
@@ -183,6 +189,11 @@ class DrafterBase:
           features: `[prefill_chunk, n, E]`, of the tokens from `start` on; padding from `stop` on.
         """
         return state
+
+    def num_scratch_slots(self, shape: EngineShape) -> int:
+        """Slots that the target's cache has beyond `shape.max_length`, for KV of the drafter's own:
+        `propose` and `score` may store it after the round's window. None by default."""
+        return 0
 
     def propose(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
@@ -247,6 +258,25 @@ def function_params(drafter: DrafterBase, params: PyTree) -> PyTree:
     if drafter.uses_target:
         return {"own": params["drafter"], "target": params["target"]}
     return params["drafter"]
+
+
+def draft_with(
+    drafter: DrafterBase,
+    shape: EngineShape,
+    params: PyTree,
+    state: PyTree,
+    rows: BatchView,
+    target_cache: PyTree,
+) -> tuple[Draft, PyTree, PyTree]:
+    """`drafter.propose`, given the target's cache if it uses it; draft, state and that cache.
+
+    Args:
+      params: of the loop, target's and drafter's.
+    """
+    own = function_params(drafter, params)
+    if drafter.uses_target_cache:
+        return drafter.propose(shape, own, state, rows, target_cache=target_cache)
+    return *drafter.propose(shape, own, state, rows), target_cache
 
 
 class NoDrafter(DrafterBase):

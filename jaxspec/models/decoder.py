@@ -213,31 +213,96 @@ def run_layers(
     feed-forward, only the layers' attention is computed.
     """
     stop = config.num_layers if stop is None else stop
-    chex.assert_shape(window.positions, hidden.shape[:2])
     angles = layers.rotary_angles(config.rope, window.positions)
-    table = cache.table if window.rows is None else cache.table[window.rows]
+    for index in range(start, stop):
+        layer = params["layers"][index]
+        hidden, cache = _run_attention(
+            config, layer, index, hidden, window, angles, cache, kernels=kernels
+        )
+        if has_feed_forward:
+            hidden = layers.feed_forward(config, layer, hidden, kernels.product)
+    return hidden, cache
+
+
+def _run_attention(
+    config: ModelConfig,
+    layer: layers.LayerParams,
+    index: int,
+    hidden: jax.Array,
+    window: Window,
+    angles: tuple[jax.Array, jax.Array],
+    cache: kv.KVCache,
+    *,
+    kernels: Kernels,
+) -> tuple[jax.Array, kv.KVCache]:
+    """Hidden states `[B, T, E]` after the attention of layer `index`, with the parameters `layer`;
+    the window's KV is written to that layer's cache."""
+    chex.assert_shape(window.positions, hidden.shape[:2])
     written = list(cache.layers)
 
-    for index in range(start, stop):
-
-        def attend(qkv, index=index):
-            heads, written[index] = kernels.attend(
-                qkv,
-                written[index],
-                table,
-                window,
-                angles,
-                dtype=cache.dtype,
-                sliding_window=config.sliding_window(index),
-                **layers.attention_settings(config, params["layers"][index]),
-            )
-            return heads
-
-        layer = params["layers"][index]
-        hidden = layers.decoder_layer(
-            config, layer, hidden, attend, kernels.product, has_feed_forward=has_feed_forward
+    def attend(qkv):
+        heads, written[index] = kernels.attend(
+            qkv,
+            written[index],
+            cache.table if window.rows is None else cache.table[window.rows],
+            window,
+            angles,
+            dtype=cache.dtype,
+            sliding_window=config.sliding_window(index),
+            **layers.attention_settings(config, layer),
         )
+        return heads
+
+    hidden = layers.attention(config, layer, hidden, attend, kernels.product)
     return hidden, cache.replace(layers=tuple(written))
+
+
+def run_dual_layers(
+    config: ModelConfig,
+    params: Params,
+    projectors: Sequence[layers.LayerParams],
+    hidden: jax.Array,
+    mask_hidden: jax.Array,
+    window: Window,
+    mask_window: Window,
+    cache: kv.KVCache,
+    *,
+    start: int,
+    kernels: Kernels = XLA,
+) -> tuple[jax.Array, jax.Array, kv.KVCache]:
+    """`run_layers` from layer `start` to the last, with mask rows beside the window's own rows.
+
+    Mask rows have attention projectors of their own and everything else in common with the target.
+    In each layer the window's own attention comes first, as without them: it sees nothing of a mask
+    row, whatever `mask_window` says. The feed-forward takes both kinds of rows in one product.
+
+    Args:
+      projectors: of layers `start` on, what takes the place of the target's parameters.
+      hidden: `[B, T, E]`, before layer `start`.
+      mask_hidden: `[B, M, E]`, likewise.
+      window: of the T rows.
+      mask_window: of the M mask rows; their KV has slots of its own.
+
+    Returns:
+      hidden states `[B, T, E]` and `[B, M, E]` after the last layer, and the cache with the KV of
+      both.
+    """
+    num_own = hidden.shape[1]
+    own_angles = layers.rotary_angles(config.rope, window.positions)
+    mask_angles = layers.rotary_angles(config.rope, mask_window.positions)
+    for index in range(start, config.num_layers):
+        layer = params["layers"][index]
+        hidden, cache = _run_attention(
+            config, layer, index, hidden, window, own_angles, cache, kernels=kernels
+        )
+        mask_layer = {**layer, **projectors[index - start]}
+        mask_hidden, cache = _run_attention(
+            config, mask_layer, index, mask_hidden, mask_window, mask_angles, cache, kernels=kernels
+        )
+        both = jnp.concatenate([hidden, mask_hidden], axis=1)
+        both = layers.feed_forward(config, layer, both, kernels.product)
+        hidden, mask_hidden = both[:, :num_own], both[:, num_own:]
+    return hidden, mask_hidden, cache
 
 
 def head(

@@ -59,6 +59,18 @@ def decoder_layer(
     `attend(qkv)` returns heads `[B, T, Q, H]` of the projections `[B, T, K, G + 2, H]`; the caller
     decides where keys and values are kept (in a cache, or nowhere in training).
     """
+    x = attention(config, params, x, attend, product)
+    return feed_forward(config, params, x, product) if has_feed_forward else x
+
+
+def attention(
+    config: ModelConfig,
+    params: LayerParams,
+    x: jax.Array,
+    attend: Callable[[jax.Array], jax.Array],
+    product: Product = product,
+) -> jax.Array:
+    """Hidden states `[B, T, E]` after a layer's attention; see `decoder_layer`."""
     epsilon = config.norm_epsilon
     qkv = product(x, params["qkv"], norm=params["attention_norm"], epsilon=epsilon)
     heads = attend(qkv).reshape(*x.shape[:-1], -1)
@@ -71,11 +83,15 @@ def decoder_layer(
             mixed = mixed + params["output_bias"][None, None]
         if config.has_sandwich_norms:
             mixed = rms_norm(mixed, params["post_attention_norm"], epsilon)
-        x = x + mixed
-    else:
-        x = product(heads, output, residual=x)
-    if not has_feed_forward:
-        return x
+        return x + mixed
+    return product(heads, output, residual=x)
+
+
+def feed_forward(
+    config: ModelConfig, params: LayerParams, x: jax.Array, product: Product = product
+) -> jax.Array:
+    """Hidden states `[B, T, E]` after a layer's feed-forward; the rows do not mix in it."""
+    epsilon = config.norm_epsilon
     both = product(x, params["gate_up"], norm=params["feed_forward_norm"], epsilon=epsilon)
     if config.has_sandwich_norms:
         fed = product(both, params["down"], is_gated=True)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 
+import flex
 import heads
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ from jaxspec.types import Draft, Shared, chain_parents
 
 SMALL = {"num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1}
 BASE = toy.model(**SMALL)
+NATIVE = flex.target(num_layers=2)
 GLM = {
     "family": "glm4",
     "rope": RopeConfig(theta=1e4, rotary_size=4, is_interleaved=True),
@@ -394,6 +396,10 @@ DRAFTERS = {
     "DraftModel of a fixed shape": lambda: jaxspec.DraftModel(DRAFT, tree=TREE),
     "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
     "Heads": lambda: heads.random_heads("clover", BASE),
+    "FlexDraft": lambda: flex.random_flex(NATIVE, mode="parallel"),
+    "FlexDraft in passes of its own": lambda: flex.random_flex(
+        BASE, mode="sequential", num_deep_layers=1
+    ),
     "NGram": lambda: jaxspec.NGram(1, 3),
     "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
     "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
@@ -407,6 +413,7 @@ SELDOM = {
     "DraftModel of a fixed shape": "system",
     "DraftModel of a beam tree": "system",
     "Heads": "system",
+    "FlexDraft in passes of its own": "system",
 }
 
 
@@ -424,7 +431,7 @@ def test_the_table_holds_every_drafter_the_package_exports():
 )
 def test_drafters_conform(name):
     drafter = DRAFTERS[name]()
-    report = check_drafter(drafter, BASE)
+    report = check_drafter(drafter, NATIVE if name == "FlexDraft" else BASE)
     report.assert_ok()
     assert [check.name for check in report.checks] == list(DRAFTER_CHECKS)
     left_out = {check.name for check in report.checks if check.passed is None}
@@ -432,6 +439,7 @@ def test_drafters_conform(name):
     drawing = {"draft_probs", "fresh_noise", "shared_noise"}
     expected["DraftModel of a beam tree"] = {"score", *drawing}
     expected |= {"one that samples": {"catch_up", "score"}}
+    expected |= {"FlexDraft": {"catch_up"}, "FlexDraft in passes of its own": {"catch_up", "score"}}
     assert left_out == expected.get(name, left_out)
     if name == "DraftModel":
         assert "with full and with no acceptance" in report["no_drift"].detail

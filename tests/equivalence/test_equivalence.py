@@ -6,6 +6,7 @@ the package exports. Sabotaged rounds show that the checks can fail.
 """
 
 import door
+import flex
 import heads
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxspec.verifiers import coupled
 LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)
 PARAMS = SamplingParams(max_tokens=24)
 WINDOW = 6
+FLEX = {"block_size": WINDOW + 1, "num_deep_layers": 1, "confidence": 0.0}
 
 
 def drafters(target, truth):
@@ -59,6 +61,14 @@ def drafters(target, truth):
         "Heads of Clover-2, a beam tree": heads.random_heads(
             "clover2", target, tree=jaxspec.BeamTree(2, 3, WINDOW)
         ),
+        "FlexDraft, parallel": flex.random_flex(target, mode="parallel", **FLEX),
+        "FlexDraft, sequential": flex.random_flex(target, mode="sequential", **FLEX),
+        "FlexDraft of copied projectors, parallel": flex.copied_flex(
+            target, mode="parallel", **FLEX
+        ),
+        "FlexDraft of copied projectors, sequential": flex.copied_flex(
+            target, mode="sequential", **FLEX
+        ),
     }
 
 
@@ -69,6 +79,8 @@ LONGER = (  # the table is quicker without
     "Heads of Medusa, a fixed shape",
     "Heads of Hydra, a chain",
     "Heads of Clover-2, a beam tree",
+    "FlexDraft of copied projectors, parallel",
+    "FlexDraft of copied projectors, sequential",
 )
 
 
@@ -81,8 +93,8 @@ def test_the_table_holds_every_drafter_the_package_exports():
         and hasattr(vars(jaxspec)[name], "propose")
         and name not in ("Drafter", "DrafterBase")
     }
-    assert exported == {"DraftModel", "Heads", "NGram", "Oracle"}
-    assert exported <= {name.split()[0] for name in NAMES}
+    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram", "Oracle"}
+    assert exported <= {name.split()[0].rstrip(",") for name in NAMES}
     for drafter in drafters(toy.model(), [[1]]).values():
         assert isinstance(drafter, Drafter)
 
@@ -143,7 +155,8 @@ def test_speculative_equals_plain_bit_for_bit(setting, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["DraftModel of the target", "a tree", "Heads of Clover, a budget"]
+    "name",
+    ["DraftModel of the target", "a tree", "Heads of Clover, a budget", "FlexDraft, parallel"],
 )
 def test_with_xlas_kernels_too(xla_setting, name):
     """The whole table runs with these as well, in the tier of whole programs."""

@@ -6,21 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxspec.kernels.base import product
+from jaxspec.kernels.base import Product, product
 
 
-def calibration(params: Mapping[str, Any], bonus: jax.Array, hidden: jax.Array) -> jax.Array:
+def calibration(
+    params: Mapping[str, Any],
+    bonus: jax.Array,
+    hidden: jax.Array,
+    product: Product = product,
+) -> jax.Array:
     """What is added to the logits of mask rows, `[..., K, V]` fp32.
 
     Args:
       params: `calibrator` of `param_shapes`.
       bonus: `[..., E]`, the target's embedding of the token where the block begins.
       hidden: `[..., K, E]`, of the block's mask rows, after the target's final norm.
+      product: of the kernels that `params` are packed for.
     """
     read = product(bonus, params["embedding"])[..., None, :] + product(hidden, params["hidden"])
     bias = params["hidden_bias"]
     activated = jax.nn.silu(read + bias.reshape((1,) * (read.ndim - 1) + bias.shape))
-    added = product(activated, params["logits"], dtype=jax.numpy.float32)
+    added = product(activated, params["logits"], dtype=jnp.float32)
     bias = params["logits_bias"].astype(added.dtype)
     return added + bias.reshape((1,) * (added.ndim - 1) + bias.shape)

@@ -40,7 +40,7 @@ from jaxspec.models.base import LAST, HeadedModel, LanguageModel, Model
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.kinds import first_mismatch, kinds_of
-from jaxspec.sampling import draw_draft
+from jaxspec.sampling import draw_draft, without_nan
 from jaxspec.types import (
     BatchView,
     Draft,
@@ -537,13 +537,6 @@ def path_tokens(growth: Growth, newest: jax.Array, level: int) -> jax.Array:
     drafted = jnp.take_along_axis(growth.drafted, node.reshape(num_rows, -1), axis=1)
     root = jnp.broadcast_to(newest[:, None], (num_rows, num_expanded, 1))
     return jnp.concatenate([root, drafted.reshape(num_rows, num_expanded, level)], axis=2)
-
-
-def without_nan(logits: jax.Array) -> jax.Array:
-    """Logits `[..., V]` as they are, or zeros where one of them is NaN or infinite; one of -inf is
-    a token that is never proposed."""
-    are_numbers = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
-    return jnp.where(are_numbers, logits, jnp.zeros((), logits.dtype))
 
 
 def if_any(is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry) -> Carry:

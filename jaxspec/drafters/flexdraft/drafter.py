@@ -1,0 +1,437 @@
+"""FlexDraft as a drafter (2605.20022): the target's last layers draft a block at once.
+
+Mask rows run through these layers with attention projectors of their own, and a small calibrator
+corrects their logits once the newest token is known. There are two ways to get at their last hidden
+states, with the same weights and the same drafts:
+
+    sequential    `propose` runs one group of mask rows at the newest token, then the target scores
+                  the drafts
+    parallel      while the target scores this round's drafts, `score` runs a group for each number
+                  of drafts that may be accepted, and `commit` keeps the group of the number that
+                  was: the next `propose` has nothing left to run
+
+A parallel round reads the weights once, and computes more. A row without hidden states (after its
+prompt, or after plain steps) gets them as in the sequential mode, whatever the mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache.pages import KVCache
+from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.flexdraft import formulas
+from jaxspec.drafters.flexdraft.calibrator import calibration
+from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.base import Kernels, unpacked
+from jaxspec.kernels.registry import get_kernels
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel, Model
+from jaxspec.runtime.environment import loops_run_on_host
+from jaxspec.runtime.kinds import first_mismatch, kinds_of
+from jaxspec.sampling import draw_block, without_nan
+from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
+
+Mode = Literal["auto", "parallel", "sequential"]
+Rule = Literal["product", "minimum"]
+DEFAULT_CONFIDENCE = 0.01  # the paper's
+
+
+class FlexState(struct.PyTreeNode, kw_only=True):
+    """What FlexDraft keeps of each row.
+
+    Attributes:
+      hidden: `[B, K - 1, E]`, last hidden states of the mask rows that draft next, before the
+        target's final norm.
+      hidden_at: `[B]` int32, the `num_committed` that they were made for; of any other they say
+        nothing.
+      groups: `[B, G, K - 1, E]`, those for each number of accepted drafts, while a parallel round
+        is in progress; None between rounds.
+    """
+
+    hidden: jax.Array
+    hidden_at: jax.Array
+    groups: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class FlexDraft(DrafterBase):
+    """Drafts with the target's last layers, each row by its own sampling parameters: greedily where
+    the row is greedy, and of a sampled row under `coupled` with the noise by which the target will
+    draw.
+
+    A row verifies only as many drafts as the drafter is confident of. Confidence is the highest
+    probability of a draft's distribution at temperature 1, whatever token was drawn, so that the
+    cut is no bias under `rejection` and `block`.
+
+    Mask rows whose logits are NaN propose as if they knew nothing.
+
+    Attributes:
+      config: sizes.
+      params: as `flexdraft.config.param_shapes` says, in the target's dtype.
+      mode: `parallel`, `sequential`, or `auto`, which has both.
+      confidence: in [0, 1]; 0 verifies every draft.
+      rule: `product` keeps drafts while the product of their confidences is at least `confidence`,
+        `minimum` while each one's is.
+      block_size: K, mask rows of a group, which draft K - 1 tokens.
+      label: name of the weights, for reports; may be empty.
+      target: the model whose layers they use; an engine fills it in (`for_target`).
+
+    Raises:
+      ModelError: the parameters are not those of `config`.
+      SettingError: a setting out of range, such as a block larger than the weights' own.
+    """
+
+    config: FlexConfig
+    params: PyTree
+    mode: Mode
+    confidence: float
+    rule: Rule
+    block_size: int
+    label: str
+    target: LanguageModel | None
+
+    uses_target: ClassVar[bool] = True
+    uses_target_cache: ClassVar[bool] = True
+    score_keeps_bits: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: FlexConfig,
+        params: PyTree,
+        *,
+        mode: Mode = "auto",
+        confidence: float = DEFAULT_CONFIDENCE,
+        rule: Rule = "product",
+        block_size: int | None = None,
+        name: str = "",
+    ):
+        """See the class; `block_size` None is the weights' own."""
+        check_params(config, params, name)
+        for what, given, choices in (("mode", mode, Mode), ("rule", rule, Rule)):
+            if given not in get_args(choices):
+                raise SettingError(
+                    f"The {what} {given!r} was given for FlexDraft; it must be one of "
+                    f"{', '.join(get_args(choices))}."
+                )
+        if not 0 <= confidence <= 1:
+            raise SettingError(
+                f"A confidence of {confidence} was given for FlexDraft; it is a probability, so "
+                "give a number from 0 (every draft is verified) to 1."
+            )
+        if block_size is None:
+            block_size = config.block_size
+        if not 2 <= block_size <= config.block_size:
+            raise SettingError(
+                f"A block_size of {block_size} was given for FlexDraft weights that were trained "
+                f"with {config.block_size}; give at most that, and at least 2."
+            )
+        self._set(
+            config=config,
+            params=params,
+            mode=mode,
+            confidence=confidence,
+            rule=rule,
+            block_size=block_size,
+            label=name,
+            target=None,
+        )
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _with(self, **changes: Any) -> FlexDraft:
+        """A copy with some attributes changed."""
+        made = object.__new__(type(self))
+        made._set(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        made._set(**changes)
+        return made
+
+    @property
+    def name(self) -> str:
+        """`flexdraft[MODE]:LABEL`."""
+        return f"flexdraft[{self.mode}]" + (f":{self.label}" if self.label else "")
+
+    @property
+    def num_nodes(self) -> int:
+        """K - 1."""
+        return self.block_size - 1
+
+    def check(self, target: Model) -> None:
+        """Raises `ModelError` if these are no weights for `target`."""
+        check_target(self.config, target, self.name)
+        dtype = _dtype_of(self.params)
+        if dtype != target.params["embedding"].dtype:
+            raise _other_target(self.name, target, "dtype", dtype, target.params["embedding"].dtype)
+
+    def for_target(self, target: Model) -> FlexDraft:
+        """A copy that runs the layers of `target`, with its kernels."""
+        bound = self._with(target=target)
+        bound._set(params=bound.pack(self.params))
+        return bound
+
+    def pack(self, params: PyTree) -> PyTree:
+        """The parameters as the target's kernels read them best; see `LanguageModel.pack`."""
+        packed = decoder.pack_params({"layers": params["layers"]}, self._kernels)
+        calibrator = {
+            name: leaf if name.endswith("bias") else self._kernels.pack(leaf)
+            for name, leaf in params["calibrator"].items()
+        }
+        return {**params, **packed, "calibrator": calibrator}
+
+    def param_specs(self, num_shards: int) -> PyTree:
+        """How a mesh axis `model` splits the parameters: projectors as the target's, the
+        calibrator's logits by vocabulary."""
+        layer = decoder.param_specs(self.config.target, num_shards)["layers"][0]
+        names = param_shapes(self.config)["layers"][0]
+        calibrator = {name: P() for name in ("embedding", "hidden", "hidden_bias")}
+        return {
+            "layers": ({name: layer[name] for name in names},) * self.config.num_deep_layers,
+            "mask": P(),
+            "calibrator": calibrator | {"logits": P(None, "model"), "logits_bias": P("model")},
+        }
+
+    @property
+    def _target(self) -> LanguageModel:
+        if self.target is None:
+            raise ModelError(
+                f"{self.name} was used without a target; take the drafter that for_target(target) "
+                "returns."
+            )
+        return self.target
+
+    @property
+    def _kernels(self) -> Kernels:
+        return get_kernels(self._target.kernels)
+
+    def num_scratch_slots(self, shape: EngineShape) -> int:
+        """Room for the mask rows of every group after the window, and of one group after the newest
+        token."""
+        num_groups = 1 if self.mode == "sequential" else self._num_groups(shape.verify_length)
+        return num_groups * self.block_size
+
+    def _num_groups(self, verify_length: int) -> int:
+        """G: a window of T tokens has T - 1 drafts, of which 0 to T - 1 may be accepted."""
+        return min(verify_length, self.block_size)
+
+    def init(self, shape: EngineShape) -> FlexState:
+        """No row has hidden states."""
+        size = shape.batch_size, self.num_nodes, self.config.target.width
+        return FlexState(
+            hidden=jnp.zeros(size, _dtype_of(self.params)),
+            hidden_at=jnp.full((shape.batch_size,), -1, jnp.int32),
+        )
+
+    def admit(self, shape, params, state: FlexState, rows: BatchView, row) -> FlexState:
+        """A new request has no hidden states."""
+        return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
+
+    def rewind(self, shape, params, state: FlexState, rows: BatchView, row, num_kept) -> FlexState:
+        """They are forgotten: the row may get as long again with other tokens."""
+        return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
+
+    def propose(self, shape, params, state: FlexState, rows: BatchView, *, target_cache: KVCache):
+        """A chain of up to K - 1 tokens; rows whose hidden states are of another length get them
+        first, by one group of mask rows."""
+        num_rows, num_nodes = shape.batch_size, min(shape.num_nodes, self.num_nodes)
+        is_stale = (state.hidden_at != rows.num_committed) & (rows.draft_limit > 0)
+
+        def run(_, carry):
+            hidden, cache = carry
+            made, cache = self._run_block(params, rows.num_committed - 1, is_stale, cache)
+            return jnp.where(is_stale[:, None, None], made, hidden), cache
+
+        # A loop of one trip or none, because a conditional would copy the cache. A host that runs
+        # loops waits for the device before it, and in sequential mode hardly ever skips it.
+        carry = state.hidden, target_cache
+        if loops_run_on_host() and self.mode == "sequential":
+            hidden, cache = run(0, carry)
+        else:
+            trips = jnp.any(is_stale).astype(jnp.int32)
+            hidden, cache = lax.fori_loop(0, trips, run, carry)
+
+        logits = self._logits(params, hidden[:, :num_nodes], rows)
+        drawn = draw_block(
+            logits,
+            rows,
+            is_noise_shared=shape.is_noise_shared,
+            needs_probs=shape.needs_draft_probs,
+            needs_greedy_probs=shape.needs_greedy_probs,
+        )
+        num_valid = jnp.minimum(rows.draft_limit, num_nodes)
+        if self.confidence > 0:
+            highest = jnp.max(logits, axis=-1)
+            confidence = jnp.exp(highest - jax.nn.logsumexp(logits, axis=-1))
+            sure = formulas.sure_length(confidence, least=self.confidence, rule=self.rule)
+            num_valid = jnp.minimum(num_valid, sure)
+
+        missing = (0, 0), (0, shape.num_nodes - num_nodes)
+        q = drawn.distributions
+        draft = Draft(
+            tokens=jnp.pad(drawn.tokens, missing),
+            parents=chain_parents(num_rows, shape.num_nodes),
+            num_valid=num_valid,
+            q=None if q is None else jnp.pad(q, (*missing, (0, 0))),
+        )
+        return draft, state, cache
+
+    def _run_block(
+        self, params: PyTree, newest: jax.Array, is_wanted: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states `[B, K - 1, E]` of one group of mask rows per row, its first at position
+        `newest` `[B]`, in the rows where it `is_wanted` `[B]`."""
+        # Other rows take a position that does not make attention longer.
+        newest = jnp.where(is_wanted, newest, jnp.max(jnp.where(is_wanted, newest, 0)))
+        window = formulas.block_window(newest, is_wanted, block_size=self.block_size)
+        first, target = self.config.first_deep_layer, params["target"]
+        deep = tuple(
+            {**layer, **projectors}
+            for layer, projectors in zip(
+                target["layers"][first:], params["own"]["layers"], strict=True
+            )
+        )
+        hidden, cache = decoder.run_layers(
+            self.config.target,
+            {"layers": (*target["layers"][:first], *deep)},
+            self._masks(params, window),
+            window,
+            cache,
+            start=first,
+            kernels=self._kernels,
+        )
+        return hidden[:, 1:], cache
+
+    def _masks(self, params: PyTree, window: Window) -> jax.Array:
+        """`[B, M, E]`, what the mask rows of a window enter as."""
+        mask = params["own"]["mask"]
+        return jnp.broadcast_to(mask[None, None], (*window.positions.shape, mask.shape[0]))
+
+    def _logits(self, params: PyTree, hidden: jax.Array, rows: BatchView) -> jax.Array:
+        """Calibrated logits `[B, N, V]` fp32 of mask rows `[B, N, E]`, all finite."""
+        target, newest = self._target, rows.num_committed[:, None] - 1
+        tokens = jnp.take_along_axis(rows.tokens, newest, axis=1)
+        bonus = decoder.embed(params["target"], tokens)[:, 0]
+        normed = target.final_norm(params["target"], hidden)
+        logits = target.head(params["target"], normed) + calibration(
+            params["own"]["calibrator"], bonus, normed, self._kernels.product
+        )
+        return without_nan(logits)
+
+    @property
+    def score(self):
+        """`run_groups`, or None in the sequential mode: then the target's forward pass is used."""
+        return None if self.mode == "sequential" else self.run_groups
+
+    def run_groups(
+        self,
+        shape: EngineShape,
+        params: PyTree,
+        state: FlexState,
+        rows: BatchView,
+        draft: Draft,
+        tokens: jax.Array,
+        window: Window,
+        cache: KVCache,
+    ) -> tuple[jax.Array, None, KVCache, FlexState]:
+        """The target's pass with a group of mask rows for every number of drafts that may be
+        accepted; see `DrafterBase.score`."""
+        config, kernels, target = self.config.target, self._kernels, params["target"]
+        num_groups = self._num_groups(shape.verify_length)
+        masks = formulas.group_window(window, num_groups=num_groups, block_size=self.block_size)
+        first = self.config.first_deep_layer
+        hidden, cache = decoder.run_layers(
+            config,
+            target,
+            decoder.embed(target, tokens),
+            window,
+            cache,
+            stop=first,
+            kernels=kernels,
+        )
+        hidden, mask_hidden, cache = decoder.run_dual_layers(
+            config,
+            target,
+            params["own"]["layers"],
+            hidden,
+            self._masks(params, masks),
+            window,
+            masks,
+            cache,
+            start=first,
+            kernels=kernels,
+        )
+        size = (hidden.shape[0], num_groups, self.block_size, hidden.shape[-1])
+        groups = mask_hidden.reshape(size)[:, :, 1:]
+        return hidden, None, cache, state.replace(groups=groups)
+
+    def commit(self, shape, params, state: FlexState, rows: BatchView, info: RoundInfo):
+        """Keeps the group of the number of accepted drafts. Where fewer tokens were emitted than
+        that, the row has ended, and keeps none."""
+        if state.groups is None:
+            return state
+        num_accepted = info.verdict.num_accepted
+        group = jnp.take_along_axis(state.groups, num_accepted[:, None, None, None], axis=1)
+        is_whole = info.emission.num_emitted == num_accepted + 1
+        hidden_at = jnp.where(is_whole, rows.num_committed, -1)
+        return state.replace(hidden=group[:, 0], hidden_at=hidden_at, groups=None)
+
+
+def _dtype_of(params: PyTree) -> jnp.dtype:
+    return params["mask"].dtype
+
+
+def check_target(config: FlexConfig, target: Model, name: str) -> None:
+    """Raises `ModelError` unless the target is a `LanguageModel` of the architecture that FlexDraft
+    weights of this configuration belong to."""
+    if not isinstance(target, LanguageModel):
+        needed = ("config", "kernels", "final_norm", "head")
+        missing = [part for part in needed if not hasattr(target, part)]
+        has_not = f"has no {', '.join(missing)}" if missing else "is another kind of model"
+        raise ModelError(
+            f"{name} runs its target's layers one by one, as only a jaxspec.LanguageModel has "
+            f"them, and {target.name} {has_not}; use a drafter of another kind."
+        )
+    mine, theirs = config.target, target.config
+    for what in ("num_layers", "width", "vocab_size"):
+        if getattr(mine, what) != getattr(theirs, what):
+            raise _other_target(name, target, what, getattr(mine, what), getattr(theirs, what))
+    for field in dataclasses.fields(mine):
+        of_mine, of_theirs = getattr(mine, field.name), getattr(theirs, field.name)
+        if of_mine != of_theirs:
+            raise _other_target(name, target, field.name, of_mine, of_theirs)
+
+
+def _other_target(name: str, target: Model, what: str, mine: Any, theirs: Any) -> ModelError:
+    return ModelError(
+        f"The weights of {name} were made for a target with {what} {mine}, and {target.name} has "
+        f"{what} {theirs}; use weights that were made for this target."
+    )
+
+
+def check_params(config: FlexConfig, params: PyTree, name: str) -> None:
+    """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
+    dtype."""
+    dtype = params["mask"].dtype if "mask" in params else jnp.dtype(jnp.float32)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        dtype = jnp.dtype(jnp.float32)
+    like = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        param_shapes(config),
+        is_leaf=decoder.is_shape,
+    )
+    mismatch = first_mismatch(kinds_of(jax.eval_shape(unpacked, params)), kinds_of(like))
+    if mismatch is not None:
+        path, found, expected = mismatch
+        raise ModelError(
+            f"The FlexDraft weights {name} have {found} at params{path}, where their config asks "
+            f"for {expected}; give them the parameters of this config, all in one dtype."
+        )
