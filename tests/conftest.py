@@ -112,12 +112,17 @@ TIERS = {
         "requests",
         "runtime/test_turns.py",
         "test_sampling.py",
+        "training/test_dual_path.py",
         "training/test_teacher_forcing.py",
         "verifiers/test_coupled.py",
         "verifiers/test_laws_exactly.py",
         "verifiers/test_trees_exactly.py",
     ),
-    "engine": ("training/test_texts.py", "training/test_train_heads.py"),
+    "engine": (
+        "training/test_texts.py",
+        "training/test_train_flexdraft.py",
+        "training/test_train_heads.py",
+    ),
     "system": (
         "analysis/test_compare.py",
         "attack",

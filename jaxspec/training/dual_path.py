@@ -86,8 +86,8 @@ def draw_blocks(
 
 
 def slot_weights(block_size: int) -> np.ndarray:
-    """Weight `[K]` of each slot's loss, fp32: exp(-(j - 1) / gamma) of slot j, and 1 of slot 0, with
-    the gamma of DFlash (2602.06036, A.1) for blocks of 8, 10 and 16 and in proportion for others."""
+    """Weight `[K]` of each slot's loss, fp32: exp(-(j - 1) / gamma) of slot j, and 1 of slot 0.
+    Gamma is DFlash's (2602.06036, A.1) for blocks of 8, 10 and 16, and in proportion for others."""
     gamma = np.interp(block_size, (0, 8, 10, 16), (0, 4, 5, 7))
     return np.exp(-np.maximum(np.arange(block_size) - 1, 0) / gamma).astype(np.float32)
 
