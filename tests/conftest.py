@@ -102,6 +102,7 @@ TIERS = {
         "analysis/test_cost.py",
         "analysis/test_compiled_programs.py",
         "cache/test_pages.py",
+        "drafters/test_flexdraft_files.py",
         "drafters/test_head_files.py",
         "drafters/test_names.py",
         "golden",

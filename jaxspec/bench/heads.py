@@ -30,10 +30,10 @@ from jaxspec.bench.stages import round_stages
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.heads.config import Kind
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import load_drafter
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.trees import BeamTree, BudgetTree
 from jaxspec.engine.engine import Engine

@@ -20,7 +20,10 @@ import optax
 
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.resolve import load_model
+from jaxspec.drafters.files import save_drafter
 from jaxspec.drafters.flexdraft.config import FlexConfig, flex_config, param_shapes
+from jaxspec.drafters.flexdraft.drafter import FlexDraft
+from jaxspec.drafters.flexdraft.files import holds_flexdraft
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
@@ -238,7 +241,7 @@ def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -
         run's; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
-        drafters.check_run(config, {})
+        drafters.check_run(config, {"flexdraft": holds_flexdraft})
         return _train(config, on_step)
 
 
@@ -324,6 +327,9 @@ def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         described={"flexdraft": flex.to_json()},
         on_step=on_step,
     )
+    directory = config.out / "flexdraft"
+    drafter = FlexDraft(flex, jax.tree.map(lambda leaf: leaf.astype(target.dtype), state.params))
+    save_drafter(drafter, directory, target=target, overwrite=True)
     result = {
         "steps": num_steps,
         "tokens": num_steps * config.num_rows * config.sequence_length,
@@ -335,6 +341,7 @@ def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
             name: dataclasses.asdict(each)
             for name, each in measure(state.params, split.held_out).items()
         },
+        "flexdraft": str(directory),
         "wall_s": time.perf_counter() - start_s,
     }
     runs.write_result(config.out, result)

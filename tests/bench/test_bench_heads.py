@@ -10,8 +10,8 @@ import pytest
 import jaxspec
 from jaxspec.analysis.heads import HeadsDraft
 from jaxspec.cli import main
+from jaxspec.drafters.files import save_drafter
 from jaxspec.drafters.heads.config import heads_config, param_shapes
-from jaxspec.drafters.heads.files import save_drafter
 from jaxspec.models import decoder
 from jaxspec.models.registry import PRESETS
 

@@ -62,8 +62,8 @@ def hidden_in_training(config, params, target_params, batch):
 
 
 def hidden_in_drafting(model, drafter, tokens):
-    """A function of a place in `tokens` that returns the hidden states `[K - 1, E]` of the mask rows
-    whose first stands there, beside a cache that holds all of the tokens."""
+    """A function of a place in `tokens`: the hidden states `[K - 1, E]` of the mask rows whose
+    first stands there, beside a cache that holds all of the tokens."""
     bound = drafter.for_target(model)
     window = chain_window(jnp.zeros((1,), jnp.int32), len(tokens))
     read = jnp.asarray([tokens], jnp.int32)

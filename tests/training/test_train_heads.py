@@ -12,7 +12,7 @@ import tiny
 from written import write_texts
 
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.heads.files import load_drafter
+from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
