@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import toy
 
+from jaxspec import FlexDraft
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
-from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models import decoder

@@ -77,10 +77,13 @@ def keeps_bits_at_every_width(loop: DecodeLoop) -> bool:
         loop.verifier.is_coupled
         and loop.layout == "ragged"
         and (loop.drafter.score is None or loop.drafter.score_keeps_bits)
-        and is_width_invariant(
-            loop.target,
-            batch_size=loop.shape.batch_size,
-            verify_length=loop.shape.verify_length,
-            tree_depth=loop.shape.tree_depth,
+        and all(
+            is_width_invariant(
+                loop.target,
+                batch_size=loop.shape.batch_size,
+                verify_length=loop.shape.verify_length,
+                tree_depth=tree_depth,
+            )
+            for tree_depth in {0, loop.shape.tree_depth}  # narrow windows may hold chains
         )
     )

@@ -105,9 +105,26 @@ class DecodeLoop:
             verify_length=self.shape.verify_length,
         )
 
+    def with_variant(self, variant: int) -> DecodeLoop:
+        """The same loop over the same state, with rounds of one of the drafter's `variants`; 0 is
+        the drafter itself."""
+        if variant == 0:
+            return self
+        return dataclasses.replace(self, drafter=self.drafter.variants[variant - 1])
+
     def at(self, verify_length: int) -> DecodeLoop:
-        """The same loop over the same state, with rounds of `verify_length` tokens."""
-        return dataclasses.replace(self, verify_length=verify_length)
+        """The same loop over the same state, with rounds of `verify_length` tokens.
+
+        A narrower window is for what its drafter drafts there: of chains no tree is laid out.
+        """
+        if verify_length == self.shape.verify_length:
+            return self
+        drafter, shape = self.drafter, self.shape
+        if verify_length > 1:
+            drafter = drafter.within(verify_length - 1)
+        if drafter.is_chain and not self.drafter.is_chain:
+            shape = dataclasses.replace(shape, tree_depth=0)
+        return dataclasses.replace(self, drafter=drafter, shape=shape, verify_length=verify_length)
 
     def init(self) -> DecodeState:
         """State with every row empty."""

@@ -122,6 +122,10 @@ class DrafterBase:
         cache is returned even if nothing was written, as XLA would copy one that is only read.
       score_keeps_bits: whether the hidden states and KV that its `score` returns have the bits of
         the target's forward pass, where these do not depend on the width of a window.
+      variants: other ways to the same drafts, over the same state and with the same parameters, at
+        another cost. Variant 0 is the drafter itself, variant i + 1 is `variants[i]`. Where
+        the output does not depend on it, an engine with `draft_length="auto"` measures all of them
+        and uses the fastest; others use what `choose_variant` says.
       drafts_last_token: whether it may draft the last token that a row may still emit, which is the
         target's own in any case unless the verifier adds no bonus token.
     """
@@ -138,6 +142,7 @@ class DrafterBase:
     uses_target: bool = False
     uses_target_cache: bool = False
     score_keeps_bits: bool = False
+    variants: tuple[DrafterBase, ...] = ()
     drafts_last_token: bool = False
 
     def check(self, target: Model) -> None:
@@ -146,6 +151,12 @@ class DrafterBase:
     def for_target(self, target: Model) -> DrafterBase:
         """The drafter that an engine of `target` uses, after `check`; one that calls functions of
         its target returns a copy that knows it."""
+        return self
+
+    def within(self, num_nodes: int) -> DrafterBase:
+        """The drafter of rounds that have room for `num_nodes` nodes and no more. It drafts the
+        first nodes of what this one drafts, from the same state; one that has a cheaper way to so
+        few returns another drafter."""
         return self
 
     def init(self, shape: EngineShape) -> PyTree:
@@ -189,6 +200,11 @@ class DrafterBase:
           features: `[prefill_chunk, n, E]`, of the tokens from `start` on; padding from `stop` on.
         """
         return state
+
+    def choose_variant(self, shape: EngineShape) -> int:
+        """The variant that rounds of this shape use where nothing measures them; itself by
+        default."""
+        return 0
 
     def num_scratch_slots(self, shape: EngineShape) -> int:
         """Slots that the target's cache has beyond `shape.max_length`, for KV of the drafter's own:
@@ -240,6 +256,10 @@ class _WithDefaults:
     def for_target(self, target: Model) -> DrafterBase:
         make = getattr(self._drafter, "for_target", lambda target: self._drafter)
         return with_defaults(make(target))
+
+    def within(self, num_nodes: int) -> DrafterBase:
+        make = getattr(self._drafter, "within", lambda num_nodes: self._drafter)
+        return with_defaults(make(num_nodes))
 
     def __getattr__(self, name: str):
         owner = self._drafter if hasattr(self._drafter, name) else self._defaults

@@ -13,6 +13,7 @@ With a `tree` it drafts trees instead of chains, level by level; see `draft_tree
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -50,7 +51,7 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
         or were read; what the drafter has cost. What a first step reads again is not counted. It
         wraps around: take differences.
       stored: `[B, nodes of the tree]` int32, where the KV of the round's nodes stands, see
-        `draft_tree.TreeDraft`; None without a tree.
+        `draft_tree.TreeDraft`; None in an engine without a tree.
     """
 
     cache: KVCache
@@ -84,6 +85,7 @@ class DraftModel(DrafterBase):
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
       tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
+      room: nodes that rounds have room for, of what `within` returns; None otherwise.
 
     Raises:
       SettingError: `min_confidence` is no probability, or was given together with a tree.
@@ -93,6 +95,7 @@ class DraftModel(DrafterBase):
     model: Model
     min_confidence: float = 0.0
     tree: Tree | None = None
+    room: int | None = None
 
     def __init__(self, model: Model | str, min_confidence: float = 0.0, tree: Tree | None = None):
         if not 0 <= min_confidence <= 1:
@@ -108,6 +111,7 @@ class DraftModel(DrafterBase):
         object.__setattr__(self, "model", as_model(model))
         object.__setattr__(self, "min_confidence", min_confidence)
         object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "room", None)
 
     @property
     def name(self) -> str:
@@ -118,8 +122,10 @@ class DraftModel(DrafterBase):
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has no tree."""
-        return self.tree is None
+        """Whether it has no tree, or one of which rounds have room for a chain only."""
+        if self.tree is None or self.room is None:
+            return self.tree is None
+        return self.tree.within(self.room).is_chain
 
     @property
     def max_depth(self) -> int | None:
@@ -177,6 +183,12 @@ class DraftModel(DrafterBase):
                 "or the ngram drafter."
             )
 
+    def within(self, num_nodes: int) -> DraftModel:
+        """The same draft model; it drafts chains where there is no room for another tree."""
+        within = copy.copy(self)
+        object.__setattr__(within, "room", num_nodes)
+        return within
+
     def init(self, shape: EngineShape) -> DraftModelState:
         """An empty cache; with a tree it has room for expanded nodes after any newest token."""
         capacity, stored = shape.max_length, None
@@ -227,7 +239,7 @@ class DraftModel(DrafterBase):
         draft needs and nothing else, however long its neighbours draft. Rows that lag by more than
         one token get no draft: their context has a hole.
         """
-        if self.tree is not None:
+        if self.tree is not None and not self.is_chain:
             return self._propose_tree(self.tree, shape, params, state, rows)
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
         stops_early = self.min_confidence > 0
@@ -362,7 +374,7 @@ class DraftModel(DrafterBase):
     def commit(self, shape, params, state: DraftModelState, rows: BatchView, info: RoundInfo):
         """Of the accepted drafts all but the row's last step's have been seen."""
         before = info.rows.num_committed
-        if state.stored is None:
+        if self.is_chain or state.stored is None:
             seen = before + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
         else:
             cache, num_stored = commit_tree(state.cache, state.stored, before, info.verdict.path)

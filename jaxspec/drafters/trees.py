@@ -99,6 +99,11 @@ class StaticTree:
         siblings = [self.rank[self.parents == parent].tolist() for parent in set(self.parents)]
         return all(ranks == list(range(len(ranks))) for ranks in siblings)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node continues the one before it."""
+        return self.max_depth == self.num_nodes
+
     def within(self, num_nodes: int) -> StaticTree:
         """What is drafted for a window of `num_nodes` nodes: the first of these."""
         return self
@@ -220,6 +225,11 @@ class BeamTree:
         """No node is deeper."""
         return self.depth
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node continues the one before it."""
+        return self.width == 1
+
     def within(self, num_nodes: int) -> BeamTree:
         """What is drafted for a window of `num_nodes` nodes: the first of these, or a chain."""
         if num_nodes < self.nodes and num_nodes <= self.depth:
@@ -311,6 +321,11 @@ class BudgetTree:
     def max_depth(self) -> int:
         """No node is deeper."""
         return min(self.depth, self.nodes)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node continues the one before it."""
+        return self.nodes == 1
 
     def within(self, num_nodes: int) -> BudgetTree:
         """What is drafted for a window of `num_nodes` nodes: a tree of a smaller budget."""

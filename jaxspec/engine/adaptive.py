@@ -4,9 +4,10 @@ A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
 3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds,
 including the round's share of the drafter's prompt prefill. The controller picks the n with the
-highest `E(n) / t(n)`. It estimates `a_j` from the running rows, and forgets old rounds slowly. The
-time of a round is measured before the first request, with the engine's own programs, at a short and
-at a long context; shapes are static, so a round costs the same however many rows are running.
+highest `E(n) / t(n)`. Of a drafter with variants that draft the same, t(n) is the least of theirs.
+It estimates `a_j` from the running rows, and forgets old rounds slowly. The time of a round is
+measured before the first request, with the engine's own programs, at a short and at a long context;
+shapes are static, so a round costs the same however many rows are running.
 
 On a shared machine that measurement may fall into a bad moment. So the rounds that requests run are
 timed too, and correct it; now and then a few rounds of another draft length are run to learn what
@@ -57,6 +58,7 @@ CLEARLY_FASTER = 0.03  # a measurement that finds a round faster by this is foll
 # Calls whose rounds are remembered, by draft length; the fastest of them counts. The first few do
 # not yet outweigh what was measured, and calls of few rounds say little.
 REMEMBERED_CALLS, FEW_CALLS, FEWEST_TIMED_ROUNDS = 64, 4, 4
+UNTIMED_CALLS = 8  # in a row; the next is timed, although the device has to be waited for
 SHORTEST_S = 1e-6  # a clock may measure nothing at all
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
 
@@ -72,6 +74,7 @@ class RoundTimes:
       long_s: at the second.
       chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
       call_s: seconds that a call takes besides its rounds.
+      others: of the drafter's other variants, which draft the same: rounds take the least of all.
     """
 
     short_context: int
@@ -80,6 +83,7 @@ class RoundTimes:
     long_s: Mapping[int, float]
     chunk_s: float
     call_s: float = 0.0
+    others: tuple[RoundTimes, ...] = ()
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
@@ -88,6 +92,17 @@ class RoundTimes:
 
     def of(self, draft_length: int, context: int) -> float:
         """Seconds per round where the longest row has `context` committed tokens."""
+        return min(self._of_variants(draft_length, context))
+
+    def fastest(self, draft_length: int, context: int) -> int:
+        """Which variant that is, by its place: 0, or 1 and more for `others`."""
+        seconds = self._of_variants(draft_length, context)
+        return seconds.index(min(seconds))
+
+    def _of_variants(self, draft_length: int, context: int) -> list[float]:
+        return [times._own(draft_length, context) for times in (self, *self.others)]
+
+    def _own(self, draft_length: int, context: int) -> float:
         span = max(self.long_context - self.short_context, 1)
         share = min(max((context - self.short_context) / span, 0.0), 1.0)
         short_s, long_s = self.short_s[draft_length], self.long_s[draft_length]
@@ -186,10 +201,12 @@ class Choice:
     Attributes:
       draft_length: tokens to draft per round; 0 decodes plainly.
       num_rounds: after how many rounds to choose again.
+      variant: of the drafter, for `Executor.run`; None is the first.
     """
 
     draft_length: int
     num_rounds: int
+    variant: int | None = None
 
 
 class DraftLengthController:
@@ -263,6 +280,10 @@ class DraftLengthController:
         ratios = self._time_ratios[draft_length]
         measured = () if len(ratios) >= FEW_CALLS else (1.0,)
         return self.times.of(draft_length, context) * min((*ratios, *measured))
+
+    def must_time(self, draft_length: int) -> bool:
+        """Whether little is known of what rounds of this draft length take by now."""
+        return self._is_trial or len(self._time_ratios[draft_length]) < FEW_CALLS
 
     def tokens_per_s(
         self,
@@ -421,8 +442,9 @@ class AdaptiveDrafting:
         self._executor = executor
         self._draft_length = draft_length
         self._choice: Choice | None = None  # of the rounds that `note` is called for next
-        self._first_round: Any = 0  # before these, by shard
+        self._num_rounds: Any = 0  # run before these, by shard
         self._started_s: float | None = None  # when they were started; None if they are not timed
+        self._num_untimed = 0  # calls since the last that was timed
         self._was_plain = False  # whether the last ones were plain steps
 
     def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
@@ -437,9 +459,15 @@ class AdaptiveDrafting:
             )
             is_chain = self._executor.loop.drafter.is_chain
             lengths = draft_lengths_to_try(self._draft_length, is_chain=is_chain)
-            times = measure_round_times(
-                requests, draft_lengths=lengths, room=self._executor.longest_prompt
+            times, *others = (
+                measure_round_times(
+                    dataclasses.replace(requests, variant=variant),
+                    draft_lengths=lengths,
+                    room=self._executor.longest_prompt,
+                )
+                for variant in self._executor.variants
             )
+            times = dataclasses.replace(times, others=tuple(others))
             self._executor.reset()
             self.controller = DraftLengthController(
                 times,
@@ -467,12 +495,12 @@ class AdaptiveDrafting:
         """
         executor, controller = self._executor, self.controller
         assert controller is not None, "prepare comes first"
-        self._first_round = executor.fetch("schedule").num_rounds
         was_resting = self.is_resting
         lags = functools.cache(lambda: self._lags(tickets))
         drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]
+        context = _longest_context(tickets)
         choice = controller.choose(
-            context=_longest_context(tickets),
+            context=context,
             num_rounds=num_rounds,
             count_unprefilled=lambda: sum(map(self._num_chunks, lags().values())),
             chunks_per_token=sum(
@@ -480,6 +508,8 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
+        place = controller.times.fastest(choice.draft_length, context)
+        choice = dataclasses.replace(choice, variant=executor.variants[place])
         # A drafter that neither rested nor was left out of plain steps has seen everything.
         must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
         if must_read:
@@ -491,7 +521,12 @@ class AdaptiveDrafting:
                 limits[row] = min(ticket.draft_length, choice.draft_length)
             executor.set_draft_limits(limits)
         self._choice = choice
-        self._started_s = None if must_read else time.perf_counter()
+        # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
+        # the host works ahead of the device.
+        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.draft_length):
+            executor.wait()
+        self._started_s = time.perf_counter() if executor.is_idle else None
+        self._num_untimed = 0 if executor.is_idle else self._num_untimed + 1
         return choice
 
     def note(
@@ -511,6 +546,9 @@ class AdaptiveDrafting:
           answered_s: when the device had run them, by `time.perf_counter`.
         """
         seconds = None if self._started_s is None else answered_s - self._started_s
+        # An engine that lost its state counts from 0 again.
+        before_these = np.where(num_rounds < self._num_rounds, 0, self._num_rounds)
+        self._num_rounds = num_rounds
         choice, self._choice = self._choice, None
         if choice is None or self.controller is None:
             return
@@ -522,7 +560,7 @@ class AdaptiveDrafting:
         self.controller.note(
             draft_length=choice.draft_length,
             context=_longest_context(tickets),
-            num_rounds=int(np.max(num_rounds - self._first_round)),
+            num_rounds=int(np.max(num_rounds - before_these)),
             num_row_rounds=sum(now.num_rounds - then.num_rounds for then, now in new),
             num_accepted_at=[
                 sum(now.num_accepted_node(j) - then.num_accepted_node(j) for then, now in new)
@@ -558,11 +596,13 @@ class MadeUpRequests:
       executor: the rows.
       draft_length: of the requests, the longest that is measured.
       on_answer: called after every wait.
+      variant: of the drafter; None is the first.
     """
 
     executor: Executor
     draft_length: int
     on_answer: Callable[[], None] | None = None
+    variant: int | None = None
 
     def fill(self, prompt_length: int) -> None:
         """Fills the batch with prompts of one token, the first one of `prompt_length`."""
@@ -579,7 +619,7 @@ class MadeUpRequests:
         """Runs rounds that draft `draft_length` tokens."""
         executor = self.executor
         executor.set_draft_limits([draft_length] * executor.num_rows)
-        executor.run(num_rounds, draft_length=draft_length)
+        executor.run(num_rounds, draft_length=draft_length, variant=self.variant)
         self._wait()
 
     def catch_up(self) -> int:

@@ -283,11 +283,12 @@ class EngineCore:
             min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
             num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
-        longest = max(ticket.draft_length for ticket in running.values())
+        longest, variant = max(ticket.draft_length for ticket in running.values()), None
         if self.adaptive is not None and longest > 0:
             choice = self.adaptive.choose(tickets, num_rounds)
             num_rounds, longest = choice.num_rounds, min(longest, choice.draft_length)
-        executor.run(num_rounds, draft_length=longest, min_running=min_running)
+            variant = choice.variant
+        executor.run(num_rounds, draft_length=longest, min_running=min_running, variant=variant)
 
     def _collect(self) -> None:
         """Looks at the rows: buffers what streams hand out, and finishes those that have ended."""

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,7 @@ class Executor:
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: what weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
+      variants: of the drafter, between which `run` can choose; see `DrafterBase.variants`.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may put a wrapper in the place of one, to watch its calls.
@@ -120,6 +121,9 @@ class Executor:
             loop, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
         )
         self.is_width_invariant = keeps_bits or len(self.verify_lengths) == 1
+        self.variants = (loop.drafter.choose_variant(loop.shape),)
+        if is_adaptive and (exactness == "ties" or keeps_bits):
+            self.variants = tuple(range(1 + len(loop.drafter.variants)))
         everywhere = self._on_mesh(loop)
         self.num_rows: int = everywhere.resident_shape.batch_size
         self.num_shards = self.num_rows // loop.resident_shape.batch_size
@@ -146,10 +150,13 @@ class Executor:
             "admit": self.program("admission", everywhere.admit, **updates),
             "prefill": self.program("prefill", everywhere.prefill, **updates),
         }
-        for length in self.verify_lengths:
-            self.programs[self._run_name(length)] = self.program(
-                "decode round", self._on_mesh(loop.at(length)).run, verify_length=length, **updates
-            )
+        for variant in self.variants:
+            for length in self.verify_lengths:
+                rounds = self._on_mesh(loop.with_variant(variant).at(length)).run
+                self.programs.setdefault(
+                    self._run_name(length, variant),
+                    self.program("decode round", rounds, verify_length=length, **updates),
+                )
         self.programs |= {
             "prefill_target": self.program(
                 "target's prefill", everywhere.prefill_target, **updates
@@ -179,9 +186,11 @@ class Executor:
     def _on_mesh(self, loop: DecodeLoop) -> Any:
         return loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
 
-    def _run_name(self, verify_length: int) -> str:
+    def _run_name(self, verify_length: int, variant: int) -> str:
         is_widest = verify_length == self.loop.shape.verify_length
-        return "run" if is_widest else f"run_{verify_length}"
+        name = "run" if is_widest else f"run_{verify_length}"
+        is_first = variant == self.variants[0] or verify_length == 1  # plain steps have no drafter
+        return name if is_first else f"{name}_variant_{variant}"
 
     @property
     def longest_prompt(self) -> int:
@@ -247,6 +256,15 @@ class Executor:
         """Drops the state. Every row is empty then, and no output depends on it."""
         self._state = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device has done all that it was given."""
+        return cast(Any, self.state.finish).is_ready()  # not in the declared type
+
+    def wait(self) -> None:
+        """Waits until the device has done all that it was given."""
+        jax.block_until_ready(self.state.finish)
+
     def fetch(self, *fields: str) -> Any:
         """A copy of the state on the host: without caches and drafter, or, where fields of
         `DecodeState` are named, of these alone."""
@@ -307,6 +325,7 @@ class Executor:
         *,
         draft_length: int | None = None,
         min_running: int | Sequence[int] | np.ndarray = 1,
+        variant: int | None = None,
     ) -> None:
         """Runs rounds. A shard stops before that when fewer than `min_running` of its rows run.
 
@@ -315,13 +334,15 @@ class Executor:
           draft_length: the longest of any row; with several verify lengths, the narrowest that it
             fits is used. By default the widest.
           min_running: of every shard, or one number per shard.
+          variant: of the drafter, one of `variants`; None is the first of these.
         """
+        variant = self.variants[0] if variant is None else variant
         if draft_length is None:
             length = self.loop.shape.verify_length
         else:
             length = self.verify_length_for(draft_length)
         least = np.full((self.num_shards,), min_running, np.int32)
-        program = self.programs[self._run_name(length)]
+        program = self.programs[self._run_name(length, variant)]
         if self._is_checked:
             self._run_checked(program, num_rounds, int(least[0]), length)
             return

@@ -15,6 +15,7 @@ from jaxspec import BeamTree, DraftModel, Engine, Oracle, SamplingParams, Static
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
 from jaxspec.drafters.draft_tree import GREEDY_SHARPNESS, SAMPLED_SHARPNESS
+from jaxspec.engine.executor import make_executor
 from jaxspec.errors import SettingError
 from jaxspec.models.prefill import chain_window
 from jaxspec.sampling import (
@@ -37,6 +38,7 @@ SHAPE = EngineShape(
     batch_size=4, max_length=128, verify_length=10, prefill_chunk=128, vocab_size=toy.VOCAB,
     tree_depth=3,
 )  # fmt: skip
+NARROW = dataclasses.replace(SHAPE, verify_length=4)  # has no room for more than a chain of BEAM's
 PROBS = dataclasses.replace(SHAPE, is_noise_shared=False, needs_draft_probs=True)
 SAMPLING = neutral_sampling(4).replace(
     temperature=jnp.asarray([0, 0.7, 1.2, 1], jnp.float32),
@@ -62,6 +64,8 @@ def rows_of(texts, *, limit=9, depth_limit=9):
 @functools.cache
 def compiled(tree, shape):
     drafter = DraftModel(MODEL, tree=tree)
+    if shape.num_nodes < SHAPE.num_nodes:
+        drafter = drafter.within(shape.num_nodes)
 
     def fresh(rows):
         """The state of a drafter that has read all but the newest token of each row, in a cache
@@ -208,22 +212,33 @@ def test_a_row_drafts_as_much_as_it_wants_whatever_its_neighbours_want(tree):
     assert paths_of(alone, 3) == paths_of(mixed, 3)
     assert max(len(path) for path in paths_of(mixed, 3) if path) == 2
     wider = drafted(tree, rows_of(TEXTS), dataclasses.replace(SHAPE, verify_length=14))
-    fewer = drafted(tree, rows_of(TEXTS), dataclasses.replace(SHAPE, verify_length=4))
+    fewer = drafted(tree, rows_of(TEXTS), NARROW)
     assert paths_of(wider, 3) == paths_of(whole, 3)
     assert paths_of(fewer, 3) == paths_of(whole, 3)[:3]
 
 
+def test_a_narrow_window_gets_a_chain_without_the_work_of_a_tree():
+    loop = make_executor(MODEL, DraftModel(MODEL, tree=BEAM), batch_size=4, max_length=128).loop
+    narrow, narrower = loop.at(4), loop.at(6)
+    assert (loop.drafter.is_chain, loop.shape.tree_depth) == (False, 3)
+    assert (narrower.drafter.is_chain, narrower.shape.tree_depth) == (False, 3)
+    assert (narrow.drafter.is_chain, narrow.shape.tree_depth) == (True, 0)
+    chain, other = drafted(BEAM, rows_of(TEXTS), NARROW), drafted(None, rows_of(TEXTS), NARROW)
+    np.testing.assert_array_equal(chain.tokens, other.tokens)
+
+
 @pytest.mark.parametrize("tree", [BEAM, pytest.param(STATIC, marks=pytest.mark.system)])
 def test_after_any_verdict_it_drafts_as_if_it_had_read_the_text(tree):
-    """Whole paths and parts of them; the last node's KV may be missing, and every other round row 3
-    rests. What has not been seen is NaN."""
-    fresh, propose, commit = compiled(tree, SHAPE)
+    """Whole paths and parts of them; the last node's KV may be missing, every other round row 3
+    rests, and every third one is narrow. What has not been seen is NaN."""
+    fresh, propose, _ = compiled(tree, SHAPE)
     rng, texts, lags = np.random.default_rng(0), [list(text) for text in TEXTS], set()
     texts[3] = texts[3][:70]
     state = fresh(rows_of(texts))
-    for round_index in range(6):
+    for round_index in range(8):
         rows = rows_of(texts, limit=[9, 9, 9, 9 * (round_index % 2)])
-        draft, state = propose(state, rows)
+        _, propose_here, commit = compiled(tree, NARROW if round_index % 3 == 2 else SHAPE)
+        draft, state = propose_here(state, rows)
         path = np.full((4, 3), -1, np.int32)
         for row, text in enumerate(texts):
             nodes = [node for node, way in enumerate(paths_of(draft, row)) if way]

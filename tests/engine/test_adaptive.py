@@ -481,6 +481,25 @@ def test_an_engine_chooses_the_number_of_nodes(make, target, plain, drafts):
     assert made.adaptive.controller.draft_length == (2 if drafts == "right" else 0)
 
 
+def test_the_host_works_ahead_of_the_device_except_to_time_rounds(adaptive_engine, monkeypatch):
+    """On a device that is never idle by itself, each ninth call waits for it."""
+    made, events = adaptive_engine, []
+    made.update_params(draft=wrong().params)
+    made.adaptive.controller = DraftLengthController(FIXED, corrects_times=True)
+    for n in FIXED.draft_lengths:  # enough is known of all
+        made.adaptive.controller._time_ratios[n].extend([1.0] * 9)
+    monkeypatch.setattr(
+        type(made.executor), "is_idle", property(lambda self: "wait" in events[-1:])
+    )
+    monkeypatch.setattr(type(made.executor), "wait", lambda self: events.append("wait"))
+    run = made.executor.run
+    monkeypatch.setattr(made.executor, "run", lambda *a, **k: (events.append("run"), run(*a, **k)))
+    made.generate(PROMPTS, SamplingParams(max_tokens=150, ignore_eos=True))
+    first = events.index("wait")
+    second = events.index("wait", first + 1)
+    assert events[first + 1 : second] == ["run"] * 9
+
+
 def test_single_requests_adapt_too(adaptive_engine, target, plain):
     made = adaptive_engine
     made.update_params(draft=wrong().params)

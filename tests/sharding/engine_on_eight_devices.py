@@ -3,6 +3,7 @@
 import gc
 
 import door
+import flex
 import heads
 import jax
 import numpy as np
@@ -299,9 +300,21 @@ def clover2_chain(model):
     return heads.random_heads("clover2", model, tree="chain")
 
 
+def flex_parallel(model):
+    return flex.copied_flex(model, mode="parallel", num_deep_layers=1)
+
+
+def flex_sequential(model):
+    return flex.random_flex(model, mode="sequential", num_deep_layers=1)
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
 @pytest.mark.parametrize(
-    "make", [door.linear_head, door.Riding, beam_tree, clover_budget, clover2_chain]
+    "make",
+    [
+        *(door.linear_head, door.Riding, beam_tree, clover_budget, clover2_chain),
+        *(flex_parallel, flex_sequential),
+    ],
 )
 def test_drafters_that_live_in_the_target_or_draft_trees_run_on_a_mesh(prompts, shape, make):
     """The target's shards serve the drafter too: its weights are counted, and held, once."""

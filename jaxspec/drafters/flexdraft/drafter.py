@@ -43,6 +43,7 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Wind
 Mode = Literal["auto", "parallel", "sequential"]
 Rule = Literal["product", "minimum"]
 DEFAULT_CONFIDENCE = 0.01  # the paper's
+LARGEST_PARALLEL_BATCH = 2  # likewise, where rounds are not measured
 
 
 class FlexState(struct.PyTreeNode, kw_only=True):
@@ -77,7 +78,9 @@ class FlexDraft(DrafterBase):
     Attributes:
       config: sizes.
       params: as `flexdraft.config.param_shapes` says, in the target's dtype.
-      mode: `parallel`, `sequential`, or `auto`, which has both.
+      mode: `parallel`, `sequential`, or `auto`: the faster one by the measured times of rounds, if
+        the engine's draft length is `auto` too and the mode changes no bit of the output (or
+        exactness is `ties`); otherwise by the size of the batch.
       confidence: in [0, 1]; 0 verifies every draft.
       rule: `product` keeps drafts while the product of their confidences is at least `confidence`,
         `minimum` while each one's is.
@@ -160,6 +163,15 @@ class FlexDraft(DrafterBase):
     def name(self) -> str:
         """`flexdraft[MODE]:LABEL`."""
         return f"flexdraft[{self.mode}]" + (f":{self.label}" if self.label else "")
+
+    @property
+    def variants(self) -> tuple[FlexDraft, ...]:
+        """With `auto`, which is parallel itself: the sequential mode."""
+        return (self._with(mode="sequential"),) if self.mode == "auto" else ()
+
+    def choose_variant(self, shape: EngineShape) -> int:
+        """The parallel mode for batches of up to two rows, as the paper found on an A100."""
+        return int(self.mode == "auto" and shape.batch_size > LARGEST_PARALLEL_BATCH)
 
     @property
     def num_nodes(self) -> int:
