@@ -273,7 +273,7 @@ class FlexDraftBench(PairBench):
                 {
                     "parts": own.label,
                     "emitted_per_round": total.emitted_per_round,
-                    "drafted_per_round": total.num_drafted / max(total.num_rounds, 1),
+                    "drafted_per_round": total.num_draft_tokens / max(total.num_rounds, 1),
                     "gain": mean_interval(gain).to_json(),
                     "tokens_per_s": own.tokens_per_s,
                     "speedup": float(np.median(own.speedups(plain))),
@@ -357,7 +357,7 @@ def without_calibration(drafter: FlexDraft) -> FlexDraft:
     silent = {
         name: jnp.zeros_like(params["calibrator"][name]) for name in ("logits", "logits_bias")
     }
-    params = {**params, "calibrator": {**calibrator, **silent}}
+    params = {**params, "calibrator": {**params["calibrator"], **silent}}
     return configured(drafter, params=params)
 
 
