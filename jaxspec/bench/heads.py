@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
-import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
@@ -26,14 +25,15 @@ from jaxspec.bench.measure import (
     fill_mid_decode,
     load_prompts,
 )
+from jaxspec.bench.speeds import SPEEDS, speed_rows
 from jaxspec.bench.stages import round_stages
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.heads.config import Kind
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import load_drafter
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.trees import BeamTree, BudgetTree
 from jaxspec.engine.engine import Engine
@@ -102,16 +102,6 @@ PREDICTED: Columns = {
     "draft model ms": "{draft_model_ms:.3f}",
     "target ms": "{target_ms:.3f}",
 }
-SPEEDS: Columns = {
-    "batch": "{batch_size}",
-    "drafter": "{drafter}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "speed-up": "{speedup:.2f}x",
-    "emitted\n/round": "{emitted_per_round:.2f}",
-    "rounds by nodes": lambda found: ", ".join(
-        f"{nodes}: {count}" for nodes, count in found["rounds_by_draft_length"].items()
-    ),
-}
 
 
 class _TappedNGram(NGram):
@@ -171,7 +161,10 @@ class HeadsBench(PairBench):
                     f"Two of --heads are called {label}; label them, as in --heads one=NAME "
                     "other=NAME."
                 )
-            heads[label] = load_drafter(name, target)
+            one = load_drafter(name, target)
+            if not isinstance(one, Heads):
+                raise SettingError(f"{label} of --heads is no heads but {one.name}; leave it out.")
+            heads[label] = one
         lines, files = load_prompts(self.prompts, None)
         found: dict[str, Any] = {"holds": True, "first": next(iter(heads))}
         if "accuracy" in self.parts and self.texts is not None:
@@ -441,19 +434,8 @@ class HeadsBench(PairBench):
                 repeats=self.repeats,
                 tell=lambda stage: None,
             )
-            for own, engine in zip(found, engines.values(), strict=True):
-                holds &= own.holds
-                results.append(
-                    {
-                        "batch_size": batch_size,
-                        "drafter": own.label,
-                        "tokens_per_s": own.tokens_per_s,
-                        "speedup": float(np.median(own.speedups(found[0]))),
-                        "speedups": own.speedups(found[0]).tolist(),
-                        "emitted_per_round": own.acceptance.emitted_per_round,
-                        "rounds_by_draft_length": engine.rounds_by_draft_length,
-                    }
-                )
+            holds &= all(own.holds for own in found)
+            results += speed_rows(found, engines, batch_size=batch_size)
         return results, holds
 
     def _predicted(self) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from jaxspec.bench.measure import (
     fill_mid_decode,
     load_prompts,
 )
+from jaxspec.bench.speeds import speed_rows
 from jaxspec.bench.stages import forward_runs, round_stages
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.base import Drafter
@@ -354,20 +355,8 @@ class TreesBench(PairBench):
             found = run_candidates(
                 engines, prompts, params, repeats=self.repeats, tell=lambda stage: None
             )
-            plain = found[0]
-            for own, engine in zip(found, engines.values(), strict=True):
-                holds &= own.holds
-                results.append(
-                    {
-                        "batch_size": batch_size,
-                        "drafts": own.label,
-                        "tokens_per_s": own.tokens_per_s,
-                        "speedup": float(np.median(own.speedups(plain))),
-                        "speedups": own.speedups(plain).tolist(),
-                        "emitted_per_round": own.acceptance.emitted_per_round,
-                        "rounds_by_draft_length": engine.rounds_by_draft_length,
-                    }
-                )
+            holds &= all(own.holds for own in found)
+            results += speed_rows(found, engines, batch_size=batch_size, label="drafts")
         return results, holds
 
 

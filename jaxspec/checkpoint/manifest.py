@@ -3,7 +3,7 @@
 It holds a checksum of every other file and one of itself, so that a directory whose bytes are not
 those that were written is refused, and not decoded with. The checksums (XXH3, 128 bits) find
 damage; they are no signature: whoever can write to the directory can change them too. A directory
-of heads (`jaxspec.drafters.heads.files`) has such a file too, with a field `kind`.
+of heads or of another drafter (`jaxspec.drafters.stored`) has such a file too, with a field `kind`.
 """
 
 from __future__ import annotations

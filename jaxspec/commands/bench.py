@@ -19,6 +19,7 @@ from rich.console import Console
 from jaxspec.analysis import cost
 from jaxspec.bench.compile_time import CompileTimeBench, compile_times
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
+from jaxspec.bench.flexdraft import FlexDraftBench
 from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.bench.heads import HeadsBench
 from jaxspec.bench.hf import HuggingFace, compare, exported
@@ -388,6 +389,7 @@ class BenchCommand:
         | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
         | Annotated[TreesBench, tyro.conf.subcommand("trees")]
         | Annotated[HeadsBench, tyro.conf.subcommand("heads")]
+        | Annotated[FlexDraftBench, tyro.conf.subcommand("flexdraft")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]

@@ -1,5 +1,5 @@
-"""`jaxspec train`: a small language model (`lm`), texts that a target writes (`texts`), and heads
-that draft for it (`heads`)."""
+"""`jaxspec train`: a small language model (`lm`), texts that a target writes (`texts`), and what
+drafts for it: heads (`heads`), FlexDraft (`flexdraft`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxspec.commands.options import JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import TextTable
+from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
 from jaxspec.training.lm import TrainConfig, train_lm
 from jaxspec.training.texts import TextsConfig, write_texts
@@ -83,14 +84,37 @@ class HeadsCommand(JsonOption):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FlexDraftCommand(JsonOption):
+    """Train FlexDraft's mask rows in the last layers of a target, on texts that it wrote."""
+
+    config: Annotated[FlexTrainConfig, tyro.conf.arg(name="")]
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Trains; returns the JSON document."""
+        results = train_flexdraft(self.config)
+        console.print(
+            results_table({name: each for name, each in results.items() if name != "held_out"})
+        )
+        console.print(slots_table(results["held_out"]))
+        console.print(
+            f"Try it: jaxspec generate --target {self.config.target} "
+            f"--drafter flexdraft:{results['flexdraft']} --prompt TEXT",
+            soft_wrap=True,
+            markup=False,
+        )
+        return make_document("train flexdraft", self.config, **results)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a small language model (`lm`), or have a target write texts (`texts`) and train heads
-    that draft for it (`heads`)."""
+    """Train a small language model (`lm`), or have a target write texts (`texts`) and train what
+    drafts for it: heads (`heads`) or FlexDraft (`flexdraft`)."""
 
     what: Annotated[
         Annotated[LmCommand, tyro.conf.subcommand("lm")]
         | Annotated[TextsCommand, tyro.conf.subcommand("texts")]
-        | Annotated[HeadsCommand, tyro.conf.subcommand("heads")],
+        | Annotated[HeadsCommand, tyro.conf.subcommand("heads")]
+        | Annotated[FlexDraftCommand, tyro.conf.subcommand("flexdraft")],
         tyro.conf.arg(name=""),
     ]
 
@@ -129,6 +153,29 @@ def accuracy_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
         for name, each in held_out.items()
     ]
     return TextTable(title="accuracy@1 and @5 on held-out texts", header=header, rows=rows)
+
+
+def slots_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
+    """Accuracy of each slot of a block on held-out texts, calibrated and not, and how many drafts
+    are right before the first that is not."""
+    num_slots = len(held_out["all"]["num_tokens"])
+    header = ["texts", "right", *(f"slot {slot}" for slot in range(num_slots))]
+    rows = [
+        [
+            name,
+            f"{each['accepted']:.2f} {each['uncalibrated_accepted']:.2f}",
+            f"- {each['uncalibrated_top1'][0]:.3f}",
+            *(
+                f"{calibrated:.3f} {uncalibrated:.3f}"
+                for calibrated, uncalibrated in zip(
+                    each["top1"], each["uncalibrated_top1"][1:], strict=True
+                )
+            ),
+        ]
+        for name, each in held_out.items()
+    ]
+    title = "drafts that are right and accuracy@1 on held-out texts, with and without calibration"
+    return TextTable(title=title, header=header, rows=rows)
 
 
 def _flatten(results: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -8,13 +8,14 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.heads.files import load_drafter
-from jaxspec.drafters.heads.tree_names import parse_tree
+from jaxspec.drafters.files import load_drafter
+from jaxspec.drafters.flexdraft.drafter import Mode
+from jaxspec.drafters.heads.tree_names import parse_beam, parse_tree
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.trees import BeamTree
 from jaxspec.errors import JaxspecError, ModelError, SettingError
@@ -26,8 +27,8 @@ MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 # A number of more than nine digits is a slip, and would be slow to read.
 _NGRAM = re.compile(r"ngram(?:\[(\d{1,9})\])?(?::(\d{1,9})-(\d{1,9}))?", re.ASCII)
 _DRAFT_MODEL = re.compile(r"(draft_model(?:\[([^\]]*)\]|@([^:]*))?)(?::(.*))?", re.DOTALL)
-_TREE = re.compile(r"(\d{1,9})x(\d{1,9}):(\d{1,9})", re.ASCII)
 _HEADS = re.compile(r"(heads|medusa|hydra|clover2?)(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
+_FLEXDRAFT = re.compile(r"flexdraft(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -42,7 +43,8 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
         `draft_model@MIN_CONFIDENCE:MODEL`, `draft_model[WIDTHxDEPTH:NODES]:MODEL` (see
         `DraftModel`), `heads:NAME` or, for heads of one kind only, `medusa:NAME`, `hydra:NAME`,
         `clover:NAME`, `clover2:NAME`, with a tree as in `clover[8]:NAME` (see `load_drafter` and
-        `parse_tree`), or `package.module:factory`, a function of the target or of nothing.
+        `parse_tree`), `flexdraft:NAME` or `flexdraft[MODE]:NAME` with one of FlexDraft's modes, or
+        `package.module:factory`, a function of the target or of nothing.
       dtype: of a draft model, see `load_model`.
       verify: whether its files are compared with their checksums, see `load_model`.
 
@@ -59,12 +61,14 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
         return _draft_model(name, load)
     if re.match(r"(heads|medusa|hydra|clover2?)([:\[]|$)", name):
         return _heads(name, verify=verify)
+    if re.match(r"flexdraft([:\[]|$)", name):
+        return _flexdraft(name, verify=verify)
     if _is_model(name):
         return lambda target: DraftModel(load(name))
     if not _FACTORY.fullmatch(name):
         raise SettingError(
-            f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX, draft_model:MODEL "
-            "or heads:NAME, or name your own as package.module:factory."
+            f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX, draft_model:MODEL, "
+            "heads:NAME or flexdraft:NAME, or name your own as package.module:factory."
         )
     return _of_factory(name)
 
@@ -131,15 +135,34 @@ def _heads(name: str, *, verify: bool) -> MakeDrafter:
     return lambda target: load_drafter(heads, target, tree=tree, kind=wanted, verify=verify)
 
 
+def _flexdraft(name: str, *, verify: bool) -> MakeDrafter:
+    match = _FLEXDRAFT.fullmatch(name)
+    modes = get_args(Mode)
+    mode, weights = (None, None) if match is None else match.groups()
+    if match is None or mode not in (None, *modes):
+        raise SettingError(
+            f"The drafter {name!r} was given; write flexdraft:NAME or flexdraft[MODE]:NAME, where "
+            f"MODE is one of {', '.join(modes)}."
+        )
+    if not weights:
+        raise SettingError(
+            f"The drafter {name!r} was given without a name of weights; write flexdraft:NAME with "
+            "a directory, a hub id or demo-flexdraft."
+        )
+    chosen: Any = mode
+    return lambda target: load_drafter(
+        weights, target, kind="flexdraft", mode=chosen, verify=verify
+    )
+
+
 def _beam_tree(name: str, tree: str) -> BeamTree:
-    match = _TREE.fullmatch(tree)
-    if match is None:
+    beam = parse_beam(tree)
+    if beam is None:
         raise SettingError(
             f"The drafter {name!r} was given; write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in "
             "draft_model[4x4:12]:MODEL."
         )
-    width, depth, nodes = map(int, match.groups())
-    return BeamTree(width, depth, nodes)
+    return beam
 
 
 def _is_model(name: str) -> bool:

@@ -17,14 +17,8 @@ from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.sampling import without_nan
-from jaxspec.training.teacher_forcing import (
-    HeadBatch,
-    fill_rows,
-    last_features,
-    pack_texts,
-    run_heads,
-    target_parts,
-)
+from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
 
@@ -213,7 +207,7 @@ def _ranks(
     target_config: ModelConfig,
     params: Any,
     target_params: Any,
-    batch: HeadBatch,
+    batch: TextBatch,
 ) -> jax.Array:
     """Ranks `[B, T, D]` int32 of what each head should propose, at most `NUM_RANKS`."""
     target = target_parts(target_config, target_params)

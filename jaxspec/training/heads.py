@@ -9,21 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
-import math
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.resolve import load_model
+from jaxspec.drafters.files import save_drafter
 from jaxspec.drafters.heads.config import (
     Connection,
     Gate,
@@ -34,72 +30,38 @@ from jaxspec.drafters.heads.config import (
     param_shapes,
 )
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import (
-    EXPORTED,
-    export_drafter,
-    holds_export,
-    holds_heads,
-    save_drafter,
-)
+from jaxspec.drafters.heads.files import holds_heads
 from jaxspec.drafters.heads.formulas import Params, head_logits
-from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.drafters.heads.other_layouts import EXPORTED, export_drafter, holds_export
+from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
-from jaxspec.training import runs
+from jaxspec.training import drafters, runs
+from jaxspec.training.drafters import DrafterTrainConfig
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.runs import OnStep, TrainState
-from jaxspec.training.teacher_forcing import (
-    HeadBatch,
-    fill_rows,
-    last_features,
-    pack_texts,
-    run_heads,
-    shifted,
-    target_parts,
-)
-from jaxspec.training.texts import Text, check_writer, read_texts
+from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.text_rows import TextBatch, pack_texts, shifted
+from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
 
 _COMMAND = "jaxspec train heads"
-# Without a file of held-out texts, each of so many texts is held out.
-_HELD_OUT_EVERY = 20
 # Loss of a later head counts less: 0.8 in Medusa (2401.10774), 0.7 in Clover-2's release.
 _DECAY: dict[str, float] = {"medusa": 0.8, "hydra": 0.8, "clover": 0.8, "clover2": 0.7}
 _REGRESSION_WEIGHT = 10.0  # of Clover-2's SmoothL1, as in its release
 _NOISE = 0.01  # added to matrices that begin as the identity
-# Settings that do not change what is trained, so a run may be resumed with others.
-_FREE_FIELDS = (
-    "out",
-    "target",
-    "texts",
-    "held_out",
-    "format",
-    "tree_nodes",
-    "resume",
-    "log_every",
-    "evaluate_every",
-    "evaluate_texts",
-    "checkpoint_every",
-)
+# Settings that do not change what is trained, besides those of every run.
+_FREE_FIELDS = ("format", "tree_nodes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsTrainConfig:
+class HeadsTrainConfig(DrafterTrainConfig):
     """Settings of `jaxspec train heads`. What is None is the kind's own, see `heads_config`.
 
     Attributes:
       kind: medusa, hydra, clover or clover2.
-      target: the model that the heads draft for, as `load_model` takes it.
-      texts: the file that `jaxspec train texts` had this target write.
-      out: directory of the run: checkpoint, log, result, and at the end `heads/`, the drafter.
-      held_out: a file of texts with `--split held-out`, to measure on; without it every twentieth
-        of `texts` is not trained on.
-      tokens: training tokens in all, prompts included.
-      batch_tokens: tokens of a step.
-      sequence_length: tokens of a row, which holds several texts; longer texts are cut.
       num_heads: tokens proposed one after another.
       num_layers: residual blocks of each of Medusa's heads, or layers of the augmenting block.
       own_heads: Medusa and Hydra: every head has a matrix to the vocabulary of its own, which
@@ -107,67 +69,27 @@ class HeadsTrainConfig:
       connection: Clover: how a token reaches the next head.
       gate: Clover and Clover-2: of the attention decoder.
       block: Clover: what is computed of the augmenting block's layers.
-      dtype: in which target and heads are computed; parameters and optimizer are float32.
-      learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
-      warmup_fraction: share of the steps.
-      weight_decay: on matrices.
-      clip_norm: largest global norm of a gradient.
-      clip_value: instead, the largest size of each of its components (Clover-2's release: 0.5).
+      clip_value: instead of `clip_norm`, the largest size of each of a gradient's components
+        (Clover-2's release: 0.5).
       format: also write the heads in another project's layout, to `out / format`: vllm for Medusa,
         clover2 for Clover-2.
       tree_nodes: sizes of the static trees that are made of what was measured at the end.
-      resume: continue the run in `out`.
-      seed: of parameters and row order.
-      log_every: steps between log lines.
-      evaluate_every: steps between measurements on held-out texts.
-      evaluate_texts: held-out texts for these; at the end all of them are measured.
-      checkpoint_every: steps between checkpoints.
     """
 
     kind: Kind
-    target: str
-    texts: pathlib.Path
-    out: pathlib.Path
-    held_out: pathlib.Path | None = None
-    tokens: int = 1_000_000
-    batch_tokens: int = 2048
-    sequence_length: int = 512
     num_heads: int | None = None
     num_layers: int | None = None
     own_heads: bool = False
     connection: Connection | None = None
     gate: Gate | None = None
     block: Literal["whole", "attention", "none"] | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    learning_rate: float = 1e-3
-    warmup_fraction: float = 0.04
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
     clip_value: float | None = None
     format: Literal["vllm", "clover2"] | None = None
     tree_nodes: tuple[int, ...] = (4, 16)
-    resume: bool = False
-    seed: int = 0
-    log_every: int = 20
-    evaluate_every: int = 200
-    evaluate_texts: int = 64
-    checkpoint_every: int = 100
 
     def __post_init__(self):
-        positive = ("tokens", "batch_tokens", "sequence_length", "num_heads", "num_layers")
-        every = ("log_every", "evaluate_every", "evaluate_texts", "checkpoint_every")
-        for name in (*positive, *every):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(f"{name} is {value}; it must be a positive number.")
-        if not 0 <= self.warmup_fraction <= 1:
-            raise SettingError(f"warmup_fraction is {self.warmup_fraction}; it must lie in [0, 1].")
-        step_tokens = self.num_rows * self.sequence_length
-        if self.tokens < step_tokens:
-            raise SettingError(
-                f"{self.tokens} tokens are less than one step of {step_tokens}; raise tokens, or "
-                "lower batch_tokens and sequence_length."
-            )
+        super().__post_init__()
+        self.check_positive("num_heads", "num_layers")
         for name, kinds in (
             ("own_heads", ("medusa", "hydra")),
             ("num_layers", ("medusa", "clover", "clover2")),
@@ -197,11 +119,6 @@ class HeadsTrainConfig:
         for nodes in self.tree_nodes:
             if nodes < 1:
                 raise SettingError(f"tree_nodes has {nodes}; a tree has at least one node.")
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a step."""
-        return max(1, self.batch_tokens // self.sequence_length)
 
     def heads_config(self, target: ModelConfig) -> HeadsConfig:
         """The heads that these settings describe."""
@@ -278,7 +195,7 @@ def heads_loss(
     params: Params,
     target_config: ModelConfig,
     target_params: Params,
-    batch: HeadBatch,
+    batch: TextBatch,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, the share of labels
     that it finds the likeliest.
@@ -325,7 +242,7 @@ def heads_loss(
 def train_step(
     state: TrainState,
     target_params: PyTree,
-    batch: HeadBatch,
+    batch: TextBatch,
     *,
     config: HeadsConfig,
     target_config: ModelConfig,
@@ -362,23 +279,11 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
         run's; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
-        _check_out(config)
+        written = {"heads": holds_heads}
+        if config.format is not None:
+            written[config.format] = holds_export
+        drafters.check_run(config, written)
         return _train(config, on_step)
-
-
-def _check_out(config: HeadsTrainConfig) -> None:
-    """Raises `CheckpointError` where the run or its heads could not be written."""
-    runs.check_out(config.out, resume=config.resume)
-    written = {"heads": holds_heads}
-    if config.format is not None:
-        written[config.format] = holds_export
-    for name, may_replace in written.items():
-        directory = config.out / name
-        if directory.exists() and not may_replace(directory):
-            raise CheckpointError(
-                f"{directory} exists, and the trained heads would be written there; name another "
-                "directory or move it."
-            )
 
 
 def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
@@ -388,20 +293,29 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     target_config, target_params = target.config, unpacked(target.params)
     heads = config.heads_config(target_config)
     digest = weights_digest(target_params)
-    training, held_out, num_skipped = _read(config, target, digest, heads)
-
-    num_rows = config.num_rows
-    num_steps = config.tokens // (num_rows * config.sequence_length)
-    plan = _plan(config, training, num_steps * num_rows)
+    split = drafters.read_split(
+        config,
+        digest,
+        lambda text: _has_labels(text, heads, config.sequence_length),
+        needs=f"the {heads.num_heads} tokens after its prompt that {heads.num_heads} heads are "
+        "trained on",
+    )
+    plan = drafters.plan_rows(config, split.training)
     optimizer = runs.make_optimizer(
         learning_rate=config.learning_rate,
         warmup_fraction=config.warmup_fraction,
         weight_decay=config.weight_decay,
         clip_norm=config.clip_norm,
         clip_value=config.clip_value,
-        num_steps=num_steps,
+        num_steps=config.num_steps,
     )
-    fingerprint = _fingerprint(config, heads, digest, training)
+    fingerprint = drafters.fingerprint(
+        config,
+        split.training,
+        free=_FREE_FIELDS,
+        heads=heads.to_json(),
+        target_weights=digest,
+    )
 
     def init(target_params: PyTree) -> TrainState:
         params = init_heads(heads, target_config, target_params, jax.random.key(config.seed))
@@ -417,12 +331,17 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         resume=config.resume,
         command=_COMMAND,
     )
-    step_function = functools.partial(
+    program = functools.partial(
         Program(train_step, "the training step"),
         config=heads,
         target_config=target_config,
         optimizer=optimizer,
     )
+
+    def step(state: TrainState, index: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        chosen = plan[index * config.num_rows : (index + 1) * config.num_rows]
+        rows = [[split.training[text] for text in row] for row in chosen]
+        return program(state, target_params, pack_texts(rows, config.sequence_length))
 
     def ranked(params: PyTree, texts: Sequence[Text]) -> list[RankedText]:
         cast = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
@@ -430,29 +349,22 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
             heads, cast, (target_config, target_params), texts, config.sequence_length
         )
 
-    config.out.mkdir(parents=True, exist_ok=True)
-    metrics: dict[str, float] = {"loss": math.nan}
-    with runs.progress(
-        config.out, num_steps=num_steps, first_step=first_step, log_every=config.log_every
-    ) as report:
-        for num_done in range(first_step + 1, num_steps + 1):
-            rows = plan[(num_done - 1) * num_rows : num_done * num_rows]
-            batch = pack_texts([[training[i] for i in row] for row in rows], config.sequence_length)
-            state, found = step_function(state, target_params, batch)
-            metrics = {name: float(value) for name, value in found.items()}
-            runs.check_finite(metrics["loss"], num_done, config.learning_rate)
-            if num_done % config.evaluate_every == 0 and num_done < num_steps:
-                some = accuracy_of(ranked(state.params, held_out[: config.evaluate_texts]))
-                top1 = some["all"].top1
-                metrics |= {f"held_out/top1/{i}": share for i, share in enumerate(top1)}
-            if num_done % config.checkpoint_every == 0 or num_done == num_steps:
-                path = config.out / runs.CHECKPOINT
-                runs.save_checkpoint(path, state, num_done, fingerprint, heads=heads.to_json())
-            report(num_done, metrics, batch.tokens.size)
-            if on_step is not None:
-                on_step(num_done, metrics)
+    def evaluate(params: PyTree) -> dict[str, float]:
+        some = accuracy_of(ranked(params, split.held_out[: config.evaluate_texts]))
+        return {f"held_out/top1/{i}": share for i, share in enumerate(some["all"].top1)}
 
-    measured = ranked(state.params, held_out)
+    config.out.mkdir(parents=True, exist_ok=True)
+    state, metrics = drafters.run_steps(
+        config,
+        state,
+        first_step,
+        step=step,
+        evaluate=evaluate,
+        fingerprint=fingerprint,
+        described={"heads": heads.to_json()},
+        on_step=on_step,
+    )
+    measured = ranked(state.params, split.held_out)
     trees = best_trees(measured, config.tree_nodes)
     directory = config.out / "heads"
     drafter = Heads(heads, jax.tree.map(lambda leaf: leaf.astype(target.dtype), state.params))
@@ -462,12 +374,12 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         export_drafter(drafter, path, config.format, target=target, overwrite=True)
     result = {
         "kind": config.kind,
-        "steps": num_steps,
-        "tokens": num_steps * num_rows * config.sequence_length,
+        "steps": config.num_steps,
+        "tokens": config.num_steps * config.num_rows * config.sequence_length,
         "train_loss": metrics["loss"],
         "num_params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        "num_texts": len(training),
-        "num_skipped_texts": num_skipped,
+        "num_texts": len(split.training),
+        "num_skipped_texts": split.num_skipped,
         "held_out": {
             name: dataclasses.asdict(each) for name, each in accuracy_of(measured).items()
         },
@@ -482,70 +394,10 @@ def _train(config: HeadsTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     return result
 
 
-def _read(
-    config: HeadsTrainConfig, target: LanguageModel, digest: str, heads: HeadsConfig
-) -> tuple[list[Text], list[Text], int]:
-    """Texts to train on and held-out ones, and how many were too short for either."""
-
-    def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
-        read = read_texts(path)
-        check_writer(read, path, target=config.target, weights=digest)
-        kept = [text for text in read.texts if _has_labels(text, heads, config.sequence_length)]
-        if not kept:
-            raise ModelError(
-                f"None of the {len(read.texts)} texts in {path} has the {heads.num_heads} tokens "
-                f"after its prompt that {heads.num_heads} heads are trained on, within "
-                f"sequence_length {config.sequence_length}; write longer texts, or raise it."
-            )
-        return read.header, kept, len(read.texts) - len(kept)
-
-    _, training, num_skipped = usable(config.texts)
-    if config.held_out is not None:
-        header, held_out, num_short = usable(config.held_out)
-        if header.get("split") == "train":
-            raise SettingError(
-                f"The texts in {config.held_out} begin documents to train on; write others by "
-                "`jaxspec train texts --split held-out`."
-            )
-        return training, held_out, num_skipped + num_short
-    held_out = training[::_HELD_OUT_EVERY]
-    training = [text for place, text in enumerate(training) if place % _HELD_OUT_EVERY]
-    if not training:
-        raise ModelError(
-            f"There is one text in {config.texts}, which leaves none to measure on; write more of "
-            "them, or give held_out."
-        )
-    return training, held_out, num_skipped
-
-
 def _has_labels(text: Text, heads: HeadsConfig, row_length: int) -> bool:
     """Whether every head has a label: a token of the output so far from the beginning, in a row."""
     length = min(len(text.prompt) + len(text.output), row_length)
     return length - len(text.prompt) >= heads.num_heads and length >= heads.num_heads + 2
-
-
-def _plan(config: HeadsTrainConfig, texts: Sequence[Text], num_rows: int) -> list[list[int]]:
-    """`num_rows` rows of texts, pass after pass over all of them."""
-    lengths = [min(len(text.prompt) + len(text.output), config.sequence_length) for text in texts]
-    rows: list[list[int]] = []
-    num_passes = 0
-    while len(rows) < num_rows:
-        rng = np.random.default_rng((config.seed, num_passes))
-        rows += fill_rows(lengths, config.sequence_length, rng)
-        num_passes += 1
-    return rows[:num_rows]
-
-
-def _fingerprint(
-    config: HeadsTrainConfig, heads: HeadsConfig, digest: str, texts: Sequence[Text]
-) -> dict[str, Any]:
-    """What decides a run's result: its settings, its target, its texts."""
-    fields = dataclasses.asdict(config)
-    kept = {name: value for name, value in fields.items() if name not in _FREE_FIELDS}
-    written = json.dumps([[text.prompt, text.output] for text in texts]).encode()
-    texts_digest = xxhash.xxh3_128(written).hexdigest()
-    kept |= {"heads": heads.to_json(), "target_weights": digest, "texts": texts_digest}
-    return json.loads(json.dumps(kept))
 
 
 def _as_fp32(leaf: jax.Array) -> jax.Array:

@@ -15,8 +15,8 @@ from jaxspec.analysis.heads import HeadsDraft
 from jaxspec.bench.measure import fill
 from jaxspec.bench.stages import round_stages
 from jaxspec.cli import main
+from jaxspec.drafters.files import save_drafter
 from jaxspec.drafters.heads.config import heads_config, param_shapes
-from jaxspec.drafters.heads.files import save_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.models import decoder
 from jaxspec.models.registry import PRESETS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxspec.drafters.heads.files import load_drafter
+from jaxspec.drafters.files import load_drafter
 
 
 @pytest.mark.parametrize(

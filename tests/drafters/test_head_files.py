@@ -17,10 +17,10 @@ import toy
 import jaxspec
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.manifest import FORMAT_VERSION
-from jaxspec.drafters.heads import files
-from jaxspec.drafters.heads.config import HeadsConfig, heads_config
+from jaxspec.drafters import stored
+from jaxspec.drafters.files import load_drafter, save_drafter
+from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import load_drafter, save_drafter
 from jaxspec.drafters.trees import BeamTree, BudgetTree
 from jaxspec.errors import (
     CheckpointError,
@@ -48,11 +48,11 @@ CONFIGS = {
 
 def heads_of(config: HeadsConfig, *, dtype=jnp.float32, seed: int = 0) -> Heads:
     rng = np.random.default_rng(seed)
-    shapes = files.leaf_shapes(config)
+    shapes = dict(stored.leaf_paths(param_shapes(config)))
     leaves = {path: jnp.asarray(rng.normal(size=shape), dtype) for path, shape in shapes.items()}
     if config.num_head_tokens is not None:
         leaves["token_map",] = jnp.asarray(range(config.num_head_tokens), jnp.int32)
-    params = files._as_params(files.param_shapes(config), leaves.__getitem__)
+    params = stored.as_params(param_shapes(config), leaves.__getitem__)
     return Heads(config, params, tree="chain")
 
 
@@ -233,7 +233,7 @@ def test_an_interrupted_write_leaves_nothing(failing, saved, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, failing, interrupt)
+    monkeypatch.setattr(stored, failing, interrupt)
     new = heads_of(CONFIGS["clover"])
     with pytest.raises(KeyboardInterrupt):
         save_drafter(new, saved.parent / "new")

@@ -19,12 +19,14 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec.drafters.heads import files, formulas
+from jaxspec.drafters.files import load_drafter
+from jaxspec.drafters.heads import formulas, other_layouts
 from jaxspec.drafters.heads.block import run_training_block
-from jaxspec.drafters.heads.config import HeadsConfig, heads_config
+from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import export_drafter, load_drafter
 from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.drafters.heads.other_layouts import export_drafter, leaf_shapes
+from jaxspec.drafters.stored import as_params
 from jaxspec.errors import (
     CheckpointError,
     JaxspecError,
@@ -618,12 +620,23 @@ def test_only_what_holds_heads_is_fetched(place, monkeypatch):
     (merged / index).write_text(json.dumps({"weight_map": weight_map}))
     with hub_of(merged, monkeypatch, ("a.safetensors",)) as fetched:
         load_drafter("org/heads", TARGET)
-    assert fetched == [["config.json", index], ["config.json", index, "b.safetensors"]]
+    first = [["config.json"], ["config.json", index]]  # what an index says is read before shards
+    assert fetched == [*first, ["config.json", index, "b.safetensors"]]
+
+    # Of an ordinary model in shards, which holds none, no shard is fetched.
+    weight_map = dict.fromkeys(names, "a.safetensors")
+    weight_map = {name.removeprefix("medusa_head."): file for name, file in weight_map.items()}
+    ordinary = {f"model.layers.{name}": file for name, file in weight_map.items()}
+    (merged / index).write_text(json.dumps({"weight_map": ordinary}))
+    with hub_of(merged, monkeypatch, ("a.safetensors",)) as fetched:
+        with pytest.raises(ModelError, match="holds no heads in a layout that is known"):
+            load_drafter("org/heads", TARGET)
+    assert fetched == first
 
     write(place / "vllm", vllm_tensors(), VLLM)
     with hub_of(place / "vllm", monkeypatch, ("pytorch_model.bin",)) as fetched:
         load_drafter("org/heads", TARGET, revision="main")
-    assert fetched == [["config.json", "model*.safetensors*"]]
+    assert fetched == [["config.json"], ["config.json", "model*.safetensors*"]]
 
 
 # Written here
@@ -661,9 +674,9 @@ def test_clover2_with_layers_of_another_family(place):
         config, block=dataclasses.replace(config.block, rope=RopeConfig(theta=1e6, rotary_size=8))
     )
     rng = np.random.default_rng(0)
-    params = files._as_params(
-        files.param_shapes(config),
-        lambda path: jnp.asarray(rng.normal(size=files.leaf_shapes(config)[path]), jnp.bfloat16),
+    params = as_params(
+        param_shapes(config),
+        lambda path: jnp.asarray(rng.normal(size=leaf_shapes(config)[path]), jnp.bfloat16),
     )
     heads = Heads(config, params, tree="chain")
     with pytest.warns(JaxspecWarning, match=r"qwen3 layers that rotate with base 1e\+06"):
@@ -699,7 +712,7 @@ def test_exports_that_are_refused(place, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "save_file", interrupt)
+    monkeypatch.setattr(other_layouts, "save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_drafter(heads, place / "b", "vllm", target=TARGET)
     assert sorted(path.name for path in place.iterdir()) == ["a", "merged", "text"]

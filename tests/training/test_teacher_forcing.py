@@ -21,14 +21,8 @@ from jaxspec.training import head_accuracy, teacher_forcing
 from jaxspec.training.head_accuracy import RankedText, best_trees
 from jaxspec.training.heads import heads_loss, init_heads, train_step
 from jaxspec.training.runs import TrainState, make_optimizer
-from jaxspec.training.teacher_forcing import (
-    fill_rows,
-    labels_of,
-    last_features,
-    pack_texts,
-    run_heads,
-    target_parts,
-)
+from jaxspec.training.teacher_forcing import labels_of, last_features, run_heads, target_parts
+from jaxspec.training.text_rows import fill_rows, pack_texts
 from jaxspec.training.texts import Text
 
 KINDS = ("medusa", "hydra", "clover", "clover2")

@@ -35,10 +35,19 @@ def parse_tree(text: str) -> MakeTree:
         nodes = int(match[1])
         BudgetTree(nodes=nodes, depth=1)  # raises now
         return lambda num_heads: BudgetTree(nodes=nodes, depth=min(num_heads, nodes))
-    if match := _BEAM.fullmatch(text):
-        beam = BeamTree(*map(int, match.groups()))
+    if (beam := parse_beam(text)) is not None:
         return lambda num_heads: beam
     if not re.fullmatch(r"[a-z]\w*", text, re.ASCII):
         raise SettingError(f"The tree {text!r} was given; write {_FORMS}.")
     static = medusa_tree(text)
     return lambda num_heads: static
+
+
+def parse_beam(text: str) -> BeamTree | None:
+    """The beam tree `WIDTHxDEPTH:NODES` that a text names, or None if it has another form.
+
+    Raises:
+      SettingError: its numbers are out of range.
+    """
+    match = _BEAM.fullmatch(text)
+    return None if match is None else BeamTree(*map(int, match.groups()))

@@ -1,0 +1,217 @@
+"""Drafters with weights of their own on the disk: heads, and FlexDraft."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from jaxspec.checkpoint.format import is_converted, parse_dtype
+from jaxspec.checkpoint.manifest import kind_of
+from jaxspec.checkpoint.resolve import as_model
+from jaxspec.convert import hf_reader, hub
+from jaxspec.drafters.flexdraft.drafter import FlexDraft, Mode, Rule
+from jaxspec.drafters.flexdraft.files import (
+    KIND,
+    fetch_release,
+    is_release,
+    load_flexdraft,
+    save_flexdraft,
+)
+from jaxspec.drafters.growth import Tree
+from jaxspec.drafters.heads import config as heads_config
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.heads.files import MakeTree, load_heads, save_heads
+from jaxspec.drafters.heads.layouts.medusa import FILES as MEDUSA_FILES
+from jaxspec.drafters.heads.other_layouts import NAMES_OF_HEADS, fetch_heads
+from jaxspec.drafters.heads.tree_names import parse_tree
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.models.base import LanguageModel, Model
+from jaxspec.runtime.directories import finish_interrupted
+from jaxspec.runtime.files import expand_user
+
+Kind: TypeAlias = heads_config.Kind | Literal["flexdraft"]
+
+# Those that come with the package, for `demo-target`, and their directories in it.
+DEMO_DRAFTERS = {"demo-flexdraft": "flexdraft"}
+
+
+def save_drafter(
+    drafter: Heads | FlexDraft,
+    directory: str | os.PathLike,
+    *,
+    target: LanguageModel | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes heads or FlexDraft's weights as a directory, which `load_drafter` reads back bit for
+    bit.
+
+    Args:
+      drafter: its settings (the tree of heads; mode, confidence, rule and block size of FlexDraft)
+        are not stored.
+      directory: to write.
+      target: the model that it was made for: its name and a digest of its weights are stored, so
+        that `load_drafter` can tell other weights.
+      overwrite: replace the directory if it holds a drafter of the same kind.
+
+    Raises:
+      CheckpointError: the directory exists and may not be replaced, or the disk is full.
+    """
+    if isinstance(drafter, FlexDraft):
+        save_flexdraft(drafter, directory, target=target, overwrite=overwrite)
+    else:
+        save_heads(drafter, directory, target=target, overwrite=overwrite)
+
+
+def load_drafter(
+    name: str | os.PathLike,
+    target: Model | str,
+    *,
+    dtype: Any = None,
+    kind: Kind | None = None,
+    tree: Tree | str | None = None,
+    mode: Mode | None = None,
+    confidence: float | None = None,
+    rule: Rule | None = None,
+    block_size: int | None = None,
+    revision: str | None = None,
+    verify: bool = True,
+) -> Heads | FlexDraft:
+    """Loads heads that read the hidden states of `target`, or FlexDraft's weights for it.
+
+    `name` is a directory that `save_drafter` (or `jaxspec train`) wrote, or a directory or hub id
+    in one of these layouts: Medusa's `medusa_lm_head.safetensors` or `.pt` (which needs torch),
+    `medusa_head.*` among the tensors of a merged model, vLLM's Medusa, Clover-2's, FlexDraft's
+    release; or `demo-flexdraft`, FlexDraft for `demo-target`. From the hub only the files that hold
+    the drafter are fetched. Heads that repeat the target's head share it; if their vocabulary was
+    truncated, they then propose tokens of all of it.
+
+    Args:
+      name: of the drafter.
+      target: the model that it drafts for, or its name as `load_model` takes it.
+      dtype: of the parameters; None is the target's.
+      kind: that the drafter must be of: `medusa`, `hydra`, `clover`, `clover2` or `flexdraft`; None
+        takes any.
+      tree: the tree that heads draft, or its name: `chain`, a number of nodes,
+        `WIDTHxDEPTH:NODES` or one of Medusa's, see `parse_tree`; None is Clover's of four nodes.
+      mode: of FlexDraft; this and the next three are as `FlexDraft` takes them, or None.
+      confidence: of FlexDraft.
+      rule: of FlexDraft.
+      block_size: of FlexDraft.
+      revision: branch, tag or commit of a hub id.
+      verify: compare the files of our directories with their checksums.
+
+    Raises:
+      SettingError: a setting is out of range, or that of another kind of drafter.
+      ModelError: there is no such drafter, it is of another kind, or it does not fit the target.
+      CheckpointError: it cannot be read, or its files are damaged.
+
+    Warns:
+      JaxspecWarning: it was made for a target with other weights.
+    """
+    make_tree = parse_tree(tree) if isinstance(tree, str) else lambda num_heads: tree
+    target = as_model(target)
+    name = os.fspath(name)
+    dtype = None if dtype is None else parse_dtype(dtype)
+    given = {"mode": mode, "confidence": confidence, "rule": rule, "block_size": block_size}
+    settings: dict[str, Any] = {each: value for each, value in given.items() if value is not None}
+    with _found(name, revision) as directory:
+        return _load(
+            directory,
+            target,
+            name=name,
+            dtype=dtype,
+            kind=kind,
+            make_tree=None if tree is None else make_tree,
+            settings=settings,
+            verify=verify,
+        )
+
+
+def _load(
+    directory: Path,
+    target: Model,
+    *,
+    name: str,
+    dtype: Any,
+    kind: Kind | None,
+    make_tree: MakeTree | None,
+    settings: dict[str, Any],
+    verify: bool,
+) -> Heads | FlexDraft:
+    """`load_drafter` of a directory; `settings` are those of FlexDraft that were given."""
+    if _holds_flexdraft(directory, kind):
+        if kind not in (None, KIND):
+            raise ModelError(
+                f"{directory} holds FlexDraft's weights, and {kind} was asked for; write "
+                f"{KIND}:{directory}."
+            )
+        if make_tree is not None:
+            raise SettingError(
+                f"A tree was given for FlexDraft's weights in {directory}, which draft a chain; "
+                "leave it out."
+            )
+        return load_flexdraft(directory, target, name=name, dtype=dtype, verify=verify, **settings)
+    if settings:
+        raise SettingError(
+            f"{' and '.join(settings)} was given for the heads in {directory}; it is a setting of "
+            "FlexDraft, so leave it out."
+        )
+    wanted: Any = kind
+    return load_heads(
+        directory,
+        target,
+        name=name,
+        dtype=dtype,
+        make_tree=make_tree or (lambda num_heads: None),
+        kind=wanted,
+        verify=verify,
+    )
+
+
+@contextlib.contextmanager
+def _found(name: str, revision: str | None) -> Iterator[Path]:
+    """The directory of a name, fetched from the hub where it is a hub id."""
+    if name in DEMO_DRAFTERS:
+        assets = importlib.resources.files("jaxspec") / "assets" / DEMO_DRAFTERS[name]
+        with importlib.resources.as_file(assets) as directory:
+            yield directory
+        return
+    directory = expand_user(name)
+    finish_interrupted(directory)
+    if not os.path.exists(directory):
+        _, directory = hub.download(
+            name, revision, choose=_fetch_drafter, what="directory of heads", names=NAMES_OF_HEADS
+        )
+    elif revision is not None:
+        raise ModelError(
+            f"A revision ({revision}) was given for the local directory {name}; "
+            "revisions are for hub ids, so leave it out."
+        )
+    yield directory
+
+
+def _fetch_drafter(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
+    """Fetches what holds a drafter; `config.json` says whether it is FlexDraft's."""
+    files = set(files)
+    has_own_file = not files.isdisjoint(MEDUSA_FILES)
+    if has_own_file or "config.json" not in files or not _is_release(fetch(["config.json"])):
+        return fetch_heads(files, fetch)
+    return fetch_release(files, fetch)
+
+
+def _is_release(directory: Path) -> bool:
+    path = directory / "config.json"
+    return path.is_file() and is_release(hf_reader.read_json(path))
+
+
+def _holds_flexdraft(directory: Path, kind: Kind | None) -> bool:
+    """Whether a directory is to be read as FlexDraft's: by what it says of itself, or by what was
+    asked for where it says nothing."""
+    if is_converted(directory):
+        found = kind_of(directory)
+        return found == KIND or (found is None and kind == KIND)
+    return _is_release(directory) or kind == KIND

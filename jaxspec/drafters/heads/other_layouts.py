@@ -1,0 +1,386 @@
+"""Heads in the layouts of other projects, read and written: Medusa's, vLLM's, Clover-2's.
+
+They are read as they are, and not converted first: they are small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxspec.checkpoint.format import LeafPath
+from jaxspec.convert import hf_reader, hub
+from jaxspec.convert.hf_config import HFConfig
+from jaxspec.convert.mapping import Leaf
+from jaxspec.convert.writer import assemble
+from jaxspec.drafters.heads.config import HeadsConfig, Kind, param_shapes
+from jaxspec.drafters.heads.drafter import Heads, check_sizes
+from jaxspec.drafters.heads.layouts import clover2, medusa, vllm
+from jaxspec.drafters.heads.layouts.tables import Layout, TargetSizes, Tensors
+from jaxspec.drafters.stored import (
+    as_params,
+    at_path,
+    leaf_paths,
+    sharding_of,
+    warn_of_other_weights,
+)
+from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
+from jaxspec.kernels.base import unpacked
+from jaxspec.models.base import HeadedModel, LanguageModel, Model
+from jaxspec.runtime.directories import atomic_directory, check_free_space
+from jaxspec.types import PyTree
+
+# Those that are files of their own are recognised by the files' names, the others in this order.
+_LAYOUTS = (clover2.CLOVER2, medusa.MERGED, vllm.VLLM)
+EXPORTED: dict[str, tuple[Kind, Layout]] = {
+    "vllm": ("medusa", vllm.VLLM),
+    "clover2": ("clover2", clover2.CLOVER2),
+}
+NAMES_OF_HEADS = (
+    "name a directory that jaxspec train heads wrote, one with medusa_lm_head.safetensors or "
+    "another known layout, or a hub id such as FasterDecoding/medusa-vicuna-7b-v1.3"
+)
+_COMPARED_ROWS = 4096  # of the target's head at once
+
+
+def leaf_shapes(config: HeadsConfig) -> dict[LeafPath, tuple[int, ...]]:
+    """Shape of every parameter by its path, e.g. `("heads", 0, "blocks", 0, "weight")`."""
+    return dict(leaf_paths(param_shapes(config)))
+
+
+def dtype_of(path: LeafPath, dtype: Any) -> np.dtype:
+    """Of a parameter in a drafter of `dtype`: a token map has integers."""
+    return np.dtype(np.int32) if path == ("token_map",) else np.dtype(dtype)
+
+
+def stored_dtype(params: PyTree, shapes: Mapping[LeafPath, Any]) -> np.dtype:
+    """Of the parameters, all of which have one but for the token map."""
+    return np.dtype(next(at_path(params, path).dtype for path in shapes if path != ("token_map",)))
+
+
+def check_fits(
+    config: HeadsConfig, target: Model, directory: Path, *, kind: Kind | None
+) -> np.dtype:
+    """The target's dtype; raises `ModelError` unless heads are of this kind, and fit it."""
+    if kind not in (None, config.kind):
+        raise ModelError(
+            f"{directory} holds heads of kind {config.kind}, and {kind} was asked for; write "
+            f"{config.kind}:{directory}."
+        )
+    return np.dtype(check_sizes(config, target, str(directory)))
+
+
+# Reading
+
+
+def fetch_heads(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
+    """Fetches what holds heads: a file of their own, or the shards with heads of a merged model.
+
+    Raises:
+      ModelError: an index says that the shards hold none.
+    """
+    files = set(files)
+    config = "config.json"
+    for own in medusa.FILES:
+        if own in files:
+            return fetch([config, own])
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        whole = index.removesuffix(".index.json")
+        if index in files and whole not in files:
+            directory = fetch([config, index])
+            stated = HFConfig(hf_reader.read_json(directory / index), index).section("weight_map")
+            if not any(each.matches(_config(directory), stated.fields) for each in _LAYOUTS):
+                raise _no_heads(directory)
+            shards = hf_reader.shard_names(directory / index, prefix=medusa.PREFIX)
+            shards = shards or hf_reader.shard_names(directory / index)
+            return fetch([config, index, *shards])
+    return fetch([config, hub.weight_patterns(files)])
+
+
+def read_layout(
+    directory: Path, target: Model, *, dtype: Any, kind: Kind | None
+) -> tuple[HeadsConfig, PyTree]:
+    """Configuration and parameters of heads in another project's layout."""
+    layout, tensors, hf = _find(directory)
+    sizes = TargetSizes(
+        vocab_size=target.vocab_size,
+        norm_epsilon=getattr(getattr(target, "config", None), "norm_epsilon", 1e-6),
+    )
+    tensors_of_heads = layout.select(tensors)
+    config = layout.read_config(tensors_of_heads, hf, sizes)
+    fitting = check_fits(config, target, directory, kind=kind)
+    assert isinstance(target, HeadedModel), "check_sizes has said so"
+    leaves = layout.leaves(config, tensors_of_heads, hf)
+    hf_reader.check_tensors(
+        tensors_of_heads,
+        {name: shape for leaf in leaves for name, shape in leaf.sources.items()},
+        where=str(directory),
+        indices=("token_map",),
+        hint=f"they are no heads as in the layout of {layout.name}",
+    )
+    if config.num_head_tokens is not None:
+        _check_token_map(tensors_of_heads["token_map"].load(), config, directory)
+    if layout is clover2.CLOVER2:
+        _compare_head(config, tensors, target, directory)
+    elif not config.shares_head and _all_are_the_targets(leaves, tensors_of_heads, target):
+        config = dataclasses.replace(config, shares_head=True, num_head_tokens=None)
+        kept = leaf_shapes(config)
+        leaves = [leaf for leaf in leaves if leaf.path in kept]
+    dtype = fitting if dtype is None else dtype
+    return config, _place(config, leaves, tensors_of_heads, sharding_of(target), dtype=dtype)
+
+
+def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfig]:
+    """The layout of a directory's heads, all tensors of its files, and its `config.json`.
+
+    Raises:
+      ModelError: it holds none.
+      CheckpointError: a file cannot be read.
+    """
+    hf = _config(directory)
+    for own in medusa.FILES:
+        if os.path.lexists(directory / own):
+            tensors = hf_reader.read_tensors([directory / own])
+            if medusa.MEDUSA.matches(hf, tensors):
+                return medusa.MEDUSA, tensors, hf
+            raise ModelError(
+                f"{directory / own} holds no {{k}}.{{j}}.linear.weight, which every Medusa head "
+                "has; fetch the file again."
+            )
+    if hf.fields:
+        tensors = hf_reader.read_tensors(_weight_files(directory))
+        for layout in _LAYOUTS:
+            if layout.matches(hf, tensors):
+                return layout, tensors, hf
+    raise _no_heads(directory)
+
+
+def _config(directory: Path) -> HFConfig:
+    """`config.json` of a directory; empty where there is none."""
+    path = directory / "config.json"
+    return HFConfig(hf_reader.read_json(path) if os.path.lexists(path) else {}, str(directory))
+
+
+def _no_heads(directory: Path) -> ModelError:
+    return ModelError(
+        f"{directory} holds no heads in a layout that is known here; {NAMES_OF_HEADS}, and name a "
+        "draft model as draft_model:MODEL."
+    )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Of a merged model only the shards with heads, which may be the only ones that are here."""
+    for index in directory.glob("*.index.json"):
+        if hf_reader.shard_names(index, prefix=medusa.PREFIX):
+            return hf_reader.weight_files(directory, prefix=medusa.PREFIX)
+    return hf_reader.weight_files(directory)
+
+
+def _check_token_map(tokens: np.ndarray, config: HeadsConfig, directory: Path) -> None:
+    outside = (tokens < 0) | (tokens >= config.vocab_size)
+    if outside.any() or len(np.unique(tokens)) != len(tokens):
+        raise CheckpointError(
+            f"The token_map in {directory} does not name {len(tokens)} different tokens below "
+            f"{config.vocab_size}; fetch the file again."
+        )
+
+
+def _place(
+    config: HeadsConfig,
+    leaves: list[Leaf],
+    tensors: Tensors,
+    sharding: jax.sharding.Sharding,
+    *,
+    dtype: Any,
+) -> PyTree:
+    """The parameters as they are placed; what is made of the same tensors (a head that serves all)
+    is placed once."""
+    shapes = leaf_shapes(config)
+    of_sources: dict[tuple[str, ...], jax.Array] = {}
+    placed: dict[LeafPath, jax.Array] = {}
+    for leaf in leaves:
+        names = tuple(leaf.sources)
+        if not names or names not in of_sources:
+            array = assemble(leaf, shapes[leaf.path], tensors, dtype_of(leaf.path, dtype))
+            of_sources[names] = jax.device_put(np.ascontiguousarray(array), sharding)
+        placed[leaf.path] = of_sources[names]
+    return as_params(param_shapes(config), placed.__getitem__)
+
+
+# The target's head in the files of heads
+
+
+def _all_are_the_targets(leaves: list[Leaf], tensors: Tensors, target: HeadedModel) -> bool:
+    """Whether every head's own matrix is the target's."""
+    own = [leaf for leaf in leaves if leaf.path[0] == "heads" and leaf.path[-1] == "head"]
+    checked: dict[tuple[str, ...], bool] = {}
+    for leaf in own:
+        names = tuple(leaf.sources)
+        if names not in checked:
+            tokens = tensors["token_map"].load() if "token_map" in tensors else None
+            rows = tensors[names[0]].load()
+            if tokens is not None and len(rows) == target.vocab_size:
+                rows = rows[tokens]
+            checked[names] = _is_targets_head(rows, target, tokens)
+        if not checked[names]:
+            return False
+    return True
+
+
+def _is_targets_head(rows: np.ndarray, target: HeadedModel, tokens: np.ndarray | None) -> bool:
+    """Whether `rows` `[n, E]` are what the target's head gives `tokens` `[n]` (None: all), in the
+    dtype of either."""
+    if tokens is None:
+        tokens = np.arange(target.vocab_size)
+    if len(rows) != len(tokens):
+        return False
+    for start in range(0, len(tokens), _COMPARED_ROWS):
+        part = slice(start, start + _COMPARED_ROWS)
+        theirs = np.asarray(target.head_rows(target.params, jnp.asarray(tokens[part], jnp.int32)))
+        ours = rows[part]
+        with np.errstate(over="ignore"):  # of what fp16 cannot hold
+            is_same = np.array_equal(ours.astype(theirs.dtype), theirs)
+            is_same = is_same or np.array_equal(ours, theirs.astype(ours.dtype))
+        if not is_same:
+            return False
+    return True
+
+
+def _compare_head(
+    config: HeadsConfig, tensors: Tensors, target: HeadedModel, directory: Path
+) -> None:
+    """Warns unless the head in the files is the target's; what embeds tokens must be that head."""
+    expected = {
+        name: (config.vocab_size, config.width)
+        for name in (clover2.HEAD, clover2.EMBEDDING)
+        if name in tensors
+    }
+    stored = {name: tensors[name] for name in expected}
+    hint = f"they are no heads as in the layout of {clover2.CLOVER2.name}"
+    hf_reader.check_tensors(stored, expected, where=str(directory), hint=hint)
+    loaded = [tensor.load() for tensor in stored.values()]
+    if len(loaded) == 2 and not np.array_equal(loaded[0], loaded[1]):
+        raise ModelError(
+            f"The heads in {directory} embed tokens with {clover2.EMBEDDING}, which differs from "
+            f"{clover2.HEAD}; only heads whose embedding is the target's head can be used here."
+        )
+    if loaded and not _is_targets_head(loaded[0], target, None):
+        warn_of_other_weights(
+            "heads", directory, f"the model with the {clover2.HEAD} in it", target
+        )
+
+
+# Writing layouts of other projects
+
+
+def export_drafter(
+    heads: Heads,
+    directory: str | os.PathLike,
+    format: str,
+    *,
+    target: LanguageModel,
+    overwrite: bool = False,
+) -> None:
+    """Writes heads in another project's layout: `config.json` and `model.safetensors`.
+
+    Args:
+      heads: the drafter.
+      directory: to write.
+      format: `vllm` for Medusa's heads, `clover2` for Clover-2's as its release has them.
+      target: the model that they draft for, whose head these layouts repeat.
+      overwrite: replace the directory if it holds heads in one of these layouts.
+
+    Raises:
+      ModelError: there is no such format, or it cannot hold these heads.
+      CheckpointError: the directory exists and may not be replaced, or the disk is full.
+
+    Warns:
+      JaxspecWarning: Clover-2's release computes these heads otherwise than they were trained.
+    """
+    config = heads.config
+    kind, layout = EXPORTED.get(format, (None, None))
+    if layout is None or layout.config_fields is None or kind != config.kind:
+        kinds = ", ".join(f"{name} for {kind}" for name, (kind, _) in EXPORTED.items())
+        raise ModelError(
+            f"Heads of kind {config.kind} were to be written as {format!r}; there is {kinds}, and "
+            "save_drafter for all kinds."
+        )
+    check_sizes(config, target, heads.name)
+    fields = layout.config_fields(config)
+    hf = HFConfig(fields, "config.json")
+    params = unpacked(heads.params)
+    dtype = stored_dtype(params, leaf_shapes(config))
+    tensors: dict[str, np.ndarray] = {}
+    for leaf in layout.leaves(config, {}, hf):
+        tensors |= _stored(leaf, np.asarray(at_path(params, leaf.path)))
+    tokens = jnp.arange(target.vocab_size, dtype=jnp.int32)
+    head = np.asarray(target.head_rows(target.params, tokens)).astype(dtype)
+    if config.kind == "clover2":
+        tensors |= {clover2.HEAD: head, clover2.EMBEDDING: head}
+        _check_released_form(config, hf)
+    elif config.shares_head:
+        tensors["lm_heads.0.weight"] = head
+    fields["torch_dtype"] = dtype.name
+
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    parent = Path(directory).absolute().parent
+    check_free_space(parent, num_bytes, what=f"Exporting {heads.name}")
+    with atomic_directory(directory, overwrite=overwrite, may_replace=holds_export) as partial:
+        text = json.dumps(fields, indent=2) + "\n"
+        (partial / "config.json").write_text(text, encoding="utf-8")
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+
+
+def _stored(leaf: Leaf, parameter: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors that a parameter is made of: the table, read from right to left."""
+    if leaf.pieces is None:
+        (name,) = leaf.sources
+        return {name: np.ascontiguousarray(parameter)}
+    made = {name: np.empty(shape, parameter.dtype) for name, shape in leaf.sources.items()}
+    for index, piece in leaf.pieces(*made.values()):
+        piece[...] = parameter[index]  # a piece is a view of its tensor
+    return made
+
+
+def _check_released_form(config: HeadsConfig, hf: HFConfig) -> None:
+    """Raises `ModelError` for heads that the layout cannot describe; warns of those that Clover-2's
+    release would compute otherwise."""
+    assert config.block is not None
+    stated = dataclasses.replace(
+        config, gate="cosine", num_gate_heads=config.block.num_query_heads, has_silu=False
+    )
+    if stated != config:
+        raise ModelError(
+            f"Heads with gate {config.gate!r}, num_gate_heads {config.num_gate_heads} and has_silu "
+            f"{config.has_silu} were to be written in Clover-2's layout, which knows 'cosine', "
+            f"{config.block.num_query_heads} and False; use save_drafter."
+        )
+    if not clover2.is_released_form(config.block):
+        warnings.warn(
+            f"Clover-2's release computes Llama layers that rotate with base "
+            f"{clover2.ROPE_THETA:g}, and these heads have {config.block.family} layers that "
+            f"rotate with base {config.block.rope.theta:g}; jaxspec reads the files as they were "
+            "trained, the release does not.",
+            JaxspecWarning,
+            stacklevel=3,
+        )
+
+
+def holds_export(directory: Path) -> bool:
+    """Whether there are heads in a layout that is written here. Merged models, which hold their
+    target too, are not."""
+    try:
+        layout, _, _ = _find(directory)
+    except (ModelError, CheckpointError):
+        return False
+    return any(layout is exported for _, exported in EXPORTED.values())

@@ -1,0 +1,271 @@
+"""What the training runs of drafters on texts of their target have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.training import runs
+from jaxspec.training.runs import OnStep, TrainState
+from jaxspec.training.text_rows import fill_rows
+from jaxspec.training.texts import Text, check_writer, read_texts
+
+# Without a file of held-out texts, each of so many texts is held out.
+_HELD_OUT_EVERY = 20
+# Settings that do not change what is trained, so a run may be resumed with others.
+_FREE_FIELDS = (
+    "out",
+    "target",
+    "texts",
+    "held_out",
+    "resume",
+    "log_every",
+    "evaluate_every",
+    "evaluate_texts",
+    "checkpoint_every",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterTrainConfig:
+    """Settings of every run that trains a drafter on texts of its target.
+
+    Attributes:
+      target: the model that the drafter drafts for, as `load_model` takes it.
+      texts: the file that `jaxspec train texts` had this target write.
+      out: directory of the run: checkpoint, log, result, and at the end the drafter.
+      held_out: a file of texts with `--split held-out`, to measure on; without it every twentieth
+        of `texts` is not trained on.
+      tokens: training tokens in all, prompts included.
+      batch_tokens: tokens of a step.
+      sequence_length: tokens of a row, which holds several texts; longer texts are cut.
+      dtype: in which target and drafter are computed; parameters and optimizer are float32.
+      learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
+      warmup_fraction: share of the steps.
+      weight_decay: on matrices.
+      clip_norm: largest global norm of a gradient.
+      resume: continue the run in `out`.
+      seed: of parameters and row order.
+      log_every: steps between log lines.
+      evaluate_every: steps between measurements on held-out texts.
+      evaluate_texts: held-out texts for these; at the end all of them are measured.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    target: str
+    texts: pathlib.Path
+    out: pathlib.Path
+    held_out: pathlib.Path | None = None
+    tokens: int = 1_000_000
+    batch_tokens: int = 2048
+    sequence_length: int = 512
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    learning_rate: float = 1e-3
+    warmup_fraction: float = 0.04
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    resume: bool = False
+    seed: int = 0
+    log_every: int = 20
+    evaluate_every: int = 200
+    evaluate_texts: int = 64
+    checkpoint_every: int = 100
+
+    def __post_init__(self):
+        every = ("log_every", "evaluate_every", "evaluate_texts", "checkpoint_every")
+        self.check_positive("tokens", "batch_tokens", "sequence_length", *every)
+        if not 0 <= self.warmup_fraction <= 1:
+            raise SettingError(f"warmup_fraction is {self.warmup_fraction}; it must lie in [0, 1].")
+        step_tokens = self.num_rows * self.sequence_length
+        if self.tokens < step_tokens:
+            raise SettingError(
+                f"{self.tokens} tokens are less than one step of {step_tokens}; raise tokens, or "
+                "lower batch_tokens and sequence_length."
+            )
+
+    def check_positive(self, *names: str) -> None:
+        """Raises `SettingError` unless these settings are positive numbers, or None."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(f"{name} is {value}; it must be a positive number.")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step."""
+        return max(1, self.batch_tokens // self.sequence_length)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run."""
+        return self.tokens // (self.num_rows * self.sequence_length)
+
+
+class Split(NamedTuple):
+    """Texts of a run.
+
+    Attributes:
+      training: to train on.
+      held_out: to measure on.
+      num_skipped: texts that were too short for either.
+    """
+
+    training: list[Text]
+    held_out: list[Text]
+    num_skipped: int
+
+
+def check_run(
+    config: DrafterTrainConfig, written: Mapping[str, Callable[[pathlib.Path], bool]]
+) -> None:
+    """Raises `CheckpointError` where the run, or what it makes, could not be written.
+
+    Args:
+      config: the run.
+      written: directories in `config.out` that the run writes at its end, each with whether one
+        that exists may be replaced.
+    """
+    runs.check_out(config.out, resume=config.resume)
+    for name, may_replace in written.items():
+        directory = config.out / name
+        if directory.exists() and not may_replace(directory):
+            raise CheckpointError(
+                f"{directory} exists, and the trained drafter would be written there; name another "
+                "directory or move it."
+            )
+
+
+def read_split(
+    config: DrafterTrainConfig, digest: str, is_usable: Callable[[Text], bool], *, needs: str
+) -> Split:
+    """The texts of a run.
+
+    Args:
+      config: the run.
+      digest: `weights_digest` of the target.
+      is_usable: whether a text can be trained on.
+      needs: what texts that cannot lack, for the message.
+
+    Raises:
+      SettingError: held-out texts that begin documents to train on.
+      ModelError: the texts were written by another target, or none is usable.
+      CheckpointError: texts that cannot be read.
+    """
+
+    def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
+        read = read_texts(path)
+        check_writer(read, path, target=config.target, weights=digest)
+        kept = [text for text in read.texts if is_usable(text)]
+        if not kept:
+            raise ModelError(
+                f"None of the {len(read.texts)} texts in {path} has {needs}, within "
+                f"sequence_length {config.sequence_length}; write longer texts, or raise it."
+            )
+        return read.header, kept, len(read.texts) - len(kept)
+
+    _, training, num_skipped = usable(config.texts)
+    if config.held_out is not None:
+        header, held_out, num_short = usable(config.held_out)
+        if header.get("split") == "train":
+            raise SettingError(
+                f"The texts in {config.held_out} begin documents to train on; write others by "
+                "`jaxspec train texts --split held-out`."
+            )
+        return Split(training, held_out, num_skipped + num_short)
+    held_out = training[::_HELD_OUT_EVERY]
+    training = [text for place, text in enumerate(training) if place % _HELD_OUT_EVERY]
+    if not training:
+        raise ModelError(
+            f"There is one text in {config.texts}, which leaves none to measure on; write more of "
+            "them, or give held_out."
+        )
+    return Split(training, held_out, num_skipped)
+
+
+def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text]) -> list[list[int]]:
+    """The texts, by index, of every row of the run: pass after pass over all of them."""
+    num_rows = config.num_steps * config.num_rows
+    lengths = text_lengths(texts, config.sequence_length)
+    rows: list[list[int]] = []
+    num_passes = 0
+    while len(rows) < num_rows:
+        rng = np.random.default_rng((config.seed, num_passes))
+        rows += fill_rows(lengths, config.sequence_length, rng)
+        num_passes += 1
+    return rows[:num_rows]
+
+
+def text_lengths(texts: Iterable[Text], row_length: int) -> list[int]:
+    """Tokens of each text, at most a row's."""
+    return [min(len(text.prompt) + len(text.output), row_length) for text in texts]
+
+
+def fingerprint(
+    config: DrafterTrainConfig, texts: Sequence[Text], *, free: Sequence[str] = (), **decisive: Any
+) -> dict[str, Any]:
+    """What decides a run's result: its settings, its texts, and what else is `decisive`.
+
+    Args:
+      config: the run.
+      texts: that it is trained on.
+      free: settings of this kind of run that do not change what is trained.
+      decisive: JSON values.
+    """
+    fields = dataclasses.asdict(config)
+    kept = {name: fields[name] for name in fields if name not in (*_FREE_FIELDS, *free)}
+    written = json.dumps([[text.prompt, text.output] for text in texts]).encode()
+    kept |= {**decisive, "texts": xxhash.xxh3_128(written).hexdigest()}
+    return json.loads(json.dumps(kept))
+
+
+def run_steps(
+    config: DrafterTrainConfig,
+    state: TrainState,
+    first_step: int,
+    *,
+    step: Callable[[TrainState, int], tuple[TrainState, Mapping[str, Any]]],
+    evaluate: Callable[[Any], dict[str, float]],
+    fingerprint: dict[str, Any],
+    described: dict[str, Any],
+    on_step: OnStep | None = None,
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after the last step of a run, and that step's metrics; checkpoints and log are
+    written on the way.
+
+    Args:
+      config: the run.
+      state: after `first_step` steps.
+      first_step: steps that were taken before.
+      step: takes the state and the index of a step, from 0.
+      evaluate: metrics of parameters on some held-out texts.
+      fingerprint: what decides the run's result.
+      described: what the parameters are of, as JSON values of the checkpoint.
+      on_step: called after every step with the number of steps taken and the step's metrics.
+    """
+    num_steps = config.num_steps
+    metrics: dict[str, float] = {"loss": math.nan}
+    with runs.progress(
+        config.out, num_steps=num_steps, first_step=first_step, log_every=config.log_every
+    ) as report:
+        for index in range(first_step, num_steps):
+            state, found = step(state, index)
+            num_done = index + 1
+            metrics = {name: float(value) for name, value in found.items()}
+            runs.check_finite(metrics["loss"], num_done, config.learning_rate)
+            if num_done % config.evaluate_every == 0 and num_done < num_steps:
+                metrics |= evaluate(state.params)
+            if num_done % config.checkpoint_every == 0 or num_done == num_steps:
+                path = config.out / runs.CHECKPOINT
+                runs.save_checkpoint(path, state, num_done, fingerprint, **described)
+            report(num_done, metrics, config.num_rows * config.sequence_length)
+            if on_step is not None:
+                on_step(num_done, metrics)
+    return state, metrics

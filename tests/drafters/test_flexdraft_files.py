@@ -1,0 +1,199 @@
+"""FlexDraft's weights on the disk: our directories, the release's layout, names."""
+
+from __future__ import annotations
+
+import json
+
+import flex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import save_file
+
+from jaxspec.drafters.files import load_drafter, save_drafter
+from jaxspec.drafters.heads.config import heads_config, param_shapes
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.names import choose_drafter
+from jaxspec.drafters.stored import as_params, leaf_paths
+from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError, SettingError
+from jaxspec.models.base import LanguageModel
+
+TARGET = flex.target(kernels="xla")
+CONFIG = flex.config_of(TARGET)
+WIDTH, RANK, VOCAB = TARGET.config.width, CONFIG.rank, TARGET.vocab_size
+RELEASE = {
+    "model_type": "qwen3",
+    "hidden_size": WIDTH,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "num_target_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "block_size": flex.BLOCK,
+}
+SECTION = {"target_layer_ids": [1, 2], "enable_anchor_bias_logits": True, "anchor_bias_rank": RANK}
+
+
+def assert_same(one, other):
+    ours, theirs = jax.tree.leaves(one.params), jax.tree.leaves(other.params)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    assert one.config == other.config
+
+
+def release_tensors():
+    """Tensors as the release has them, and the drafter that they hold."""
+    drafter = flex.random_flex(TARGET)
+    params = jax.tree.map(np.asarray, drafter.params)
+    tensors = {"mask_embedding": params["mask"], "norm.weight": np.zeros(WIDTH, np.float32)}
+    for index, layer in enumerate(params["layers"]):
+        own = f"layers.{index}.self_attn."
+        q, k, v = layer["qkv"][:, :, :-2], layer["qkv"][:, :, -2], layer["qkv"][:, :, -1]
+        for name, weight in (("q", q), ("k", k), ("v", v)):
+            tensors[f"{own}{name}_proj.weight"] = weight.reshape(WIDTH, -1).T
+        tensors[f"{own}o_proj.weight"] = layer["output"].reshape(-1, WIDTH).T
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{own}{name}.weight"] = layer[name]
+        for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm"):
+            tensors[f"layers.{index}.{name}.weight"] = np.full((2, 3), np.nan, np.float32)
+    own = params["calibrator"]
+    both = np.concatenate([own["embedding"], own["hidden"]])
+    tensors |= {
+        "anchor_bias_mlp.0.weight": both.T,
+        "anchor_bias_mlp.0.bias": own["hidden_bias"],
+        "anchor_bias_mlp.2.weight": own["logits"].T,
+        "anchor_bias_mlp.2.bias": own["logits_bias"],
+    }
+    return {name: np.ascontiguousarray(each) for name, each in tensors.items()}, drafter
+
+
+def write_release(directory, tensors, *, name="flexdraft_config", section=SECTION, **changes):
+    directory.mkdir(exist_ok=True)
+    fields = {**RELEASE, name: section, **changes}
+    (directory / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_saved_is_loaded_to_the_bit(tmp_path, dtype):
+    target = flex.target(kernels="xla", dtype=jnp.dtype(dtype))
+    drafter = flex.random_flex(target)
+    save_drafter(drafter, tmp_path / "saved", target=target)
+    loaded = load_drafter(tmp_path / "saved", target, mode="parallel", block_size=3)
+    assert_same(drafter, loaded)
+    assert (loaded.mode, loaded.block_size, loaded.rule) == ("parallel", 3, "product")
+    with pytest.raises(CheckpointError, match="exists already"):
+        save_drafter(drafter, tmp_path / "saved")
+    again = flex.random_flex(target, seed=1)
+    save_drafter(again, tmp_path / "saved", overwrite=True)
+    assert_same(again, load_drafter(tmp_path / "saved", target))
+
+
+def test_other_targets(tmp_path):
+    save_drafter(flex.random_flex(TARGET), tmp_path / "saved", target=TARGET)
+    other = flex.target(kernels="xla", seed=1)
+    with pytest.warns(JaxspecWarning, match="were made for echo0, whose weights are not those of"):
+        load_drafter(tmp_path / "saved", other)
+    for changes, words in (
+        ({"num_layers": 4}, "num_layers 3, and echo0 has num_layers 4"),
+        ({"width": 48}, "width 32, and echo0 has width 48"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            load_drafter(tmp_path / "saved", flex.target(kernels="xla", **changes))
+
+
+def test_damage_is_found(tmp_path):
+    save_drafter(flex.random_flex(TARGET), tmp_path / "saved", target=TARGET)
+    path = tmp_path / "saved" / "jaxspec.json"
+    fields = json.loads(path.read_text())
+    fields["config"]["block_size"] = 8
+    path.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        load_drafter(tmp_path / "saved", TARGET)
+    fields["config"]["rank"] = 2**40
+    path.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"does not describe FlexDraft's weights \(rank is"):
+        load_drafter(tmp_path / "saved", TARGET, verify=False)
+
+
+def test_kinds_are_told_apart(tmp_path):
+    save_drafter(flex.random_flex(TARGET), tmp_path / "flex")
+    config = heads_config("medusa", TARGET.config, num_heads=2)
+    shapes = param_shapes(config)
+    sizes = dict(leaf_paths(shapes))
+    heads = Heads(config, as_params(shapes, lambda path: jnp.zeros(sizes[path])), tree="chain")
+    save_drafter(heads, tmp_path / "heads")
+    assert isinstance(load_drafter(tmp_path / "heads", TARGET), Heads)
+    cases = [
+        (ModelError, "holds FlexDraft's weights, and medusa", "flex", {"kind": "medusa"}),
+        (SettingError, "which draft a chain", "flex", {"tree": "4"}),
+        (ModelError, "kind medusa, and flexdraft was asked", "heads", {"kind": "flexdraft"}),
+        (SettingError, "mode was given for the heads", "heads", {"mode": "auto"}),
+    ]
+    for error, words, name, settings in cases:
+        with pytest.raises(error, match=words):
+            load_drafter(tmp_path / name, TARGET, **settings)
+    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
+        save_drafter(heads, tmp_path / "flex", overwrite=True)
+
+
+def test_names(tmp_path):
+    save_drafter(flex.random_flex(TARGET), tmp_path / "flex")
+    for name, mode in (("flexdraft", "auto"), ("flexdraft[sequential]", "sequential")):
+        make = choose_drafter(f"{name}:{tmp_path / 'flex'}")
+        assert make(TARGET).mode == mode
+    for name, words in (
+        ("flexdraft", "without a name of weights"),
+        ("flexdraft[fast]:x", "MODE is one of auto, parallel, sequential"),
+    ):
+        with pytest.raises(SettingError, match=words):
+            choose_drafter(name)
+
+
+# The release
+
+
+@pytest.mark.parametrize("name", ["flexdraft_config", "dflash_config"])
+def test_weights_of_the_release_are_read(tmp_path, name):
+    tensors, drafter = release_tensors()
+    write_release(tmp_path / "release", tensors, name=name)
+    assert_same(drafter, load_drafter(tmp_path / "release", TARGET))
+    # Sabotage: halves of the calibrator's first matrix in the other order are noticed.
+    weight = tensors["anchor_bias_mlp.0.weight"]
+    swapped = np.concatenate([weight[:, WIDTH:], weight[:, :WIDTH]], axis=1)
+    write_release(tmp_path / "swapped", tensors | {"anchor_bias_mlp.0.weight": swapped}, name=name)
+    with pytest.raises(AssertionError):
+        assert_same(drafter, load_drafter(tmp_path / "swapped", TARGET))
+
+
+def test_releases_that_do_not_fit_are_refused(tmp_path):
+    tensors, _ = release_tensors()
+    without = {each: value for each, value in tensors.items() if "mlp.2" not in each}
+    cases = [
+        ("a target with 36 layers, and echo0 has 3 layers", {"num_target_layers": 36}),
+        ("a width of 64, and echo0 has a width of 32", {"hidden_size": 64}),
+        (f"a vocabulary of 7, and echo0 has a vocabulary of {VOCAB}", {"vocab_size": 7}),
+        (
+            r"layers \[0, 1\] of their target; only the last ones, here \[1, 2\]",
+            {"section": SECTION | {"target_layer_ids": [0, 1]}},
+        ),
+        (
+            "have no calibrator",
+            {"section": SECTION | {"enable_anchor_bias_logits": False}},
+        ),
+        ("anchor_bias_mlp.0.weight", {"section": SECTION | {"anchor_bias_rank": 5}}),
+        ("anchor_bias_mlp.2", {"tensors": without}),
+    ]
+    for words, changes in cases:
+        given = {"tensors": tensors} | changes
+        directory = write_release(tmp_path / "release", **given)
+        with pytest.raises((ModelError, CheckpointError), match=words):
+            load_drafter(directory, TARGET)
+    target = toy.model(family="llama", has_qk_norm=False)
+    assert isinstance(target, LanguageModel)
+    with pytest.raises(ModelError, match="FlexDraft"):
+        load_drafter(write_release(tmp_path / "release", tensors), target)
