@@ -241,10 +241,11 @@ class Grower:
         best, tokens = highest(scores, self.tree.num_children)
         if not self.tree.ranks_paths:
             return tokens, jnp.where(jnp.isfinite(best), jnp.float32(0), -jnp.inf), q
-        is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
-        sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
-        log_total = jax.nn.logsumexp(sharpness * scores, axis=-1, keepdims=True)
-        return tokens, sharpness * best - log_total, q
+        if self.greedy_sharpness != 1 or self.sampled_sharpness != 1:
+            is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
+            sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
+            scores, best = sharpness * scores, sharpness * best
+        return tokens, best - jax.nn.logsumexp(scores, axis=-1, keepdims=True), q
 
     def draft(self, growth: Growth, wanted: jax.Array) -> tuple[Draft, jax.Array]:
         """The draft of `shape.num_nodes` nodes, of which each row wants the first `wanted` `[B]`,

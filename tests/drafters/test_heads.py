@@ -525,7 +525,9 @@ def test_weights_that_are_no_numbers_cost_acceptance_and_nothing_else(target, pl
         PROMPTS, PARAMS
     )
     assert [c.token_ids for c in found] == plain
-    assert sum(c.acceptance.num_draft_tokens for c in found) > 0
+    # Nodes of a tree are left out; a chain has some token in each place.
+    num_drafted = sum(c.acceptance.num_draft_tokens for c in found)
+    assert (num_drafted > 0) == (tree == "chain")
 
 
 @pytest.mark.system

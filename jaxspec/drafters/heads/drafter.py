@@ -123,7 +123,8 @@ class Heads(DrafterBase):
     will draw; under `rejection` they are drawn without replacement, which takes a chain or a
     `StaticTree`. A node is worth the probability of its path.
 
-    A head whose logits are NaN proposes as if it knew nothing.
+    A head whose logits are NaN proposes no nodes of a tree, and an arbitrary token of a chain; for
+    verifiers that need its distribution it proposes as if it knew nothing.
 
     Attributes:
       config: architecture.
@@ -457,7 +458,7 @@ class Heads(DrafterBase):
             path = jnp.concatenate([newest, tokens[:, :node]], axis=1)
             hidden, logits = score(node, hidden, path)
             drawn = draw_draft(
-                logits,
+                without_nan(logits) if shape.needs_draft_probs else logits,
                 rows,
                 tokens,
                 jnp.int32(node),
@@ -506,6 +507,7 @@ class Heads(DrafterBase):
             count = tree.num_expanded_by(level)
             path = nodes.path[:, :count, : level + 1]
             hidden, logits = score(level, nodes.hidden[:, :count], path)
+            logits = without_nan(logits) if shape.needs_draft_probs else logits
             growth = grower.add_children(growth, level, logits, nodes.worth[:, :count])
             if level + 1 == tree.max_depth:
                 return growth, nodes
@@ -532,7 +534,7 @@ class Heads(DrafterBase):
 
         def run(index: int, hidden: jax.Array, tokens: jax.Array):
             hidden, output = formulas.apply_head(config, own, parts, index, hidden, tokens)
-            return hidden, without_nan(formulas.head_logits(config, own, parts, index, output))
+            return hidden, formulas.head_logits(config, own, parts, index, output)
 
         if config.is_regressive:
             return run
@@ -544,12 +546,12 @@ class Heads(DrafterBase):
                 for index in range(num_heads)
             ]
             if config.shares_head:  # one product, which reads the head once
-                return without_nan(parts.head(jnp.stack(outputs, axis=1)))
+                return parts.head(jnp.stack(outputs, axis=1))
             made = [
                 formulas.head_logits(config, own, parts, index, output)
                 for index, output in enumerate(outputs)
             ]
-            return without_nan(jnp.stack(made, axis=1))
+            return jnp.stack(made, axis=1)
 
         nothing = jnp.zeros((anchor.shape[0], num_heads, config.vocab_size), jnp.float32)
         every = if_any(wanted > 0, run_all, nothing)
