@@ -39,6 +39,7 @@ class Memory:
         session; of `Engine.memory`, and as of now.
       num_parked_tokens: tokens whose KV is on the host, for sessions and common prefixes.
       parked_bytes: of these, on the host.
+      num_reread_tokens: prompt tokens that sessions have had to read again so far.
     """
 
     num_devices: int
@@ -52,6 +53,7 @@ class Memory:
     num_resident_tokens: int = 0
     num_parked_tokens: int = 0
     parked_bytes: int = 0
+    num_reread_tokens: int = 0
 
     def __repr__(self) -> str:
         return f"<Memory: {self.sentence}>"

@@ -250,9 +250,6 @@ def check_keeps_rows(executor: Executor) -> None:
 
 def held(core: EngineCore) -> dict[str, Any]:
     """What `Engine.memory` says of kept KV."""
-    kept = core.kept
-    return {
-        "num_resident_tokens": kept.num_resident_tokens,
-        "num_parked_tokens": kept.num_parked_tokens,
-        "parked_bytes": kept.parked_bytes,
-    }
+    names = ("num_resident_tokens", "num_parked_tokens", "parked_bytes", "num_reread_tokens")
+    metrics = core.kept.metrics()
+    return {name: metrics[name] for name in names}

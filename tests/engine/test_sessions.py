@@ -359,6 +359,7 @@ def test_what_does_not_fit_on_the_host_is_read_again(target, monkeypatch, how):
     assert (second.num_reused_tokens, second.num_reread_tokens) == (0, len(FIRST) + 12)
     metrics = engine.metrics()
     assert metrics["num_reread_tokens"] == metrics["num_dropped_tokens"] == len(FIRST) + 12
+    assert engine.memory.num_reread_tokens == len(FIRST) + 12
     check_chat(engine, [second])
 
 

@@ -478,6 +478,16 @@ def test_what_is_missing_is_said(target, greedy, monkeypatch):
         greedy.rounds()
 
 
+OF_SESSIONS = (
+    "num_resident_tokens",
+    "num_parked_tokens",
+    "parked_bytes",
+    "num_reused_tokens",
+    "num_reread_tokens",
+    "num_dropped_tokens",
+)
+
+
 def test_metrics_count_the_engines_life(target):
     engine = make_engine(target, jaxspec.NGram(), trace=None)
     assert engine.metrics()["num_requests"] == 0
@@ -493,6 +503,7 @@ def test_metrics_count_the_engines_life(target):
         "num_draft_tokens": total.num_draft_tokens,
         "num_accepted_tokens": total.num_accepted_tokens,
         "num_accepted_tokens_per_pos": list(total.num_accepted_tokens_per_pos),
+        **dict.fromkeys(OF_SESSIONS, 0),
     }
     requests = jaxspec.requests.requests.make_requests(prompts, GREEDY, target, longest=64)
     run = engine.run(requests)
