@@ -365,6 +365,25 @@ def test_memory_counts_the_slots_of_mask_rows(target):
     assert parallel.memory.kv_bytes == alone.memory.kv_bytes * (256 + 128) // 256
 
 
+@pytest.mark.as_shipped
+@pytest.mark.system
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernels", ["default", "xla"])
+def test_no_cache_is_copied(mode, kernels):
+    """Temporaries of a round do not grow with the slots of a row, of which one layer would show."""
+    target = flex.target(**({} if kernels == "default" else {"kernels": "xla"}))
+    temporaries, layer_bytes = [], []
+    for max_length in (256, 2048):
+        settings = {**SMALL, "max_length": max_length}
+        executor = make_executor(target, flex.random_flex(target, mode=mode), **settings)
+        memory = executor.lower_run().compile().memory_analysis()
+        assert memory is not None
+        temporaries.append(memory.temp_size_in_bytes)
+        layer = executor.eval_state().cache.layers[0]
+        layer_bytes.append(sum(2 * leaf.size for leaf in jax.tree.leaves(layer)))
+    assert temporaries[1] - temporaries[0] < (layer_bytes[1] - layer_bytes[0]) / 4
+
+
 @pytest.mark.system
 def test_plain_steps_between_rounds_make_hidden_states_stale(target, plain):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
