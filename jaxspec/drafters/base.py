@@ -20,7 +20,7 @@ without the base works too, and gets the same defaults.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -293,10 +293,10 @@ def draft_with(
     Args:
       params: of the loop, target's and drafter's.
     """
-    own = function_params(drafter, params)
+    own, propose = function_params(drafter, params), cast(Callable[..., Any], drafter.propose)
     if drafter.uses_target_cache:
-        return drafter.propose(shape, own, state, rows, target_cache=target_cache)
-    return *drafter.propose(shape, own, state, rows), target_cache
+        return propose(shape, own, state, rows, target_cache=target_cache)
+    return *propose(shape, own, state, rows), target_cache
 
 
 class NoDrafter(DrafterBase):

@@ -95,7 +95,7 @@ class RoundTimes:
         return min(self._of_variants(draft_length, context))
 
     def fastest(self, draft_length: int, context: int) -> int:
-        """Which variant that is, by its place: 0, or 1 and more for `others`."""
+        """Which variant that is: 0, or 1 and more for `others`."""
         seconds = self._of_variants(draft_length, context)
         return seconds.index(min(seconds))
 
@@ -201,12 +201,12 @@ class Choice:
     Attributes:
       draft_length: tokens to draft per round; 0 decodes plainly.
       num_rounds: after how many rounds to choose again.
-      variant: of the drafter, for `Executor.run`; None is the first.
+      variant: of the drafter, for `Executor.run`.
     """
 
     draft_length: int
     num_rounds: int
-    variant: int | None = None
+    variant: int = 0
 
 
 class DraftLengthController:
@@ -508,8 +508,8 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
-        place = controller.times.fastest(choice.draft_length, context)
-        choice = dataclasses.replace(choice, variant=executor.variants[place])
+        variant = controller.times.fastest(choice.draft_length, context)
+        choice = dataclasses.replace(choice, variant=variant)
         # A drafter that neither rested nor was left out of plain steps has seen everything.
         must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
         if must_read:
@@ -596,13 +596,13 @@ class MadeUpRequests:
       executor: the rows.
       draft_length: of the requests, the longest that is measured.
       on_answer: called after every wait.
-      variant: of the drafter; None is the first.
+      variant: of the drafter.
     """
 
     executor: Executor
     draft_length: int
     on_answer: Callable[[], None] | None = None
-    variant: int | None = None
+    variant: int = 0
 
     def fill(self, prompt_length: int) -> None:
         """Fills the batch with prompts of one token, the first one of `prompt_length`."""

@@ -283,7 +283,7 @@ class EngineCore:
             min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
             num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
-        longest, variant = max(ticket.draft_length for ticket in running.values()), None
+        longest, variant = max(ticket.draft_length for ticket in running.values()), 0
         if self.adaptive is not None and longest > 0:
             choice = self.adaptive.choose(tickets, num_rounds)
             num_rounds, longest = choice.num_rounds, min(longest, choice.draft_length)

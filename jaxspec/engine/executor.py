@@ -92,7 +92,8 @@ class Executor:
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: what weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
-      variants: of the drafter, between which `run` can choose; see `DrafterBase.variants`.
+      variants: of the loop's drafter, between which `run` can choose; see `DrafterBase.variants`.
+        Where it is only one, the loop has the drafter that `choose_variant` named.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may put a wrapper in the place of one, to watch its calls.
@@ -107,7 +108,6 @@ class Executor:
         check_invariants: bool = False,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        self.loop = loop
         self.mesh = None if mesh is None else check_mesh(mesh)
         if check_invariants and mesh is not None:
             raise SettingError(
@@ -121,9 +121,12 @@ class Executor:
             loop, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
         )
         self.is_width_invariant = keeps_bits or len(self.verify_lengths) == 1
-        self.variants = (loop.drafter.choose_variant(loop.shape),)
+        self.variants = (0,)
         if is_adaptive and (exactness == "ties" or keeps_bits):
             self.variants = tuple(range(1 + len(loop.drafter.variants)))
+        else:
+            loop = loop.with_variant(loop.drafter.choose_variant(loop.shape))
+        self.loop = loop
         everywhere = self._on_mesh(loop)
         self.num_rows: int = everywhere.resident_shape.batch_size
         self.num_shards = self.num_rows // loop.resident_shape.batch_size
@@ -189,8 +192,8 @@ class Executor:
     def _run_name(self, verify_length: int, variant: int) -> str:
         is_widest = verify_length == self.loop.shape.verify_length
         name = "run" if is_widest else f"run_{verify_length}"
-        is_first = variant == self.variants[0] or verify_length == 1  # plain steps have no drafter
-        return name if is_first else f"{name}_variant_{variant}"
+        # Plain steps have no drafter.
+        return name if variant == 0 or verify_length == 1 else f"{name}_variant_{variant}"
 
     @property
     def longest_prompt(self) -> int:
@@ -325,7 +328,7 @@ class Executor:
         *,
         draft_length: int | None = None,
         min_running: int | Sequence[int] | np.ndarray = 1,
-        variant: int | None = None,
+        variant: int = 0,
     ) -> None:
         """Runs rounds. A shard stops before that when fewer than `min_running` of its rows run.
 
@@ -334,9 +337,8 @@ class Executor:
           draft_length: the longest of any row; with several verify lengths, the narrowest that it
             fits is used. By default the widest.
           min_running: of every shard, or one number per shard.
-          variant: of the drafter, one of `variants`; None is the first of these.
+          variant: of the drafter, one of `variants`.
         """
-        variant = self.variants[0] if variant is None else variant
         if draft_length is None:
             length = self.loop.shape.verify_length
         else:

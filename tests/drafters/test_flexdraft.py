@@ -1,6 +1,7 @@
 """FlexDraft: what its mask rows see, both modes, the target's cache, what it refuses."""
 
 import dataclasses
+from typing import Any
 
 import flex
 import jax
@@ -27,13 +28,14 @@ from jaxspec.models.prefill import chain_window
 from jaxspec.requests.requests import Request
 
 MODES = ("parallel", "sequential")
+FEWER = ("parallel", pytest.param("sequential", marks=pytest.mark.system))
 LENGTHS = (1, 2, 30, 130, 5, 7)
 PARAMS = [
     SamplingParams(max_tokens=20 + index, temperature=0.8 * (index % 2), seed=index)
     for index in range(len(LENGTHS))
 ]
 PROMPTS = toy.prompts(LENGTHS)
-SMALL = {"batch_size": 3, "max_length": 256, "prefill_chunk": 32}
+SMALL: dict[str, Any] = {"batch_size": 3, "max_length": 256, "prefill_chunk": 32}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def reference_hidden(target, drafter):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernels", ["default", "xla"])
+@pytest.mark.parametrize("kernels", ["default", pytest.param("xla", marks=pytest.mark.system)])
 def test_hidden_states_are_those_of_dense_attention(mode, kernels):
     target = flex.target(**({} if kernels == "default" else {"kernels": "xla"}))
     drafter = flex.random_flex(target, mode=mode)
@@ -176,8 +178,15 @@ def test_a_draft_ends_where_the_drafter_is_not_sure(rule):
 # Both modes draft the same.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", ["default", "xla"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [
+        ("float32", "default"),
+        pytest.param("bfloat16", "default", marks=pytest.mark.system),
+        pytest.param("float32", "xla", marks=pytest.mark.system),
+        pytest.param("bfloat16", "xla", marks=pytest.mark.system),
+    ],
+)
 def test_modes_have_the_same_hidden_states(dtype, kernels):
     """Of every group that was kept, at every window; to the bit where the kernels' sums do not
     depend on its width. The rows run up to the end of their slots."""
@@ -209,7 +218,9 @@ def test_modes_have_the_same_hidden_states(dtype, kernels):
     assert len(accepted) > 3
 
 
-@pytest.mark.parametrize("make", [flex.random_flex, flex.copied_flex])
+@pytest.mark.parametrize(
+    "make", [pytest.param(flex.random_flex, marks=pytest.mark.system), flex.copied_flex]
+)
 def test_modes_accept_the_same(target, plain, make):
     counts = {}
     for mode in MODES:
@@ -272,8 +283,9 @@ def counted(executor):
 def test_auto_follows_the_batch_where_rounds_are_not_measured(target, batch_size, variant):
     drafter = flex.random_flex(target)
     executor = make_executor(target, drafter, **{**SMALL, "batch_size": batch_size})
-    assert executor.variants == (variant,)
-    assert executor.loop.with_variant(variant).drafter.mode == ("auto", "sequential")[variant]
+    assert executor.variants == (0,)
+    assert executor.loop.drafter.mode == ("auto", "sequential")[variant]
+    assert (executor.loop.drafter.score is None) == bool(variant)
 
 
 def test_auto_changes_to_the_faster_mode_and_no_bit(target, plain, monkeypatch):
@@ -313,7 +325,7 @@ def test_auto_changes_to_the_faster_mode_and_no_bit(target, plain, monkeypatch):
 # The target's cache.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEWER)
 def test_nothing_is_read_that_was_not_written(target, mode):
     """With NaN in all slots without committed KV before every round, mask rows' own included."""
     drafter = flex.copied_flex(target, mode=mode, confidence=0.0)
@@ -353,6 +365,26 @@ def test_memory_counts_the_slots_of_mask_rows(target):
     assert parallel.memory.kv_bytes == alone.memory.kv_bytes * (256 + 128) // 256
 
 
+@pytest.mark.as_shipped
+@pytest.mark.system
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernels", ["default", "xla"])
+def test_no_cache_is_copied(mode, kernels):
+    """Temporaries of a round do not grow with the slots of a row, of which one layer would show."""
+    target = flex.target(**({} if kernels == "default" else {"kernels": "xla"}))
+    temporaries, layer_bytes = [], []
+    for max_length in (256, 2048):
+        settings = {**SMALL, "max_length": max_length}
+        executor = make_executor(target, flex.random_flex(target, mode=mode), **settings)
+        memory = executor.lower_run().compile().memory_analysis()
+        assert memory is not None
+        temporaries.append(memory.temp_size_in_bytes)
+        layer = executor.eval_state().cache.layers[0]
+        layer_bytes.append(sum(2 * leaf.size for leaf in jax.tree.leaves(layer)))
+    assert temporaries[1] - temporaries[0] < (layer_bytes[1] - layer_bytes[0]) / 4
+
+
+@pytest.mark.system
 def test_plain_steps_between_rounds_make_hidden_states_stale(target, plain):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
     executor = admitted(target, drafter, exactness="ties")
@@ -449,7 +481,7 @@ def test_mask_rows_that_clean_rows_see_change_the_output(target, plain, monkeypa
 # What it refuses, and what it survives.
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEWER)
 def test_nan_in_a_projector_leaves_the_output_alone(target, plain, mode):
     drafter = flex.copied_flex(target, mode=mode)
     first = drafter.params["layers"][0]
@@ -502,12 +534,19 @@ def test_a_window_wider_than_the_block_is_filled_up_to_it(target, plain):
         ({"width": 48}, "width 32, and echo0 has width 48"),
         ({"vocab_size": 70}, "vocab_size 61, and echo0 has vocab_size 70"),
         ({"num_kv_heads": 4}, "num_kv_heads 2, and echo0 has num_kv_heads 4"),
-        ({"dtype": jnp.bfloat16}, "dtype float32, and echo0 has dtype bfloat16"),
     ],
 )
 def test_weights_of_another_target_are_refused(target, changes, message):
+    other = dataclasses.replace(target, config=dataclasses.replace(target.config, **changes))
     with pytest.raises(ModelError, match=message):
-        Engine(flex.target(**changes), flex.random_flex(target), **SMALL)
+        flex.random_flex(target).check(other)
+
+
+def test_weights_of_another_dtype_are_refused(target):
+    config = flex.config_of(target)
+    drafter = flexdraft.FlexDraft(config, flex.random_params(config, dtype=jnp.bfloat16))
+    with pytest.raises(ModelError, match="dtype bfloat16, and echo0 has dtype float32"):
+        Engine(target, drafter, **SMALL)
 
 
 class Foreign:
@@ -560,6 +599,7 @@ def test_the_papers_sizes():
     assert round(sum(map(np.prod, shapes)) / 1e6, 1) == 501.6
 
 
+@pytest.mark.system
 def test_updated_weights_are_used(target):
     first, second = (flex.random_flex(target, seed=seed, mode="parallel") for seed in (0, 1))
     engine = Engine(target, first, **SMALL)

@@ -9,6 +9,7 @@ import doctest
 import functools
 import itertools
 
+import flex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,13 +190,19 @@ def tokens_of(outputs):
     return [tuple(output.token_ids) for output in outputs]
 
 
-def make_drafter(name, draft, expected):
+def make_drafter(name, target, draft, expected):
     return {
         "none": lambda: None,
         "ngram": lambda: NGram(),
         "draft_model": lambda: draft,
         "oracle": lambda: Oracle(toy.sequences(expected), acceptance=0.7),
         "remembering": lambda: Remembering(),
+        "parallel": lambda: flex.copied_flex(
+            target, mode="parallel", num_deep_layers=1, block_size=5
+        ),
+        "sequential": lambda: flex.random_flex(
+            target, mode="sequential", num_deep_layers=1, block_size=5
+        ),
     }[name]()
 
 
@@ -203,11 +210,17 @@ def make_drafter(name, draft, expected):
 def engine_of(target, draft, expected):
     """Serving engines by their drafter's name, made once."""
     return functools.cache(
-        lambda name: ServingEngine(target, make_drafter(name, draft, expected), **SHAPE)
+        lambda name: ServingEngine(target, make_drafter(name, target, draft, expected), **SHAPE)
     )
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "oracle", "remembering"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("none", "ngram", "draft_model", "oracle", "remembering", "parallel"),
+        pytest.param("sequential", marks=pytest.mark.system),
+    ],
+)
 def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, expected, name):
     engine = engine_of(name)
     wanted = plain if name == "none" else expected
@@ -226,7 +239,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
     assert sizes[1] == sizes[0]
     del sizes[0]["free"]  # of no model, so engines share it
     assert set(sizes[0].values()) == {1}
-    if name not in ("none", "ngram"):
+    if name not in ("none", "ngram", "sequential"):
         assert sum(request.num_accepted for request in served) > 0
 
 

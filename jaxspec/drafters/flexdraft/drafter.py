@@ -105,6 +105,9 @@ class FlexDraft(DrafterBase):
     uses_target: ClassVar[bool] = True
     uses_target_cache: ClassVar[bool] = True
     score_keeps_bits: ClassVar[bool] = True
+    # Whether drafts of sampled rows are drawn with the noise of the target's own draws, where the
+    # verifier shares it. Otherwise they are the likeliest tokens, and no distribution comes along.
+    shares_noise: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -251,7 +254,9 @@ class FlexDraft(DrafterBase):
         """They are forgotten: the row may get as long again with other tokens."""
         return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
 
-    def propose(self, shape, params, state: FlexState, rows: BatchView, *, target_cache: KVCache):
+    def propose(
+        self, shape, params, state: FlexState, rows: BatchView, *, target_cache: Any = None
+    ) -> Any:
         """A chain of up to K - 1 tokens; rows whose hidden states are of another length get them
         first, by one group of mask rows."""
         num_rows, num_nodes = shape.batch_size, min(shape.num_nodes, self.num_nodes)
@@ -272,11 +277,15 @@ class FlexDraft(DrafterBase):
             hidden, cache = lax.fori_loop(0, trips, run, carry)
 
         logits = self._logits(params, hidden[:, :num_nodes], rows)
+        takes_likeliest = shape.is_noise_shared and not self.shares_noise
+        own = rows.sampling
+        if takes_likeliest:
+            own = own.replace(temperature=jnp.zeros_like(own.temperature))
         drawn = draw_block(
             logits,
-            rows,
+            rows.replace(sampling=own),
             is_noise_shared=shape.is_noise_shared,
-            needs_probs=shape.needs_draft_probs,
+            needs_probs=shape.needs_draft_probs and not takes_likeliest,
             needs_greedy_probs=shape.needs_greedy_probs,
         )
         num_valid = jnp.minimum(rows.draft_limit, num_nodes)
