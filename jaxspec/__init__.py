@@ -18,10 +18,9 @@ _EXPORTS = {
     "checkpoint.resolve": "load_model",
     "drafters.base": "Drafter DrafterBase",
     "drafters.draft_model": "DraftModel",
-    "drafters.files": "load_drafter save_drafter",
+    "drafters.files": "export_drafter load_drafter save_drafter",
     "drafters.flexdraft.drafter": "FlexDraft",
     "drafters.heads.drafter": "Heads",
-    "drafters.heads.other_layouts": "export_drafter",
     "drafters.ngram": "NGram",
     "drafters.trees": "BeamTree BudgetTree StaticTree best_static_tree",
     "drafters.oracle": "Oracle",
@@ -55,11 +54,11 @@ if TYPE_CHECKING:
     from jaxspec.drafters.base import Drafter as Drafter
     from jaxspec.drafters.base import DrafterBase as DrafterBase
     from jaxspec.drafters.draft_model import DraftModel as DraftModel
+    from jaxspec.drafters.files import export_drafter as export_drafter
     from jaxspec.drafters.files import load_drafter as load_drafter
     from jaxspec.drafters.files import save_drafter as save_drafter
     from jaxspec.drafters.flexdraft.drafter import FlexDraft as FlexDraft
     from jaxspec.drafters.heads.drafter import Heads as Heads
-    from jaxspec.drafters.heads.other_layouts import export_drafter as export_drafter
     from jaxspec.drafters.ngram import NGram as NGram
     from jaxspec.drafters.oracle import Oracle as Oracle
     from jaxspec.drafters.trees import BeamTree as BeamTree

@@ -16,6 +16,7 @@ from jaxspec.convert import hf_reader, hub
 from jaxspec.drafters.flexdraft.drafter import FlexDraft, Mode, Rule
 from jaxspec.drafters.flexdraft.files import (
     KIND,
+    export_release,
     fetch_release,
     is_release,
     load_flexdraft,
@@ -26,7 +27,7 @@ from jaxspec.drafters.heads import config as heads_config
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.files import MakeTree, load_heads, save_heads
 from jaxspec.drafters.heads.layouts.medusa import FILES as MEDUSA_FILES
-from jaxspec.drafters.heads.other_layouts import NAMES_OF_HEADS, fetch_heads
+from jaxspec.drafters.heads.other_layouts import NAMES_OF_HEADS, export_heads, fetch_heads
 from jaxspec.drafters.heads.tree_names import parse_tree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LanguageModel, Model
@@ -170,6 +171,42 @@ def _load(
         kind=wanted,
         verify=verify,
     )
+
+
+def export_drafter(
+    drafter: Heads | FlexDraft,
+    directory: str | os.PathLike,
+    format: str,
+    *,
+    target: LanguageModel,
+    overwrite: bool = False,
+) -> None:
+    """Writes a drafter in another project's layout: `config.json` and `model.safetensors`.
+
+    Args:
+      drafter: heads or FlexDraft.
+      directory: to write.
+      format: `vllm` for Medusa's heads, `clover2` for Clover-2's and `flexdraft` for FlexDraft's
+        weights as their releases have them.
+      target: the model that they draft for, whose head the layouts of heads repeat.
+      overwrite: replace the directory if it holds a drafter in one of these layouts.
+
+    Raises:
+      ModelError: there is no such format, or it cannot hold this drafter.
+      CheckpointError: the directory exists and may not be replaced, or the disk is full.
+
+    Warns:
+      JaxspecWarning: Clover-2's release computes these heads otherwise than they were trained.
+    """
+    if isinstance(drafter, Heads):
+        export_heads(drafter, directory, format, target=target, overwrite=overwrite)
+    elif format == KIND:
+        export_release(drafter, directory, target=target, overwrite=overwrite)
+    else:
+        raise ModelError(
+            f"FlexDraft's weights were to be written as {format!r}; there is {KIND}, and "
+            "save_drafter."
+        )
 
 
 @contextlib.contextmanager

@@ -7,15 +7,17 @@ params/        Orbax, as in a converted model
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.format import LeafPath, read_params, weights_digest, write_params
 from jaxspec.checkpoint.manifest import (
@@ -27,6 +29,7 @@ from jaxspec.checkpoint.manifest import (
     verified,
     write_record,
 )
+from jaxspec.convert.mapping import Leaf
 from jaxspec.errors import JaxspecWarning
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model
@@ -245,3 +248,55 @@ def warn_of_other_weights(plural: str, directory: Path, made_for: str, target: M
         JaxspecWarning,
         stacklevel=5,
     )
+
+
+# Layouts of other projects
+
+
+def tensors_of(leaves: Iterable[Leaf], params: PyTree) -> dict[str, np.ndarray]:
+    """The tensors that parameters are made of: a table, read from right to left.
+
+    Args:
+      leaves: the table.
+      params: not packed.
+    """
+    made: dict[str, np.ndarray] = {}
+    for leaf in leaves:
+        parameter = np.asarray(at_path(params, leaf.path))
+        for name, shape in leaf.sources.items():
+            if name not in made:
+                made[name] = np.empty(shape, parameter.dtype)
+        own = [made[name] for name in leaf.sources]
+        for index, piece in [(..., own[0])] if leaf.pieces is None else leaf.pieces(*own):
+            piece[...] = parameter[index]  # a piece is a view of its tensor
+    return made
+
+
+def write_tensors(
+    directory: str | os.PathLike,
+    fields: Mapping[str, Any],
+    tensors: dict[str, np.ndarray],
+    *,
+    what: str,
+    overwrite: bool,
+    may_replace: Callable[[Path], bool],
+) -> None:
+    """Writes `config.json` and `model.safetensors`, complete or not at all.
+
+    Args:
+      directory: to write.
+      fields: of `config.json`.
+      tensors: by name.
+      what: is being done, for messages.
+      overwrite: replace the directory, if that is allowed.
+      may_replace: whether it is.
+
+    Raises:
+      CheckpointError: the directory exists and may not be replaced, or the disk is full.
+    """
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    check_free_space(Path(directory).absolute().parent, num_bytes, what=what)
+    with atomic_directory(directory, overwrite=overwrite, may_replace=may_replace) as partial:
+        text = json.dumps(fields, indent=2) + "\n"
+        (partial / "config.json").write_text(text, encoding="utf-8")
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})

@@ -295,6 +295,11 @@ def run_dual_layers(
         hidden, cache = _run_attention(
             config, layer, index, hidden, window, own_angles, cache, kernels=kernels
         )
+        # Mask rows must write their KV after the window's rows have read the layer's: where one
+        # does not depend on the other, XLA copies the layer's cache. (A barrier is gone before it
+        # decides on that.)
+        is_finite = jnp.isfinite(hidden[:, :1, :1])
+        mask_hidden = jnp.where(is_finite, mask_hidden, jnp.zeros((), mask_hidden.dtype))
         mask_layer = {**layer, **projectors[index - start]}
         mask_hidden, cache = _run_attention(
             config, mask_layer, index, mask_hidden, mask_window, mask_angles, cache, kernels=kernels

@@ -373,7 +373,7 @@ def measure_flex_accuracy(
     for row in rows:
         texts_of_row = [texts[index] for index in row]
         batch = draw_blocks(pack_texts([texts_of_row], row_length), anchors, [rng])
-        scores = BlockScores(*map(np.asarray, _SCORE(config, params, target_params, batch)))
+        scores: BlockScores = jax.device_get(_SCORE(config, params, target_params, batch))
         segments = np.asarray(batch.texts.segments)[0, np.asarray(batch.anchors)[0]]
         scored = np.stack([scores.is_right, scores.is_right_calibrated, scores.is_label])[:, 0]
         for index, text in enumerate(texts_of_row):

@@ -19,7 +19,7 @@ import optax
 
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import save_drafter
+from jaxspec.drafters.files import export_drafter, save_drafter
 from jaxspec.drafters.heads.config import (
     Connection,
     Gate,
@@ -32,7 +32,7 @@ from jaxspec.drafters.heads.config import (
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.files import holds_heads
 from jaxspec.drafters.heads.formulas import Params, head_logits
-from jaxspec.drafters.heads.other_layouts import EXPORTED, export_drafter, holds_export
+from jaxspec.drafters.heads.other_layouts import EXPORTED, holds_export
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder

@@ -1,4 +1,4 @@
-"""`jaxspec train texts` and `train heads`, from documents to drafts."""
+"""`jaxspec train texts` and `train heads`, from documents to drafts; `train flexdraft`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from written import write_texts
 
 from jaxspec.drafters.files import load_drafter
 
@@ -57,3 +58,27 @@ def test_from_documents_to_drafts(cli, tmp_path, kind, options):
         exported = load_drafter(out / options[1], str(model))
         for a, b in zip(*map(jax.tree.leaves, (own.params, exported.params)), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_flexdraft_from_texts_to_drafts(cli, tmp_path):
+    model = tiny.save(tmp_path, "target", text=tiny.tokenizer())
+    texts, out = write_texts(tmp_path / "texts.jsonl", str(model)), tmp_path / "run"
+    shown = cli(
+        *("train", "flexdraft", "--target", model, "--texts", texts, "--out", out),
+        *("--layers", 1, "--block", 4, "--rank", 8, "--anchors", 8, "--json"),
+        *("--tokens", 1024, "--batch-tokens", 128, "--sequence-length", 64),
+    )
+    assert shown.status == 0, shown.err
+    assert shown.document["steps"] == 8
+    assert "slot 3" in shown.out
+    for mode in ("parallel", "sequential"):
+        drafted = cli(
+            *("generate", "--target", model, "--drafter", f"flexdraft[{mode}]:{out / 'flexdraft'}"),
+            *("--prompt", "The fox", "--max-tokens", 12, "--draft-length", 3, "--json"),
+        )
+        plain = cli(
+            *("generate", "--target", model, "--prompt", "The fox", "--max-tokens", 12, "--json")
+        )
+        assert drafted.status == plain.status == 0, drafted.err
+        tokens = [d.document["completions"][0]["token_ids"] for d in (drafted, plain)]
+        assert tokens[0] == tokens[1]

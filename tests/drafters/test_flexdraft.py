@@ -365,6 +365,26 @@ def test_memory_counts_the_slots_of_mask_rows(target):
     assert parallel.memory.kv_bytes == alone.memory.kv_bytes * (256 + 128) // 256
 
 
+@pytest.mark.as_shipped
+@pytest.mark.system
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernels", ["default", "xla"])
+def test_no_cache_is_copied(mode, kernels):
+    """Temporaries of a round do not grow with the slots of a row, of which one layer would show."""
+    target = flex.target(**({} if kernels == "default" else {"kernels": "xla"}))
+    temporaries, layer_bytes = [], []
+    for max_length in (256, 2048):
+        settings = {**SMALL, "max_length": max_length}
+        executor = make_executor(target, flex.random_flex(target, mode=mode), **settings)
+        memory = executor.lower_run().compile().memory_analysis()
+        assert memory is not None
+        temporaries.append(memory.temp_size_in_bytes)
+        layer = executor.eval_state().cache.layers[0]
+        layer_bytes.append(sum(2 * leaf.size for leaf in jax.tree.leaves(layer)))
+    assert temporaries[1] - temporaries[0] < (layer_bytes[1] - layer_bytes[0]) / 4
+
+
+@pytest.mark.system
 def test_plain_steps_between_rounds_make_hidden_states_stale(target, plain):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
     executor = admitted(target, drafter, exactness="ties")
@@ -514,12 +534,19 @@ def test_a_window_wider_than_the_block_is_filled_up_to_it(target, plain):
         ({"width": 48}, "width 32, and echo0 has width 48"),
         ({"vocab_size": 70}, "vocab_size 61, and echo0 has vocab_size 70"),
         ({"num_kv_heads": 4}, "num_kv_heads 2, and echo0 has num_kv_heads 4"),
-        ({"dtype": jnp.bfloat16}, "dtype float32, and echo0 has dtype bfloat16"),
     ],
 )
 def test_weights_of_another_target_are_refused(target, changes, message):
+    other = dataclasses.replace(target, config=dataclasses.replace(target.config, **changes))
     with pytest.raises(ModelError, match=message):
-        Engine(flex.target(**changes), flex.random_flex(target), **SMALL)
+        flex.random_flex(target).check(other)
+
+
+def test_weights_of_another_dtype_are_refused(target):
+    config = flex.config_of(target)
+    drafter = flexdraft.FlexDraft(config, flex.random_params(config, dtype=jnp.bfloat16))
+    with pytest.raises(ModelError, match="dtype bfloat16, and echo0 has dtype float32"):
+        Engine(target, drafter, **SMALL)
 
 
 class Foreign:
@@ -572,6 +599,7 @@ def test_the_papers_sizes():
     assert round(sum(map(np.prod, shapes)) / 1e6, 1) == 501.6
 
 
+@pytest.mark.system
 def test_updated_weights_are_used(target):
     first, second = (flex.random_flex(target, seed=seed, mode="parallel") for seed in (0, 1))
     engine = Engine(target, first, **SMALL)

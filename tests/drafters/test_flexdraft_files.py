@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from jaxspec.drafters.files import load_drafter, save_drafter
+from jaxspec.checkpoint.resolve import load_model
+from jaxspec.drafters.files import export_drafter, load_drafter, save_drafter
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.names import choose_drafter
@@ -197,3 +198,26 @@ def test_releases_that_do_not_fit_are_refused(tmp_path):
     assert isinstance(target, LanguageModel)
     with pytest.raises(ModelError, match="FlexDraft"):
         load_drafter(write_release(tmp_path / "release", tensors), target)
+
+
+def test_what_is_exported_is_read_back_to_the_bit(tmp_path):
+    tensors, drafter = release_tensors()
+    export_drafter(drafter, tmp_path / "out", "flexdraft", target=TARGET)
+    assert_same(drafter, load_drafter(tmp_path / "out", TARGET))
+    for name, written in load_file(tmp_path / "out" / "model.safetensors").items():
+        np.testing.assert_array_equal(written, tensors[name])
+    with pytest.raises(ModelError, match="there is flexdraft, and save_drafter"):
+        export_drafter(drafter, tmp_path / "other", "vllm", target=TARGET)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
+        export_drafter(drafter, tmp_path / "text", "flexdraft", target=TARGET, overwrite=True)
+
+
+def test_the_embedded_weights_fit_the_embedded_target():
+    target = load_model("demo-target", dtype="bfloat16", kernels="xla")
+    drafter = load_drafter("demo-flexdraft", target)
+    config = drafter.config
+    assert (config.num_deep_layers, config.block_size, config.rank) == (3, 8, 64)
+    assert choose_drafter("flexdraft[parallel]:demo-flexdraft")(target).mode == "parallel"
+    assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(drafter.params))

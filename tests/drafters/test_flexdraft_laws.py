@@ -4,6 +4,7 @@ enumeration over two rounds (see `enumeration`), as long as the drawn tokens hav
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import enumeration
 import jax
@@ -113,17 +114,21 @@ def test_a_block_is_drawn_as_node_by_node(is_noise_shared, penalty):
     )
     rows = rows.replace(sampling=own)
     settings = {"is_noise_shared": is_noise_shared, "needs_probs": True}
-    found = draw_block(logits, rows, **settings)
-    tokens = jnp.zeros((num_rows, N), jnp.int32)
-    assert found.distributions is not None
-    for node in range(N):
-        one = draw_draft(
-            logits[:, node], rows, tokens, jnp.int32(node), vocab_size=vocab_size, **settings
-        )
-        tokens = tokens.at[:, node].set(one.token)
-        np.testing.assert_allclose(found.distributions[:, node], one.distribution, atol=1e-6)
-    np.testing.assert_array_equal(found.tokens, tokens)
+
+    @jax.jit
+    def one_by_one(rows):
+        tokens, distributions = jnp.zeros((num_rows, N), jnp.int32), []
+        for node in range(N):
+            one = draw_draft(
+                logits[:, node], rows, tokens, jnp.int32(node), vocab_size=vocab_size, **settings
+            )
+            tokens = tokens.at[:, node].set(one.token)
+            distributions.append(one.distribution)
+        return tokens, jnp.stack(distributions, axis=1)
+
+    at_once = jax.jit(functools.partial(draw_block, **settings))
     greedy = rows.replace(sampling=own.replace(temperature=jnp.zeros((num_rows,))))
-    drawn = draw_block(logits, greedy, **settings).tokens
-    if penalty == 1:
-        np.testing.assert_array_equal(drawn, jnp.argmax(logits, axis=-1))
+    for drawn in (rows, greedy):
+        found, (tokens, distributions) = at_once(logits, drawn), one_by_one(drawn)
+        np.testing.assert_array_equal(found.tokens, tokens)
+        np.testing.assert_allclose(found.distributions, distributions, atol=1e-6)

@@ -19,13 +19,14 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec.drafters.files import load_drafter
-from jaxspec.drafters.heads import formulas, other_layouts
+from jaxspec.drafters import stored
+from jaxspec.drafters.files import export_drafter, load_drafter
+from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import TargetParts
-from jaxspec.drafters.heads.other_layouts import export_drafter, leaf_shapes
+from jaxspec.drafters.heads.other_layouts import leaf_shapes
 from jaxspec.drafters.stored import as_params
 from jaxspec.errors import (
     CheckpointError,
@@ -712,7 +713,7 @@ def test_exports_that_are_refused(place, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(other_layouts, "save_file", interrupt)
+    monkeypatch.setattr(stored, "save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_drafter(heads, place / "b", "vllm", target=TARGET)
     assert sorted(path.name for path in place.iterdir()) == ["a", "merged", "text"]

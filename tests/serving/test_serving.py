@@ -396,7 +396,7 @@ def test_a_row_is_cancelled_and_its_neighbours_do_not_notice(engine_of, requests
     assert outputs[1] == list(expected[1].token_ids[: len(outputs[1])])
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "draft_model", "parallel", "sequential"])
+@pytest.mark.parametrize("name", ["none", "ngram", "draft_model"])
 def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
     engine = engine_of(name)
     prefilled = engine.prefill(*requests[0])

@@ -24,7 +24,7 @@ import numpy as np
 from jaxspec.checkpoint.format import is_converted
 from jaxspec.checkpoint.manifest import MAX_LAYERS, kind_of
 from jaxspec.convert import hf_reader, hub
-from jaxspec.convert.hf_config import HFConfig
+from jaxspec.convert.hf_config import HFConfig, config_fields
 from jaxspec.convert.mapping import Leaf, attention_leaves
 from jaxspec.convert.writer import assemble
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
@@ -36,7 +36,9 @@ from jaxspec.drafters.stored import (
     read_manifest,
     read_weights,
     sharding_of,
+    tensors_of,
     write_drafter,
+    write_tensors,
 )
 from jaxspec.errors import ModelError
 from jaxspec.kernels.base import unpacked
@@ -147,7 +149,7 @@ def _dtype_of(target: Model) -> Any:
     return target.params["embedding"].dtype
 
 
-# The release
+# The release: read and written
 
 
 def is_release(fields: dict[str, Any]) -> bool:
@@ -254,6 +256,45 @@ def _release_leaves(config: FlexConfig) -> list[Leaf]:
         Leaf(("calibrator", "logits"), last, lambda w: [(..., w.T)]),
         Leaf(("calibrator", "logits_bias"), {f"{_MLP}.2.bias": (vocab_size,)}),
     ]
+
+
+def export_release(
+    drafter: FlexDraft,
+    directory: str | os.PathLike,
+    *,
+    target: LanguageModel,
+    overwrite: bool,
+) -> None:
+    """`export_drafter` of FlexDraft, as the release has it but for what is not used."""
+    config = drafter.config
+    check_target(config, target, drafter.name)
+    params = unpacked(drafter.params)
+    own = {
+        "target_layer_ids": list(range(config.first_deep_layer, config.target.num_layers)),
+        "enable_anchor_bias_logits": True,
+        "anchor_bias_rank": config.rank,
+    }
+    dtype = params["mask"].dtype.name
+    fields = {
+        **config_fields(config.target, end_of_text=None, dtype=dtype),
+        "num_hidden_layers": config.num_deep_layers,
+        "num_target_layers": config.target.num_layers,
+        "block_size": config.block_size,
+        _SECTIONS[0]: own,
+    }
+    write_tensors(
+        directory,
+        fields,
+        tensors_of(_release_leaves(config), params),
+        what=f"Exporting {drafter.name}",
+        overwrite=overwrite,
+        may_replace=_holds_release,
+    )
+
+
+def _holds_release(directory: Path) -> bool:
+    path = directory / "config.json"
+    return path.is_file() and is_release(hf_reader.read_json(path))
 
 
 def _is_unused(name: str) -> bool:

@@ -6,7 +6,6 @@ They are read as they are, and not converted first: they are small.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.format import LeafPath
 from jaxspec.convert import hf_reader, hub
@@ -32,12 +30,13 @@ from jaxspec.drafters.stored import (
     at_path,
     leaf_paths,
     sharding_of,
+    tensors_of,
     warn_of_other_weights,
+    write_tensors,
 )
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import HeadedModel, LanguageModel, Model
-from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.types import PyTree
 
 # Those that are files of their own are recognised by the files' names, the others in this order.
@@ -283,7 +282,7 @@ def _compare_head(
 # Writing layouts of other projects
 
 
-def export_drafter(
+def export_heads(
     heads: Heads,
     directory: str | os.PathLike,
     format: str,
@@ -291,18 +290,7 @@ def export_drafter(
     target: LanguageModel,
     overwrite: bool = False,
 ) -> None:
-    """Writes heads in another project's layout: `config.json` and `model.safetensors`.
-
-    Args:
-      heads: the drafter.
-      directory: to write.
-      format: `vllm` for Medusa's heads, `clover2` for Clover-2's as its release has them.
-      target: the model that they draft for, whose head these layouts repeat.
-      overwrite: replace the directory if it holds heads in one of these layouts.
-
-    Raises:
-      ModelError: there is no such format, or it cannot hold these heads.
-      CheckpointError: the directory exists and may not be replaced, or the disk is full.
+    """`export_drafter` of heads.
 
     Warns:
       JaxspecWarning: Clover-2's release computes these heads otherwise than they were trained.
@@ -320,9 +308,7 @@ def export_drafter(
     hf = HFConfig(fields, "config.json")
     params = unpacked(heads.params)
     dtype = stored_dtype(params, leaf_shapes(config))
-    tensors: dict[str, np.ndarray] = {}
-    for leaf in layout.leaves(config, {}, hf):
-        tensors |= _stored(leaf, np.asarray(at_path(params, leaf.path)))
+    tensors = tensors_of(layout.leaves(config, {}, hf), params)
     tokens = jnp.arange(target.vocab_size, dtype=jnp.int32)
     head = np.asarray(target.head_rows(target.params, tokens)).astype(dtype)
     if config.kind == "clover2":
@@ -332,24 +318,14 @@ def export_drafter(
         tensors["lm_heads.0.weight"] = head
     fields["torch_dtype"] = dtype.name
 
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    parent = Path(directory).absolute().parent
-    check_free_space(parent, num_bytes, what=f"Exporting {heads.name}")
-    with atomic_directory(directory, overwrite=overwrite, may_replace=holds_export) as partial:
-        text = json.dumps(fields, indent=2) + "\n"
-        (partial / "config.json").write_text(text, encoding="utf-8")
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-
-
-def _stored(leaf: Leaf, parameter: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors that a parameter is made of: the table, read from right to left."""
-    if leaf.pieces is None:
-        (name,) = leaf.sources
-        return {name: np.ascontiguousarray(parameter)}
-    made = {name: np.empty(shape, parameter.dtype) for name, shape in leaf.sources.items()}
-    for index, piece in leaf.pieces(*made.values()):
-        piece[...] = parameter[index]  # a piece is a view of its tensor
-    return made
+    write_tensors(
+        directory,
+        fields,
+        tensors,
+        what=f"Exporting {heads.name}",
+        overwrite=overwrite,
+        may_replace=holds_export,
+    )
 
 
 def _check_released_form(config: HeadsConfig, hf: HFConfig) -> None:
