@@ -357,13 +357,14 @@ class Heads(DrafterBase):
         state = state.replace(num_taken=jnp.where(is_next, stop, state.num_taken))
         first, window = start, chain_window(start, entry.shape[1], stop=stop)
         if state.features is not None:
-            state = state.replace(features=_kept(state.features, features, window))
+            kept = _kept(state.features, features, window)
+            state = state.replace(features=kept)
             if entry.shape[1] == 1:
                 return state
             first = jnp.minimum(state.num_seen, start)
             stop = jnp.where(is_next, jnp.minimum(stop, first + entry.shape[1]), first)
             window = chain_window(first, entry.shape[1], stop=stop)
-            features = _recalled(state.features, window, self.config.width)
+            features = _recalled(kept, window, self.config.width)
         last = jnp.maximum(stop - first - 1, 0)
         anchor, cache = self._read(params, state.cache, features, rows.tokens, window, last)
         return state.replace(
