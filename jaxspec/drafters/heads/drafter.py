@@ -64,7 +64,8 @@ class HeadsState(struct.PyTreeNode, kw_only=True):
       is_ready: `[B]` bool, whether there is one; a prompt of one token has none.
       num_taken: `[B]` int32, positions whose features were taken, in order from the first.
       num_seen: `[B]` int32, of these the positions that the block has read; without a block, all.
-      features: `[B, S, E]` by position, for a block to read; None without one.
+      features: those of all positions, for a block to read: a cache of one layer and head, whose k
+        is the first half of each, and v the other. None without a block.
       cache: of the block; None without one.
     """
 
@@ -72,7 +73,7 @@ class HeadsState(struct.PyTreeNode, kw_only=True):
     is_ready: jax.Array
     num_taken: jax.Array
     num_seen: jax.Array
-    features: jax.Array | None
+    features: kv.KVCache | None
     cache: kv.KVCache | None
 
 
@@ -259,14 +260,14 @@ class Heads(DrafterBase):
         num_rows, width = shape.batch_size, self.config.width
         block, features, cache = self.config.block, None, None
         if block is not None:
-            features = jnp.zeros((num_rows, shape.max_length, width), self._dtype)
-            cache = kv.init_cache(
+            make = functools.partial(
+                kv.init_cache, num_rows=num_rows, capacity=shape.max_length, dtype=self._dtype
+            )
+            features = make(num_layers=1, num_kv_heads=1, head_size=-(-width // 2))
+            cache = make(
                 num_layers=block.num_layers,
-                num_rows=num_rows,
-                capacity=shape.max_length,
                 num_kv_heads=block.num_kv_heads,
                 head_size=block.head_size,
-                dtype=self._dtype,
             )
         return HeadsState(
             anchor=jnp.zeros((num_rows, width), self._dtype),
@@ -294,17 +295,14 @@ class Heads(DrafterBase):
         self, shape, params, state: HeadsState, rows: BatchView, row, start, stop, features
     ) -> HeadsState:
         """Takes the features of a chunk of a prompt."""
-        here, is_new = row[None], stop > start
-        where = start + jnp.arange(features.shape[0], dtype=jnp.int32)
+        is_new = stop > start
+        window = chain_window(start[None], features.shape[0], stop=stop[None], rows=row[None])
         num_taken = jnp.where(is_new, stop, state.num_taken[row])
         state = state.replace(num_taken=state.num_taken.at[row].set(num_taken))
         if state.features is not None:
-            where = jnp.where(where < stop, where, state.features.shape[1])
-            taken = state.features.at[row, where].set(features[:, 0], mode="drop")
-            return state.replace(features=taken)
+            return state.replace(features=_kept(state.features, features[None, :, 0], window))
         last = jnp.clip(stop - start - 1, 0, features.shape[0] - 1)[None]
-        window = chain_window(start[None], features.shape[0], stop=stop[None], rows=here)
-        tokens = jnp.take(rows.tokens, here, axis=0)
+        tokens = jnp.take(rows.tokens, row[None], axis=0)
         anchor, _ = self._read(params, None, features[None, :, 0], tokens, window, last)
         return self._with_anchor(state, row, anchor[0], is_new, num_taken)
 
@@ -314,12 +312,12 @@ class Heads(DrafterBase):
         """The block reads a chunk of the features of row `row` that it has not read."""
         if state.features is None:
             return state
-        here, start = row[None], state.num_seen[row]
+        start = state.num_seen[row]
         stop = start + jnp.minimum(_num_unread(state, rows)[row], shape.prefill_chunk)
-        window = chain_window(start[None], shape.prefill_chunk, stop=stop[None], rows=here)
-        features = state.features[row, window.positions]
+        window = chain_window(start[None], shape.prefill_chunk, stop=stop[None], rows=row[None])
+        features = _recalled(state.features, window, self.config.width)
         last = jnp.maximum(stop - start - 1, 0)[None]
-        tokens = jnp.take(rows.tokens, here, axis=0)
+        tokens = jnp.take(rows.tokens, row[None], axis=0)
         anchor, cache = self._read(params, state.cache, features, tokens, window, last)
         state = state.replace(cache=cache)
         return self._with_anchor(state, row, anchor[0], stop > start, stop)
@@ -357,20 +355,16 @@ class Heads(DrafterBase):
         stop = start + num_kept
         is_next = (state.num_taken >= start) & (num_kept > 0)
         state = state.replace(num_taken=jnp.where(is_next, stop, state.num_taken))
-        first = start
+        first, window = start, chain_window(start, entry.shape[1], stop=stop)
         if state.features is not None:
-            where = start[:, None] + jnp.arange(entry.shape[1], dtype=jnp.int32)[None]
-            where = jnp.where(where < stop[:, None], where, state.features.shape[1])
-            row = jnp.arange(entry.shape[0], dtype=jnp.int32)[:, None]
-            taken = state.features.at[row, where].set(features, mode="drop")
-            state = state.replace(features=taken)
+            kept = _kept(state.features, features, window)
+            state = state.replace(features=kept)
             if entry.shape[1] == 1:
                 return state
             first = jnp.minimum(state.num_seen, start)
             stop = jnp.where(is_next, jnp.minimum(stop, first + entry.shape[1]), first)
-        window = chain_window(first, entry.shape[1], stop=stop)
-        if state.features is not None:
-            features = jnp.take_along_axis(state.features, window.positions[..., None], axis=1)
+            window = chain_window(first, entry.shape[1], stop=stop)
+            features = _recalled(kept, window, self.config.width)
         last = jnp.maximum(stop - first - 1, 0)
         anchor, cache = self._read(params, state.cache, features, rows.tokens, window, last)
         return state.replace(
@@ -575,6 +569,25 @@ class Heads(DrafterBase):
             num_taken=state.num_taken.at[row].set(jnp.minimum(state.num_taken[row], num_kept)),
             num_seen=state.num_seen.at[row].set(num_seen),
         )
+
+
+def _kept(cache: kv.KVCache, features: jax.Array, window: Window) -> kv.KVCache:
+    """`HeadsState.features` with those of a window, `[B, T, E]`."""
+    (layer,), table = cache.layers, _table(cache, window)
+    halves = jnp.pad(features, ((0, 0), (0, 0), (0, features.shape[2] % 2)))
+    first, second = jnp.split(halves[:, :, None], 2, axis=-1)
+    return cache.replace(layers=(kv.write(layer, table, first, second, window.slots),))
+
+
+def _recalled(cache: kv.KVCache, window: Window, width: int) -> jax.Array:
+    """The features `[B, T, E]` of a window out of `HeadsState.features`."""
+    (layer,), table = cache.layers, _table(cache, window)
+    halves = kv.read_slots(layer, table, window.positions, cache.dtype)
+    return jnp.concatenate(halves, axis=-1)[:, :, 0, :width]
+
+
+def _table(cache: kv.KVCache, window: Window) -> kv.Table:
+    return cache.table if window.rows is None else cache.table[window.rows]
 
 
 def _num_unread(state: HeadsState, rows: BatchView) -> jax.Array:
