@@ -94,7 +94,7 @@ class FlexDraft(DrafterBase):
     """
 
     config: FlexConfig
-    params: PyTree
+    params: PyTree = dataclasses.field(repr=False)
     mode: Mode
     confidence: float
     rule: Rule
