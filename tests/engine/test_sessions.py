@@ -17,6 +17,7 @@ import jaxspec
 from jaxspec import (
     DraftModel,
     Engine,
+    Heads,
     NGram,
     PromptError,
     QueueFullError,
@@ -26,7 +27,6 @@ from jaxspec import (
 )
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.executor import SESSION_PROGRAMS
-from jaxspec.engine.kept_rows import KeptRows
 
 CHUNK = 16
 SHAPE = {"batch_size": 2, "max_length": 256, "prefill_chunk": CHUNK, "draft_length": 3}
@@ -145,30 +145,33 @@ def test_heads_read_the_pair_at_the_seam_again(monkeypatch):
     """Clover-2 pairs a token's feature with the token after it; the last pair that is kept was of
     the old next token."""
     target = heads.target(num_layers=1)
-    engine = Engine(target, heads.random_heads("clover2", target), max_length=256, batch_size=1)
+    drafter = heads.random_heads("clover2", target)
     one = SamplingParams(max_tokens=1, ignore_eos=True)
 
-    def pairs():
+    def make():
+        return Engine(target, drafter, max_length=256, batch_size=1)
+
+    def pairs(engine):
         """What the heads' block keeps of the prompt."""
         cache = engine.state.drafter.cache
         page = int(cache.table[engine.executor.free_rows(())[0], 0])
         return np.asarray(cache.layers[0].k)[page, :, : len(FIRST) + 2]
 
     def after_a_turn():
-        engine.reset()
+        engine = make()
         session = engine.session()
         session.generate([*FIRST, 1, 2, 3], one)
         session.generate([*FIRST, 4, 5, 6], one)
-        return pairs()
+        return pairs(engine)
 
-    ours = after_a_turn()
-    with monkeypatch.context() as patch:
-        patch.setattr(KeptRows, "_first_read", lambda self, ticket, num_kept: num_kept)
-        sabotaged = after_a_turn()
-    engine.reset()
+    def keep_one_too_many(self, shape, params, state, rows, row, num_kept):
+        return rewind(self, shape, params, state, rows, row, num_kept + 1)
+
+    engine, rewind = make(), Heads.rewind
     engine.generate([[*FIRST, 4, 5, 6]], one)
-    assert np.allclose(ours, pairs(), atol=1e-5)
-    assert not np.allclose(sabotaged, pairs(), atol=1e-5)
+    assert np.allclose(after_a_turn(), pairs(engine), atol=1e-5)
+    monkeypatch.setattr(Heads, "rewind", keep_one_too_many)
+    assert not np.allclose(after_a_turn(), pairs(engine), atol=1e-5)
 
 
 def test_kernels_that_sum_in_one_order_keep_every_bit():

@@ -10,8 +10,8 @@ import pytest
 import toy
 from safetensors.numpy import save_file
 
+from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.heads import formulas
-from jaxspec.drafters.heads.files import load_drafter
 from jaxspec.drafters.heads.formulas import TargetParts
 
 FILE = Path(__file__).parent / "heads" / "medusa.npz"
