@@ -95,7 +95,7 @@ class DraftModel(DrafterBase):
     model: Model
     min_confidence: float = 0.0
     tree: Tree | None = None
-    room: int | None = None
+    room: int | None = dataclasses.field(default=None, repr=False)
 
     def __init__(self, model: Model | str, min_confidence: float = 0.0, tree: Tree | None = None):
         if not 0 <= min_confidence <= 1:
