@@ -4,7 +4,7 @@ A row that has ended holds its KV until another request takes the row. If that r
 begins with the same tokens, only the rest has to be read. With `=` what both share, and `|` the end
 of the KV that counts:
 
-    held        a b c d e f|g        the newest token has no KV
+    kept        a b c d e f|g        the newest token has no KV
     prompt      a b c d x y z
     continued   = = = =|x y z        positions 0 to 3 stay, x and y are read, the first round
                                      scores z

@@ -155,8 +155,8 @@ class DrafterBase:
 
     def within(self, num_nodes: int) -> DrafterBase:
         """The drafter of rounds that have room for `num_nodes` nodes and no more. It drafts the
-        first nodes of what this one drafts, from the same state; one that has a cheaper way to so
-        few returns another drafter."""
+        first nodes of what this one drafts, from the same state; where so few can be drafted at
+        less cost, this is another drafter."""
         return self
 
     def init(self, shape: EngineShape) -> PyTree:

@@ -525,8 +525,9 @@ class AdaptiveDrafting:
         # the host works ahead of the device.
         if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.draft_length):
             executor.wait()
-        self._started_s = time.perf_counter() if executor.is_idle else None
-        self._num_untimed = 0 if executor.is_idle else self._num_untimed + 1
+        is_timed = executor.is_idle
+        self._started_s = time.perf_counter() if is_timed else None
+        self._num_untimed = 0 if is_timed else self._num_untimed + 1
         return choice
 
     def note(

@@ -26,7 +26,7 @@ from jaxspec.engine.intake import Intake, check_timeout
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
-from jaxspec.engine.sessions import Session, cache_prefix, held, open_session
+from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import Model
@@ -232,7 +232,7 @@ class Engine:
     @property
     def memory(self) -> Memory:
         """Bytes of weights and state, and what sessions keep now."""
-        return dataclasses.replace(self.executor.memory, **held(self._core))
+        return dataclasses.replace(self.executor.memory, **kept_counts(self._core))
 
     def metrics(self) -> dict[str, Any]:
         """Counters of the engine's life, in vLLM's names (see `telemetry.Metrics.snapshot`); and of

@@ -146,7 +146,7 @@ class KeptRows:
     def fork(self, source: Conversation) -> Conversation:
         """A conversation that goes on from the same tokens; it has a copy of the KV on the host, if
         there is room."""
-        twin = Conversation(
+        copy = Conversation(
             is_reread=source.is_reread,
             token_ids=source.token_ids,
             num_slots=source.num_slots,
@@ -154,11 +154,11 @@ class KeptRows:
             last_used=next(self._uses),
         )
         if source.stored is not None:
-            twin.stored = source.stored
-            self._add_parked(twin)
+            copy.stored = source.stored
+            self._add_parked(copy)
         elif source.row is not None:
-            self._store(twin, source.row)
-        return twin
+            self._store(copy, source.row)
+        return copy
 
     def add_prefix(self, prefix: Conversation) -> bool:
         """Moves what was read into a row to the host, where all requests may copy it; False if it

@@ -54,8 +54,8 @@ class Session:
         self._ticket: Ticket | None = None
 
     def __repr__(self) -> str:
-        held = f"{self.num_kept_tokens} tokens of KV on the {self.place}"
-        return f"<Session: {'closed' if self._conversation.is_closed else held}>"
+        kept = f"{self.num_kept_tokens} tokens of KV on the {self.place}"
+        return f"<Session: {'closed' if self._conversation.is_closed else kept}>"
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -136,10 +136,10 @@ class Session:
         """
         with self._lock, self._core.lock:
             self._check("forked")
-            twin = self._core.watched(lambda: self._core.kept.fork(self._conversation))
-        if twin is None:  # the device does not answer any more
-            twin = Conversation(is_reread=self._conversation.is_reread)
-        return Session(self._core, self._intake, exactness=self.exactness, conversation=twin)
+            copy = self._core.watched(lambda: self._core.kept.fork(self._conversation))
+        if copy is None:  # the device does not answer any more
+            copy = Conversation(is_reread=self._conversation.is_reread)
+        return Session(self._core, self._intake, exactness=self.exactness, conversation=copy)
 
     def close(self) -> None:
         """Forgets the KV; a turn in progress is cancelled. Closing twice does nothing."""
@@ -248,7 +248,7 @@ def check_keeps_rows(executor: Executor) -> None:
         )
 
 
-def held(core: EngineCore) -> dict[str, Any]:
+def kept_counts(core: EngineCore) -> dict[str, Any]:
     """What `Engine.memory` says of kept KV."""
     names = ("num_resident_tokens", "num_parked_tokens", "parked_bytes", "num_reread_tokens")
     metrics = core.kept.metrics()

@@ -4,7 +4,7 @@ A block has an anchor x, the last clean token that it sees. Its K mask rows stan
 see the clean tokens of their text up to x and each other, and each says which token stands at its
 own place. Clean rows see no mask row: they are the target's own, computed once for all blocks, and
 have no gradients. In decoding x + 1 is the newest token, which slot 0 stands in for and which the
-calibrator is told.
+calibrator is given.
 """
 
 from __future__ import annotations
