@@ -74,7 +74,7 @@ class RoundTimes:
       long_s: at the second.
       chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
       call_s: seconds that a call takes besides its rounds.
-      others: of the drafter's other variants, which draft the same: rounds take the least of all.
+      others: of the drafter's other variants, which draft the same.
     """
 
     short_context: int
@@ -90,19 +90,14 @@ class RoundTimes:
         """Those that were measured, 0 among them, ascending."""
         return tuple(self.short_s)
 
+    @property
+    def variants(self) -> tuple[RoundTimes, ...]:
+        """Of all variants: these times, then `others`."""
+        return (self, *self.others)
+
     def of(self, draft_length: int, context: int) -> float:
-        """Seconds per round where the longest row has `context` committed tokens."""
-        return min(self._of_variants(draft_length, context))
-
-    def fastest(self, draft_length: int, context: int) -> int:
-        """Which variant that is: 0, or 1 and more for `others`."""
-        seconds = self._of_variants(draft_length, context)
-        return seconds.index(min(seconds))
-
-    def _of_variants(self, draft_length: int, context: int) -> list[float]:
-        return [times._own(draft_length, context) for times in (self, *self.others)]
-
-    def _own(self, draft_length: int, context: int) -> float:
+        """Seconds per round of this variant where the longest row has `context` committed
+        tokens."""
         span = max(self.long_context - self.short_context, 1)
         share = min(max((context - self.short_context) / span, 0.0), 1.0)
         short_s, long_s = self.short_s[draft_length], self.long_s[draft_length]
@@ -241,9 +236,11 @@ class DraftLengthController:
         self._current: int | None = None
         self._is_trial = False
         self._since_trial_s = 0.0
-        # What rounds took lately, over what `times` says.
+        # What rounds took lately, over what `times` says; by draft length and variant.
         self._time_ratios = {
-            n: collections.deque[float](maxlen=REMEMBERED_CALLS) for n in times.draft_lengths
+            (n, variant): collections.deque[float](maxlen=REMEMBERED_CALLS)
+            for n in times.draft_lengths
+            for variant in range(len(times.variants))
         }
         # Rounds since each was last run; what was never run is to be tried soon.
         self._rounds_since = dict.fromkeys(times.draft_lengths, RETIMED_AFTER)
@@ -253,17 +250,23 @@ class DraftLengthController:
         """The current choice, ignoring trials; None before the first."""
         return self._current
 
-    def acceptance(self, doubt: float = 0.0) -> tuple[float, ...]:
+    def acceptance(self, doubt: float = 0.0, *, is_cautious: bool = False) -> tuple[float, ...]:
         """Probability that the draft at each position is accepted, of a chain with all before it. A
         position that was seldom reached is assumed to be like the one before it.
 
         Args:
           doubt: standard errors to be added to what was found.
+          is_cautious: assume of the n-th node of a tree that it has (n - 1) / n of the chance of
+            the one before it.
         """
         found, all_before, chance, variance = [], 1.0, PRIOR_ACCEPTANCE, 0.0
-        for reached, accepted in zip(self._reached, self._accepted, strict=True):
+        for index, (reached, accepted) in enumerate(
+            zip(self._reached, self._accepted, strict=True)
+        ):
             weight = reached + PRIOR_ROUNDS
-            chance = (accepted + PRIOR_ROUNDS * chance) / weight
+            falls = is_cautious and not self.is_chain and index > 0
+            prior = chance * index / (index + 1) if falls else chance
+            chance = (accepted + PRIOR_ROUNDS * prior) / weight
             own = chance * (1 - chance) / weight
             if self.is_chain:
                 all_before *= min(chance + doubt * math.sqrt(own), 1.0)
@@ -275,25 +278,32 @@ class DraftLengthController:
         return tuple(found)
 
     def round_s(self, draft_length: int, context: int) -> float:
-        """Seconds per round where the longest row has `context` committed tokens, as the rounds run
-        lately say."""
-        ratios = self._time_ratios[draft_length]
-        measured = () if len(ratios) >= FEW_CALLS else (1.0,)
-        return self.times.of(draft_length, context) * min((*ratios, *measured))
+        """Seconds per round of the fastest variant where the longest row has `context` committed
+        tokens, as the rounds run lately say."""
+        return min(self._seconds_of_variants(draft_length, context))
 
-    def must_time(self, draft_length: int) -> bool:
-        """Whether little is known of what rounds of this draft length take by now."""
-        return self._is_trial or len(self._time_ratios[draft_length]) < FEW_CALLS
+    def _seconds_of_variants(self, draft_length: int, context: int) -> list[float]:
+        seconds = []
+        for variant, times in enumerate(self.times.variants):
+            ratios = self._time_ratios[draft_length, variant]
+            measured = () if len(ratios) >= FEW_CALLS else (1.0,)
+            seconds.append(times.of(draft_length, context) * min((*ratios, *measured)))
+        return seconds
+
+    def must_time(self, choice: Choice) -> bool:
+        """Whether little is known of what such rounds take by now."""
+        ratios = self._time_ratios[choice.draft_length, choice.variant]
+        return self._is_trial or len(ratios) < FEW_CALLS
 
     def tokens_per_s(
         self,
         draft_length: int,
         context: int,
         chunks_per_token: float = 0.0,
-        doubt: float = 0.0,
+        **assumed: Any,
     ) -> float:
-        """Expected, of one row; `chunks_per_token` as in `choose`, `doubt` as in `acceptance`."""
-        emitted = 1.0 + sum(self.acceptance(doubt)[:draft_length])
+        """Expected, of one row; `chunks_per_token` as in `choose`, `assumed` as in `acceptance`."""
+        emitted = 1.0 + sum(self.acceptance(**assumed)[:draft_length])
         seconds = self.round_s(draft_length, context)
         if draft_length > 0:
             seconds += emitted * chunks_per_token * self.times.chunk_s
@@ -307,7 +317,7 @@ class DraftLengthController:
         count_unprefilled: Callable[[], int],
         chunks_per_token: float = 0.0,
     ) -> Choice:
-        """The draft length of the next rounds.
+        """The draft length of the next rounds, and the drafter's variant that is fastest at it.
 
         Args:
           context: committed tokens of the longest running row.
@@ -317,24 +327,33 @@ class DraftLengthController:
           chunks_per_token: prompt chunks that the drafter reads per token that a row emits, summed
             over the rows.
         """
+
+        def choice(draft_length: int, num_rounds: int) -> Choice:
+            seconds = self._seconds_of_variants(draft_length, context)
+            variant = seconds.index(min(seconds))
+            return Choice(draft_length=draft_length, num_rounds=num_rounds, variant=variant)
+
         lengths = self.times.draft_lengths
 
-        def rates_at(doubt: float) -> dict[int, float]:
-            return {n: self.tokens_per_s(n, context, chunks_per_token, doubt) for n in lengths}
+        def rates_if(**assumed: Any) -> dict[int, float]:
+            return {n: self.tokens_per_s(n, context, chunks_per_token, **assumed) for n in lengths}
 
-        rates = rates_at(doubt=0.0)
+        rates = rates_if()
         if self._current is not None and not self._is_trial:
-            other = self._affordable_trial(rates, context, count_unprefilled)
+            # Nodes that were never drafted would look best for ever, and a trial of so many of
+            # them may never be affordable.
+            likely = rates_if(is_cautious=True) if self._current == 0 else rates
+            other = self._affordable_trial(likely, context, count_unprefilled)
             if other is not None:
                 self._is_trial = True
-                return Choice(draft_length=other, num_rounds=min(num_rounds, TRIAL_ROUNDS))
+                return choice(other, min(num_rounds, TRIAL_ROUNDS))
             if self._current == 0:
-                return Choice(draft_length=0, num_rounds=num_rounds)
+                return choice(0, num_rounds)
         worth = _worth(rates)
         if self._current != 0 and worth[0] == max(worth.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
-            worth = _worth(rates_at(DOUBT))
+            worth = _worth(rates_if(doubt=DOUBT))
         best = max(lengths, key=worth.__getitem__)
         needed = 1.0 if best == 0 else 1 + CLEAR_GAIN
         if self._current is None or worth[best] > needed * worth[self._current]:
@@ -346,7 +365,7 @@ class DraftLengthController:
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
         elif self._num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
-        return Choice(draft_length=self._current, num_rounds=num_rounds)
+        return choice(self._current, num_rounds)
 
     def _affordable_trial(
         self, rates: Mapping[int, float], context: int, count_unprefilled: Callable[[], int]
@@ -383,6 +402,7 @@ class DraftLengthController:
         num_row_rounds: int,
         num_accepted_at: Sequence[int],
         seconds: float | None = None,
+        variant: int = 0,
     ) -> None:
         """Records the result of a choice.
 
@@ -393,12 +413,13 @@ class DraftLengthController:
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
           num_accepted_at: of these, those that accepted position j (of a chain: and all before).
           seconds: that the rounds took, with one call; None if that is not known.
+          variant: as chosen.
         """
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
-        expected_s = self.times.of(draft_length, context)
+        expected_s = self.times.variants[variant].of(draft_length, context)
         if self.corrects_times and seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
             per_round_s = max(seconds - self.times.call_s, SHORTEST_S) / num_rounds
-            self._time_ratios[draft_length].append(per_round_s / expected_s)
+            self._time_ratios[draft_length, variant].append(per_round_s / expected_s)
         for n in self._rounds_since:
             self._rounds_since[n] = 0 if n == draft_length else self._rounds_since[n] + num_rounds
         self._since_trial_s += num_rounds * self.round_s(draft_length, context)
@@ -498,9 +519,8 @@ class AdaptiveDrafting:
         was_resting = self.is_resting
         lags = functools.cache(lambda: self._lags(tickets))
         drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]
-        context = _longest_context(tickets)
         choice = controller.choose(
-            context=context,
+            context=_longest_context(tickets),
             num_rounds=num_rounds,
             count_unprefilled=lambda: sum(map(self._num_chunks, lags().values())),
             chunks_per_token=sum(
@@ -508,8 +528,6 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
-        variant = controller.times.fastest(choice.draft_length, context)
-        choice = dataclasses.replace(choice, variant=variant)
         # A drafter that neither rested nor was left out of plain steps has seen everything.
         must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
         if must_read:
@@ -523,7 +541,7 @@ class AdaptiveDrafting:
         self._choice = choice
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device.
-        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.draft_length):
+        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice):
             executor.wait()
         is_timed = executor.is_idle
         self._started_s = time.perf_counter() if is_timed else None
@@ -568,6 +586,7 @@ class AdaptiveDrafting:
                 for j in range(choice.draft_length)
             ],
             seconds=seconds,
+            variant=choice.variant,
         )
 
     def _num_chunks(self, num_tokens: int) -> int:

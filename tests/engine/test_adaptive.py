@@ -128,6 +128,66 @@ def test_a_tree_is_as_large_as_pays(second, best):
     assert controller.draft_length == best
 
 
+def test_after_bad_luck_a_tree_is_tried_with_as_many_nodes_as_a_trial_can_afford():
+    """Two nodes or four win an eighth, sixteen lose a third. At first two were unlucky, a long
+    prompt to be read ended all drafting, and more nodes have never been drafted."""
+    worth = [0.68 / (1 + 0.55 * node) for node in range(16)]
+    seconds = {0: 1.0, 2: 1.9, 4: 2.4, 8: 4.8, 16: 6.2}
+    rates = {n: (1 + sum(worth[:n])) / seconds[n] for n in seconds}
+    assert rates[16] < 0.8 < 1.1 < rates[2] < rates[4]  # the case is what it says it is
+    measured = RoundTimes(
+        short_context=100, long_context=4000, short_s=seconds, long_s=seconds, chunk_s=0.5
+    )
+    controller = DraftLengthController(measured, is_chain=False, corrects_times=True, num_rows=2)
+    random, nodes = np.random.default_rng(0), []
+
+    def note(n, num_rounds, num_accepted_at):
+        controller.note(
+            draft_length=n,
+            context=100,
+            num_rounds=num_rounds,
+            num_row_rounds=2 * num_rounds,
+            num_accepted_at=num_accepted_at,
+            seconds=num_rounds * seconds[n] * random.uniform(1.0, 1.2),
+        )
+
+    note(2, 32, (30, 20))
+    settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 8}
+    assert controller.choose(**settings, chunks_per_token=10.0).draft_length == 0
+    for _ in range(200):
+        choice = controller.choose(**settings)
+        n, num_row_rounds = choice.draft_length, 2 * choice.num_rounds
+        nodes.append(n)
+        note(n, choice.num_rounds, [int(random.binomial(num_row_rounds, p)) for p in worth[:n]])
+    assert next(filter(None, nodes[:40])) == 2  # sixteen seem best, and are not affordable for long
+    assert np.mean(np.array(nodes[100:]) > 0) > 0.8
+
+
+def test_the_variant_that_is_faster_in_the_rounds_that_are_run_is_taken():
+    """The second seemed faster when it was measured, and is slower."""
+    true_s = (times(), dataclasses.replace(times(), short_s=dict(enumerate((1, 2, 3, 4, 5)))))
+    seemed = dataclasses.replace(times(), short_s=dict(enumerate((1, 0.9, 0.9, 0.9, 0.9))))
+    controller = DraftLengthController(
+        dataclasses.replace(times(), others=(seemed,)), corrects_times=True
+    )
+    variants = []
+    for _ in range(200):
+        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
+        n = choice.draft_length
+        variants.append(choice.variant if n else None)
+        controller.note(
+            draft_length=n,
+            variant=choice.variant,
+            context=100,
+            num_rounds=choice.num_rounds,
+            num_row_rounds=choice.num_rounds,
+            num_accepted_at=[int(choice.num_rounds * 0.8 ** (1 + j)) for j in range(n)],
+            seconds=choice.num_rounds * true_s[choice.variant].of(n, 100),
+        )
+    assert variants[0] == 1
+    assert variants[100:].count(0) > 90  # the others are trials
+
+
 @pytest.mark.parametrize(
     ("chance", "best"), [(0.95, LONGEST), (0.0, 0), (0.05, 0)], ids=["right", "wrong", "poor"]
 )
@@ -487,7 +547,7 @@ def test_the_host_works_ahead_of_the_device_except_to_time_rounds(adaptive_engin
     made.update_params(draft=wrong().params)
     made.adaptive.controller = DraftLengthController(FIXED, corrects_times=True)
     for n in FIXED.draft_lengths:  # enough is known of all
-        made.adaptive.controller._time_ratios[n].extend([1.0] * 9)
+        made.adaptive.controller._time_ratios[n, 0].extend([1.0] * 9)
     monkeypatch.setattr(
         type(made.executor), "is_idle", property(lambda self: "wait" in events[-1:])
     )
