@@ -299,4 +299,6 @@ def write_tensors(
     with atomic_directory(directory, overwrite=overwrite, may_replace=may_replace) as partial:
         text = json.dumps(fields, indent=2) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        path = partial / "model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors lets only the owner read it

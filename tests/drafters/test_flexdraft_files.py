@@ -204,8 +204,10 @@ def test_what_is_exported_is_read_back_to_the_bit(tmp_path):
     tensors, drafter = release_tensors()
     export_drafter(drafter, tmp_path / "out", "flexdraft", target=TARGET)
     assert_same(drafter, load_drafter(tmp_path / "out", TARGET))
-    for name, written in load_file(tmp_path / "out" / "model.safetensors").items():
+    path = tmp_path / "out" / "model.safetensors"
+    for name, written in load_file(path).items():
         np.testing.assert_array_equal(written, tensors[name])
+    assert path.stat().st_mode & 0o777 == 0o644
     with pytest.raises(ModelError, match="there is flexdraft, and save_drafter"):
         export_drafter(drafter, tmp_path / "other", "vllm", target=TARGET)
     (tmp_path / "text").mkdir()
