@@ -43,35 +43,35 @@ CONTROLS_MEASURES = ("audit/controls", "audit/scenes.py", "decode")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
-    """Audit output token by token: jaxspec's own on a workload, another system's from a file, or
-    the auditor itself."""
+    """Audit output token by token: jaxspec's own on a workload, another system's from a file
+    (--outputs), or the audit itself (--controls)."""
 
     target: str | None = None
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     verifier: VerifierName = "coupled"
-    """What decides how much of a draft is kept."""
+    """Which rule decides how much of a draft is kept."""
     scheduler: SchedulerName = "continuous"
     """Which rows take part in a round."""
     layout: Layout = "ragged"
     """How KV is stored; with aligned rows, outputs are audited up to ties."""
     n_requests: int | None = None
-    """Requests in all; prompts are repeated, with other seeds, until there are so many."""
+    """Requests in all; prompts are repeated with other seeds to make up this number."""
     draft_length: int | None = None
-    """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
-    """
+    """Tokens (of a tree: nodes) drafted per round; default: as many as the drafter's tree has, or
+    4."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run."""
     their_dtype: str | None = None
-    """In which those were computed: fp32, bf16 or fp16; default what the file's header says."""
+    """Dtype of that system: fp32, bf16 or fp16; default: what the file's header says."""
     alpha: float = ALPHA
-    """Chance that samples of the target's distribution are said not to be, for the whole file."""
+    """Chance of a false alarm about the distribution of sampled outputs, for the whole file."""
     html: pathlib.Path | None = None
-    """Write the report with plots as one HTML file."""
+    """Write the report, with plots, to this HTML file."""
     controls: bool = False
-    """Audit the auditor: run the failures of published systems, each beside a control run without
-    it."""
+    """Audit the audit: inject faults of published systems one at a time, each beside a control run
+    without it."""
     snippet: Literal["vllm", "sglang", "hf"] | None = None
-    """Print a script that writes outputs of this system for --outputs, and do nothing else."""
+    """Only print a script that writes outputs of this system for --outputs."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Audits; returns the JSON document."""

@@ -59,7 +59,7 @@ RANDOM = "random:"  # what the name of a preset with random weights begins with
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCommand(DecodeOptions):
-    """Plain against speculative decoding: rates, stages of a round, fraction of the roofline."""
+    """Compare plain and speculative decoding: rates, stages of a round, share of the roofline."""
 
     against: Literal["hf"] | None = None
     """Also run `transformers` on the same models and prompts, in turns (extra `parity`)."""
@@ -217,27 +217,28 @@ class DecodeCommand(DecodeOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictCommand(Bench):
-    """What a cost model expects of a pair: best draft length and speed-up by batch size."""
+    """Predict with a cost model: a pair's best draft length and speed-up by batch size."""
 
     NAME: ClassVar[str] = "predict"
 
     target: str
     """A preset such as `qwen3-8b`, or any model that `load_model` takes."""
     draft: str
-    """Its draft model, named alike."""
+    """Its draft model, named in the same way."""
     device: str = "h200"
     """`a100`, `h100`, `h200`, `l40s` or `l4` (datasheet values: inferred, not measured), or a
     document of `jaxspec bench decode --json`, whose constants were fitted."""
     batch: str = "1..64"
-    """Batch sizes: `1..64` doubles from 1 to 64, `1,8,32` names them."""
+    """Batch sizes: `1..64` for sizes that double from 1 to 64, or a list such as `1,8,32`."""
     context: int = 1024
-    """Live slots per row."""
+    """Tokens in the cache per row."""
     acceptance: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Chances that a drafted token is accepted, alike at every position."""
+    """Probabilities that a drafted token is accepted, the same at every position."""
     per_position: tuple[float, ...] = ()
-    """Measured chances that at least 1, 2, ... drafted tokens are accepted, instead."""
+    """Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted tokens are
+    accepted."""
     bytes_per_value: int = 2
-    """Of a parameter and of a component of the KV cache."""
+    """Bytes of a parameter, and of a number in the KV cache."""
 
     def measure(self) -> dict[str, Any]:
         """A prediction per batch size and acceptance."""
@@ -315,21 +316,21 @@ class PredictCommand(Bench):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuCommand(Bench):
-    """Published pairs with random weights at serving shapes, plain and speculative, on a GPU."""
+    """On a GPU: published pairs with random weights at serving shapes, plain and speculative."""
 
     NAME: ClassVar[str] = "gpu"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/gpu_grid.py")
 
     out: pathlib.Path = pathlib.Path("gpu-grid.json")
-    """JSON file to write, after every cell."""
+    """JSON file to write after every cell."""
     dry_run: bool = False
-    """The same code with tiny models, wherever JAX runs: a trial, whose figures mean nothing."""
+    """Try the same code with tiny models, wherever JAX runs; the figures mean nothing."""
     budget_s: float = 480.0
-    """Seconds after which no cell is begun; the most telling ones come first."""
+    """Start no cell after this many seconds; the most informative cells come first."""
     repeats: int = 3
-    """Timed runs of each kind; medians count."""
+    """Timed runs of each kind; the median counts."""
     resume: bool = False
-    """Keep the cells that --out holds already, and go on with the others."""
+    """Keep the cells that --out already holds, and measure the others."""
     plot: pathlib.Path | None = None
     """Image file to write at the end (extra `analysis`)."""
 
@@ -377,7 +378,7 @@ class GpuCommand(Bench):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
     """Measure speed (`decode`; on a GPU `gpu`), predict it (`predict`; from compiled programs
-    `program`), repeat the published study (`study`), or measure one part by itself."""
+    `program`), repeat the published study (`study`), or measure one part alone."""
 
     bench: Annotated[
         Annotated[DecodeCommand, tyro.conf.subcommand("decode")]

@@ -36,9 +36,9 @@ class CacheCommand(JsonOption):
     the models are as they were written, or remove some of it."""
 
     action: Annotated[Literal["list", "verify", "remove"], tyro.conf.Positional]
-    """What to do. verify: read the converted models and compare them with their checksums."""
+    """What to do; verify reads the converted models and compares them with their checksums."""
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
-    """What to remove, as `list` names it; `compiled` is all compiled programs."""
+    """What to remove, as `list` names it; `compiled` means all compiled programs."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Lists, verifies or removes; returns the JSON document."""

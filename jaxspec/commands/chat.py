@@ -33,30 +33,31 @@ HELP = "/new begins another chat, /quit or the end of the input ends"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatCommand(JsonOption, SamplingOptions, DrafterOptions):
-    """Chat with a model, one line a turn. Each turn reads only what is new: the KV of the chat so
-    far is kept. After each answer a line says how much was reused, and how many bytes it takes."""
+    """Chat with a model, one line per turn. Each turn prefills only what is new: the KV of the
+    chat so far is kept. After each answer a line says how much was reused, and how many bytes it
+    takes."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     max_tokens: int = 512
-    """Tokens of an answer at most."""
+    """Most tokens of an answer."""
     system: str | None = None
-    """A system message, or without a chat template the beginning of the text."""
+    """A system message; without a chat template, the beginning of the text."""
     chat_template: str | None = None
-    """Instead of the tokenizer's own: `vicuna`, or a Jinja file. Without any, turns are joined as
-    lines of text."""
+    """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file. If there is none,
+    turns are joined as lines of text."""
     draft_length: DraftLength | None = None
-    """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
-    `auto` chooses while decoding."""
+    """Tokens (of a tree: nodes) drafted per round; default: as many as the drafter's tree has, or
+    4. `auto` chooses while decoding."""
     max_length: int = 2048
-    """Tokens of the whole chat at most."""
+    """Most tokens of the whole chat."""
     reread: bool = False
-    """Read every answer once more with the next turn, which makes outputs bitwise those without a
-    session with any kernels; with the native ones they are in any case."""
+    """Prefill every answer once more with the next turn: then outputs are bitwise those without a
+    session whatever the kernels. With the native kernels they are in any case."""
     dtype: DtypeName | None = None
-    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    """Dtype of parameters, compute and cache; default: float32 on a CPU, else the checkpoint's."""
     verify: bool = True
-    """With --no-verify target and draft model are loaded without comparing their files with their
+    """--no-verify loads target and draft model without comparing their files with their
     checksums."""
 
     def run(self, console: Console) -> dict[str, Any]:

@@ -38,22 +38,20 @@ CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first 
 class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     """Compare drafters on the same prompts and seeds; the first one is the baseline.
 
-    Lines of the prompt file may name a `category` or `domain`, by which results are shown."""
+    Lines of the prompt file may name a `category` or `domain`; results are then shown for each."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """`none` (plain decoding), `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`
-    (`draft_model@0.4:MODEL` ends each draft after its first token less likely than that;
-    `ngram[4]` and `draft_model[4x4:12]:MODEL` draft trees, see `generate --help`), or your own
-    `package.module:factory`; repeat the option for each."""
+    """`none` (plain decoding), `ngram`, `draft_model:MODEL`, `heads:NAME`, `flexdraft:NAME` or any
+    other drafter that `jaxspec generate --help` lists; repeat the option for each."""
     draft_length: int | None = None
-    """Tokens drafted per round, nodes of a tree; default: as many as each drafter's tree has, or 4.
-    """
+    """Tokens (of a tree: nodes) drafted per round; default: as many as each drafter's tree has, or
+    4."""
     repeats: int = 5
     """Timed runs of each drafter, in turns."""
     plot: pathlib.Path | None = None
-    """Write the plot to this file; its suffix names the format."""
+    """Write the plot to this file; its suffix chooses the format."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Compares; returns the JSON document."""

@@ -17,17 +17,17 @@ class ConvertCommand(JsonOption):
     """Convert a Hugging Face checkpoint to a jaxspec directory (config, parameters, tokenizer)."""
 
     src: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """Local Hugging Face directory, or a hub id."""
+    """A Hugging Face directory, or a hub id."""
     dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """Directory to write."""
     dtype: DtypeName | None = None
-    """Of the stored parameters; the checkpoint's own if not given."""
+    """Dtype of the stored parameters; default: the checkpoint's own."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     overwrite: bool = False
     """Replace the destination if it exists."""
     verify: bool = False
-    """Compare logits with torch before the destination appears (needs the `parity` extra)."""
+    """Compare logits with torch's before the destination appears (needs the `parity` extra)."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Converts and prints the summary; returns the JSON document."""

@@ -56,7 +56,7 @@ class DemoCommand(JsonOption):
     batch_sizes: tuple[int, ...] = (1, 8)
     """Batch sizes to measure."""
     dtype: DtypeName = "float32"
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
     repeats: int = 9
     """Timed runs of each kind; the median counts."""
 

@@ -16,7 +16,7 @@ from jaxspec.runtime.report import TextTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvCommand(JsonOption):
-    """Print versions and devices, for bug reports and beside figures."""
+    """Print versions and devices, to add to bug reports and figures."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Prints and returns the JSON document."""

@@ -55,36 +55,37 @@ from jaxspec.verifiers import VerifierName, make_verifier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
-    """Complete prompts, speculatively if a drafter is named; outputs in the order of inputs."""
+    """Complete prompts, with a drafter speculatively; outputs are in the order of the prompts."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     prompt: str | None = None
     """One prompt, as text."""
     prompts: pathlib.Path | None = None
-    """A file of prompts, one a line: Spec-Bench questions, plain text, or JSON objects with
+    """A file of prompts, one per line: Spec-Bench questions, plain text, or JSON objects with
     `prompt`, `prompt_token_ids` or `messages`."""
     chat: bool = False
-    """Put text prompts through the chat template, as the user's message."""
+    """Take each text prompt as a user's message, and apply the chat template."""
     chat_template: str | None = None
-    """Instead of the tokenizer's own: `vicuna`, or a Jinja file."""
+    """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file."""
     chat_template_kwargs: str | None = None
-    """JSON object of further template variables, e.g. '{"enable_thinking": false}'."""
+    """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
     turns: Turns = "first"
-    """Of questions with several turns: first leaves out the others; all asks them one after the
-    other, in a session that keeps the KV, and completes each. Without --chat they are joined as
+    """For questions with several turns. first: ask only the first; all: ask them one after the
+    other, in a session that keeps the KV, and complete each. Without --chat, turns are joined as
     lines of text."""
     draft_length: DraftLength | None = None
-    """Tokens drafted per round, nodes of a tree; default: as many as the drafter's tree has, or 4.
-    `auto` chooses from none to --verify-length - 1 (by default that) while decoding, by acceptance
-    and by the measured cost of rounds."""
+    """Tokens (of a tree: nodes) drafted per round; default: as many as the drafter's tree has, or
+    4. `auto` chooses while decoding, by acceptance and by the measured cost of rounds, from 0 up to
+    --verify-length - 1 (without --verify-length, up to the default)."""
     exactness: Exactness = "bitwise"
-    """bitwise: outputs do not depend on the drafts in any bit. ties: score only as many tokens as
-    were drafted, which is faster; outputs are equal except at ties within rounding. On a CPU with
-    the native kernels bitwise is as fast, and ties as exact."""
+    """bitwise: no bit of the output depends on the drafts. ties: score only as many tokens as were
+    drafted, which is faster; outputs are equal except at ties within rounding. With the native CPU
+    kernels bitwise is as fast, and ties as exact."""
     verifier: VerifierName = "coupled"
-    """What decides how much of a draft is kept. coupled: the tokens of plain decoding with the same
-    seeds; rejection and block: the target's distribution; typical: lossy."""
+    """Which rule decides how much of a draft is kept. coupled: outputs are the tokens of plain
+    decoding with the same seeds (coupled:independent: also, but the drafter samples with noise of
+    its own); rejection and block: samples of the target's distribution; typical: lossy."""
     scheduler: SchedulerName = "continuous"
     """Which rows take part in a round. continuous: a finished row is replaced at once; static:
     batch after batch, as in EQSPEC; pool: rows of equal length together, as in EXSPEC."""
@@ -94,24 +95,24 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     check_invariants: bool = False
     """Check KV, padding and positions after every round: many times slower, for finding bugs."""
     generation_config: bool = False
-    """Take the checkpoint's recommended values for the sampling options that are not given."""
+    """Use the checkpoint's recommended values for sampling options that you do not give."""
     repetition_penalty: float | None = None
-    """Above 1 makes tokens of prompt and output less likely. Default 1: off."""
+    """Above 1: makes tokens of prompt and output less likely. Default 1: off."""
     presence_penalty: float | None = None
-    """Subtracted from the logits of tokens in the output. Default 0."""
+    """Subtracted from the logits of tokens that are in the output. Default 0."""
     frequency_penalty: float | None = None
-    """Subtracted once per occurrence in the output. Default 0."""
+    """Subtracted from a token's logit once per occurrence in the output. Default 0."""
     n: int = 1
     """Completions per prompt; each has the next seed."""
     min_tokens: int | None = None
-    """Tokens before which nothing ends a completion. Default 0."""
+    """Nothing ends a completion before this many tokens. Default 0."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends a completion and is cut off; repeat the option for several."""
     logprobs: int | None = None
     """Log-probabilities of this many likeliest tokens, and of the emitted one, at each position,
     from the model's own logits."""
     output: pathlib.Path | None = None
-    """JSON lines file to write instead of showing the completions; lines are added in order."""
+    """Write JSON lines to this file, in the order of the prompts; completions are not printed."""
     resume: bool = False
     """Continue an interrupted output file; the result equals that of an uninterrupted run."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"

@@ -32,7 +32,7 @@ class JsonOption:
     """Of every command."""
 
     json: bool = False
-    """End with one line of JSON on standard output."""
+    """Print one line of JSON at the end of standard output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,15 @@ class DrafterOptions:
     """Which drafter."""
 
     draft: str | None = None
-    """A draft model, named like the target; short for `--drafter draft_model:MODEL`."""
+    """A draft model, named as the target is; short for `--drafter draft_model:MODEL`."""
     drafter: str | None = None
-    """`none`, `ngram`, `ngram:MIN-MAX`, `draft_model:MODEL`, `heads:NAME` (Medusa's, Hydra's,
-    Clover's or Clover-2's in a directory or on the hub), or your own `package.module:factory`.
-    `draft_model@0.4:MODEL` (with --draft MODEL: `draft_model@0.4`) ends each draft after its first
-    token less likely than that. Trees: `draft_model[4x4:12]:MODEL` keeps the 12 best nodes of a
-    beam search of width 4 and depth 4 (with --draft MODEL: `draft_model[4x4:12]`), `ngram[4]` what
-    followed the 4 best matches, `medusa[chain]:NAME`, `clover[8]:NAME` and `clover[4x4:16]:NAME`
+    """What drafts: `none`, `ngram`, `ngram:MIN-MAX` (lengths of the n-grams), `draft_model:MODEL`,
+    `heads:NAME` (Medusa's, Hydra's, Clover's or Clover-2's), `flexdraft:NAME`, or your own
+    `package.module:factory`; NAME is a directory or a hub id. `draft_model@0.4:MODEL` ends each
+    draft after its first token with a lower probability. Trees: `draft_model[4x4:12]:MODEL` keeps
+    the 12 best nodes of a beam search of width 4 and depth 4, `ngram[4]` drafts what followed the 4
+    best matches. With --draft MODEL, leave `:MODEL` out (`draft_model@0.4`). `medusa[chain]:NAME`,
+    `clover[8]:NAME` and `clover[4x4:16]:NAME` draft
     what heads propose, as a chain, as a tree of 8 nodes, and as a beam search's best 16."""
 
     @property
@@ -77,12 +78,12 @@ class PromptOptions:
     """Which prompts."""
 
     prompts: pathlib.Path | None = None
-    """A file of prompts, one a line: Spec-Bench questions, plain text, or JSON objects with
+    """A file of prompts, one per line: Spec-Bench questions, plain text, or JSON objects with
     `prompt`, `prompt_token_ids` or `messages`. Default: the sample prompts of the embedded pair."""
     limit: int | None = None
-    """Use the first so many prompts."""
+    """Use only this many prompts, from the first on."""
     max_prompt_tokens: int | None = None
-    """Cut longer prompts to their first so many tokens."""
+    """Cut longer prompts after this many tokens."""
 
     def read_prompts(self, *, turns: Turns = "first") -> list[PromptLine]:
         """The prompts, as many as are asked for."""
@@ -106,17 +107,17 @@ class SamplingOptions:
     """How tokens are chosen."""
 
     max_tokens: int = 64
-    """Tokens to emit per prompt at most."""
+    """Emit at most this many tokens per prompt."""
     temperature: float | None = None
     """Divides the logits; 0 is greedy. Default 0."""
     top_k: int | None = None
     """Keep the k likeliest tokens; 0, the default, keeps all."""
     top_p: float | None = None
-    """Keep the likeliest tokens that reach this mass together. Default 1: all."""
+    """Keep the likeliest tokens whose probabilities add up to this. Default 1: all."""
     min_p: float | None = None
     """Keep tokens at least this fraction as likely as the likeliest. Default 0: all."""
     seed: int = 0
-    """Of the first prompt's draws; the next ones count on."""
+    """Seed of the first prompt; the next prompts have the next seeds."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-text tokens."""
 
@@ -140,11 +141,11 @@ class EngineOptions:
     batch_size: int = 8
     """Prompts decoded together; fewer if there are fewer."""
     max_length: int = 1024
-    """Tokens per prompt at most, the prompt's own and those of its completion."""
+    """Most tokens of a prompt and its completion together."""
     dtype: DtypeName | None = None
-    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    """Dtype of parameters, compute and cache; default: float32 on a CPU, else the checkpoint's."""
     verify: bool = True
-    """With --no-verify target and draft model are loaded without comparing their files with their
+    """--no-verify loads target and draft model without comparing their files with their
     checksums."""
 
 
