@@ -73,7 +73,7 @@ def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTimeBench(Bench):
-    """Compile engines whose targets differ in the number of layers only."""
+    """Compile time by the target's number of layers."""
 
     NAME: ClassVar[str] = "compile-time"
     MEASURES: ClassVar[tuple[str, ...]] = (*measure.ROUND, "bench/compile_time.py")
@@ -86,11 +86,11 @@ class CompileTimeBench(Bench):
     }
 
     layers: tuple[int, ...] = (2, 4, 8, 16, 36)
-    """Of the target, in rising order; the draft model has two."""
+    """Numbers of layers of the target, rising; the draft model has two."""
     width: int = 64
-    """Of both models; the compiler works on instructions, whatever the size of their arrays."""
+    """Width of both models; the compiler works on instructions, whatever the size of arrays."""
     batch_size: int = 8
-    """Rows."""
+    """Rows decoded together."""
     draft_length: int = 4
     """Tokens proposed per round."""
     max_length: int = 1024
@@ -98,7 +98,7 @@ class CompileTimeBench(Bench):
     repeats: int = 3
     """Times that each engine is compiled, in turns."""
     dtype: Dtype = "float32"
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
 
     def measure(self) -> dict[str, Any]:
         """Seconds by number of layers, medians of the repeats; and the growth from each number to

@@ -66,7 +66,7 @@ class DecodeOptions(Bench):
     scheduler: Literal["static", "continuous", "pool"] = "static"
     """Which rows take part in a round."""
     layout: Layout = "ragged"
-    """Where KV stands; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
+    """How KV is stored; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
     without realignment, which happens between rounds: whole runs show what that costs."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     """Batch sizes to measure."""
@@ -83,12 +83,12 @@ class DecodeOptions(Bench):
     temperature: float = 0.0
     """0 is greedy."""
     dtype: Dtype = "float32"
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
     max_length: int | None = None
     """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
     up to it."""
     repeats: int = 5
-    """Timed runs of each kind; medians count."""
+    """Timed runs of each kind; the median counts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

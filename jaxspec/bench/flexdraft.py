@@ -111,8 +111,7 @@ class FlexDraftBench(PairBench):
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     draft_length: int = 3
-    """Drafts per round of the modes beside one another; `auto` and the ablation choose their
-    own."""
+    """Drafts per round in the comparison of modes; `auto` and the ablation choose their own."""
     round_lengths: tuple[int, ...] = (1, 3, 7)
     """Draft lengths of the rounds that are timed; those that a block has no room for are left
     out."""
@@ -121,7 +120,7 @@ class FlexDraftBench(PairBench):
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; medians count."""
+    """Timed runs of each kind; the median counts."""
 
     def measure(self) -> dict[str, Any]:
         """What `parts` say."""

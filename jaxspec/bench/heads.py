@@ -112,7 +112,7 @@ class _TappedNGram(NGram):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsBench(PairBench):
-    """Heads, a draft model and an n-gram: accuracy, acceptance, costs, speeds."""
+    """Compare heads, a draft model and an n-gram: accuracy, acceptance, costs, speed."""
 
     NAME: ClassVar[str] = "heads"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -135,7 +135,7 @@ class HeadsBench(PairBench):
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; medians count."""
+    """Timed runs of each kind; the median counts."""
 
     def measure(self) -> dict[str, Any]:
         """What `parts` say."""

@@ -22,7 +22,7 @@ NAMES: tuple[KernelsName, KernelsName] = ("xla", "native")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelsBench(Bench):
-    """Forward passes with either kind of CPU kernels."""
+    """Time forward passes with the C++ kernels and with XLA's."""
 
     NAME: ClassVar[str] = "kernels"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -43,15 +43,15 @@ class KernelsBench(Bench):
     target: str = "demo-target"
     """Any model that `load_model` takes."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Rows."""
+    """Rows decoded together."""
     windows: tuple[int, ...] = (1, 3, 5)
     """Tokens per row."""
     contexts: tuple[int, ...] = (80, 1000)
     """Committed tokens per row."""
     repeats: int = 7
-    """Timed runs of each pass; medians count."""
+    """Timed runs of each pass; the median counts."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds of each pass, and the ratio of XLA's to ours, the median of turns."""

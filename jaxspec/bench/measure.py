@@ -136,9 +136,9 @@ class PairBench(Bench):
     target: str = "demo-target"
     """Any model that `load_model` takes."""
     draft: str = "demo-draft"
-    """Its draft model."""
+    """Its draft model, named in the same way."""
     dtype: Dtype | None = "float32"
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
 
     def load(self) -> tuple[LanguageModel, LanguageModel]:
         """Both models."""

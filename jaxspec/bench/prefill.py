@@ -23,7 +23,7 @@ from jaxspec.runtime.report import Columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBench(PairBench):
-    """The gaps of a stream while a long prompt is prefilled, by chunk size."""
+    """How long a stream waits while a long prompt is prefilled, by chunk size."""
 
     NAME: ClassVar[str] = "prefill"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "models/prefill.py", "engine/engine.py",
@@ -44,7 +44,7 @@ class PrefillBench(PairBench):
     draft_length: int = 4
     """Tokens drafted per round."""
     repeats: int = 7
-    """Arrivals per chunk size; medians count."""
+    """Arrivals per chunk size; the median counts."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds between pieces of the stream, before and after the arrival."""

@@ -277,7 +277,7 @@ def predicted_memory_s(device: str, shape: Shape) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBench(Bench):
-    """What a decode round becomes on a GPU or TPU that is not there (extra `deviceless`)."""
+    """What a decode round compiles to for a GPU or TPU that is not there (extra `deviceless`)."""
 
     NAME: ClassVar[str] = "program"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -304,17 +304,17 @@ class ProgramBench(Bench):
     devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",)
     """What to compile for."""
     kernels: tuple[KernelsName, ...] = ()
-    """Of both models; by default those that the device would be given."""
+    """Kernels of both models; default: the device's own."""
     num_layers: int | None = None
-    """Of both models at most: fewer compile faster."""
+    """Most layers of both models; fewer compile faster."""
     batch_size: int = 8
-    """Rows."""
+    """Rows decoded together."""
     context: int = 1024
     """Committed tokens per row."""
     draft_length: int = 4
     """Tokens drafted per round."""
     dtype: Dtype = "bfloat16"
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
 
     def measure(self) -> dict[str, Any]:
         """A result per device, kernels and kind of rows; nothing is run.

@@ -19,7 +19,7 @@ from jaxspec.schedulers import Static
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCostBench(Bench):
-    """Rounds of plain decoding in a speculative program at several max_lengths."""
+    """Time of a round of plain decoding in a speculative program, by max_length."""
 
     NAME: ClassVar[str] = "step-cost"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/step_cost.py")
@@ -33,13 +33,13 @@ class StepCostBench(Bench):
     target: str = "demo-target"
     """Any model that `load_model` takes."""
     dtype: Dtype = "float32"
-    """Of parameters, compute and cache."""
+    """Dtype of parameters, compute and cache."""
     max_lengths: tuple[int, ...] = (1024, 4096, 16384)
     """Slots per row; the first is the baseline."""
     live_slots: int = 256
     """Committed tokens per row when timing starts."""
     batch_size: int = 8
-    """Rows."""
+    """Rows decoded together."""
     verify_length: int = 5
     """Tokens scored per round."""
     rounds: int = 64

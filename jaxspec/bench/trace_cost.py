@@ -21,7 +21,7 @@ from jaxspec.telemetry.trace import LEVELS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceCostBench(PairBench):
-    """Speculative rounds without a trace and with each level of it."""
+    """Time speculative rounds with each trace level, and without a trace."""
 
     NAME: ClassVar[str] = "trace-cost"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "telemetry/trace.py", "bench/trace_cost.py")
@@ -47,7 +47,7 @@ class TraceCostBench(PairBench):
     repeats: int = 11
     """Timed runs per level."""
     temperature: float = 0.0
-    """Of all rows; 0 is greedy."""
+    """Temperature of all rows; 0 is greedy."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds per round, and ratios to no trace, by batch size and level."""

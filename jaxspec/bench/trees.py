@@ -91,7 +91,7 @@ SPEEDS: Columns = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreesBench(PairBench):
-    """Trees beside chains: what a pass costs, what a round emits, what is fastest."""
+    """Compare trees with chains: cost of a pass, tokens per round, speed."""
 
     NAME: ClassVar[str] = "trees"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -113,7 +113,7 @@ class TreesBench(PairBench):
     width: int = 4
     """Tokens by which beam trees continue, and nodes that they continue from, per level."""
     temperature: float = 0.8
-    """Of the sampled outputs."""
+    """Temperature of the sampled outputs."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
     """Rows of the runs that are timed."""
     chains: tuple[int, ...] = (2, 4, 8)
@@ -123,7 +123,7 @@ class TreesBench(PairBench):
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; medians count."""
+    """Timed runs of each kind; the median counts."""
 
     def measure(self) -> dict[str, Any]:
         """Costs, acceptance and speeds."""

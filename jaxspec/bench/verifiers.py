@@ -52,7 +52,7 @@ class VerifiersBench(PairBench):
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "verifiers", "bench/verifiers.py")
 
     temperature: float = 0.8
-    """Of target and draft."""
+    """Temperature of target and draft."""
     draft_length: int = 4
     """Tokens drafted per round."""
     max_tokens: int = 64
@@ -60,7 +60,7 @@ class VerifiersBench(PairBench):
     samples: int = 4
     """Outputs per prompt."""
     batch_size: int = 8
-    """Rows."""
+    """Rows decoded together."""
     repeats: int = 7
     """Timed runs of each kind of sampling parameters."""
 

@@ -125,7 +125,7 @@ class ConfusionBench(PairBench):
     max_tokens: int = 24
     """Tokens of an output."""
     temperature: float = 0.8
-    """Of sampled outputs."""
+    """Temperature of sampled outputs."""
     spoiled: int = 36
     """Outputs that are spoiled in each way."""
     files: int = 8

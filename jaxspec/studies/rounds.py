@@ -29,8 +29,7 @@ from jaxspec.telemetry.counters import Acceptance
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulersBench(WorkloadOptions):
-    """Rounds of both layouts with static batches, the same-length pool and continuous batching, and
-    of EQSPEC and EXSPEC as published."""
+    """Count rounds of layouts and schedulers, and of EQSPEC and EXSPEC as published."""
 
     NAME: ClassVar[str] = "schedulers"
     MEASURES: ClassVar[tuple[str, ...]] = (

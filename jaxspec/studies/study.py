@@ -34,7 +34,7 @@ CELLS = "cells.json"  # in the output directory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study(WorkloadOptions):
-    """Reproduce the published study of batched speculative decoding, and see what beats it."""
+    """Repeat the published study of batched speculative decoding, and compare it with jaxspec."""
 
     NAME: ClassVar[str] = "study"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -55,9 +55,9 @@ class Study(WorkloadOptions):
     """Where there are no weights (`random:PRESET`): draft what the target will emit, right with
     this probability, at the cost of the draft model."""
     dtype: Dtype | None = None
-    """Of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    """Dtype of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
     seed: int = 0
-    """Of arrivals and of random prompts."""
+    """Seed of arrivals and of random prompts."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Runs what is missing, writes the report; returns the JSON document."""
