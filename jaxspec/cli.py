@@ -27,7 +27,10 @@ COMMANDS = {
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
-    "train": ("commands.train:TrainCommand", "train a small model, a draft model, heads or FlexDraft"),
+    "train": (
+        "commands.train:TrainCommand",
+        "train a small model, a draft model, heads or FlexDraft",
+    ),
     "cache": ("commands.cache:CacheCommand", "list, verify or remove converted and compiled files"),
     "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
