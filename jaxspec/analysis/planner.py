@@ -594,7 +594,7 @@ class Planner:
             chosen=chosen,
             fastest=max(fitting, key=lambda run: run.tokens_per_s),
             cheaper=max(less, key=lambda run: run.tokens_per_s, default=None),
-            faster=min(more, key=lambda run: run.bytes.total_bytes, default=None),
+            faster=min(more, key=_by_bytes, default=None),
             baseline_bytes=baseline_bytes(
                 self.target.config,
                 draft=None if self.draft is None else self.draft.config,
@@ -605,6 +605,7 @@ class Planner:
                 depth=settings.draft_length,
             ),
             programs=programs,
+            formulas=self.formulas(settings),
             num_candidates=len(runs),
             num_fitting=len(fitting),
             remarks=self._remarks(chosen, programs),
@@ -637,6 +638,47 @@ class Planner:
                 "it with `jaxspec compare`."
             )
         return tuple(found)
+
+    def formulas(self, settings: PlanSettings) -> dict[str, str]:
+        """By part of `Parts`, how its bytes come about."""
+        rows = settings.batch_size // settings.num_data_shards
+        residents = self.scheduler.num_residents(rows)
+        vocab_size = self.target.config.vocab_size
+
+        def of_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: str, slots: int) -> str:
+            itemsize, scale = (1, " + 4") if kv_dtype else (jnp.dtype(dtype).itemsize, "")
+            return (
+                f"{residents} rows x {slots} slots x 2 x {config.num_layers} layers x "
+                f"{config.num_kv_heads} heads x ({config.head_size} x {itemsize}{scale}) B"
+            )
+
+        target = self.target.config
+        found = {
+            "target_weights_bytes": _weights_in_words(target, self.dtype),
+            "target_kv_bytes": of_kv(target, settings.kv_dtype, self.dtype, settings.max_length),
+            "logits_bytes": (
+                f"{rows} rows x {settings.draft_length + 1} tokens x {vocab_size} x 4 B"
+            ),
+        }
+        if self.draft is not None and settings.draft_length:
+            draft, dtype = self.draft.config, settings.draft_dtype
+            drafter = self._loop(settings, None, None).drafter
+            cache = jax.eval_shape(lambda: drafter.init(self._loop(settings, None, None).shape))
+            slots = cache.cache.layers[0].k.shape[0] * BLOCK // rows
+            found["draft_weights_bytes"] = _weights_in_words(draft, dtype)
+            found["draft_kv_bytes"] = of_kv(draft, settings.draft_kv_dtype, dtype, slots)
+            if self.verifier.needs_draft_probs:
+                found["draft_probs_bytes"] = (
+                    f"{rows} rows x {settings.draft_length} drafts x {vocab_size} x 4 B"
+                )
+        if settings.num_model_shards > 1:
+            found = {
+                name: words + f", split over {settings.num_model_shards} devices where it is split"
+                if name.startswith("target")
+                else words
+                for name, words in found.items()
+            }
+        return found
 
     # Refusals.
 
@@ -689,12 +731,17 @@ def choose(runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float) -> Pla
         return None
     best = max(run.tokens_per_s for run in fitting)
     fast = [run for run in fitting if run.tokens_per_s >= keep * best]
-    return min(fast, key=lambda run: (run.bytes.total_bytes, -run.tokens_per_s))
+    return min(fast, key=_by_bytes)
+
+
+def _by_bytes(run: PlannedRun) -> tuple[int, float]:
+    """Order of runs: the fewest bytes first, of equals the fastest."""
+    return run.bytes.total_bytes, -run.tokens_per_s
 
 
 def smallest(runs: Sequence[PlannedRun]) -> PlannedRun:
     """The run of the fewest bytes."""
-    return min(runs, key=lambda run: (run.bytes.total_bytes, -run.tokens_per_s))
+    return min(runs, key=_by_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -753,6 +800,11 @@ class _WithoutHead:
     def kernels(self) -> tuple[tuple[float, float], ...]:
         products, _, attention = self.whole.kernels()
         return products, (0.0, 0.0), attention
+
+
+def _weights_in_words(config: ModelConfig, dtype: str) -> str:
+    num_params = decoder.num_params(config) / 1e9
+    return f"{num_params:.3g} billion parameters x {jnp.dtype(dtype).itemsize} B"
 
 
 def model_axes(config: ModelConfig, limit: int) -> list[int]:

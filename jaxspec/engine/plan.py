@@ -300,6 +300,7 @@ class MemoryPlan:
       baseline_bytes: what the baseline policy takes for the same rows, by part; see
         `analysis.planner.baseline_bytes`.
       programs: compiled for the chosen settings.
+      formulas: by part of `engine.memory.Parts`, how its bytes come about, in words.
       num_candidates: settings that were looked at.
       num_fitting: of these, within the budget.
       remarks: what to know about the figures, in sentences.
@@ -317,6 +318,7 @@ class MemoryPlan:
     cheaper: PlannedRun | None
     faster: PlannedRun | None
     baseline_bytes: Mapping[str, int]
+    formulas: Mapping[str, str]
     programs: tuple[ProgramBytes, ...]
     num_candidates: int
     num_fitting: int
@@ -412,12 +414,13 @@ class MemoryPlan:
         others = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in (*runs, "programs", "remarks", "baseline_bytes")
+            if field.name not in (*runs, "programs", "remarks", "baseline_bytes", "formulas")
         }
         return {
             **others,
             **runs,
             "baseline_bytes": dict(self.baseline_bytes),
+            "formulas": dict(self.formulas),
             "programs": [
                 {**dataclasses.asdict(each), "total_bytes": each.total_bytes}
                 for each in self.programs
