@@ -197,14 +197,20 @@ def quantise(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     magnitude = jnp.where(jnp.abs(wide) < jnp.inf, jnp.abs(wide), jnp.float32(jnp.inf))
     largest = jnp.max(magnitude, axis=-1)
     is_finite = largest < jnp.inf
-    scale = largest / jnp.float32(_LARGEST_CODE)
+    # Divisions are products with an inverse, which some compilers make of them and some do not.
+    scale = largest * jnp.float32(1 / _LARGEST_CODE)
     scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, jnp.float32(1))
-    codes = lax.round(
-        jnp.where(is_finite[..., None], wide, jnp.float32(0)) / scale[..., None],
-        lax.RoundingMethod.TO_NEAREST_EVEN,
-    )
-    codes = jnp.clip(codes, -_LARGEST_CODE, _LARGEST_CODE)
+    codes = jnp.where(is_finite[..., None], wide, jnp.float32(0)) * (1 / scale)[..., None]
+    codes = jnp.clip(_round_half_to_even(codes), -_LARGEST_CODE, _LARGEST_CODE)
     return codes.astype(jnp.int8), jnp.where(is_finite, scale, jnp.float32(jnp.nan))
+
+
+def _round_half_to_even(x: jax.Array) -> jax.Array:
+    """As `jnp.round`, which Pallas' Triton compiler does not have."""
+    below = jnp.floor(x)
+    rest = x - below
+    is_odd = below != 2 * jnp.floor(below / 2)
+    return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).astype(x.dtype)
 
 
 def dequantise(codes: jax.Array, scale: jax.Array, dtype) -> jax.Array:

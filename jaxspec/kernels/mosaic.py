@@ -53,9 +53,9 @@ def mosaic_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Does as `pallas_attention` where `is_supported` says no, and with KV in int8. A tree, or a capacity of more than
-    `SPLIT_LENGTH`, needs scratch memory for one layer's partial sums, fp32: the number of splits,
-    times the queries padded to 64.
+    Does as `pallas_attention` where `is_supported` says no, and with KV in int8. A tree, or a
+    capacity of more than `SPLIT_LENGTH`, needs scratch memory for one layer's partial sums, fp32:
+    the number of splits, times the queries padded to 64.
 
     Args:
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.

@@ -471,9 +471,9 @@ def _write_window(
     epsilon: float,
 ):
     """One entry of a row's window, and one KV head."""
-    # Those given of the bias [K, G + 2, H] and the norms [H]; K and V [P, K, block, H] and any scales
-    # [P, K, block] as they were, and as they are now, between them the queries [B, K, T, G, H].
-    *optional, queries_ref = references[: len(given)] + references[len(given) + num_stored :][:1]
+    # Those given of the bias [K, G + 2, H] and the norms [H]; K and V [P, K, block, H] and any
+    # scales [P, K, block] as they were, and as they are now, after the queries [B, K, T, G, H].
+    optional, queries_ref = references[: len(given)], references[len(given) + num_stored]
     k_ref, v_ref, *scale_refs = references[-num_stored:]
     optional_refs = dict(zip(given, optional, strict=True))
     row, entry, head = (pl.program_id(axis) for axis in range(3))

@@ -165,4 +165,6 @@ def random_model(
     kernels = kernels or default_kernels()
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
     params = decoder.pack_params(params, get_kernels(kernels), consume=True)
-    return LanguageModel(name=name, config=config, params=params, kernels=kernels, kv_dtype=kv_dtype)
+    return LanguageModel(
+        name=name, config=config, params=params, kernels=kernels, kv_dtype=kv_dtype
+    )

@@ -343,9 +343,7 @@ def test_a_querys_attention_does_not_depend_on_how_many_read_the_same_kv(dtype):
             np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :, queries])
 
 
-@pytest.mark.parametrize(
-    ("sliding", "kv_dtype"), [(None, None), (17, None), (None, "int8")]
-)
+@pytest.mark.parametrize(("sliding", "kv_dtype"), [(None, None), (17, None), (None, "int8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fill", [np.nan, np.inf, -3e38])
 def test_what_dead_slots_hold_changes_no_bit(fill, dtype, sliding, kv_dtype):
@@ -479,9 +477,7 @@ def test_another_path_is_seen_by_the_checks_above():
     np.testing.assert_array_equal(siblings[:, :-1], heads[:, :-1])
 
 
-@pytest.mark.parametrize(
-    "name", ["norm", "sliding over few blocks", "bf16, norm, bias", "int8"]
-)
+@pytest.mark.parametrize("name", ["norm", "sliding over few blocks", "bf16, norm, bias", "int8"])
 def test_attention_in_trees_equals_xlas(name):
     case = tree_case(name)
     inputs = tree_inputs(case)

@@ -135,9 +135,9 @@ def product(
 def is_attention_supported(
     qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
 ) -> bool:
-    """Whether `attend` takes these: fp32 or bf16, as is the KV unless it is int8, the ragged layout,
-    heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where it has 16), at most
-    `MAX_QUERIES` queries."""
+    """Whether `attend` takes these: fp32 or bf16, as is the KV unless it is int8, the ragged
+    layout, heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where
+    it has 16), at most `MAX_QUERIES` queries."""
     num_lanes = _load()[0]
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (

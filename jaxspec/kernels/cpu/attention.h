@@ -115,11 +115,12 @@ inline void StoreCodes(const float* x, int64_t size, int8_t* codes, float* scale
   }
   float largest = 0.0f;
   for (int64_t i = 0; i < size; ++i) largest = std::max(largest, std::fabs(x[i]));
-  *scale = largest / 127.0f;
+  *scale = largest * (1.0f / 127.0f);
   if (*scale < FLT_MIN) *scale = 1.0f;
+  const float inverse = 1.0f / *scale;
   const float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, to even on a tie
   for (int64_t i = 0; i < size; i += kLanes) {
-    const Vector shifted = Load(x + i, size - i) / *scale + kShift;
+    const Vector shifted = Load(x + i, size - i) * inverse + kShift;
     Store(codes + i, shifted - kShift, size - i);
   }
 }
