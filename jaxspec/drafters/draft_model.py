@@ -81,9 +81,9 @@ class DraftModel(DrafterBase):
     under `rejection` they are drawn without replacement, which takes a `StaticTree`.
 
     Attributes:
-      model: the draft model; a name is loaded as `load_model` does. With the argument `kv_dtype` its
-        KV is stored in that dtype (`int8`), independently of the target's; None leaves it as the
-        model has it. What is drafted changes a little, what is emitted does not.
+      model: the draft model; a name is loaded as `load_model` does. The argument `kv_dtype` stores
+        its KV in that dtype (`int8`), independently of the target's; None leaves it as the model
+        has it. What is drafted changes a little, what is emitted does not.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
       tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
