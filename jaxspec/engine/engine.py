@@ -30,7 +30,7 @@ from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.registry import family_of
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -590,6 +590,8 @@ def _described(engine: Engine) -> dict[str, Any]:
     return {
         "target": engine.target.name,
         "drafter": drafter.name if drafter else "none",
+        "kv_dtype": kv_dtype_of(engine.target),
+        "draft_kv_dtype": kv_dtype_of(getattr(drafter, "model", None)),
         "is_synthetic": bool(drafter and drafter.is_synthetic),
         "verifier": engine.verifier.name,
         "layout": engine.layout,

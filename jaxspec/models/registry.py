@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.pages import KvDtype
 from jaxspec.errors import ModelError
 from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
 from jaxspec.models import decoder
@@ -154,15 +155,17 @@ def random_model(
     seed: int = 0,
     sharding=None,
     kernels: KernelsName | None = None,
+    kv_dtype: KvDtype | None = None,
 ) -> LanguageModel:
     """A model of a preset's (or any) architecture with random weights, built on the device.
 
     Args:
       preset: a key of `PRESETS`, or a `ModelConfig`.
-      dtype: parameters, compute and cache.
+      dtype: of parameters and compute, in which KV is read too.
       seed: of the weights.
       sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
       kernels: see `LanguageModel`; None is `default_kernels()`.
+      kv_dtype: see `LanguageModel`.
 
     Raises:
       ModelError: unknown preset.
@@ -176,4 +179,6 @@ def random_model(
     kernels = kernels or default_kernels()
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
     params = decoder.pack_params(params, get_kernels(kernels), consume=True)
-    return LanguageModel(name=name, config=config, params=params, kernels=kernels)
+    return LanguageModel(
+        name=name, config=config, params=params, kernels=kernels, kv_dtype=kv_dtype
+    )
