@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.analysis import cost
-from jaxspec.cache.pages import BLOCK, round_up_to_block
+from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.decode.loop import DecodeLoop
@@ -38,7 +38,6 @@ from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.memory import Parts, in_units, measure_parts
 from jaxspec.engine.plan import (
-    KVDtype,
     MemoryPlan,
     PlanBytes,
     PlannedRun,
@@ -82,8 +81,8 @@ class Search:
     """
 
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
-    kv_dtypes: tuple[KVDtype, ...] = (None, "int8")
-    draft_kv_dtypes: tuple[KVDtype, ...] = (None, "int8")
+    kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
+    draft_kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
     draft_kv_windows: tuple[int | None, ...] = (None, 512)
     draft_dtypes: tuple[str, ...] = ()
     prefill_chunks: tuple[int, ...] = (64, 128, 256, 512)
@@ -362,7 +361,7 @@ class Planner:
         settings: PlanSettings,
         num_layers: int | None,
         *,
-        kv_dtype: KVDtype = None,
+        kv_dtype: KvDtype | None = None,
     ) -> ShapeModel:
         config = model.config if num_layers is None else shortened(model.config, num_layers)
         kernels: KernelsName = "xla"
@@ -374,7 +373,7 @@ class Planner:
             dtype=parse_dtype(dtype),
             kernels=kernels,
             is_packed=self.is_here,
-            **({} if kv_dtype is None else {"kv_dtype": kv_dtype}),
+            kv_dtype=kv_dtype,
         )
 
     @functools.cached_property
@@ -645,7 +644,7 @@ class Planner:
         residents = self.scheduler.num_residents(rows)
         vocab_size = self.target.config.vocab_size
 
-        def of_kv(config: ModelConfig, kv_dtype: KVDtype, dtype: str, slots: int) -> str:
+        def of_kv(config: ModelConfig, kv_dtype: KvDtype | None, dtype: str, slots: int) -> str:
             itemsize, scale = (1, " + 4") if kv_dtype else (jnp.dtype(dtype).itemsize, "")
             return (
                 f"{residents} rows x {slots} slots x 2 x {config.num_layers} layers x "
@@ -819,13 +818,13 @@ def doubling(largest: int) -> Iterator[int]:
     yield largest
 
 
-def kv_itemsize(config: ModelConfig, kv_dtype: KVDtype, itemsize: int) -> float:
+def kv_itemsize(config: ModelConfig, kv_dtype: KvDtype | None, itemsize: int) -> float:
     """Bytes of a component of the KV; with int8 its share of the vector's fp32 scale is added."""
     return itemsize if kv_dtype is None else 1 + 4 / config.head_size
 
 
 def kv_bytes(
-    config: ModelConfig, *, num_rows: int, num_slots: int, kv_dtype: KVDtype, itemsize: int
+    config: ModelConfig, *, num_rows: int, num_slots: int, kv_dtype: KvDtype | None, itemsize: int
 ) -> int:
     """The formula of KV: `rows * 2 L K (H b + s) * slots`, and a page number per block."""
     per_vector = config.head_size * (1 if kv_dtype else itemsize) + 4 * (kv_dtype is not None)

@@ -15,16 +15,16 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.pages import KvDtype
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.memory import Parts, in_units
 from jaxspec.errors import SettingError
-from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.base import LanguageModel, Model, kv_dtype_of
 from jaxspec.runtime.compilation import shapes_at
 
-KVDtype: TypeAlias = Literal["int8"] | None
 # How the temporaries of a plan are known; see `PlanBytes`.
 Source: TypeAlias = Literal["compiled", "compiled short", "estimated"]
 
@@ -50,8 +50,8 @@ class PlanSettings:
     max_length: int
     draft_length: int
     prefill_chunk: int
-    kv_dtype: KVDtype = None
-    draft_kv_dtype: KVDtype = None
+    kv_dtype: KvDtype | None = None
+    draft_kv_dtype: KvDtype | None = None
     draft_kv_window: int | None = None
     draft_dtype: str
     num_data_shards: int = 1
@@ -391,13 +391,19 @@ class MemoryPlan:
                 f"The plan drafts {settings.draft_length} tokens with {self.draft}, and no drafter "
                 "was given; give one, or plan without a draft model."
             )
-        owners: list[tuple[str, Any, str]] = [("target", target, "kv_dtype")]
+        pairs = {("target", "kv_dtype"): (settings.kv_dtype, kv_dtype_of(target))}
         if settings.draft_length:
-            owners.append(("drafter", drafter, "draft_kv_dtype"))
-            owners.append(("drafter", drafter, "draft_kv_window"))
-        for what, owner, field in owners:
-            argument = KNOBS[field].argument
-            planned, given = getattr(settings, field), getattr(owner, argument, None)
+            pairs |= {
+                ("drafter", "kv_dtype"): (
+                    settings.draft_kv_dtype,
+                    kv_dtype_of(getattr(drafter, "model", None)),
+                ),
+                ("drafter", "kv_window"): (
+                    settings.draft_kv_window,
+                    getattr(drafter, "kv_window", None),
+                ),
+            }
+        for (what, argument), (planned, given) in pairs.items():
             if planned != given:
                 raise SettingError(
                     f"The plan has {argument}={planned!r} for the {what}, which was made with "
