@@ -31,6 +31,7 @@ from jaxspec.bench.measure import (
     only_run_into,
     random_prompts,
 )
+from jaxspec.bench.memory import MemoryBench
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.program import ProgramBench
@@ -388,6 +389,7 @@ class BenchCommand:
         | Annotated[TreesBench, tyro.conf.subcommand("trees")]
         | Annotated[HeadsBench, tyro.conf.subcommand("heads")]
         | Annotated[FlexDraftBench, tyro.conf.subcommand("flexdraft")]
+        | Annotated[MemoryBench, tyro.conf.subcommand("memory")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
