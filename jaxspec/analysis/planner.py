@@ -577,6 +577,10 @@ class Planner:
         keep: float,
         programs: tuple[ProgramBytes, ...],
     ) -> MemoryPlan:
+        num_candidates = len(runs)
+        num_fitting = sum(run.bytes.total_bytes <= budget_bytes for run in runs)
+        if not chosen.settings.changes_output:
+            runs = [run for run in runs if not run.settings.changes_output]
         fitting = [run for run in runs if run.bytes.total_bytes <= budget_bytes]
         total = chosen.bytes.total_bytes
         less = [run for run in fitting if run.bytes.total_bytes < total]
@@ -605,8 +609,8 @@ class Planner:
             ),
             programs=programs,
             formulas=self.formulas(settings),
-            num_candidates=len(runs),
-            num_fitting=len(fitting),
+            num_candidates=num_candidates,
+            num_fitting=num_fitting,
             remarks=self._remarks(chosen, programs),
         )
 

@@ -121,10 +121,10 @@ class MemoryBench(PairBench):
         }
         for engine in engines.values():
             engine.warm_up()
+            self._ask(engine, lines[:1])  # compiles what sessions need
         turns = take_turns(
             {name: functools.partial(self._ask, each, lines) for name, each in engines.items()},
             self.repeats,
-            num_warm_ups=1,
         )
         first, second = (turns.results[name] for name in engines)
         longest = max(len(done.prompt_token_ids) for done in first)

@@ -294,7 +294,8 @@ class MemoryPlan:
       budget_bytes: per device.
       keep: share of the best predicted speed that the chosen settings keep at least.
       chosen: the plan.
-      fastest: of all that fit.
+      fastest: of all that fit. Here as below settings that change the output count only where the
+        chosen ones do.
       cheaper: the fastest of those that take fewer bytes than the chosen one; None if none does.
       faster: the cheapest of those predicted to be faster, whether it fits or not.
       baseline_bytes: what the baseline policy takes for the same rows, by part; see
