@@ -434,20 +434,29 @@ class Planner:
         draft = None if self.draft is None else self.draft.config
         return cost.find_devices(self.device, self.target.config, draft)
 
+    def _devices_of(self, settings: PlanSettings) -> tuple[cost.Device, cost.Device, int | None]:
+        """Those of a data shard, each as one; a draft model that they cannot split is on each."""
+        of_target, of_draft, block = self._devices
+        model = settings.num_model_shards
+        splits_draft = self.draft is not None and model in model_axes(self.draft.config, model)
+        return (
+            cost.split(of_target, model),
+            cost.split(of_draft, model) if splits_draft else of_draft,
+            block,
+        )
+
     def pair(self, settings: PlanSettings) -> cost.Pair:
         """The cost model of one data shard."""
-        of_target, of_draft, block = self._devices
+        of_target, of_draft, block = self._devices_of(settings)
         draft = self.draft.config if self.draft is not None and settings.draft_length else None
-        model = settings.num_model_shards
-        splits_draft = draft is not None and model in model_axes(draft, model)
         itemsize, draft_itemsize = (
             jnp.dtype(each).itemsize for each in (self.dtype, settings.draft_dtype)
         )
         return cost.Pair(
             target=self.target.config,
-            target_device=cost.split(of_target, model),
+            target_device=of_target,
             draft=draft,
-            draft_device=cost.split(of_draft, model) if splits_draft else of_draft,
+            draft_device=of_draft,
             itemsize=itemsize,
             block=block,
             draft_itemsize=draft_itemsize,
@@ -461,6 +470,7 @@ class Planner:
     def speeds(self, settings: PlanSettings) -> tuple[float, float]:
         """Predicted tokens per second with and without prompts; see `PlannedRun`."""
         pair, draft_length = self.pair(settings), settings.draft_length
+        of_target, of_draft, _ = self._devices_of(settings)
         rows = settings.batch_size // settings.num_data_shards
         num_output = self.context - self.prompt_tokens
         where: dict[str, Any] = {"batch": rows, "context": self.prompt_tokens + num_output / 2}
@@ -480,15 +490,15 @@ class Planner:
             block=pair.block,
             kv_itemsize=pair.kv_itemsize,
         )
-        chunk_s = pair.target_device.pass_s(_WithoutHead(chunk))
+        chunk_s = of_target.pass_s(_WithoutHead(chunk))
         if pair.draft is not None:
-            of_draft = dataclasses.replace(
+            draft_chunk = dataclasses.replace(
                 chunk,
                 config=pair.draft,
                 itemsize=pair.draft_itemsize or pair.itemsize,
                 kv_itemsize=pair.draft_kv_itemsize,
             )
-            chunk_s += pair.draft_device.pass_s(_WithoutHead(of_draft))
+            chunk_s += of_draft.pass_s(_WithoutHead(draft_chunk))
         prefill_s = math.ceil(self.prompt_tokens / settings.prefill_chunk) * chunk_s
         decode_s = num_output / emitted * round_s
         in_all = rows * num_output / (rows * prefill_s + decode_s)
@@ -550,14 +560,14 @@ class Planner:
     def _compiled(
         self, run: PlannedRun, compiles: Compiles
     ) -> tuple[PlanBytes, tuple[ProgramBytes, ...]]:
-        settings, source = run.settings, "compiled" if compiles == "whole" else "compiled short"
+        settings = run.settings
+        source: Source = "compiled" if compiles == "whole" else "compiled short"
         if settings.num_devices > len(jax.devices()):
             return run.bytes, ()
         self.say(f"compiling {settings.sentence}")
         programs = self.programs(settings, compiles)
         added = max(each.added_bytes for each in programs)
-        of_source: Source = source  # type: ignore[assignment]
-        return PlanBytes.of_programs(self._parts(settings), added, of_source), programs
+        return PlanBytes.of_programs(self._parts(settings), added, source), programs
 
     def _correction(self, compiled: dict[PlanSettings, tuple[PlanBytes, Any]]) -> float:
         """What estimates are multiplied by: as much as compiled programs needed more."""
