@@ -21,8 +21,8 @@ from jaxspec.cache import pages as kv
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import SettingError
 from jaxspec.kernels import cpu as native
-from jaxspec.models.base import with_kv_dtype
 from jaxspec.models.config import RopeConfig
+from jaxspec.testing import check_model
 
 LENGTHS = (3, 140, 1, 126, 30, 60)  # one row's window crosses the end of a page
 PARAMS = [
@@ -36,8 +36,8 @@ WINDOW = {"draft_length": 6, "verify_length": 7}
 
 def target_of(kernels, dtype, **changes):
     rope = RopeConfig(theta=1e4, rotary_size=16)
-    model = toy.model(kernels=kernels, dtype=dtype, head_size=16, rope=rope, **changes)
-    return with_kv_dtype(model, "int8")
+    changes |= {"head_size": 16, "rope": rope, "kv_dtype": "int8"}
+    return toy.model(kernels=kernels, dtype=dtype, **changes)
 
 
 needs_native = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
@@ -174,6 +174,31 @@ def test_the_aligned_layout_gives_plain_decodings_codes(setting):
     plain = engine.generate(alike, PARAMS[0], speculate=False)
     same = [a == b for a, b in zip(token_ids(drafted), token_ids(plain), strict=True)]
     assert sum(same) >= BATCH_SIZE - 1  # sums run in another order: ties
+
+
+@pytest.mark.system
+def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
+    target, prompts, _ = setting
+    if target.kernels != "native":
+        pytest.skip("only the native kernels re-read to the bit")
+    engine = Engine(target, jaxspec.NGram(), batch_size=1, max_length=256, draft_length=3)
+    first, second = engine.session(), engine.session()
+    done = first.generate(prompts[1], PARAMS[1])
+    before = live_pages(engine)
+    second.generate(prompts[3], PARAMS[0])
+    assert first.place == "host"
+    after = first.generate([*done.prompt_token_ids, *done.token_ids, 7, 8, 9], PARAMS[1])
+    assert after.num_reused_tokens > 140
+    num_kept = after.num_reused_tokens
+    for was, now in zip(before, live_pages(engine), strict=True):
+        np.testing.assert_array_equal(now[:, :num_kept], was[:, :num_kept])
+    [alone] = engine.generate([after.prompt_token_ids], PARAMS[1])
+    assert after.token_ids == alone.token_ids
+
+
+@pytest.mark.system
+def test_the_model_keeps_the_contracts_of_decoding(setting):
+    check_model(setting[0]).assert_ok()
 
 
 # Sabotage

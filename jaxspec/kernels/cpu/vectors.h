@@ -82,9 +82,16 @@ inline Vector Load(const uint16_t* from) {
 }
 
 inline Vector Load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
   VectorOf<int8_t, kLanes>::type codes;
   std::memcpy(&codes, from, sizeof(codes));
-  return __builtin_convertvector(__builtin_convertvector(codes, Integers), Vector);
+  const auto wider = __builtin_convertvector(codes, VectorOf<int16_t, kLanes>::type);
+  return __builtin_convertvector(__builtin_convertvector(wider, Integers), Vector);
+#endif
 }
 
 // The first `count` lanes; the others are 0, and what lies behind is not read.
