@@ -13,6 +13,7 @@ __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 _EXPORTS = {
     "analysis.compare": "DrafterComparison compare",
+    "analysis.planner": "plan_memory",
     "analysis.plots": "plot_acceptance",
     "checkpoint.format": "save_model",
     "checkpoint.resolve": "load_model",
@@ -25,6 +26,7 @@ _EXPORTS = {
     "drafters.trees": "BeamTree BudgetTree StaticTree best_static_tree",
     "drafters.oracle": "Oracle",
     "engine.engine": "Engine",
+    "engine.plan": "MemoryPlan",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
     "engine.sessions": "Session",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from jaxspec import types as types
     from jaxspec.analysis.compare import DrafterComparison as DrafterComparison
     from jaxspec.analysis.compare import compare as compare
+    from jaxspec.analysis.planner import plan_memory as plan_memory
     from jaxspec.analysis.plots import plot_acceptance as plot_acceptance
     from jaxspec.checkpoint.format import save_model as save_model
     from jaxspec.checkpoint.resolve import load_model as load_model
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from jaxspec.drafters.trees import StaticTree as StaticTree
     from jaxspec.drafters.trees import best_static_tree as best_static_tree
     from jaxspec.engine.engine import Engine as Engine
+    from jaxspec.engine.plan import MemoryPlan as MemoryPlan
     from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput
     from jaxspec.engine.sessions import Session as Session

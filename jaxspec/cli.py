@@ -26,6 +26,10 @@ COMMANDS = {
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
+    "plan": (
+        "commands.plan:PlanCommand",
+        "settings that fit a memory budget",
+    ),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": (
         "commands.train:TrainCommand",
@@ -224,7 +228,8 @@ models:
   DIRECTORY                  converted, or of Hugging Face
   Qwen/Qwen3-0.6B            any hub id of a supported architecture
   random:PRESET              random weights, for measuring speed; PRESET is one
-                             of vicuna-7b, vicuna-68m, qwen3-8b, qwen3-0.6b,
-                             glm-4-9b, glm-4-draft-0.6b, llama-635m, llama-65m
+                             of vicuna-7b, vicuna-68m, llama-2-70b, qwen3-8b,
+                             qwen3-0.6b, glm-4-9b, glm-4-draft-0.6b,
+                             llama-635m, llama-65m
 
 try: jaxspec demo"""

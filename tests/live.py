@@ -23,11 +23,27 @@ def live_kv(engine: Engine, num_rows: int | None = None) -> list[np.ndarray]:
     return [np.stack([padded(bits) for bits in of_rows]) for of_rows in by_layer]
 
 
+def live_pages(engine: Engine) -> list[np.ndarray]:
+    """What is stored at the slots of committed tokens, zero elsewhere: of each layer k and v
+    `[B, S, K, H]`, and of int8 KV the scales `[B, S, K]`, as they are stored."""
+    cache, num_committed = engine.state.cache, np.asarray(engine.state.num_committed)
+    is_live = np.arange(cache.capacity) < num_committed[:, None] - 1
+
+    def of_rows(stored) -> np.ndarray:
+        pages = np.moveaxis(np.asarray(stored)[np.asarray(cache.table)], 3, 2)
+        slots = pages.reshape(len(is_live), cache.capacity, *pages.shape[3:])
+        return np.where(is_live.reshape(*is_live.shape, *[1] * (slots.ndim - 2)), slots, 0)
+
+    return [of_rows(stored) for stored in jax.tree.leaves(cache.layers)]
+
+
 def poison(engine: Engine) -> None:
     """Makes all of the target's KV NaN. An earlier run of the same requests leaves the right values
     where a faulty one forgets to write them; so no check sees that fault unless these are gone."""
 
     def nan(stored):
+        if stored.dtype == jnp.int8:
+            return stored  # its scales become NaN
         if jnp.issubdtype(stored.dtype, jnp.floating):
             return jnp.full_like(stored, jnp.nan)
         return jnp.full_like(stored, 0x7FC0)  # bf16, stored as its bits

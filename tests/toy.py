@@ -38,7 +38,7 @@ def config(**changes) -> ModelConfig:
 
 
 def model(
-    *, seed=0, dtype=jnp.float32, eos_token_ids=(), kernels="xla", **changes
+    *, seed=0, dtype=jnp.float32, eos_token_ids=(), kernels="xla", kv_dtype=None, **changes
 ) -> LanguageModel:
     """A random model with weights so large that its greedy output wanders instead of repeating."""
     shape = config(**changes)
@@ -49,6 +49,7 @@ def model(
         params=params,
         eos_token_ids=tuple(eos_token_ids),
         kernels=kernels,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -20,6 +20,7 @@ def setup(
     size=SIZE,
     capacity=512,
     fill=0.0,
+    kv_dtype=None,
 ):
     """Queries of a window after each of `starts`, and a cache of random KV: each row's the same
     whoever its neighbours are, in pages that are not in order; `fill` beyond the window."""
@@ -33,6 +34,7 @@ def setup(
         num_kv_heads=heads,
         head_size=size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     shuffled = np.random.default_rng(9).permutation(cache.table.size)
     table = jnp.asarray(shuffled.reshape(cache.table.shape), jnp.int32)

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -34,6 +36,7 @@ from scipy import optimize
 from jaxspec.drafters.flexdraft.config import FlexConfig
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.documents import as_json
 
 LOGITS_PASSES = 2  # fp32 logits are written once and read once
 LONGEST_DRAFT = 16  # searched for the best draft length
@@ -51,6 +54,8 @@ class Pass:
       itemsize: bytes of a parameter and of a component of the KV cache.
       block: slots that attention reads at a time, one block after the other, so that partly filled
         ones are counted whole; None where one kernel reads them all.
+      kv_itemsize: bytes of a component of the KV cache, scales included, where it is not
+        `itemsize`.
     """
 
     config: ModelConfig
@@ -59,6 +64,7 @@ class Pass:
     context: float
     itemsize: int = 2
     block: int | None = None
+    kv_itemsize: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +92,8 @@ class Pass:
     def kv_bytes(self) -> float:
         """Live KV that the pass reads, and the window's that it writes."""
         c = self.config
-        per_slot = 2 * c.num_layers * c.num_kv_heads * c.head_size * self.itemsize
+        itemsize = self.itemsize if self.kv_itemsize is None else self.kv_itemsize
+        per_slot = 2 * c.num_layers * c.num_kv_heads * c.head_size * itemsize
         return per_slot * (self.batch * self._slots + self.num_tokens)
 
     @property
@@ -214,13 +221,15 @@ class Device:
         return cls(**{name: fields[name] for name in names})
 
 
-# Memory bandwidth and dense bf16 tensor rate of NVIDIA's datasheets.
+# Memory bandwidth and dense bf16 tensor rate of NVIDIA's datasheets; fp16 of the Titan RTX, which
+# has no bf16.
 _PEAKS = {
     "a100": (2.039e12, 312e12),
     "h100": (3.35e12, 989e12),
     "h200": (4.8e12, 989e12),
     "l40s": (0.864e12, 362e12),
     "l4": (0.3e12, 121e12),
+    "titan-rtx": (0.672e12, 130e12),
 }
 DEVICES: dict[str, Device] = {
     name: Device(
@@ -235,6 +244,63 @@ DEVICES: dict[str, Device] = {
     )
     for name, (bytes_per_s, flops_per_s) in _PEAKS.items()
 }
+
+
+def split(device: Device, num_shards: int) -> Device:
+    """Devices that split a model evenly, as one: their rates add up, what waits does not get
+    shorter, and what they exchange is not counted."""
+    return dataclasses.replace(
+        device,
+        bytes_per_s=num_shards * device.bytes_per_s,
+        kv_bytes_per_s=num_shards * device.kv_bytes_per_s,
+        flops_per_s=num_shards * device.flops_per_s,
+    )
+
+
+def find_devices(
+    name: str, target: ModelConfig, draft: ModelConfig | None
+) -> tuple[Device, Device, int | None]:
+    """Devices for the passes of target and draft, of a datasheet or fitted, and the block of KV
+    that attention reads there at a time (None: as one kernel, which datasheets are taken to run).
+
+    A document whose pair is the one asked for lends the constants that were fitted to each model;
+    for another pair those that were fitted to both are used.
+
+    Args:
+      name: a key of `DEVICES`, or the file of a document of `jaxspec bench decode`.
+      target: architecture of the target.
+      draft: of the draft model, if there is one.
+
+    Raises:
+      SettingError: there is no such device or document.
+    """
+    if name in DEVICES:
+        return DEVICES[name], DEVICES[name], None
+    try:
+        text = pathlib.Path(name).read_text(encoding="utf-8")
+        model = read_document(text)["cost_model"]
+        block = model["block"]
+        pair = [None if each is None else as_json(each.to_json()) for each in (target, draft)]
+        kinds = ("target", "draft") if [model["target"], model["draft"]] == pair else ("all", "all")
+        of_target, of_draft = (model["fits"][kind]["device"] for kind in kinds)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingError(
+            f"--device {name} is neither one of {', '.join(DEVICES)} nor a document that "
+            "`jaxspec bench decode --json` printed; name one of these."
+        ) from error
+    return Device.from_json(of_target), Device.from_json(of_draft), block
+
+
+def read_document(text: str) -> Any:
+    """The JSON document of a file that `--out` wrote, or of output that ends with one line of it.
+
+    Raises:
+      ValueError: neither.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(text.strip().split("\n")[-1])
 
 
 def ceiling(device: Device) -> Device:
@@ -389,6 +455,10 @@ class Pair:
       itemsize: bytes of a parameter.
       block: see `Pass`.
       drafter_s: seconds per round of a drafter that runs no model.
+      draft_itemsize: bytes of a parameter of the draft model, where it is not `itemsize`.
+      kv_itemsize: of the target, see `Pass`.
+      draft_kv_itemsize: of the draft model, likewise.
+      draft_context: slots that the draft model keeps at most; None keeps all.
     """
 
     target: ModelConfig
@@ -398,16 +468,27 @@ class Pair:
     itemsize: int = 2
     block: int | None = None
     drafter_s: float = 0.0
+    draft_itemsize: int | None = None
+    kv_itemsize: float | None = None
+    draft_kv_itemsize: float | None = None
+    draft_context: int | None = None
 
     def target_s(self, *, batch: int, window: int, context: float) -> float:
         """Seconds of a target pass over `window` tokens after `context` slots."""
-        return self.target_device.pass_s(self._pass(self.target, batch, window, context + window))
+        scored = self._pass(self.target, batch, window, context + window)
+        return self.target_device.pass_s(dataclasses.replace(scored, kv_itemsize=self.kv_itemsize))
 
     def draft_step_s(self, *, batch: int, context: float, window: int = 1) -> float:
         """Seconds of one draft step, over `window` tokens."""
         if self.draft is None:
             return 0.0
-        return self.draft_device.pass_s(self._pass(self.draft, batch, window, context + 1))
+        kept = context + 1 if self.draft_context is None else min(context + 1, self.draft_context)
+        step = dataclasses.replace(
+            self._pass(self.draft, batch, window, kept),
+            itemsize=self.draft_itemsize or self.itemsize,
+            kv_itemsize=self.draft_kv_itemsize,
+        )
+        return self.draft_device.pass_s(step)
 
     def plain_s(self, *, batch: int, context: float) -> float:
         """Seconds of a step of window-1 plain decoding."""

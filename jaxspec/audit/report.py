@@ -15,6 +15,7 @@ import numpy as np
 from jaxspec.audit.evidence import evidence_limit
 from jaxspec.audit.external import OutputsAudit
 from jaxspec.audit.judge import Divergence, Finding
+from jaxspec.audit.kv_distance import KvDistance
 from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level, TablesLevel
 from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
 
@@ -110,8 +111,9 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
         for name, level in audit.every_level.items()
     }
     run = {
-        "target": f"{engine['target']}, {audit.dtype}",
-        "drafter": f"{engine['drafter']}, {engine['draft_length']} tokens per round",
+        "target": f"{engine['target']}, {audit.dtype}{_kv_words(engine['kv_dtype'])}",
+        "drafter": f"{engine['drafter']}{_kv_words(engine['draft_kv_dtype'])}, "
+        f"{engine['draft_length']} tokens per round",
         "verifier": str(engine["verifier"]),
         "shape": f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
         f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
@@ -126,6 +128,8 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
         tables.append(TextTable.of_values(title, found))
     if audit.distribution.samples.powers:
         tables.append(audit.distribution.samples.power_table())
+    if audit.kv_distance is not None:
+        tables.append(_kv_table(audit.kv_distance))
     return AuditReport(
         audit=audit,
         title=f"Audit of {engine['target']} with {engine['drafter']}",
@@ -143,6 +147,21 @@ def report_of_engine(audit: EngineAudit) -> AuditReport:
             if level.outputs
         },
     )
+
+
+def _kv_words(kv_dtype: str | None) -> str:
+    return "" if kv_dtype is None else f", KV in {kv_dtype}"
+
+
+def _kv_table(distance: KvDistance) -> TextTable:
+    title = f"This target beside the same one with full KV instead of {distance.kv_dtype}"
+    found = {
+        "tokens of prompts and outputs": str(distance.num_tokens),
+        "same likeliest token": percent(distance.greedy_agreement),
+        "mean KL divergence": f"{distance.mean_kl:.2g} nats",
+        "largest KL divergence": f"{distance.max_kl:.2g} nats",
+    }
+    return TextTable.of_values(f"{title}, for information", found)
 
 
 _COMPARED_WITH = {

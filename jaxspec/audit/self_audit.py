@@ -28,13 +28,14 @@ from jaxspec.audit.judge import (
     judge_all,
     mean,
 )
+from jaxspec.audit.kv_distance import KvDistance, measure_kv_distance
 from jaxspec.audit.probe import ProbeReport, probe, rows_of
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scenes import SCENES
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.models.base import Model
+from jaxspec.models.base import LanguageModel, Model, kv_dtype_of
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -258,6 +259,8 @@ class EngineAudit:
       study: the published study's metrics against the reference loop; None without a tokenizer.
       probe: the start-up probe.
       acceptance: of the speculative run.
+      kv_distance: how far the target is from the same one with full KV, on the prompts and outputs
+        of the speculative run; no part of the promise. None if its KV is full.
     """
 
     engine: dict[str, Any]
@@ -271,6 +274,7 @@ class EngineAudit:
     study: StudyMetrics | None
     probe: ProbeReport
     acceptance: Acceptance
+    kv_distance: KvDistance | None = None
 
     @property
     def every_level(self) -> dict[str, Level | DistributionLevel | TablesLevel]:
@@ -315,6 +319,7 @@ class EngineAudit:
             ),
             "probe": self.probe.to_json(),
             "acceptance": self.acceptance.to_json(),
+            "kv_distance": self.kv_distance and dataclasses.asdict(self.kv_distance),
             "engine": self.engine,
         }
 
@@ -415,6 +420,11 @@ def audit_engine(
     distribution = _distribution(scorer, engine, requests, [c for c, _ in drafted])
     tell("the verifier on tables of known distributions")
     tables = _tables(verifier, is_sampled=bool(sampled))
+    kv_distance = None
+    if kv_dtype_of(engine.target) is not None and isinstance(engine.target, LanguageModel):
+        tell(f"the distance of KV in {engine.target.kv_dtype} to full KV")
+        texts = [[*c.prompt_token_ids, *c.token_ids] for c, _ in drafted]
+        kv_distance = measure_kv_distance(engine.target, texts)
     return EngineAudit(
         engine=engine.describe(),
         dtype=scorer.dtype.name,
@@ -431,6 +441,7 @@ def audit_engine(
         ),
         probe=seen,
         acceptance=Acceptance.total([c.acceptance for c, _ in drafted]),
+        kv_distance=kv_distance,
     )
 
 

@@ -26,10 +26,10 @@ from jaxspec.decode.settings import make_loop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
-from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
+from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
@@ -89,8 +89,9 @@ class Shape:
         )
 
     def _model(self, name: str, config: ModelConfig) -> LanguageModel:
-        params = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0), self.dtype))
-        return LanguageModel(name=name, config=config, params=params, kernels=self.kernels)
+        return shape_model(
+            config, name=name, dtype=self.dtype, kernels=self.kernels, is_packed=False
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,8 +247,7 @@ def _shape_of(leaf: jax.ShapeDtypeStruct) -> str:
 
 def _cut(config: ModelConfig, num_layers: int | None) -> ModelConfig:
     """The architecture with at most so many layers; None keeps all."""
-    num_layers = config.num_layers if num_layers is None else min(num_layers, config.num_layers)
-    return dataclasses.replace(config, num_layers=num_layers)
+    return config if num_layers is None else shortened(config, num_layers)
 
 
 def predicted_launch_s(launches: Launches) -> float:

@@ -23,23 +23,50 @@ Only this module and the kernels know how KV is stored. Within a page heads come
 because attention multiplies head by head: with slots first, XLA:CPU would transpose every block it
 reads, which costs more than the products. bf16 is stored as uint16 and bitcast after a block is
 read, because XLA:CPU would otherwise convert the whole cache to fp32 in every round.
+
+KV may also be stored in int8, with a scale per token and KV head. It is quantised once, when it is
+written: whatever moves it moves codes and scales.
 """
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec.errors import SettingError
+
 BLOCK = 128  # slots of a page; attention reads KV block by block
+
+KvDtype: TypeAlias = Literal["int8"]  # in which KV can be stored, besides its own dtype
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
+
+_LARGEST_CODE = 127  # of int8; -128 is not used, so that codes are symmetric
 
 
 class LayerCache(struct.PyTreeNode):
-    """KV of one layer, opaque outside this module: k and v `[P, K, block, H]` in storage dtype."""
+    """KV of one layer, opaque outside this module.
+
+    Attributes:
+      k: `[P, K, block, H]`, in the dtype in which KV is read (bf16 as uint16), or int8 codes.
+      v: likewise.
+      k_scale: `[P, K, block]` fp32, what the codes of each token's key are multiplied by; None if
+        `k` holds no codes.
+      v_scale: likewise.
+    """
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether k and v are int8 codes."""
+        return self.k_scale is not None
 
     @property
     def block(self) -> int:
@@ -105,26 +132,91 @@ def round_up_to_block(num_slots: int) -> int:
     return -(-num_slots // BLOCK) * BLOCK
 
 
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Raises `SettingError` unless KV can be stored in this dtype, or None is given."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise SettingError(
+            f"The KV dtype {kv_dtype!r} was given; it must be {' or '.join(KV_DTYPES)}, or None to "
+            "store KV in the model's own dtype."
+        )
+
+
 def init_cache(
-    *, num_layers: int, num_rows: int, capacity: int, num_kv_heads: int, head_size: int, dtype
+    *,
+    num_layers: int,
+    num_rows: int,
+    capacity: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype,
+    kv_dtype: KvDtype | None = None,
 ) -> KVCache:
     """A cache of `num_rows` rows of `capacity` slots (rounded up to a block), identity page table.
 
     Args:
-      dtype: bfloat16, float16 or float32; bfloat16 is stored as uint16.
+      dtype: in which KV is read, bfloat16, float16 or float32; bfloat16 is stored as uint16.
+      kv_dtype: in which KV is stored: None is `dtype`; `int8` is codes with a scale per token and
+        KV head, see `quantise`.
+
+    Raises:
+      SettingError: KV cannot be stored in `kv_dtype`.
     """
+    check_kv_dtype(kv_dtype)
     dtype = jnp.dtype(dtype)
     num_blocks = round_up_to_block(capacity) // BLOCK
     shape = (num_rows * num_blocks, num_kv_heads, BLOCK, head_size)
     stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+
+    def empty_layer() -> LayerCache:
+        if kv_dtype is None:
+            return LayerCache(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored))
+        return LayerCache(
+            k=jnp.zeros(shape, kv_dtype),
+            v=jnp.zeros(shape, kv_dtype),
+            k_scale=jnp.ones(shape[:-1], jnp.float32),
+            v_scale=jnp.ones(shape[:-1], jnp.float32),
+        )
+
     return KVCache(
-        layers=tuple(
-            LayerCache(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored))
-            for _ in range(num_layers)
-        ),
+        layers=tuple(empty_layer() for _ in range(num_layers)),
         table=jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks),
         dtype=dtype,
     )
+
+
+def quantise(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 codes `[..., H]` of vectors `[..., H]`, and the scale fp32 `[...]` of each vector.
+
+    Symmetric: the scale is the vector's largest magnitude over 127, and a code is the number over
+    the scale, rounded to even on a tie. A vector of zeros has the scale 1. So has one whose scale
+    would not be a normal number, which processors may flush to zero: its codes are 0. A vector that
+    is not finite has the scale NaN, so that whoever reads any of it gets NaN.
+    """
+    wide = values.astype(jnp.float32)
+    # NaN is made infinite before: not every compiler's maximum hands it on.
+    magnitude = jnp.where(jnp.abs(wide) < jnp.inf, jnp.abs(wide), jnp.float32(jnp.inf))
+    largest = jnp.max(magnitude, axis=-1)
+    is_finite = largest < jnp.inf
+    # Divisions are products with an inverse, which some compilers make of them and some do not.
+    scale = largest * jnp.float32(1 / _LARGEST_CODE)
+    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, jnp.float32(1))
+    codes = jnp.where(is_finite[..., None], wide, jnp.float32(0)) * (1 / scale)[..., None]
+    codes = jnp.clip(_round_half_to_even(codes), -_LARGEST_CODE, _LARGEST_CODE)
+    return codes.astype(jnp.int8), jnp.where(is_finite, scale, jnp.float32(jnp.nan))
+
+
+def _round_half_to_even(x: jax.Array) -> jax.Array:
+    """As `jnp.round`, which Pallas' Triton compiler does not have."""
+    below = jnp.floor(x)
+    rest = x - below
+    is_odd = below != 2 * jnp.floor(below / 2)
+    return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).astype(x.dtype)
+
+
+def dequantise(codes: jax.Array, scale: jax.Array, dtype) -> jax.Array:
+    """Vectors `[..., H]` in `dtype` of their codes `[..., H]` and scales `[...]`: the product is
+    fp32, and rounded."""
+    return (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def _to_storage(values: jax.Array, stored: jax.Array) -> jax.Array:
@@ -133,10 +225,29 @@ def _to_storage(values: jax.Array, stored: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(values, stored.dtype)
 
 
-def _from_storage(values: jax.Array, dtype) -> jax.Array:
-    if values.dtype == dtype:
+def _from_storage(values: jax.Array) -> jax.Array:
+    """Values as they were before `_to_storage`; codes stay codes."""
+    if values.dtype != jnp.uint16:
         return values
-    return lax.bitcast_convert_type(values, dtype)
+    return lax.bitcast_convert_type(values, jnp.bfloat16)
+
+
+def _stored_form(layer: LayerCache, k: jax.Array, v: jax.Array) -> LayerCache:
+    """k and v `[..., K, H]` as this layer stores them."""
+    if not layer.is_quantised:
+        return LayerCache(k=k, v=v)
+    (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+    return LayerCache(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
+
+def _values(stored: LayerCache, dtype) -> tuple[jax.Array, jax.Array]:
+    """k and v in `dtype`, of what was taken out of a layer."""
+    if stored.k_scale is None or stored.v_scale is None:
+        return stored.k, stored.v
+    return (
+        dequantise(stored.k, stored.k_scale, dtype),
+        dequantise(stored.v, stored.v_scale, dtype),
+    )
 
 
 def _placed(table: Table, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +288,13 @@ def write(
     Slots of a row are counted from that of its position 0. They must be distinct; those that are
     negative or beyond the row's capacity are not stored.
     """
-    num_pages, num_heads, block, size = layer.k.shape
+    return _put(layer, table, _stored_form(layer, k, v), slots)
+
+
+def _put(layer: LayerCache, table: Table, new: LayerCache, slots: jax.Array) -> LayerCache:
+    """The layer with `new`, of which k and v are `[B, T, K, H]` and scales `[B, T, K]`, at `slots`
+    `[B, T]`; see `write`."""
+    num_pages, num_heads, block, _ = layer.k.shape
     pages, slots = _placed(table, slots)
     index = _flat_index(pages, slots, num_pages * block, block).reshape(-1)
 
@@ -188,10 +305,10 @@ def write(
         page, slot, head = page[:, None], slot[:, None], jnp.arange(num_heads)[None]
 
     def scatter(stored, values):
-        values = _to_storage(values, stored).reshape(-1, num_heads, size)
+        values = _to_storage(values, stored).reshape(-1, num_heads, *stored.shape[3:])
         return stored.at[page, head, slot].set(values, mode="drop", unique_indices=True)
 
-    return layer.replace(k=scatter(layer.k, k), v=scatter(layer.v, v))
+    return jax.tree.map(scatter, layer, new)
 
 
 def read_block(
@@ -201,7 +318,7 @@ def read_block(
     positions stand there, `positions_of` says."""
     pages = table.pages if isinstance(table, AlignedTable) else table
     page = lax.dynamic_index_in_dim(pages, block_index, axis=1, keepdims=False)
-    return _from_storage(layer.k[page], dtype), _from_storage(layer.v[page], dtype)
+    return _values(jax.tree.map(lambda stored: _from_storage(stored[page]), layer), dtype)
 
 
 def read_slots(
@@ -210,15 +327,37 @@ def read_slots(
     """k and v `[B, ..., K, H]` at `slots` `[B, ...]`, counted from that of position 0; slots that
     the row does not have read some valid slot.
     """
+    return _values(_take(layer, table, slots), dtype)
+
+
+def _take(layer: LayerCache, table: Table, slots: jax.Array) -> LayerCache:
+    """What is stored at `slots` `[B, ...]`: k and v `[B, ..., K, H]`, or codes and their scales
+    `[B, ..., K]`; see `read_slots`."""
     num_pages, _, block, _ = layer.k.shape
     pages, placed = _placed(table, slots)
     inside = jnp.clip(placed, 0, table.shape[1] * block - 1).reshape(slots.shape[0], -1)
     index = _flat_index(pages, inside, num_pages * block, block).reshape(slots.shape)
 
     def gather(stored):
-        return _from_storage(stored[index // block, :, index % block], dtype)
+        return _from_storage(stored[index // block, :, index % block])
 
-    return gather(layer.k), gather(layer.v)
+    return jax.tree.map(gather, layer)
+
+
+def move_slots(
+    layer: LayerCache, before: Table, source: jax.Array, after: Table, target: jax.Array
+) -> LayerCache:
+    """The layer with what stood at slots `source` `[B, T]` of the rows in table `before` at slots
+    `target` `[B, T]` of those in `after`: bit for bit, also where `write` would quantise.
+
+    Args:
+      layer: KV of one layer.
+      before: where KV is taken from.
+      source: as in `read_slots`; everything is read before anything is written.
+      after: where it goes; the same rows.
+      target: as in `write`.
+    """
+    return _put(layer, after, _take(layer, before, source), target)
 
 
 def copy_row(
@@ -269,8 +408,7 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
     target = jnp.where(moves, start[:, None] + 1 + depth, -1)
 
     def move(layer):
-        k, v = read_slots(layer, cache.table, source, cache.dtype)
-        return write(layer, cache.table, k, v, target)
+        return move_slots(layer, cache.table, source, cache.table, target)
 
     return cache.replace(layers=tuple(move(layer) for layer in cache.layers))
 
@@ -285,13 +423,16 @@ def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
     every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
     kept = jnp.where(every < num_live[:, None], every, -1)
 
+    def spoil(stored):
+        if stored.dtype == jnp.int8:  # a scale of NaN spoils them
+            return stored
+        dtype = jnp.bfloat16 if stored.dtype == jnp.uint16 else stored.dtype
+        garbage = _to_storage(jnp.full((), jnp.nan, dtype), stored)
+        return jnp.broadcast_to(garbage, stored.shape)
+
     def poison(layer):
-        k, v = read_slots(layer, cache.table, every, cache.dtype)
-        garbage = _to_storage(jnp.full((), jnp.nan, cache.dtype), layer.k)
-        spoiled = layer.replace(
-            k=jnp.broadcast_to(garbage, layer.k.shape), v=jnp.broadcast_to(garbage, layer.v.shape)
-        )
-        return write(spoiled, cache.table, k, v, kept)
+        live = _take(layer, cache.table, every)
+        return _put(jax.tree.map(spoil, layer), cache.table, live, kept)
 
     return cache.replace(layers=tuple(poison(layer) for layer in cache.layers))
 
@@ -385,8 +526,7 @@ def realign(cache: KVCache, num_committed: jax.Array, *, largest: int) -> KVCach
             target = jnp.where(moves, source, -1)
 
             def move(layer):
-                k, v = read_slots(layer, before, source, cache.dtype)
-                return write(layer, after, k, v, target)
+                return move_slots(layer, before, source, after, target)
 
             return tuple(move(layer) for layer in layers)
 

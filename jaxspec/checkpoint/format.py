@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from flax import traverse_util
 
+from jaxspec.cache.pages import KvDtype
 from jaxspec.checkpoint.manifest import (
     MANIFEST,
     MODEL_AGAIN,
@@ -216,6 +217,7 @@ def load_converted(
     dtype: Any = None,
     sharding: Any = None,
     kernels: KernelsName | None = None,
+    kv_dtype: KvDtype | None = None,
     verify: bool = True,
 ) -> LanguageModel:
     """The model in a converted directory; arguments as in `load_model`."""
@@ -237,6 +239,7 @@ def load_converted(
         tokenizer=tokenizer,
         generation_config=manifest.generation_config,
         kernels=kernels,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.pages import KvDtype, check_kv_dtype
 from jaxspec.checkpoint.format import is_converted, load_converted, parse_dtype
 from jaxspec.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -47,6 +48,7 @@ def load_model(
     revision: str | None = None,
     sharding: Any = None,
     kernels: KernelsName | None = None,
+    kv_dtype: KvDtype | None = None,
     verify: bool = True,
 ) -> LanguageModel:
     """Loads a model by name or path.
@@ -66,20 +68,28 @@ def load_model(
       kernels: `xla`, `native`, `mosaic` or `pallas`, see `LanguageModel`; None is `native` on a
         CPU where there is a C++ compiler, `mosaic` on a Hopper GPU, `pallas` on another, otherwise
         `xla`.
+      kv_dtype: in which KV is stored, `int8` or None, see `LanguageModel`.
       verify: compare the files of a converted directory with their checksums while they are read.
         A cached conversion that is damaged is made again; any other is refused.
 
     Raises:
-      SettingError: the kernels are unknown or cannot be used here.
+      SettingError: the kernels are unknown or cannot be used here, or the KV dtype is unknown.
       ModelError: there is no such model, or its architecture is not supported.
       CheckpointError: it cannot be read, converted or cached, or its files are damaged.
     """
     name = os.fspath(src)
     if kernels is not None:
         check_kernels(kernels)
+    check_kv_dtype(kv_dtype)
     dtype = None if dtype is None else parse_dtype(dtype)
     load = functools.partial(
-        load_converted, name=name, dtype=dtype, sharding=sharding, kernels=kernels, verify=verify
+        load_converted,
+        name=name,
+        dtype=dtype,
+        sharding=sharding,
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        verify=verify,
     )
     if name in DEMO_MODELS:
         assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
@@ -89,7 +99,11 @@ def load_model(
         if dtype is None:
             dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return registry.random_model(
-            name.removeprefix("random:"), dtype=dtype, sharding=sharding, kernels=kernels
+            name.removeprefix("random:"),
+            dtype=dtype,
+            sharding=sharding,
+            kernels=kernels,
+            kv_dtype=kv_dtype,
         )
 
     directory = expand_user(name)

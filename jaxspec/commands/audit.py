@@ -101,10 +101,17 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     def _run_controls(self, console: Console) -> dict[str, Any]:
         self._refuse("--controls", "the controls are runs of their own", "outputs", "html")
         with working("loading the models") as status:
-            target = load_model(self.target or "demo-target", dtype=self.dtype, verify=self.verify)
+            target = load_model(
+                self.target or "demo-target",
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                verify=self.verify,
+            )
             is_default = self.target is None and self.drafter_name == "none"
             options = DrafterOptions(draft="demo-draft") if is_default else self
-            make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
+            make_drafter = options.choose_drafter(
+                dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
+            )
             if make_drafter is None:
                 raise SettingError(
                     "No drafter was given for the negative controls; add --draft MODEL, or leave "
@@ -144,7 +151,9 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             dtype = canonical_dtype(self.their_dtype, where="--their-dtype")
         with working(f"loading {target_name}"):
             # The weights as they were for the other system: rounded to its dtype, then exact.
-            target = load_model(target_name, dtype=self.dtype, verify=self.verify)
+            target = load_model(
+                target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
+            )
         file = read_outputs(path, target)
         target = with_dtype(target, dtype or file.dtype or parameter_dtype(target))
         num = len(file.outputs)
@@ -166,7 +175,9 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             )
         check_at_least_one(self, "n_requests", "batch_size", "max_length")
         each = self.sampling_params()
-        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
+        make_drafter = self.choose_drafter(
+            dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
+        )
         if make_drafter is None:
             raise SettingError(
                 "No drafter was given, so there is nothing to audit; add --draft MODEL or "
@@ -176,7 +187,9 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         lines = self.read_prompts()
         with working(f"loading {target_name}"):
-            target = load_model(target_name, dtype=self.dtype, verify=self.verify)
+            target = load_model(
+                target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
+            )
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
         num_requests = self.n_requests or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]

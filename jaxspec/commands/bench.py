@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,6 +31,7 @@ from jaxspec.bench.measure import (
     only_run_into,
     random_prompts,
 )
+from jaxspec.bench.memory import MemoryBench
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.program import ProgramBench
@@ -48,7 +48,6 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts
-from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.confusion import ConfusionBench
 from jaxspec.studies.rounds import SchedulersBench
@@ -226,8 +225,8 @@ class PredictCommand(Bench):
     draft: str
     """Its draft model, named in the same way."""
     device: str = "h200"
-    """`a100`, `h100`, `h200`, `l40s` or `l4` (datasheet values: inferred, not measured), or a
-    document of `jaxspec bench decode --json`, whose constants were fitted."""
+    """`a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
+    measured), or a document of `jaxspec bench decode --json`, whose constants were fitted."""
     batch: str = "1..64"
     """Batch sizes: `1..64` for sizes that double from 1 to 64, or a list such as `1,8,32`."""
     context: int = 1024
@@ -245,7 +244,7 @@ class PredictCommand(Bench):
         batches = parse_batches(self.batch)
         self._check()
         target, draft = (model_config(name) for name in (self.target, self.draft))
-        target_device, draft_device, block = find_devices(self.device, target, draft)
+        target_device, draft_device, block = cost.find_devices(self.device, target, draft)
         pair = cost.Pair(
             target=target,
             target_device=target_device,
@@ -391,6 +390,7 @@ class BenchCommand:
         | Annotated[TreesBench, tyro.conf.subcommand("trees")]
         | Annotated[HeadsBench, tyro.conf.subcommand("heads")]
         | Annotated[FlexDraftBench, tyro.conf.subcommand("flexdraft")]
+        | Annotated[MemoryBench, tyro.conf.subcommand("memory")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
@@ -435,47 +435,6 @@ def model_config(name: str) -> ModelConfig:
     """The architecture of a preset (with or without `random:`), or of a model."""
     preset = name.removeprefix("random:")
     return PRESETS[preset] if preset in PRESETS else load_model(name).config
-
-
-def find_devices(
-    name: str, target: ModelConfig, draft: ModelConfig
-) -> tuple[cost.Device, cost.Device, int | None]:
-    """Devices for the passes of target and draft, of a datasheet or fitted, and the block of KV
-    that attention reads there at a time (None: as one kernel, which datasheets are taken to run).
-
-    A document whose pair is the one asked for lends the constants that were fitted to each model;
-    for another pair those that were fitted to both are used.
-
-    Raises:
-      SettingError: there is no such device or document.
-    """
-    if name in cost.DEVICES:
-        return cost.DEVICES[name], cost.DEVICES[name], None
-    try:
-        text = pathlib.Path(name).read_text(encoding="utf-8")
-        model = read_document(text)["cost_model"]
-        block = model["block"]
-        pair = [as_json(config.to_json()) for config in (target, draft)]
-        kinds = ("target", "draft") if [model["target"], model["draft"]] == pair else ("all", "all")
-        of_target, of_draft = (model["fits"][kind]["device"] for kind in kinds)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingError(
-            f"--device {name} is neither one of {', '.join(cost.DEVICES)} nor a document that "
-            "`jaxspec bench decode --json` printed; name one of these."
-        ) from error
-    return cost.Device.from_json(of_target), cost.Device.from_json(of_draft), block
-
-
-def read_document(text: str) -> Any:
-    """The JSON document of a file that `--out` wrote, or of output that ends with one line of it.
-
-    Raises:
-      ValueError: neither.
-    """
-    try:
-        return json.loads(text)
-    except ValueError:
-        return json.loads(text.strip().split("\n")[-1])
 
 
 EQUAL = {True: "yes", False: "NO", None: "-"}

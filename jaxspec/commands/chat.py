@@ -13,6 +13,7 @@ from jaxspec.commands.options import (
     DrafterOptions,
     DtypeName,
     JsonOption,
+    KvOptions,
     SamplingOptions,
     check_at_least_one,
 )
@@ -32,7 +33,7 @@ HELP = "/new begins another chat, /quit or the end of the input ends"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatCommand(JsonOption, SamplingOptions, DrafterOptions):
+class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
     """Chat with a model, one line per turn. Each turn prefills only what is new: the KV of the
     chat so far is kept. After each answer a line says how much was reused, and how many bytes it
     takes."""
@@ -55,7 +56,8 @@ class ChatCommand(JsonOption, SamplingOptions, DrafterOptions):
     """Prefill every answer once more with the next turn: then outputs are bitwise those without a
     session whatever the kernels. With the native kernels they are in any case."""
     dtype: DtypeName | None = None
-    """Dtype of parameters, compute and cache; default: float32 on a CPU, else the checkpoint's."""
+    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: float32 on a
+    CPU, else the checkpoint's."""
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""
@@ -64,10 +66,14 @@ class ChatCommand(JsonOption, SamplingOptions, DrafterOptions):
         """Chats; returns the JSON document."""
         check_at_least_one(self, "max_length")
         params = self.sampling_params()
-        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
+        make_drafter = self.choose_drafter(
+            dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
+        )
         template = chat_template(self.chat_template)
         with working(f"loading {self.target}"):
-            target = load_model(self.target, dtype=self.dtype, verify=self.verify)
+            target = load_model(
+                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
+            )
             drafter = None if make_drafter is None else make_drafter(target)
         if target.tokenizer is None:
             raise SettingError(

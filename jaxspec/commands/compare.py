@@ -26,6 +26,7 @@ from jaxspec.commands.options import (
 )
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
+from jaxspec.drafters.names import names_draft_model
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
@@ -64,14 +65,23 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         check_at_least_one(self, "batch_size", "max_length", "repeats")
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
+        names = list(dict.fromkeys(self.drafter))
+        takes_kv_dtype = [name for name in names if names_draft_model(name)] or names
         makers = {
-            name: drafter_of_command(name, dtype=self.dtype, verify=self.verify)
-            for name in dict.fromkeys(self.drafter)
+            name: drafter_of_command(
+                name,
+                dtype=self.dtype,
+                kv_dtype=self.draft_kv_dtype if name in takes_kv_dtype else None,
+                verify=self.verify,
+            )
+            for name in names
         }
         lines = self.read_prompts()
         each = self.sampling_params()
         with working("loading the models") as status:
-            target = load_model(self.target, dtype=self.dtype, verify=self.verify)
+            target = load_model(
+                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
+            )
             drafters = {
                 name: make(target) if make is not None else None for name, make in makers.items()
             }

@@ -39,7 +39,7 @@ from jaxspec.drafters.names import MakeDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, Turns, chat_template, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
@@ -131,7 +131,9 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         lines, inputs = self._read_lines()
         check_at_least_one(self, "batch_size", "max_length", "verify_length")
         self._check_sampling()
-        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
+        make_drafter = self.choose_drafter(
+            dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
+        )
         self._check_drafting(is_plain=make_drafter is None)
         self._check_turns()
         template, template_kwargs = self._chat_settings(lines)
@@ -153,7 +155,9 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         """Loads the models and completes the prompts; returns fields of the JSON document."""
         started_s = time.perf_counter()
         with working(f"loading {self.target}"):
-            target = load_model(self.target, dtype=self.dtype, verify=self.verify)
+            target = load_model(
+                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
+            )
         encoded = encode_prompts(
             lines,
             target,
@@ -543,10 +547,14 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     computed_by = [kernels, family_of(kernels), jax.default_backend()]
     weights = _digest_of_weights(engine.executor.target_params)
     settings = [engine.target.name, weights, computed_by, shape, dtypes, sampling, format]
+    if kv_dtype_of(engine.target) is not None:
+        settings.append(kv_dtype_of(engine.target))
     if not engine.executor.is_width_invariant:  # the width of its window decides ties
         settings.append(engine.verify_lengths)
     if is_sampled and not engine.verifier.is_coupled:
         described = engine.describe()
         settings += [described[name] for name in ("verifier", "drafter", "draft_length")]
+        if described["draft_kv_dtype"] is not None:
+            settings.append(described["draft_kv_dtype"])
         settings.append(_digest_of_weights(engine.executor.params["drafter"]))
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ import re
 import sys
 from typing import Any, Literal, TypeAlias
 
+from jaxspec.cache.pages import KvDtype
 from jaxspec.decode import settings
 from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
@@ -68,9 +69,23 @@ class DrafterOptions:
             )
         return f"{kind}:{self.draft}"
 
-    def choose_drafter(self, *, dtype: str | None, verify: bool = True) -> MakeDrafter | None:
+    def choose_drafter(
+        self, *, dtype: str | None, kv_dtype: KvDtype | None = None, verify: bool = True
+    ) -> MakeDrafter | None:
         """What makes the drafter for a target, or None; raises as `names.choose_drafter`."""
-        return drafter_of_command(self.drafter_name, dtype=dtype, verify=verify)
+        name = self.drafter_name
+        return drafter_of_command(name, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvOptions:
+    """In which dtype KV is stored."""
+
+    kv_dtype: KvDtype | None = None
+    """`int8` stores the target's KV in half the bytes of bfloat16, with a scale per token and head;
+    its outputs then change a little. Default: as it is computed."""
+    draft_kv_dtype: KvDtype | None = None
+    """Likewise for the draft model's KV; this changes what is drafted, and no output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +148,7 @@ class SamplingOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(KvOptions):
     """The shape of an engine."""
 
     verify_length: int | None = None
@@ -143,19 +158,22 @@ class EngineOptions:
     max_length: int = 1024
     """Most tokens of a prompt and its completion together."""
     dtype: DtypeName | None = None
-    """Dtype of parameters, compute and cache; default: float32 on a CPU, else the checkpoint's."""
+    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: float32 on a
+    CPU, else the checkpoint's."""
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""
 
 
-def drafter_of_command(name: str, *, dtype: str | None, verify: bool = True) -> MakeDrafter | None:
+def drafter_of_command(
+    name: str, *, dtype: str | None, kv_dtype: KvDtype | None = None, verify: bool = True
+) -> MakeDrafter | None:
     """`choose_drafter` for a name on the command line: as with `python -m`, modules of the current
     directory are found (an installed script does not find them)."""
     with contextlib.suppress(FileNotFoundError):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-    return choose_drafter(name, dtype=dtype, verify=verify)
+    return choose_drafter(name, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
 
 
 def check_at_least_one(options: Any, *names: str) -> None:

@@ -23,7 +23,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxspec.cache.pages import KVCache
+from jaxspec.cache.pages import KVCache, KvDtype
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
@@ -31,7 +31,7 @@ from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
-from jaxspec.models.base import LanguageModel, Model, param_specs
+from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
@@ -81,14 +81,17 @@ class DraftModel(DrafterBase):
     under `rejection` they are drawn without replacement, which takes a `StaticTree`.
 
     Attributes:
-      model: the draft model; a name is loaded as `load_model` does.
+      model: the draft model; a name is loaded as `load_model` does. The argument `kv_dtype` stores
+        its KV in that dtype (`int8`), independently of the target's; None leaves it as the model
+        has it. What is drafted changes a little, what is emitted does not.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
       tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
       room: nodes that rounds have room for, of what `within` returns; None otherwise.
 
     Raises:
-      SettingError: `min_confidence` is no probability, or was given together with a tree.
+      SettingError: `min_confidence` is no probability, or was given together with a tree; the KV
+        dtype is unknown, or the model makes its cache itself.
       ModelError, CheckpointError: there is no model of that name; see `load_model`.
     """
 
@@ -97,7 +100,14 @@ class DraftModel(DrafterBase):
     tree: Tree | None = None
     room: int | None = dataclasses.field(default=None, repr=False)
 
-    def __init__(self, model: Model | str, min_confidence: float = 0.0, tree: Tree | None = None):
+    def __init__(
+        self,
+        model: Model | str,
+        min_confidence: float = 0.0,
+        tree: Tree | None = None,
+        *,
+        kv_dtype: KvDtype | None = None,
+    ):
         if not 0 <= min_confidence <= 1:
             raise SettingError(
                 f"min_confidence {min_confidence} was given; it is a probability, so give a number "
@@ -108,7 +118,7 @@ class DraftModel(DrafterBase):
                 f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
                 "chains end early, so leave one of them out."
             )
-        object.__setattr__(self, "model", as_model(model))
+        object.__setattr__(self, "model", with_kv_dtype(as_model(model), kv_dtype))
         object.__setattr__(self, "min_confidence", min_confidence)
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "room", None)

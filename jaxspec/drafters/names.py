@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias, get_args
 
+from jaxspec.cache.pages import KvDtype, check_kv_dtype
 from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
@@ -27,12 +28,15 @@ MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 # A number of more than nine digits is a slip, and would be slow to read.
 _NGRAM = re.compile(r"ngram(?:\[(\d{1,9})\])?(?::(\d{1,9})-(\d{1,9}))?", re.ASCII)
 _DRAFT_MODEL = re.compile(r"(draft_model(?:\[([^\]]*)\]|@([^:]*))?)(?::(.*))?", re.DOTALL)
+_BEGINS_DRAFT_MODEL = re.compile(r"draft_model([:@\[]|$)")
 _HEADS = re.compile(r"(heads|medusa|hydra|clover2?)(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FLEXDRAFT = re.compile(r"flexdraft(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> MakeDrafter | None:
+def choose_drafter(
+    name: str, *, dtype: Any = None, kv_dtype: KvDtype | None = None, verify: bool = True
+) -> MakeDrafter | None:
     """What makes the drafter of this name for a target; None for `none`, plain decoding.
 
     The name is checked now; models are loaded when the drafter is made.
@@ -46,18 +50,26 @@ def choose_drafter(name: str, *, dtype: Any = None, verify: bool = True) -> Make
         `parse_tree`), `flexdraft:NAME` or `flexdraft[MODE]:NAME` with one of FlexDraft's modes, or
         `package.module:factory`, a function of the target or of nothing.
       dtype: of a draft model, see `load_model`.
+      kv_dtype: of a draft model's KV, see `load_model`.
       verify: whether its files are compared with their checksums, see `load_model`.
 
     Raises:
-      SettingError: the name is malformed, or begins with a home directory that is not known.
+      SettingError: the name is malformed, or begins with a home directory that is not known; or a
+        KV dtype was given and the drafter is not a draft model.
       ModelError: the factory cannot be imported; when called, also if it returns no drafter.
     """
-    load = functools.partial(load_model, dtype=dtype, verify=verify)
+    check_kv_dtype(kv_dtype)
+    load = functools.partial(load_model, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
+    if kv_dtype is not None and not names_draft_model(name):
+        raise SettingError(
+            f"The KV dtype {kv_dtype!r} was given for the drafter {name!r}, which is not a draft "
+            "model; leave it out."
+        )
     if name == "none":
         return None
     if re.match(r"ngram([:\[]|$)", name):
         return _ngram(name)
-    if re.match(r"draft_model([:@\[]|$)", name):
+    if _BEGINS_DRAFT_MODEL.match(name):
         return _draft_model(name, load)
     if re.match(r"(heads|medusa|hydra|clover2?)([:\[]|$)", name):
         return _heads(name, verify=verify)
@@ -163,6 +175,11 @@ def _beam_tree(name: str, tree: str) -> BeamTree:
             "draft_model[4x4:12]:MODEL."
         )
     return beam
+
+
+def names_draft_model(name: str) -> bool:
+    """Whether `choose_drafter` makes a `DraftModel` of this name."""
+    return bool(_BEGINS_DRAFT_MODEL.match(name)) or _is_model(name)
 
 
 def _is_model(name: str) -> bool:

@@ -24,12 +24,13 @@ from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, LogprobsMode, make_executor
 from jaxspec.engine.intake import Intake, check_timeout
 from jaxspec.engine.memory import Memory, in_units
+from jaxspec.engine.plan import MemoryPlan
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.registry import family_of
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -199,6 +200,45 @@ class Engine:
         )
         self.queue = self._core.queue
         self._intake = Intake(self.executor, self.draft_length, max_logprobs)
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: MemoryPlan,
+        target: Model | str,
+        drafter: Drafter | str | None = None,
+        **options: Any,
+    ) -> Engine:
+        """The engine of a plan (see `plan_memory`), on its mesh if it has one.
+
+        Args:
+          plan: its settings are the engine's.
+          target: the model that was planned for, as `MemoryPlan.code` loads it.
+          drafter: likewise; a plan that decodes plainly does not use it.
+          **options: further arguments of `Engine`.
+
+        Raises:
+          SettingError: target or drafter store KV otherwise than planned, or there are fewer
+            devices; and what `Engine` raises.
+        """
+        target = as_model(target)
+        drafter = make_drafter(drafter, target)
+        plan.check(target, drafter)
+        settings = plan.settings
+        if settings.num_devices > 1 and "mesh" not in options:
+            devices = jax.local_devices()
+            if len(devices) < settings.num_devices:
+                raise SettingError(
+                    f"The plan is for {settings.num_devices} devices, and JAX has {len(devices)}; "
+                    "run it where they are, or plan for fewer."
+                )
+            shape = (settings.num_data_shards, settings.num_model_shards)
+            options["mesh"] = jax.make_mesh(
+                shape, ("data", "model"), devices=devices[: settings.num_devices]
+            )
+        if not settings.draft_length:
+            drafter = None
+        return cls(target, drafter, **{**plan.engine_options, **options})
 
     def __repr__(self) -> str:
         return _shown(self.describe())
@@ -550,6 +590,8 @@ def _described(engine: Engine) -> dict[str, Any]:
     return {
         "target": engine.target.name,
         "drafter": drafter.name if drafter else "none",
+        "kv_dtype": kv_dtype_of(engine.target),
+        "draft_kv_dtype": kv_dtype_of(getattr(drafter, "model", None)),
         "is_synthetic": bool(drafter and drafter.is_synthetic),
         "verifier": engine.verifier.name,
         "layout": engine.layout,

@@ -85,6 +85,96 @@ class Memory:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Where the bytes of an engine are, per device, before anything runs. Temporaries of programs
+    come on top.
+
+    Attributes:
+      target_weights_bytes: parameters of the target.
+      draft_weights_bytes: of the drafter.
+      target_kv_bytes: KV of the target, of all resident rows.
+      draft_kv_bytes: KV that the drafter keeps.
+      buffers_bytes: tokens, log-probabilities and everything else kept per row.
+      logits_bytes: fp32 logits of the tokens that a round scores, `[B, T, V]`.
+      draft_probs_bytes: fp32 distributions that drafts were drawn from, `[B, N, V]`, where the
+        verifier asks for them.
+    """
+
+    target_weights_bytes: int
+    draft_weights_bytes: int
+    target_kv_bytes: int
+    draft_kv_bytes: int
+    buffers_bytes: int
+    logits_bytes: int
+    draft_probs_bytes: int
+
+    @property
+    def weights_bytes(self) -> int:
+        """Parameters."""
+        return self.target_weights_bytes + self.draft_weights_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV of target and drafter."""
+        return self.target_kv_bytes + self.draft_kv_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """KV and buffers."""
+        return self.kv_bytes + self.buffers_bytes
+
+
+def measure_parts(
+    loop: DecodeLoop | ShardedLoop, *, num_rows: int | None = None, max_length: int | None = None
+) -> Parts:
+    """Where the bytes of an engine with this loop are, from shapes without allocating anything.
+
+    Args:
+      loop: its parameters may be shapes.
+      num_rows: resident rows of a shard, instead of the loop's own.
+      max_length: slots per row, instead of the loop's own.
+    """
+    of_shard = _of_shard(loop)
+    own = of_shard.resident_shape
+    shape = dataclasses.replace(
+        own,
+        batch_size=own.batch_size if num_rows is None else num_rows,
+        max_length=own.max_length if max_length is None else max_length,
+    )
+    state = jax.eval_shape(lambda: of_shard.empty(shape))
+    params = loop.params
+    if isinstance(loop, ShardedLoop):
+        state, params = loop.state_of_device(state), loop.params_of_device()
+    target_kv, draft_kv = (_cache_bytes(part) for part in (state.cache, state.drafter))
+    return Parts(
+        target_weights_bytes=num_bytes(params["target"]),
+        draft_weights_bytes=num_bytes(params["drafter"]),
+        target_kv_bytes=target_kv,
+        draft_kv_bytes=draft_kv,
+        buffers_bytes=num_bytes(state) - target_kv - draft_kv,
+        logits_bytes=_distribution_bytes(of_shard.shape, of_shard.shape.verify_length),
+        draft_probs_bytes=draft_probs_bytes(of_shard.shape),
+    )
+
+
+def draft_probs_bytes(shape: EngineShape) -> int:
+    """Bytes of the fp32 distributions that a round's drafts were drawn from; 0 where the verifier
+    does not need them."""
+    return _distribution_bytes(shape, shape.needs_draft_probs * shape.num_nodes)
+
+
+def _distribution_bytes(shape: EngineShape, num_tokens: int) -> int:
+    """Bytes of `[B, num_tokens, V]` in fp32."""
+    return shape.batch_size * num_tokens * shape.vocab_size * 4
+
+
+def _cache_bytes(state: PyTree) -> int:
+    """Bytes of the KV caches in part of a state."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
+    return num_bytes([node for node in nodes if isinstance(node, KVCache)])
+
+
 def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
     """What an engine with this loop needs, computed from shapes without allocating anything.
 
@@ -92,12 +182,11 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
       SettingError: the state and the logits of a round do not fit into the free memory. The message
         names the largest batch_size and the largest max_length that would.
     """
-    shape, resident = _of_shard(loop).shape, _of_shard(loop).resident_shape
-    kv_bytes, buffers_bytes = _state_bytes(loop, resident.batch_size, resident.max_length)
+    resident, parts = _of_shard(loop).resident_shape, measure_parts(loop)
     if isinstance(loop, ShardedLoop):
-        devices, params = loop.mesh.devices.flatten().tolist(), loop.params_of_device()
+        devices = loop.mesh.devices.flatten().tolist()
     else:
-        devices, params = [_device(loop.params)], loop.params
+        devices = [_device(loop.params)]
     if devices[0].platform == "cpu":  # they share the host's memory
         num_free, where = free_memory()
         free = num_free // len(devices)
@@ -109,10 +198,10 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
         num_devices=len(devices),
         num_rows=resident.batch_size,
         max_length=resident.max_length,
-        weights_bytes=num_bytes(params),
-        kv_bytes=kv_bytes,
-        buffers_bytes=buffers_bytes,
-        logits_bytes=_logits_bytes(shape),
+        weights_bytes=parts.weights_bytes,
+        kv_bytes=parts.kv_bytes,
+        buffers_bytes=parts.buffers_bytes,
+        logits_bytes=parts.logits_bytes + parts.draft_probs_bytes,
         free_bytes=free,
     )
     if memory.free_bytes is not None and memory.needed_bytes > memory.free_bytes:
@@ -155,22 +244,14 @@ def _of_shard(loop: DecodeLoop | ShardedLoop) -> DecodeLoop:
     return loop.loop if isinstance(loop, ShardedLoop) else loop
 
 
-def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int) -> tuple[int, int]:
-    """Bytes of the KV caches and of everything else in a state of this shape, per device."""
-    of_shard = _of_shard(loop)
-    shape = dataclasses.replace(of_shard.shape, batch_size=num_rows, max_length=max_length)
-    state = jax.eval_shape(lambda: of_shard.empty(shape))
-    if isinstance(loop, ShardedLoop):
-        state = loop.state_of_device(state)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
-    kv_bytes = num_bytes([node for node in nodes if isinstance(node, KVCache)])
-    return kv_bytes, num_bytes(state) - kv_bytes
+def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int) -> int:
+    """Bytes of a state of this shape, per device."""
+    return measure_parts(loop, num_rows=num_rows, max_length=max_length).state_bytes
 
 
 def _logits_bytes(shape: EngineShape) -> int:
     """Bytes of the fp32 logits of a round, and of its drafts' distributions if they are needed."""
-    num_distributions = shape.verify_length + shape.needs_draft_probs * shape.num_nodes
-    return shape.batch_size * num_distributions * shape.vocab_size * 4
+    return _distribution_bytes(shape, shape.verify_length) + draft_probs_bytes(shape)
 
 
 def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) -> str:
@@ -183,7 +264,7 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
 
     def fits(batch_size: int, max_length: int) -> bool:
         logits_bytes = _logits_bytes(dataclasses.replace(of_shard.shape, batch_size=batch_size))
-        state_bytes = sum(_state_bytes(loop, scheduler.num_residents(batch_size), max_length))
+        state_bytes = _state_bytes(loop, scheduler.num_residents(batch_size), max_length)
         return state_bytes + logits_bytes <= free
 
     batch_size = _largest(lambda n: fits(n, memory.max_length), given)

@@ -12,8 +12,8 @@ of the same products of 64, tiles and splits begin at absolute slots and are sum
 and slots that a query does not see leave its sums unchanged to the bit.
 
 It has not run on a GPU yet; `SPLIT_LENGTH` and `TILE` are estimates. Products of this kind exist on
-compute capability 9 only. Elsewhere, and for what `is_supported` leaves out, there is
-`jaxspec.kernels.pallas`.
+compute capability 9 only. Elsewhere, for what `is_supported` leaves out, and for KV in int8, there
+is `jaxspec.kernels.pallas`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def mosaic_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Does as `pallas_attention` where `is_supported` says no. A tree, or a capacity of more than
-    `SPLIT_LENGTH`, needs scratch memory for one layer's partial sums, fp32: the number of splits,
-    times the queries padded to 64.
+    Does as `pallas_attention` where `is_supported` says no, and with KV in int8. A tree, or a
+    capacity of more than `SPLIT_LENGTH`, needs scratch memory for one layer's partial sums, fp32:
+    the number of splits, times the queries padded to 64.
 
     Args:
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.
@@ -89,7 +89,9 @@ def attend_grouped(
 ) -> jax.Array:
     """Attention `[B, T, Q, H]` of queries by KV head, `[B, K, T, G, H]`; see `mosaic_attention`."""
     num_rows, num_heads, window_length, group, head_size = queries.shape
-    if not is_supported(window, group=group, head_size=head_size, dtype=dtype):
+    if layer.is_quantised or not is_supported(
+        window, group=group, head_size=head_size, dtype=dtype
+    ):
         return triton.attend_grouped(
             queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
         )

@@ -121,7 +121,7 @@ def attend_grouped(
     end = jnp.minimum(first_slot + jnp.max(last_read, axis=1) + 1, capacity)
     extents = jnp.stack([begin // tile, pl.cdiv(end, tile), first_slot], axis=1)
 
-    whole = pl.BlockSpec()
+    whole, stored = pl.BlockSpec(), jax.tree.leaves(layer)
     partial_shape = (num_rows, num_heads, num_splits, padded)
     partials = (
         jax.ShapeDtypeStruct(partial_shape, jnp.float32),
@@ -147,7 +147,7 @@ def attend_grouped(
             sliding_window=sliding_window,
         ),
         grid=(num_rows, num_heads, num_splits),
-        in_specs=[whole] * 7,
+        in_specs=[whole] * (5 + len(stored)),
         out_specs=(
             of_split,
             of_split,
@@ -159,7 +159,7 @@ def attend_grouped(
         out_shape=partials,
         name="window_attention",
         **settings,
-    )(extents, pages, last_read, window.positions, queries, layer.k, layer.v)
+    )(extents, pages, last_read, window.positions, queries, *stored)
     tails = ()
     if window.paths is not None:
         tails = padded_tail_sums(
@@ -280,10 +280,7 @@ def _attend_split(
     queries_ref,  # [B, K, T, G, H]
     k_ref,  # [P, K, block, H]
     v_ref,
-    highest_ref,  # [M], M the padded queries
-    total_ref,  # [M]
-    output_ref,  # [M, H]
-    *,
+    *references,  # of codes their scales, [P, K, block] twice; then highest, total and output
     padded: int,
     tile: int,
     tiles_per_split: int,
@@ -292,6 +289,8 @@ def _attend_split(
     sliding_window: int | None,
 ):
     """One row, KV head and split: the highest score, the total weight, and the weighted values."""
+    *scale_refs, highest_ref, total_ref, output_ref = references  # [M] twice, [M, H]; M queries
+    k_scale_ref, v_scale_ref = scale_refs or (None, None)
     row, head, split = (pl.program_id(axis) for axis in range(3))
     first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
     end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)
@@ -311,8 +310,8 @@ def _attend_split(
             slot = tile_index * tile
             page = pages_ref[row, slot // block]
             inside = pl.ds(slot % block, tile)
-            k = _from_storage(k_ref[page, head, inside, :], dtype)
-            v = _from_storage(v_ref[page, head, inside, :], dtype)
+            k = _read(k_ref, k_scale_ref, (page, head, inside), dtype)
+            v = _read(v_ref, v_scale_ref, (page, head, inside), dtype)
             held = slot + jnp.arange(tile, dtype=jnp.int32) - first_slot
             # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
             is_live = (held >= 0) & (held < row_end)
@@ -394,7 +393,11 @@ def _product(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
     )
 
 
-def _from_storage(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _read(stored_ref, scale_ref, slots, dtype: jnp.dtype) -> jax.Array:
+    """Keys or values `[n, H]` of some slots, dequantised if they are codes with scales."""
+    values = stored_ref[(*slots, slice(None))]
+    if scale_ref is not None:
+        return kv.dequantise(values, scale_ref[slots], dtype)
     return values if values.dtype == dtype else lax.bitcast_convert_type(values, dtype)
 
 
@@ -426,31 +429,32 @@ def write_window(
     given = {name: x for name, x in optional.items() if x is not None}
 
     whole = pl.BlockSpec()
-    inputs = (pages, slots, qkv, cos, signed_sin, *given.values(), layer.k, layer.v)
-    queries, k, v = pl.pallas_call(
+    stored, form = jax.tree.flatten(layer)
+    inputs = (pages, slots, qkv, cos, signed_sin, *given.values(), *stored)
+    queries, *written = pl.pallas_call(
         functools.partial(
             _write_window,
             given=tuple(given),
+            num_stored=len(stored),
             rotary_size=angles[0].shape[-1] * angles[0].shape[-2],
             is_interleaved=is_interleaved,
             epsilon=epsilon,
         ),
         grid=(num_rows, window_length, num_heads),
         in_specs=[whole] * len(inputs),
-        out_specs=(whole, whole, whole),
+        out_specs=(whole,) * (1 + len(stored)),
         out_shape=(
             jax.ShapeDtypeStruct(
                 (num_rows, num_heads, window_length, group_and_kv - 2, head_size), qkv.dtype
             ),
-            jax.ShapeDtypeStruct(layer.k.shape, layer.k.dtype),
-            jax.ShapeDtypeStruct(layer.v.shape, layer.v.dtype),
+            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in stored),
         ),
-        input_output_aliases={len(inputs) - 2: 1, len(inputs) - 1: 2},
+        input_output_aliases={len(inputs) - len(stored) + i: 1 + i for i in range(len(stored))},
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
         interpret=_is_interpreted(interpret),
         name="write_window",
     )(*inputs)
-    return queries, layer.replace(k=k, v=v)
+    return queries, jax.tree.unflatten(form, written)
 
 
 def _write_window(
@@ -461,14 +465,16 @@ def _write_window(
     signed_sin_ref,  # [B, T, H], 0 there
     *references,
     given: tuple[str, ...],
+    num_stored: int,
     rotary_size: int,
     is_interleaved: bool,
     epsilon: float,
 ):
     """One entry of a row's window, and one KV head."""
-    # Those given of the bias [K, G + 2, H] and the norms [H]; K and V as they were, and as they are
-    # now [P, K, block, H], between them the queries [B, K, T, G, H].
-    *optional, _, _, queries_ref, k_ref, v_ref = references
+    # Those given of the bias [K, G + 2, H] and the norms [H]; K and V [P, K, block, H] and any
+    # scales [P, K, block] as they were, and as they are now, after the queries [B, K, T, G, H].
+    optional, queries_ref = references[: len(given)], references[len(given) + num_stored]
+    k_ref, v_ref, *scale_refs = references[-num_stored:]
     optional_refs = dict(zip(given, optional, strict=True))
     row, entry, head = (pl.program_id(axis) for axis in range(3))
     group, head_size = queries_ref.shape[3:]
@@ -512,8 +518,15 @@ def _write_window(
         keys = jnp.where(is_finite, keys, jnp.full_like(keys, jnp.nan))
         values = jnp.where(is_finite, values, jnp.zeros_like(values))
         page, inside = pages_ref[row, lax.div(slot, block)], lax.rem(slot, block)
-        k_ref[page, head, inside, :] = _to_storage(keys, k_ref.dtype)
-        v_ref[page, head, inside, :] = _to_storage(values, v_ref.dtype)
+        if scale_refs:
+            for scale_ref, stored_ref, x in zip(
+                scale_refs, (k_ref, v_ref), (keys, values), strict=True
+            ):
+                codes, scale = kv.quantise(x)
+                stored_ref[page, head, inside, :], scale_ref[page, head, inside] = codes, scale
+        else:
+            k_ref[page, head, inside, :] = _to_storage(keys, k_ref.dtype)
+            v_ref[page, head, inside, :] = _to_storage(values, v_ref.dtype)
 
 
 def _to_storage(values: jax.Array, stored: jnp.dtype) -> jax.Array:

@@ -151,6 +151,28 @@ def forward_features(
     return hidden, jnp.stack([hidden] * len(taps), axis=2) if taps else None, cache
 
 
+def kv_dtype_of(model: Any) -> kv.KvDtype | None:
+    """In which dtype a model stores KV; None is its own, or whatever a user's model does."""
+    return getattr(model, "kv_dtype", None)
+
+
+def with_kv_dtype(model: Model, kv_dtype: kv.KvDtype | None) -> Model:
+    """The same model with KV stored in `kv_dtype`; None leaves it as it is.
+
+    Raises:
+      SettingError: an unknown dtype, or the model is not a `LanguageModel` and makes its own cache.
+    """
+    kv.check_kv_dtype(kv_dtype)
+    if kv_dtype in (None, kv_dtype_of(model)):
+        return model
+    if not isinstance(model, LanguageModel):
+        raise SettingError(
+            f"The KV dtype {kv_dtype!r} was given for {model.name}, which makes its cache itself; "
+            "hand the dtype to `jaxspec.cache.pages.init_cache` there."
+        )
+    return dataclasses.replace(model, kv_dtype=kv_dtype)
+
+
 def param_specs(owner: Any, num_shards: int) -> PyTree:
     """How a mesh axis `model` splits `owner.params`: as its own `param_specs` says, or not at all.
 
@@ -192,8 +214,7 @@ class LanguageModel:
     Attributes:
       name: the name it was loaded under.
       config: architecture.
-      params: parameters in the compute dtype, which is also the KV cache's, as `pack` returns
-        them.
+      params: parameters in the compute dtype, in which KV is read too, as `pack` returns them.
       eos_token_ids: from the checkpoint's generation config.
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults; they apply only where
@@ -202,9 +223,11 @@ class LanguageModel:
         Hopper GPUs; or `pallas`, attention for all GPUs (interpreted elsewhere, for tests). They
         sum in different orders, so outputs differ at ties within rounding. On a mesh that splits
         the model, `native` falls back to `xla`, and `mosaic` and `pallas` are refused.
+      kv_dtype: in which KV is stored: None is the dtype of the parameters; `int8` takes half the
+        bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
 
     Raises:
-      SettingError: unknown kernels, or kernels that cannot be used here.
+      SettingError: unknown kernels, kernels that cannot be used here, or an unknown KV dtype.
     """
 
     name: str
@@ -214,17 +237,23 @@ class LanguageModel:
     tokenizer: TextTokenizer | None = None
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     kernels: KernelsName = "xla"
+    kv_dtype: kv.KvDtype | None = None
 
     def __post_init__(self):
         check_kernels(self.kernels)
+        kv.check_kv_dtype(self.kv_dtype)
         object.__setattr__(self, "params", self.pack(self.params))
 
     def __repr__(self) -> str:
         size = decoder.num_params(self.config) / 1e6
         return (
             f"<LanguageModel {self.name}: {self.config.family}, {size:.1f} M parameters, "
-            f"{self.dtype.name}, {self.kernels} kernels>"
+            f"{self.dtype.name}{self._kv_words}, {self.kernels} kernels>"
         )
+
+    @property
+    def _kv_words(self) -> str:
+        return "" if self.kv_dtype is None else f" with KV in {self.kv_dtype}"
 
     @property
     def vocab_size(self) -> int:
@@ -233,7 +262,7 @@ class LanguageModel:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Compute and cache dtype."""
+        """Compute dtype, in which KV is read."""
         return self.params["embedding"].dtype
 
     @property
@@ -292,7 +321,7 @@ class LanguageModel:
         return {name: specs[name] for name in self.params}
 
     def init_cache(self, num_rows: int, capacity: int) -> kv.KVCache:
-        """A cache of `num_rows` rows of `capacity` slots in the model's dtype."""
+        """A cache of `num_rows` rows of `capacity` slots, KV in `kv_dtype` or the model's dtype."""
         return kv.init_cache(
             num_layers=self.config.num_layers,
             num_rows=num_rows,
@@ -300,6 +329,7 @@ class LanguageModel:
             num_kv_heads=self.config.num_kv_heads,
             head_size=self.config.head_size,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def forward(self, params, tokens, window, cache):

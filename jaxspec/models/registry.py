@@ -1,9 +1,10 @@
 """Presets: the published pairs' architectures by name, with random weights.
 
-Values as in `lmsys/vicuna-7b-v1.3`, `double7/vicuna-68m`, `Qwen/Qwen3-8B`, `Qwen/Qwen3-0.6B`,
-`zai-org/GLM-4-9B-0414` and `jukofyork/GLM-4.5-DRAFT-0.6B-v3.0` (for the last the YaRN factor is
-inferred from its context length). `llama-635m` and `llama-65m` were never published: a pair of a
-size that a CPU decodes at some ten tokens per second, its draft model a tenth of its target.
+Values as in `lmsys/vicuna-7b-v1.3`, `double7/vicuna-68m`, `meta-llama/Llama-2-70b-chat-hf`,
+`Qwen/Qwen3-8B`, `Qwen/Qwen3-0.6B`, `zai-org/GLM-4-9B-0414` and
+`jukofyork/GLM-4.5-DRAFT-0.6B-v3.0` (for the last the YaRN factor is inferred from its context
+length). `llama-635m` and `llama-65m` were never published: a pair of a size that a CPU decodes at
+some ten tokens per second, its draft model a tenth of its target.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.pages import KvDtype
 from jaxspec.errors import ModelError
 from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
 from jaxspec.models import decoder
@@ -43,6 +45,19 @@ PRESETS: dict[str, ModelConfig] = {
         max_length=2048,
         norm_epsilon=1e-6,
         rope=RopeConfig(theta=1e4, rotary_size=64),
+    ),
+    "llama-2-70b": ModelConfig(
+        family="llama",
+        vocab_size=32000,
+        width=8192,
+        feed_forward_width=28672,
+        num_layers=80,
+        num_query_heads=64,
+        num_kv_heads=8,
+        head_size=128,
+        max_length=4096,
+        norm_epsilon=1e-5,
+        rope=RopeConfig(theta=1e4, rotary_size=128),
     ),
     "qwen3-8b": ModelConfig(
         family="qwen3",
@@ -140,15 +155,17 @@ def random_model(
     seed: int = 0,
     sharding=None,
     kernels: KernelsName | None = None,
+    kv_dtype: KvDtype | None = None,
 ) -> LanguageModel:
     """A model of a preset's (or any) architecture with random weights, built on the device.
 
     Args:
       preset: a key of `PRESETS`, or a `ModelConfig`.
-      dtype: parameters, compute and cache.
+      dtype: of parameters and compute, in which KV is read too.
       seed: of the weights.
       sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
       kernels: see `LanguageModel`; None is `default_kernels()`.
+      kv_dtype: see `LanguageModel`.
 
     Raises:
       ModelError: unknown preset.
@@ -162,4 +179,6 @@ def random_model(
     kernels = kernels or default_kernels()
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
     params = decoder.pack_params(params, get_kernels(kernels), consume=True)
-    return LanguageModel(name=name, config=config, params=params, kernels=kernels)
+    return LanguageModel(
+        name=name, config=config, params=params, kernels=kernels, kv_dtype=kv_dtype
+    )

@@ -56,7 +56,7 @@ def is_width_invariant(
     size = batch_size, verify_length, tree_depth
     if not isinstance(model, LanguageModel):
         return _try_widths(model, model.params, *size, score=_whole(model), init=model.init_cache)
-    key = (model.config, model.dtype, model.kernels, *size)
+    key = (model.config, model.dtype, model.kv_dtype, model.kernels, *size)
     if key not in _found:
         first = {**model.params, "layers": model.params["layers"][:1]}
         score, init = _first_layer(model)
@@ -91,6 +91,7 @@ def _first_layer(model: LanguageModel) -> tuple[_Score, _InitCache]:
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
             dtype=model.dtype,
+            kv_dtype=model.kv_dtype,
         )
 
     return score, init

@@ -55,6 +55,23 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_a_run_with_kv_in_int8_says_how_far_it_is_from_full_kv(cli, refused, models, prompts):
+    kv = ("--kv-dtype", "int8", "--draft-kv-dtype", "int8")
+    options = ("audit", *settings(models), "--prompts", prompts)
+    result = cli(*options, "--draft", models.draft, *kv, "--json")
+    assert result.status == 0, result.err
+    audit = result.document["audit"]
+    assert audit["holds"] is True
+    assert (audit["engine"]["kv_dtype"], audit["engine"]["draft_kv_dtype"]) == ("int8", "int8")
+    distance = audit["kv_distance"]
+    assert distance["kv_dtype"] == "int8"
+    assert distance["num_tokens"] > 27
+    assert 0 < distance["mean_kl"] < distance["max_kl"]
+    assert "full KV" in result.out
+    message = refused(*options, "--drafter", "ngram", *kv)
+    assert "the drafter 'ngram', which is not a draft model; leave it out" in message
+
+
 def test_a_greedy_run_of_a_lossy_verifier_says_so(cli, models, prompts):
     result = cli(
         "audit", *settings(models), "--drafter", "ngram", "--prompts", prompts, "--verifier",

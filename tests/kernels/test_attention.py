@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+import windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import as_trees, path_of, random_parents
@@ -84,6 +85,25 @@ def test_the_check_above_catches_a_query_that_sees_one_slot_too_many():
     shifted = window.replace(positions=window.positions + 1)
     got = run(queries, layer, table, shifted, dtype=jnp.float32)
     assert np.abs(got - dense(queries, k, v, window)).max() > 1e-2
+
+
+@pytest.mark.parametrize("sliding_window", [None, 130])
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_codes_with_scales_are_read_as_the_numbers_that_they_stand_for(is_tree, sliding_window):
+    inputs = windows.setup([3, 250, 380], 5, fill=np.nan, kv_dtype="int8")
+    queries, layer, table, window = inputs
+    if is_tree:
+        window = as_trees(window, [[0, 0, 2, 1]] * 3, depth=3)
+    every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (3, 512))
+    k, v = kv.read_slots(layer, table, every, jnp.float32)
+    numbers = windows.setup([3, 250, 380], 5)[1]
+    numbers = kv.write(numbers, table, k, v, every)
+    given = {"dtype": jnp.float32, "sliding_window": sliding_window}
+    ours, theirs = (
+        np.asarray(run(queries, one, table, window, **given)) for one in (layer, numbers)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert np.isfinite(ours).all()
 
 
 def test_neighbours_of_any_length_change_no_bit():

@@ -301,11 +301,12 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
 def _moved(cache: kv.KVCache, source: KvSource) -> kv.KVCache:
     """The cache with each slot's KV taken from its source."""
     slot = lax.broadcasted_iota(jnp.int32, source.slot.shape, 1)
-    is_kept = source.is_kept[..., None, None]
+    is_lost = ~source.is_kept
 
     def move(layer):
-        k, v = kv.read_slots(layer, cache.table, source.slot, cache.dtype)
-        k, v = (jnp.where(is_kept, part, jnp.zeros((), part.dtype)) for part in (k, v))
-        return kv.write(layer, cache.table, k, v, slot)
+        layer = kv.move_slots(layer, cache.table, source.slot, cache.table, slot)
+        k, v = kv.read_slots(layer, cache.table, slot, cache.dtype)
+        lost = jnp.where(is_lost, slot, -1)
+        return kv.write(layer, cache.table, jnp.zeros_like(k), jnp.zeros_like(v), lost)
 
     return cache.replace(layers=tuple(move(layer) for layer in cache.layers))

@@ -62,7 +62,7 @@ def _load() -> tuple[int, str | None, str | None]:
         library = build.load_library()
     except build.BuildError as error:
         return 0, str(error), None
-    for name in ("jaxspec_pack", "jaxspec_product", "jaxspec_attention"):
+    for name in build.FUNCTIONS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.jaxspec_start_threads(num_threads())
     library.jaxspec_family.restype = ctypes.c_char_p
@@ -135,19 +135,24 @@ def product(
 def is_attention_supported(
     qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
 ) -> bool:
-    """Whether `attend` takes these: fp32 or bf16, as is the KV, the ragged layout, heads that fit
-    into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where it has 16), at most
-    `MAX_QUERIES` queries."""
+    """Whether `attend` takes these: fp32 or bf16, as is the KV unless it is int8, the ragged
+    layout, heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where
+    it has 16), at most `MAX_QUERIES` queries."""
     num_lanes = _load()[0]
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (
         qkv.dtype in _DTYPES
-        and layer.k.dtype == (jnp.uint16 if qkv.dtype == jnp.bfloat16 else qkv.dtype)
+        and (layer.is_quantised or layer.k.dtype == _stored_dtype(qkv.dtype))
         and not isinstance(table, kv.AlignedTable)
         and head_size <= MAX_VECTORS * num_lanes
         and layer.block % num_lanes == 0
         and window_length * (group_and_kv - 2) <= MAX_QUERIES
     )
+
+
+def _stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """In which KV of this dtype is stored, see `jaxspec.cache.pages`."""
+    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
 
 
 def attend(
@@ -171,14 +176,14 @@ def attend(
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
     nothing, no_slots = jnp.zeros((0,), qkv.dtype), jnp.zeros((0,), jnp.int32)
-    made, k, v = jax.ffi.ffi_call(
-        "jaxspec_attention",
-        (
-            jax.ShapeDtypeStruct(heads, qkv.dtype),
-            jax.ShapeDtypeStruct(layer.k.shape, layer.k.dtype),
-            jax.ShapeDtypeStruct(layer.v.shape, layer.v.dtype),
-        ),
-        input_output_aliases={6: 1, 7: 2},
+    stored = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), layer)
+    scales, in_place = (), {6: 1, 7: 2}
+    if layer.is_quantised:
+        scales, in_place = (layer.k_scale, layer.v_scale), {6: 1, 7: 2, 14: 3, 15: 4}
+    made, k, v, *new_scales = jax.ffi.ffi_call(
+        "jaxspec_coded_attention" if layer.is_quantised else "jaxspec_attention",
+        (jax.ShapeDtypeStruct(heads, qkv.dtype), *jax.tree.leaves(stored)),
+        input_output_aliases=in_place,
     )(
         qkv,
         nothing if bias is None else bias,
@@ -194,11 +199,12 @@ def attend(
         window.start,
         no_slots if window.paths is None else window.paths,
         no_slots if window.ends is None else window.ends,
+        *scales,
         epsilon=np.float32(epsilon),
         is_interleaved=is_interleaved,
         sliding_window=np.int64(sliding_window or 0),
     )
-    return made, layer.replace(k=k, v=v)
+    return made, jax.tree.unflatten(jax.tree.structure(layer), (k, v, *new_scales))
 
 
 class NativeKernels(Kernels):

@@ -7,10 +7,13 @@
 // The entries of a tree share the blocks that lie before the tree. From there on each has blocks of
 // its own: the KV of its path is copied to where it would lie if the path were a chain. So a node's
 // sums are those of a chain, wherever the tree begins.
+//
+// T is what is computed with, float or bfloat16, S what KV is stored in: T, or int8 with scales.
 
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -23,7 +26,7 @@
 
 namespace jaxspec {
 
-template <typename T>
+template <typename T, typename S>
 struct AttentionInputs {
   int64_t window, num_heads, group, head_size, block, num_blocks, depth;
   int64_t rotary_size, sliding_window;  // sliding_window 0: none
@@ -31,7 +34,8 @@ struct AttentionInputs {
   bool is_interleaved;
   const T *qkv, *bias, *query_norm, *key_norm;  // the last three may be null
   const float *cos, *sin;                       // [B, T, rotary_size / 2]
-  T *k, *v;                                     // [P, K, block, H]
+  S *k, *v;                                     // [P, K, block, H]
+  float *k_scale, *v_scale;                     // [P, K, block] of codes, or null
   const int32_t *table, *positions, *slots, *start;
   const int32_t *paths, *ends;  // [B, T, depth] and [B, T], or null
   T* output;
@@ -50,18 +54,18 @@ inline void Rotate(float* x, const float* cos, const float* sin, int64_t size, b
 }
 
 // A row's KV head.
-template <typename T>
+template <typename T, typename S>
 struct RowHead {
-  const AttentionInputs<T>& in;
+  const AttentionInputs<T, S>& in;
   int64_t row, head;
 
   int64_t capacity() const { return in.num_blocks * in.block; }
 
-  int64_t OffsetOf(int64_t slot) const {
+  int64_t IndexOf(int64_t slot) const {
     const int64_t page = in.table[row * in.num_blocks + slot / in.block];
-    return ((page * in.num_heads + head) * in.block + slot % in.block) * in.head_size;
+    return (page * in.num_heads + head) * in.block + slot % in.block;
   }
-  T* At(T* pages, int64_t slot) const { return pages + OffsetOf(slot); }
+  S* At(S* pages, int64_t slot) const { return pages + IndexOf(slot) * in.head_size; }
 
   int64_t Token(int64_t query) const { return row * in.window + query / in.group; }
 
@@ -98,10 +102,33 @@ struct RowHead {
   }
 };
 
+inline bool AreNumbers(const float* x, int64_t size) {
+  return std::all_of(x, x + size, [](float number) { return std::isfinite(number); });
+}
+
+// Codes of `size` numbers and their scale, as `quantise` in cache/pages.py defines them.
+inline void StoreCodes(const float* x, int64_t size, int8_t* codes, float* scale) {
+  if (!AreNumbers(x, size)) {
+    std::fill_n(codes, size, int8_t{});
+    *scale = std::nanf("");
+    return;
+  }
+  float largest = 0.0f;
+  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, std::fabs(x[i]));
+  *scale = largest * (1.0f / 127.0f);
+  if (*scale < FLT_MIN) *scale = 1.0f;
+  const float inverse = 1.0f / *scale;
+  const float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, to even on a tie
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Vector shifted = Load(x + i, size - i) * inverse + kShift;
+    Store(codes + i, shifted - kShift, size - i);
+  }
+}
+
 // Norms and turns queries and keys of the window, and writes its KV. queries [window * group, padded].
-template <typename T>
-void WriteWindow(const RowHead<T>& of, const HeadShape<T>& shape, T* queries) {
-  const AttentionInputs<T>& in = of.in;
+template <typename T, typename S>
+void WriteWindow(const RowHead<T, S>& of, const HeadShape<T>& shape, T* queries) {
+  const AttentionInputs<T, S>& in = of.in;
   const int64_t size = shape.size, num_parts = in.group + 2;
   thread_local std::vector<float> scratch;
   scratch.resize(3 * shape.padded);
@@ -136,11 +163,19 @@ void WriteWindow(const RowHead<T>& of, const HeadShape<T>& shape, T* queries) {
     if (slot < 0 || slot >= of.capacity()) continue;
     // 0 * NaN is NaN: a value that is no number would reach the queries before it, which do not see
     // it. As a key it reaches those that do.
-    const bool is_finite = std::all_of(value, value + size, [](float x) { return std::isfinite(x); });
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Vector nan = Vector{} + std::nanf("");
-      Store(of.At(in.k, slot) + i, is_finite ? Load(key + i) : nan, size - i);
-      Store(of.At(in.v, slot) + i, is_finite ? Load(value + i) : Vector{}, size - i);
+    if (!AreNumbers(value, size)) {
+      std::fill(key, key + size, std::nanf(""));
+      std::fill(value, value + size, 0.0f);
+    }
+    if constexpr (std::is_same_v<S, T>) {
+      for (int64_t i = 0; i < size; i += kLanes) {
+        Store(of.At(in.k, slot) + i, Load(key + i), size - i);
+        Store(of.At(in.v, slot) + i, Load(value + i), size - i);
+      }
+    } else {
+      const int64_t index = of.IndexOf(slot);
+      StoreCodes(key, size, of.At(in.k, slot), in.k_scale + index);
+      StoreCodes(value, size, of.At(in.v, slot), in.v_scale + index);
     }
   }
 }
@@ -153,8 +188,8 @@ struct Seen {
   int64_t shared_begin, shared_end;                  // of the slots that all of them see
   Integers begins[kQueries], ends[kQueries], lanes;  // of each query, in all lanes
 
-  template <typename T>
-  Seen(const RowHead<T>& of, int64_t first, int64_t count)
+  template <typename T, typename S>
+  Seen(const RowHead<T, S>& of, int64_t first, int64_t count)
       : count(count), shared_begin(0), shared_end(of.capacity()) {
     int64_t begin_of_all = of.capacity(), end_of_all = 1;
     for (int64_t q = 0; q < count; ++q) {
@@ -188,10 +223,23 @@ struct Seen {
   }
 };
 
-// Makes scores [block, query, kLanes] weights, and adds them up to totals. Where there are matrix
-// units, the weights follow a second time, as the first numbers of pairs.
+// Multiplies scores [block, query, kLanes] of codes by the scales of their keys [block] [kLanes].
+inline void ScaleScores(const Seen& seen, const float* const* scales, float* scores) {
+  for (const Run& run : seen.runs) {
+    for (int64_t b = run.block; b < run.block + run.num_blocks; ++b) {
+      const Vector scale = Load(scales[b]);
+      float* score = scores + (b * seen.count + run.query) * kLanes;
+      for (int64_t q = 0; q < run.num_queries; ++q, score += kLanes) Store(score, Load(score) * scale);
+    }
+  }
+}
+
+// Makes scores [block, query, kLanes] weights, and adds them up to totals; the weights of codes are
+// then multiplied by the scales of their values [block] [kLanes], null where there are none. Where
+// there are matrix units, the weights follow a second time, as the first numbers of pairs.
 template <typename T>
-void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* totals) {
+void Softmax(const Seen& seen, const HeadShape<T>& shape, const float* const* scales, float* scores,
+             float* totals) {
   Vector highest[kQueries], sums[kQueries] = {};
   std::fill(highest, highest + kQueries, Splat(-1e30f));
   for (const Run& run : seen.runs) {
@@ -215,7 +263,12 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, float* scores, float* 
       for (int64_t q = run.query; q < run.query + run.num_queries; ++q) {
         float* const to = of_block + q * kLanes;
         const Vector exp = Exp((Load(to) - highest[q]) * shape.score_scale);
-        const Vector weight = seen.Of(q, run.slot + b * kLanes, exp, 0.0f), rounded = Round<T>(weight);
+        const int64_t slot = run.slot + b * kLanes;
+        const Vector weight = seen.Of(q, slot, exp, 0.0f);
+        // The scale of a slot that the query does not see may be NaN.
+        const Vector scaled =
+            scales == nullptr ? weight : seen.Of(q, slot, exp * Load(scales[run.block + b]), 0.0f);
+        const Vector rounded = Round<T>(scaled);
         sums[q] += weight;
         Store(to, rounded);
         if (shape.has_tiles) Store(to + to_firsts, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
@@ -241,50 +294,83 @@ void CopyNumbers(const T* from, T* to, int64_t count) {
   if (i < count) Store(to + i, number(Load(from + i, count - i)), count - i);
 }
 
+// What attention reads of one block of slots.
+template <typename S>
+struct BlockOfSlots {
+  S *keys, *values;             // [kLanes, H]
+  float *k_scales, *v_scales;  // [kLanes] of codes
+};
+
 // The KV of a block of slots as a query sees them. Nothing looks at the scores of keys that it does not
-// see: these are left out.
-template <typename T>
-void Gather(const RowHead<T>& of, int64_t query, int64_t slot, T* keys, T* values) {
+// see, nor at any scales: these are left out.
+template <typename T, typename S>
+void Gather(const RowHead<T, S>& of, int64_t query, int64_t slot, const BlockOfSlots<S>& block) {
   const int64_t size = of.in.head_size, begin = of.Begin(query), end = of.End(query);
+  S *keys = block.keys, *values = block.values;
   for (int64_t i = 0; i < kLanes; ++i, ++slot, keys += size, values += size) {
     const bool is_seen = slot >= begin && slot < end;
     const int64_t stored = is_seen ? of.StoredAt(query, slot) : -1;
     if (stored < 0 || stored >= of.capacity()) {
-      std::fill_n(values, size, T{});
+      std::fill_n(values, size, S{});
     } else {
-      const int64_t from = of.OffsetOf(stored);
-      std::copy_n(of.in.k + from, size, keys);
-      CopyNumbers(of.in.v + from, values, size);
+      std::copy_n(of.At(of.in.k, stored), size, keys);
+      if constexpr (std::is_same_v<S, T>) {
+        CopyNumbers(of.At(of.in.v, stored), values, size);
+      } else {
+        std::copy_n(of.At(of.in.v, stored), size, values);
+        block.k_scales[i] = of.in.k_scale[of.IndexOf(stored)];
+        block.v_scales[i] = of.in.v_scale[of.IndexOf(stored)];
+      }
     }
   }
 }
 
 // Attention of `count` queries, at most kQueries, from `first` on.
-template <typename T>
-void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* queries, int64_t first,
-                    int64_t count) {
+template <typename T, typename S>
+void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T* queries,
+                    int64_t first, int64_t count) {
+  constexpr bool kIsCoded = !std::is_same_v<S, T>;
   const Seen seen(of, first, count);
   const Run& common = seen.runs.of[0];
   const int64_t num_blocks = seen.runs.num_blocks, block_size = kLanes * shape.size;
-  thread_local std::vector<const T*> blocks;
+  thread_local std::vector<const S*> blocks;
   blocks.resize(2 * num_blocks + kAhead);
-  const T **const keys = blocks.data(), **const values = keys + num_blocks;
+  const S **const keys = blocks.data(), **const values = keys + num_blocks;
+  thread_local std::vector<const float*> scales;  // of codes
+  scales.resize(kIsCoded ? 2 * num_blocks : 0);
+  const float **const k_scales = scales.data(), **const v_scales = k_scales + num_blocks;
   int64_t num_copies = 0;
   for (int64_t b = 0; b < common.num_blocks; ++b) {
     const int64_t slot = common.slot + b * kLanes;
     keys[b] = of.At(of.in.k, slot);
     values[b] = of.At(of.in.v, slot);
     if (b < kAhead) Fetch(keys[b], shape.size);
-    num_copies += !seen.IsShared(slot);
+    if constexpr (kIsCoded) {
+      k_scales[b] = of.in.k_scale + of.IndexOf(slot);
+      v_scales[b] = of.in.v_scale + of.IndexOf(slot);
+    } else {
+      num_copies += !seen.IsShared(slot);
+    }
   }
-  thread_local std::vector<T> gathered;  // keys and values of each block
-  gathered.resize(2 * (num_blocks - common.num_blocks) * block_size);
-  T* own = gathered.data();
+  const int64_t num_own = num_blocks - common.num_blocks;
+  thread_local std::vector<S> gathered;  // keys and values of each block
+  gathered.resize(2 * num_own * block_size);
+  thread_local std::vector<float> gathered_scales;  // likewise
+  gathered_scales.resize(kIsCoded ? 2 * num_own * kLanes : 0);
+  S* own = gathered.data();
+  float* own_scales = gathered_scales.data();
   for (const Run* run = &common + 1; run < seen.runs.end(); ++run) {
-    for (int64_t b = 0; b < run->num_blocks; ++b, own += 2 * block_size) {
-      keys[run->block + b] = own;
-      values[run->block + b] = own + block_size;
-      Gather(of, first + run->query, run->slot + b * kLanes, own, own + block_size);
+    for (int64_t i = 0; i < run->num_blocks; ++i, own += 2 * block_size) {
+      const int64_t b = run->block + i;
+      keys[b] = own;
+      values[b] = own + block_size;
+      if constexpr (kIsCoded) {
+        k_scales[b] = own_scales;
+        v_scales[b] = own_scales + kLanes;
+      }
+      Gather(of, first + run->query, run->slot + i * kLanes,
+             BlockOfSlots<S>{own, own + block_size, own_scales, own_scales + kLanes});
+      own_scales += kIsCoded ? 2 * kLanes : 0;
     }
   }
   std::fill_n(values + num_blocks, kAhead, values[num_blocks - 1]);
@@ -296,16 +382,19 @@ void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* qu
   float* const sums = weights + 2 * num_weights;  // [count, padded]
   float totals[kQueries];
   Scores(shape, queries + first * shape.padded, count, keys, seen.runs, weights);
-  Softmax(seen, shape, weights, totals);
+  if constexpr (kIsCoded) ScaleScores(seen, k_scales, weights);
+  Softmax(seen, shape, kIsCoded ? v_scales : nullptr, weights, totals);
 
-  thread_local std::vector<T> copies;
-  copies.resize(num_copies * block_size);
-  T* copy = copies.data();
-  for (int64_t b = 0; b < common.num_blocks; ++b) {
-    if (seen.IsShared(common.slot + b * kLanes)) continue;
-    CopyNumbers(values[b], copy, block_size);
-    values[b] = copy;
-    copy += block_size;
+  if constexpr (!kIsCoded) {  // codes are numbers
+    thread_local std::vector<T> copies;
+    copies.resize(num_copies * block_size);
+    T* copy = copies.data();
+    for (int64_t b = 0; b < common.num_blocks; ++b) {
+      if (seen.IsShared(common.slot + b * kLanes)) continue;
+      CopyNumbers(values[b], copy, block_size);
+      values[b] = copy;
+      copy += block_size;
+    }
   }
   WeightedValues(shape, weights, count, values, seen.runs, sums);
 
@@ -326,9 +415,9 @@ void AttendTogether(const RowHead<T>& of, const HeadShape<T>& shape, const T* qu
 // What one row's KV head does in a round: its queries and keys are normed and turned, its KV is
 // written, and its queries, [window, group] of them, see their row's KV up to themselves, or to their
 // entry's end.
-template <typename T>
-void Attend(const AttentionInputs<T>& in, int64_t row, int64_t head) {
-  const RowHead<T> of = {in, row, head};
+template <typename T, typename S>
+void Attend(const AttentionInputs<T, S>& in, int64_t row, int64_t head) {
+  const RowHead<T, S> of = {in, row, head};
   const HeadShape<T> shape(in.head_size);
   const int64_t num_queries = in.window * in.group;
   thread_local std::vector<T> queries;

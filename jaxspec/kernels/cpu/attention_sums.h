@@ -3,11 +3,16 @@
 // Slots come in blocks of kLanes, each in one piece. A score is a sum over a head's numbers, an output
 // one over the slots, in an order of the family's (`Family` in product.h): the same for any number of
 // queries and blocks.
+//
+// Keys and values may be int8 codes, with a scale for each slot. Codes are small integers, which are
+// widened a few blocks at a time and multiplied as any other numbers. The scales multiply what there
+// is one of for each slot: those of keys the scores, those of values the weights.
 
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -75,6 +80,47 @@ constexpr int64_t kAhead = 4;  // blocks that are fetched before they are needed
 template <typename T>
 inline void Fetch(const T* block, int64_t size) {
   for (int64_t i = 0; i < kLanes * size; i += 64 / sizeof(T)) __builtin_prefetch(block + i);
+}
+
+// Numbers [rows, width] that stand `stride` apart, for what multiplies them.
+template <typename T>
+struct Matrix {
+  const T* numbers;
+  int64_t stride;
+};
+
+// The first `width` of each row's `stride` numbers: where they lie, or widened codes in `scratch`,
+// which has room for the width up to a multiple of kLanes in each row.
+template <typename T, typename S>
+inline Matrix<T> Widened(const S* rows, int64_t num_rows, int64_t stride, int64_t width, T* scratch) {
+  if constexpr (std::is_same_v<S, T>) {
+    return {rows, stride};
+  } else {
+    const int64_t padded = RoundUp(width, kLanes);
+    for (int64_t row = 0; row < num_rows; ++row, rows += stride) {
+      T* const to = scratch + row * padded;
+      int64_t i = 0;
+      for (; i + kLanes <= width; i += kLanes) Store(to + i, Load(rows + i));
+      if (i < width) Store(to + i, Load(rows + i, width - i));
+    }
+    return {scratch, padded};
+  }
+}
+
+// A whole block, [kLanes, size]; scratch as large.
+template <typename T, typename S>
+inline const T* WidenedBlock(const S* block, int64_t size, T* scratch) {
+  return Widened(block, 1, 0, kLanes * size, scratch).numbers;
+}
+
+// Room for so many numbers of T where these are widened from S.
+template <typename T, typename S>
+inline T* ScratchFor(int64_t count) {
+  if constexpr (std::is_same_v<S, T>) return nullptr;
+  thread_local std::vector<Line> lines;
+  const int64_t needed = RoundUp(count * sizeof(T), sizeof(Line)) / sizeof(Line);
+  if (static_cast<int64_t>(lines.size()) < needed) lines.resize(needed);
+  return reinterpret_cast<T*>(lines.data());
 }
 
 // ---------------------------------------------------------------------------------- with vectors
@@ -167,21 +213,27 @@ constexpr auto ValuesOfQueries(std::integer_sequence<int, kCounts...>) {
 // Adds the values of some blocks by weights [block, stride, kLanes] to sums [count, padded], in tiles
 // of equal height, or a query less. A core goes through all numbers of a head for few blocks at a time,
 // which its cache holds.
-template <typename T>
+template <typename T, typename S>
 void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t stride, int64_t count,
-                       const T* const* values, int64_t num_blocks, float* sums) {
+                       const S* const* values, int64_t num_blocks, float* sums) {
   constexpr auto kCounts = std::make_integer_sequence<int, kTileQueries<T>>();
   static constexpr auto kAdd = ValuesOfQueries<T>(kCounts);
   constexpr int64_t kBlocks = 32 / kLanes;
   const int64_t num_tiles = RoundUp(count, kTileQueries<T>) / kTileQueries<T>;
+  T* const scratch = ScratchFor<T, S>(kBlocks * kLanes * shape.size);
   for (int64_t b = 0; b < num_blocks; b += kBlocks) {
     for (int64_t i = b + kAhead; i < std::min(b + kAhead + kBlocks, num_blocks); ++i) {
       Fetch(values[i], shape.size);
     }
+    const int64_t num_here = std::min(kBlocks, num_blocks - b);
+    const T* here[kBlocks];
+    for (int64_t i = 0; i < num_here; ++i) {
+      here[i] = WidenedBlock(values[b + i], shape.size, scratch + i * kLanes * shape.size);
+    }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int64_t q = count * tile / num_tiles, height = count * (tile + 1) / num_tiles - q;
-      kAdd[height - 1](weights + (b * stride + q) * kLanes, stride, values + b,
-                       std::min(kBlocks, num_blocks - b), shape, sums + q * shape.padded);
+      kAdd[height - 1](weights + (b * stride + q) * kLanes, stride, here, num_here, shape,
+                       sums + q * shape.padded);
     }
   }
 }
@@ -209,11 +261,22 @@ inline void Transpose(Vector (&x)[kLanes]) {
   }
 }
 
+// As above. GCC does not know that matrix registers are loaded from memory: what they load must have
+// been written by then, and must not be written over before.
+template <typename T, typename S>
+inline Matrix<T> WidenedForTiles(const S* rows, int64_t num_rows, int64_t stride, int64_t width,
+                                 T* scratch) {
+  if constexpr (!std::is_same_v<S, T>) std::atomic_signal_fence(std::memory_order_seq_cst);
+  const Matrix<T> widened = Widened(rows, num_rows, stride, width, scratch);
+  if constexpr (!std::is_same_v<S, T>) std::atomic_signal_fence(std::memory_order_seq_cst);
+  return widened;
+}
+
 // Scores of all queries, as ScoreBlock of each block. Keys are multiplied as they lie: a matrix of 16
 // slots with one of 16 queries, which lie in pairs of numbers.
-inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16_t* queries,
-                                  int64_t count, const uint16_t* const* keys, int64_t num_blocks,
-                                  float* scores) {
+template <typename S>
+void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16_t* queries, int64_t count,
+                           const S* const* keys, int64_t num_blocks, float* scores) {
   thread_local std::vector<Line> scratch;
   scratch.resize(shape.size / 2 + 4 * kLanes);
   float* const sums = scratch.front().floats;  // [4, slot, query]
@@ -224,13 +287,19 @@ inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16
       std::memcpy(pairs + i * kQueries + q, queries + q * shape.padded + 2 * i, sizeof(float));
     }
   }
+  const int64_t block_size = kLanes * shape.size;
+  uint16_t* const widened = ScratchFor<uint16_t, S>(4 * block_size);
   const TileShape of_sums = {16, 64}, of_keys = {16, 2 * shape.step};
   const TileShape of_pairs = {shape.step / 2, 64};
   const MatrixRegisters registers(
       {of_sums, of_sums, of_sums, of_sums, of_keys, of_keys, of_pairs, of_pairs});
   for (int64_t b = 0; b < num_blocks; b += 4) {
     const uint16_t* block[4];  // past the end, the last one again
-    for (int64_t i = 0; i < 4; ++i) block[i] = keys[std::min(b + i, num_blocks - 1)];
+    for (int64_t i = 0; i < 4; ++i) {
+      block[i] = WidenedForTiles(keys[std::min(b + i, num_blocks - 1)], 1, 0, block_size,
+                                 widened + i * block_size)
+                     .numbers;
+    }
     for (int64_t i = b; i < std::min(b + 4, num_blocks); ++i) Fetch(keys[i + kAhead], shape.size);
     _tile_zero(0);
     _tile_zero(1);
@@ -265,9 +334,12 @@ inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16
 // The weighted values of one or two steps of a head. Values are multiplied as they lie: a row of the
 // matrix is a slot, in pairs of numbers. A weight is in a pair with 0: it takes the first numbers, or
 // the second.
-template <int kSteps>
+template <int kSteps, typename S>
 void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t count,
-              const uint16_t* const* values, int64_t num_blocks, int64_t begin, float* sums) {
+              const S* const* values, int64_t num_blocks, int64_t begin, float* sums) {
+  constexpr int64_t kBuffers = 4;  // a block is widened while those before it are multiplied
+  const int64_t width = kSteps * shape.step, buffer_size = kLanes * RoundUp(width, kLanes);
+  uint16_t* const widened = ScratchFor<uint16_t, S>(kBuffers * buffer_size);
   const float* const first_weights = weights + num_blocks * count * kLanes;
   _tile_zero(0);
   _tile_zero(1);
@@ -277,11 +349,13 @@ void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t co
     if (begin == 0 && b + kAhead < num_blocks) Fetch(values[b + kAhead], shape.size);
     _tile_loadd(4, first_weights + b * count * kLanes, 64);
     _tile_loadd(5, weights + b * count * kLanes, 64);
-    _tile_loadd(6, values[b] + begin, 2 * shape.size);
+    const Matrix<uint16_t> block = WidenedForTiles(values[b] + begin, kLanes, shape.size, width,
+                                                   widened + b % kBuffers * buffer_size);
+    _tile_loadd(6, block.numbers, 2 * block.stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 5, 6);
     if constexpr (kSteps == 2) {
-      _tile_loadd(7, values[b] + begin + shape.step, 2 * shape.size);
+      _tile_loadd(7, block.numbers + shape.step, 2 * block.stride);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -296,26 +370,28 @@ void SumSteps(const HeadShape<uint16_t>& shape, const float* weights, int64_t co
 
 // The values of all queries and blocks; behind the weights lie the same ones again, shifted to the
 // first of a pair.
-inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>& shape, const float* weights,
-                                  int64_t count, const uint16_t* const* values, int64_t num_blocks,
-                                  float* sums) {
+template <typename S>
+void ValuesWithMatrixUnits(const HeadShape<uint16_t>& shape, const float* weights, int64_t count,
+                           const S* const* values, int64_t num_blocks, float* sums) {
   const TileShape of_sums = {count, 2 * shape.step}, of_weights = {count, 64};
   const TileShape of_values = {16, 2 * shape.step};
   const MatrixRegisters registers({of_sums, of_sums, of_sums, of_sums, of_weights, of_weights,
                                    of_values, of_values});
   for (int64_t begin = 0; begin < shape.size; begin += 2 * shape.step) {
-    const auto sum = begin + shape.step < shape.size ? SumSteps<2> : SumSteps<1>;
+    const auto sum = begin + shape.step < shape.size ? SumSteps<2, S> : SumSteps<1, S>;
     sum(shape, weights, count, values, num_blocks, begin, sums);
   }
 }
 
 #else
 
-inline void ScoresWithMatrixUnits(const HeadShape<uint16_t>&, const uint16_t*, int64_t,
-                                  const uint16_t* const*, int64_t, float*) {}
+template <typename S>
+void ScoresWithMatrixUnits(const HeadShape<uint16_t>&, const uint16_t*, int64_t, const S* const*,
+                           int64_t, float*) {}
 
-inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>&, const float*, int64_t,
-                                  const uint16_t* const*, int64_t, float*) {}
+template <typename S>
+void ValuesWithMatrixUnits(const HeadShape<uint16_t>&, const float*, int64_t, const S* const*,
+                           int64_t, float*) {}
 
 #endif
 
@@ -325,18 +401,20 @@ inline void ValuesWithMatrixUnits(const HeadShape<uint16_t>&, const float*, int6
 // kLanes]. Behind the keys' blocks there are at least kAhead others, those which are needed next.
 // Matrix units take as long for one query as for all: they score blocks for those that do not read them
 // too.
-template <typename T>
-void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const T* const* keys,
+template <typename T, typename S>
+void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const S* const* keys,
             const Runs& runs, float* scores) {
   if constexpr (std::is_same_v<T, uint16_t>) {
     if (shape.has_tiles) {
       return ScoresWithMatrixUnits(shape, queries, count, keys, runs.num_blocks, scores);
     }
   }
+  T* const scratch = ScratchFor<T, S>(kLanes * shape.size);
   for (const Run& run : runs) {
     for (int64_t b = run.block; b < run.block + run.num_blocks; ++b) {
       Fetch(keys[b + kAhead], shape.size);
-      ScoreBlock(shape, queries + run.query * shape.padded, run.num_queries, keys[b],
+      ScoreBlock(shape, queries + run.query * shape.padded, run.num_queries,
+                 WidenedBlock(keys[b], shape.size, scratch),
                  scores + (b * count + run.query) * kLanes);
     }
   }
@@ -344,9 +422,9 @@ void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const T*
 
 // The values of blocks by weights [block, count, kLanes], to sums [count, padded]. The weights of
 // queries that do not read a block are 0.
-template <typename T>
+template <typename T, typename S>
 void WeightedValues(const HeadShape<T>& shape, const float* weights, int64_t count,
-                    const T* const* values, const Runs& runs, float* sums) {
+                    const S* const* values, const Runs& runs, float* sums) {
   if constexpr (std::is_same_v<T, uint16_t>) {
     if (shape.has_tiles) {
       return ValuesWithMatrixUnits(shape, weights, count, values, runs.num_blocks, sums);

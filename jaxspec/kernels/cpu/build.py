@@ -35,14 +35,8 @@ COMPILERS = ("c++", "g++", "clang++")  # in this order, unless $CXX names one
 # No -ffast-math: NaN has to stay NaN, and sums must keep their order. What is fused is said there.
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
 OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
-SYMBOLS = (
-    "jaxspec_pack",
-    "jaxspec_product",
-    "jaxspec_attention",
-    "jaxspec_num_lanes",
-    "jaxspec_family",
-    "jaxspec_start_threads",
-)
+FUNCTIONS = ("jaxspec_pack", "jaxspec_product", "jaxspec_attention", "jaxspec_coded_attention")
+SYMBOLS = (*FUNCTIONS, "jaxspec_num_lanes", "jaxspec_family", "jaxspec_start_threads")
 TIMEOUT_S = 600  # it takes seconds, and minutes on a machine that is busy
 
 _log = logging.getLogger("jaxspec.runtime.compilation")

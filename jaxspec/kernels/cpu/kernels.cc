@@ -74,15 +74,16 @@ ffi::Error ProductHandler(ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer 
   return run(uint16_t{}, uint16_t{});
 }
 
-ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer query_norm,
-                            ffi::AnyBuffer key_norm, ffi::Buffer<ffi::F32> cos,
-                            ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                            ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions,
-                            ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> start,
-                            ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
-                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
-                            ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
-                            int64_t sliding_window) {
+// Of codes there are scales, otherwise these are null.
+ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer query_norm,
+                     ffi::AnyBuffer key_norm, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                     ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> table,
+                     ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> slots,
+                     ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> paths,
+                     ffi::Buffer<ffi::S32> ends, float* k_scale, float* v_scale,
+                     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
+                     ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
+                     int64_t sliding_window) {
   const auto shape = qkv.dimensions();  // [B, T, K, G + 2, H]
   const int64_t num_rows = shape[0], num_heads = shape[2], head_size = shape[4];
   if (new_k->untyped_data() != k.untyped_data() || new_v->untyped_data() != v.untyped_data()) {
@@ -96,9 +97,10 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
                                          " of a cache of " + std::to_string(num_pages));
     }
   }
-  auto run = [&](auto element) {
+  auto run = [&](auto element, auto stored) {
     using T = decltype(element);
-    AttentionInputs<T> in;
+    using S = decltype(stored);
+    AttentionInputs<T, S> in;
     in.window = shape[1];
     in.num_heads = num_heads;
     in.group = shape[3] - 2;
@@ -116,8 +118,10 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     in.key_norm = Optional<T>(key_norm);
     in.cos = cos.typed_data();
     in.sin = sin.typed_data();
-    in.k = static_cast<T*>(k.untyped_data());
-    in.v = static_cast<T*>(v.untyped_data());
+    in.k = static_cast<S*>(k.untyped_data());
+    in.v = static_cast<S*>(v.untyped_data());
+    in.k_scale = k_scale;
+    in.v_scale = v_scale;
     in.table = table.typed_data();
     in.positions = positions.typed_data();
     in.slots = slots.typed_data();
@@ -130,7 +134,61 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     });
     return ffi::Error::Success();
   };
-  return qkv.element_type() == ffi::F32 ? run(float{}) : run(uint16_t{});
+  const bool is_wide = qkv.element_type() == ffi::F32;
+  if (k_scale != nullptr) return is_wide ? run(float{}, int8_t{}) : run(uint16_t{}, int8_t{});
+  return is_wide ? run(float{}, float{}) : run(uint16_t{}, uint16_t{});
+}
+
+ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer query_norm,
+                            ffi::AnyBuffer key_norm, ffi::Buffer<ffi::F32> cos,
+                            ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                            ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions,
+                            ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> start,
+                            ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
+                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
+                            ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
+                            int64_t sliding_window) {
+  return Attention(qkv, bias, query_norm, key_norm, cos, sin, k, v, table, positions, slots, start,
+                   paths, ends, nullptr, nullptr, output, new_k, new_v, epsilon, is_interleaved,
+                   sliding_window);
+}
+
+ffi::Error CodedAttentionHandler(
+    ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer query_norm, ffi::AnyBuffer key_norm,
+    ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer k, ffi::AnyBuffer v,
+    ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> slots,
+    ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
+    ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
+    ffi::Result<ffi::AnyBuffer> new_v, ffi::Result<ffi::Buffer<ffi::F32>> new_k_scale,
+    ffi::Result<ffi::Buffer<ffi::F32>> new_v_scale, float epsilon, bool is_interleaved,
+    int64_t sliding_window) {
+  if (new_k_scale->untyped_data() != k_scale.untyped_data() ||
+      new_v_scale->untyped_data() != v_scale.untyped_data()) {
+    return ffi::Error::Internal("the scales of the cache were not handed over in place");
+  }
+  return Attention(qkv, bias, query_norm, key_norm, cos, sin, k, v, table, positions, slots, start,
+                   paths, ends, k_scale.typed_data(), v_scale.typed_data(), output, new_k, new_v,
+                   epsilon, is_interleaved, sliding_window);
+}
+
+// What both take first.
+auto AttentionArguments() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<xla::ffi::AnyBuffer>()
+      .Arg<xla::ffi::AnyBuffer>()
+      .Arg<xla::ffi::AnyBuffer>()
+      .Arg<xla::ffi::AnyBuffer>()
+      .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+      .Arg<xla::ffi::AnyBuffer>()
+      .Arg<xla::ffi::AnyBuffer>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>();
 }
 
 }  // namespace
@@ -151,24 +209,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_product, jaxspec::ProductHandler,
                                   .Attr<bool>("is_gated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention, jaxspec::AttentionHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
+                              jaxspec::AttentionArguments()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<bool>("is_interleaved")
+                                  .Attr<int64_t>("sliding_window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_coded_attention, jaxspec::CodedAttentionHandler,
+                              jaxspec::AttentionArguments()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<float>("epsilon")
                                   .Attr<bool>("is_interleaved")
                                   .Attr<int64_t>("sliding_window"));

@@ -81,6 +81,19 @@ inline Vector Load(const uint16_t* from) {
   return Bits<Vector>(__builtin_convertvector(halves, Unsigned) << 16);
 }
 
+inline Vector Load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  VectorOf<int8_t, kLanes>::type codes;
+  std::memcpy(&codes, from, sizeof(codes));
+  const auto wider = __builtin_convertvector(codes, VectorOf<int16_t, kLanes>::type);
+  return __builtin_convertvector(__builtin_convertvector(wider, Integers), Vector);
+#endif
+}
+
 // The first `count` lanes; the others are 0, and what lies behind is not read.
 template <typename T>
 inline Vector Load(const T* from, int64_t count) {
@@ -107,6 +120,10 @@ inline void Store(T* to, Vector x, int64_t count = kLanes) {
   if (size <= 0) return;
   if constexpr (std::is_same_v<T, float>) {
     std::memcpy(to, &x, size);
+  } else if constexpr (std::is_same_v<T, int8_t>) {
+    const auto integers = __builtin_convertvector(x, Integers);
+    const auto codes = __builtin_convertvector(integers, VectorOf<int8_t, kLanes>::type);
+    std::memcpy(to, &codes, size);
   } else {
     const auto bits = Bits<Unsigned>(x) >> 16;
     const auto halves = __builtin_convertvector(bits, VectorOf<uint16_t, kLanes>::type);

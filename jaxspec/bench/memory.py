@@ -1,0 +1,227 @@
+"""How much memory a plan saves, and at what speed: questions of two turns, in turns.
+
+Three things stand beside each other: the plan; our own engine without a budget, which is as fast as
+the cost model knows how to be; and a policy that is only reckoned, not run, because nobody should
+have to write it again (`planner.baseline_bytes`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxspec.analysis.planner import Search, baseline_bytes, plan_memory
+from jaxspec.bench.measure import ROUND, PairBench, check_at_least_one
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.memory import in_units, measure_parts, num_bytes
+from jaxspec.engine.plan import PlanBytes, compile_programs
+from jaxspec.errors import PromptError
+from jaxspec.models.base import with_kv_dtype
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import PromptLine, read_prompts, sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.report import Columns
+from jaxspec.runtime.turns import take_turns
+
+LARGE_BUDGET = 2**50  # bytes: no budget at all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryBench(PairBench):
+    """A plan beside the engine without a budget and the baseline policy, on chats of two turns."""
+
+    NAME: ClassVar[str] = "memory"
+    MEASURES: ClassVar[tuple[str, ...]] = (
+        *ROUND, "drafters/draft_model.py", "engine/plan.py", "engine/memory.py",
+        "analysis/planner.py", "analysis/cost.py", "bench/memory.py",
+    )  # fmt: skip
+    TITLE: ClassVar[str] = "generation memory and speed"
+    COLUMNS: ClassVar[Columns] = {
+        "engine": "{name}",
+        "KV": lambda found: in_units(found["kv_bytes"]),
+        "in all,\nwithout weights": lambda found: in_units(found["generation_bytes"]),
+        "tokens/s": "{tokens_per_s:.0f}",
+        "of the speed": "{speed:.3f}",
+        "settings": "{sentence}",
+    }
+
+    prompts: pathlib.Path | None = None
+    """Questions, one a line, of one or more `turns`; default the sample prompts, of one turn."""
+    limit: int | None = None
+    """Use the first so many."""
+    device: str = "h200"
+    """As in `jaxspec plan`: a document of `jaxspec bench decode` of this machine is best."""
+    keep: float = 0.96
+    """Share of the fastest plan's predicted speed to keep."""
+    acceptance: float = 0.7
+    """Chance that a drafted token is accepted."""
+    max_tokens: int = 128
+    """Tokens emitted per turn; EOS is ignored."""
+    max_length: int = 1024
+    """Slots per row, of all of them."""
+    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    """Draft lengths that the plan may choose."""
+    keeps_kv_dtype: bool = False
+    """Plan with the target's KV in its own dtype only."""
+    repeats: int = 3
+    """Timed turns of each engine; medians count."""
+
+    def measure(self) -> dict[str, Any]:
+        """Bytes and tokens per second of both engines, and the bytes of the baseline policy."""
+        check_at_least_one(self, "limit", "max_tokens", "max_length", "draft_lengths", "repeats")
+        target, draft = self.load()
+        lines, files = self._lines()
+        plan_for = functools.partial(
+            plan_memory,
+            target,
+            draft,
+            batch=1,
+            context=self.max_length - max(self.draft_lengths) - 1,
+            device=self.device,
+            acceptance=self.acceptance,
+            scheduler="static",
+        )
+        free = Search(
+            draft_lengths=self.draft_lengths,
+            kv_dtypes=(None,),
+            draft_kv_dtypes=(None,),
+            draft_kv_windows=(None,),
+            prefill_chunks=(128,),
+        )
+        unconstrained = plan_for(LARGE_BUDGET, keep=1.0, search=free)
+        plan = plan_for(
+            LARGE_BUDGET,
+            keep=self.keep,
+            search=Search(
+                draft_lengths=self.draft_lengths,
+                kv_dtypes=(None,) if self.keeps_kv_dtype else (None, "int8"),
+            ),
+        )
+        free_length = unconstrained.settings.draft_length
+        engines = {
+            "without a budget": Engine(
+                target,
+                DraftModel(draft),
+                batch_size=1,
+                max_length=self.max_length,
+                draft_length=free_length,
+            ),
+            "plan": Engine.from_plan(
+                plan,
+                with_kv_dtype(target, plan.settings.kv_dtype),
+                DraftModel(draft, **plan.settings.options_of("drafter")),
+            ),
+        }
+        for engine in engines.values():
+            engine.warm_up()
+            self._ask(engine, lines[:1])  # compiles what sessions need
+        turns = take_turns(
+            {name: functools.partial(self._ask, each, lines) for name, each in engines.items()},
+            self.repeats,
+        )
+        first, second = (turns.results[name] for name in engines)
+        longest = max(len(done.prompt_token_ids) for done in first)
+        baseline = baseline_bytes(
+            target.config,
+            draft=draft.config,
+            itemsize=target.dtype.itemsize,
+            context=self.max_length,
+            prompt_tokens=longest,
+            num_nodes=free_length + 1,
+            depth=free_length,
+        )
+        ours = {name: self._bytes_of(engine) for name, engine in engines.items()}
+        sentences = {
+            "without a budget": f"defaults, draft length {free_length}",
+            "plan": plan.settings.sentence,
+        }
+        in_all = sum(baseline.values())
+        results = [
+            {
+                "name": name,
+                **ours[name],
+                "num_tokens": sum(len(done.token_ids) for done in turns.results[name]),
+                "tokens_per_s": sum(len(done.token_ids) for done in turns.results[name])
+                / turns.median_s(name),
+                "speed": turns.speedup(name, over="without a budget"),
+                "speeds": turns.ratios(name, over="without a budget"),
+                "seconds": turns.seconds[name],
+                "less_than_baseline": 1 - ours[name]["generation_bytes"] / in_all,
+                "sentence": sentences[name],
+            }
+            for name in engines
+        ]
+        is_equal = [done.token_ids for done in first] == [done.token_ids for done in second]
+        return {
+            "prompt_files": files,
+            "num_questions": len(lines),
+            "num_turns": len(first),
+            "num_reread_tokens": sum(done.num_reread_tokens for done in second),
+            "longest_prompt": longest,
+            "results": results,
+            "baseline_bytes": {**baseline, "generation_bytes": in_all},
+            "without_draft_logits": in_all - longest * draft.vocab_size * target.dtype.itemsize,
+            "plan": plan.to_json(),
+            "is_equal": is_equal,
+            "holds": is_equal or plan.settings.changes_output,
+        }
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """The baseline, and what the speeds are of."""
+        baseline = document["baseline_bytes"]["generation_bytes"]
+        saved = document["results"][-1]["less_than_baseline"]
+        found = [
+            (
+                f"The baseline policy takes {in_units(baseline)} without weights: the plan takes "
+                f"{saved:.0%} less. Speeds are medians of the ratios to the engine without a "
+                "budget, which took turns with the plan.",
+                "dim",
+            )
+        ]
+        if not document["holds"]:
+            found.append(("Some outputs are not those of the other engine: a bug.", "bold red"))
+        return found
+
+    def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
+        if self.prompts is None:
+            return sample_prompts()[: self.limit], {}
+        lines = read_prompts(self.prompts, turns="all")[: self.limit]
+        return lines, {self.prompts.name: sha256_of(self.prompts)}
+
+    def _ask(self, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
+        """All turns of all questions, one question after the other; a turn that does not fit, and
+        those after it, are left out."""
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
+        found = []
+        for line in lines:
+            answers: list[str] = []
+            with engine.session() as session:
+                for _ in range(line.num_turns):
+                    turn = line.turn(answers, is_chat=False)
+                    try:
+                        done = session.generate(turn.prompt, params)
+                    except PromptError:
+                        break
+                    found.append(done)
+                    answers.append(done.text or "")
+        return found
+
+    def _bytes_of(self, engine: Engine) -> dict[str, Any]:
+        """What an engine takes: its arrays as they are, and XLA's figures for its programs."""
+        loop = engine.executor.loop
+        programs = compile_programs(loop)
+        found = PlanBytes.of_programs(
+            measure_parts(loop), max(each.added_bytes for each in programs), "compiled"
+        )
+        return {
+            **found.to_json(),
+            "kv_bytes": found.parts.kv_bytes,
+            "measured_state_bytes": num_bytes(jax.tree.leaves(engine.state)),
+        }

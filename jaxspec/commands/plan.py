@@ -1,0 +1,266 @@
+"""`jaxspec plan`: how much memory a run takes, and which settings fit a budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+from rich.console import Console
+
+from jaxspec.analysis.planner import Search, plan_memory
+from jaxspec.commands.options import DtypeName, JsonOption
+from jaxspec.commands.progress import working
+from jaxspec.engine.memory import in_units
+from jaxspec.errors import SettingError
+from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.schedulers import SchedulerName
+from jaxspec.verifiers import VerifierName
+
+KVDtypeName: TypeAlias = Literal["model", "int8"]
+UNITS = {"": 1, **{unit: 1000**n for n, unit in enumerate(("kB", "MB", "GB", "TB"), start=1)}}
+UNITS |= {unit: 1024**n for n, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)}
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
+
+PARTS = {
+    "target_weights_bytes": "weights of the target",
+    "draft_weights_bytes": "weights of the draft model",
+    "target_kv_bytes": "KV of the target",
+    "draft_kv_bytes": "KV of the draft model",
+    "buffers_bytes": "tokens and other buffers",
+    "logits_bytes": "logits of a round",
+    "draft_probs_bytes": "distributions of the drafts",
+}
+BASELINE = {
+    "target_kv_bytes": "KV of the target, full context",
+    "draft_kv_bytes": "KV of the draft model, full context",
+    "prefill_logits_bytes": "logits of every prompt position",
+    "verify_logits_bytes": "logits of a round",
+    "duplicated_logits_bytes": "the same, once per path of the tree",
+}
+RUNS: Columns = {
+    "plan": "{name}",
+    "bytes": lambda run: in_units(run["bytes"]["total_bytes"]),
+    "tokens/s": "{tokens_per_s:.0f}",
+    "rounds only": "{decode_tokens_per_s:.0f}",
+    "settings": "{sentence}",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand(JsonOption):
+    """Settings that fit a memory budget at the least cost in speed, and where the bytes go.
+
+    No weights are needed: presets are planned by their names."""
+
+    target: str
+    """A preset such as `qwen3-8b`, or any model that `load_model` takes."""
+    draft: str | None = None
+    """Its draft model, named alike; without one plain decoding is planned."""
+    budget: str
+    """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
+    batch: int = 8
+    """Rows wanted at a time, over all devices."""
+    context: int = 1024
+    """Tokens of a request, prompt and output."""
+    prompt_tokens: int | None = None
+    """Of these, the prompt's; default half."""
+    device: str = "h200"
+    """`a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
+    measured), or a document of `jaxspec bench decode --json` of this machine."""
+    keep: float = 0.96
+    """Share of the fastest plan's predicted speed to keep."""
+    acceptance: float = 0.7
+    """Chance that a drafted token is accepted, alike at every position."""
+    per_position: tuple[float, ...] = ()
+    """Measured chances that at least 1, 2, ... drafted tokens are accepted, instead."""
+    dtype: DtypeName | None = None
+    """Of the weights; default bfloat16, on a CPU float32."""
+    verifier: VerifierName = "coupled"
+    """As in `jaxspec generate`; some keep the distributions of the drafts."""
+    scheduler: SchedulerName = "continuous"
+    """As in `jaxspec generate`; `continuous` keeps rows besides the batch."""
+    mesh: str | None = None
+    """Axes of a mesh, such as `data=1,model=8`."""
+    num_devices: int = 1
+    """Devices that a plan may split rows and models over as it likes."""
+    draft_lengths: tuple[int, ...] = Search.draft_lengths
+    """Draft lengths to try; 0 is plain decoding."""
+    prefill_chunks: tuple[int, ...] = Search.prefill_chunks
+    """Prefill chunks to try."""
+    kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
+    """Of the target's KV, to try: the model's own, or int8, which changes the output a little and
+    is chosen only where nothing else fits."""
+    draft_kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
+    """Of the draft model's KV, to try."""
+    draft_kv_windows: tuple[int, ...] = (0, 512)
+    """Tokens whose KV the draft model keeps, to try; 0 keeps all."""
+    draft_dtypes: tuple[DtypeName, ...] = ()
+    """Of the draft model's weights, to try; default the target's."""
+    short: bool = False
+    """Compile the first two layers only; temporaries hardly depend on the others."""
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Plans and prints; returns the JSON document."""
+        budget_bytes = parse_bytes(self.budget)
+        mesh = None if self.mesh is None else parse_mesh(self.mesh)
+        num_devices = self.num_devices if mesh is None else mesh[0] * mesh[1]
+        if needs_virtual_devices(num_devices):
+            with working(f"compiling for {num_devices} virtual devices, in a process of its own"):
+                document = self._in_child(num_devices)
+        else:
+            document = self._plan(budget_bytes, mesh)
+        self.show(document, console)
+        return document
+
+    def _plan(self, budget_bytes: int, mesh: tuple[int, int] | None) -> dict[str, Any]:
+        def kv_dtypes(names: tuple[KVDtypeName, ...]) -> tuple[Any, ...]:
+            return tuple(None if name == "model" else name for name in names)
+
+        search = Search(
+            draft_lengths=self.draft_lengths,
+            prefill_chunks=self.prefill_chunks,
+            kv_dtypes=kv_dtypes(self.kv_dtypes),
+            draft_kv_dtypes=kv_dtypes(self.draft_kv_dtypes),
+            draft_kv_windows=tuple(window or None for window in self.draft_kv_windows),
+            draft_dtypes=self.draft_dtypes,
+        )
+        with working("") as status:
+            plan = plan_memory(
+                self.target,
+                self.draft,
+                budget_bytes,
+                batch=self.batch,
+                context=self.context,
+                prompt_tokens=self.prompt_tokens,
+                device=self.device,
+                keep=self.keep,
+                acceptance=self.per_position or self.acceptance,
+                dtype=self.dtype,
+                verifier=self.verifier,
+                scheduler=self.scheduler,
+                mesh=mesh,
+                num_devices=self.num_devices,
+                search=search,
+                compiles="short" if self.short else "whole",
+                say=status.update,
+            )
+        return make_document("plan", self, plan=plan.to_json())
+
+    def _in_child(self, num_devices: int) -> dict[str, Any]:
+        """The document of the same command in a process with virtual CPU devices: how many there
+        are is settled when JAX first looks."""
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL_DEVICES}={num_devices}".strip()
+        found = subprocess.run(
+            [sys.executable, "-m", "jaxspec", "plan", *self.arguments(), "--json"],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if found.returncode:
+            last = (found.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise SettingError(last.removeprefix("error: "))
+        return json.loads(found.stdout.strip().splitlines()[-1])
+
+    def arguments(self) -> list[str]:
+        """The options on a command line, those at their defaults left out."""
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "json" or value == field.default:
+                continue
+            words.append("--" + field.name.replace("_", "-"))
+            if not isinstance(value, bool):
+                values = value if isinstance(value, tuple) else (value,)
+                words += map(str, values)
+        return words
+
+    def show(self, document: Mapping[str, Any], console: Console) -> None:
+        """Prints the settings, where the bytes go, and the plans beside the chosen one."""
+        plan = document["plan"]
+        chosen, settings = plan["chosen"], plan["chosen"]["settings"]
+        found = chosen["bytes"]
+        num_devices = settings["num_data_shards"] * settings["num_model_shards"]
+        each = "" if num_devices == 1 else f" on each of {num_devices} devices"
+        rows = [
+            [name, in_units(found[part]), plan["formulas"].get(part, "")]
+            for part, name in PARTS.items()
+            if found[part]
+        ]
+        rows.append(["temporaries", in_units(found["temporaries_bytes"]), found["temporaries"]])
+        rows.append(["in all", in_units(found["total_bytes"]), f"budget {self.budget}"])
+        console.print(
+            TextTable(title=f"bytes{each}", header=("", "bytes", "how"), rows=rows, breaks=[0])
+        )
+        runs = [
+            {"name": name, **run}
+            for name in ("chosen", "cheaper", "faster", "fastest")
+            for run in (plan[name],)
+            if run is not None
+        ]
+        console.print(TextTable.of_columns("plans (speeds are predictions)", RUNS, runs))
+        baseline = plan["baseline_bytes"]
+        rows = [
+            [name, in_units(baseline[part])] for part, name in BASELINE.items() if part in baseline
+        ]
+        saved = 1 - found["generation_bytes"] / sum(baseline.values())
+        rows.append(["in all, without weights", in_units(sum(baseline.values()))])
+        rows.append(["chosen, without weights", in_units(found["generation_bytes"])])
+        console.print(TextTable(title="the baseline policy", header=("", "bytes"), rows=rows))
+        remarks = [f"{saved:.0%} less generation memory than the baseline policy's."]
+        for program in plan["programs"]:
+            remarks.append(
+                "The {name} was lowered in {lower_s:.1f} s and compiled in {compile_s:.1f} s."
+                "".format_map(program)
+            )
+        for text in (*remarks, *plan["remarks"]):
+            console.print(text, style="dim", highlight=False)
+        console.print(plan["code"], markup=False, highlight=False, soft_wrap=True)
+        if plan["command_line"] is not None:
+            console.print(plan["command_line"], markup=False, highlight=False, soft_wrap=True)
+
+
+def needs_virtual_devices(num_devices: int) -> bool:
+    """Whether there are fewer CPU devices than a mesh wants, and more can be made."""
+    if VIRTUAL_DEVICES in os.environ.get("XLA_FLAGS", ""):
+        return False
+    return jax.default_backend() == "cpu" and jax.local_device_count() < num_devices
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `24GiB`, `80GB`, `1.5 GiB` or `1000000`.
+
+    Raises:
+      SettingError: none of these, or nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?B)?", text.strip(), re.ASCII)
+    factor = None if match is None else UNITS.get(match.group(2) or "")
+    if match is None or factor is None or (count := int(float(match.group(1)) * factor)) < 1:
+        raise SettingError(
+            f"--budget {text} was given; write a number of bytes, or one with a unit such as 24GiB "
+            "or 80GB."
+        )
+    return count
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """(data, model) of `data=1,model=8`; an axis that is left out has size 1.
+
+    Raises:
+      SettingError: anything else.
+    """
+    axes = {"data": 1, "model": 1}
+    for part in text.split(","):
+        match = re.fullmatch(r" *(data|model)=([1-9]\d{0,4}) *", part, re.ASCII)
+        if match is None:
+            raise SettingError(f"--mesh {text} was given; write it as data=1,model=8.")
+        axes[match.group(1)] = int(match.group(2))
+    return axes["data"], axes["model"]

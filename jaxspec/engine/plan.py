@@ -1,0 +1,438 @@
+"""Plans: settings of an engine, the bytes that they take, and what XLA says of their programs.
+
+Which settings are searched, and which are best, `analysis.planner` decides: it needs the cost
+model, which stands above this room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache.pages import KvDtype
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.sharded import ShardedLoop
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.memory import Parts, in_units
+from jaxspec.errors import SettingError
+from jaxspec.models.base import LanguageModel, Model, kv_dtype_of
+from jaxspec.runtime.compilation import shapes_at
+
+# How the temporaries of a plan are known; see `PlanBytes`.
+Source: TypeAlias = Literal["compiled", "compiled short", "estimated"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """The settings that a plan chooses.
+
+    Attributes:
+      batch_size: rows of a batch, of all data shards.
+      max_length: slots per row.
+      draft_length: tokens drafted per round; 0 decodes plainly, without the drafter.
+      prefill_chunk: prompt tokens read per call.
+      kv_dtype: of the target's KV; None is the model's dtype.
+      draft_kv_dtype: of the draft model's KV, likewise.
+      draft_kv_window: tokens whose KV the draft model keeps; None keeps all.
+      draft_dtype: of the draft model's weights.
+      num_data_shards: devices of the mesh axis `data`.
+      num_model_shards: devices of the mesh axis `model`.
+    """
+
+    batch_size: int
+    max_length: int
+    draft_length: int
+    prefill_chunk: int
+    kv_dtype: KvDtype | None = None
+    draft_kv_dtype: KvDtype | None = None
+    draft_kv_window: int | None = None
+    draft_dtype: str
+    num_data_shards: int = 1
+    num_model_shards: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Of the mesh; 1 is no mesh."""
+        return self.num_data_shards * self.num_model_shards
+
+    @property
+    def changes_output(self) -> bool:
+        """Whether the target itself becomes another one: its KV is rounded."""
+        return self.kv_dtype is not None
+
+    def options_of(self, owner: str) -> dict[str, Any]:
+        """The arguments that say these settings to one of `KNOBS`' owners, defaults left out."""
+        found = {
+            knob.argument: getattr(self, field)
+            for field, knob in KNOBS.items()
+            if knob.owner == owner and getattr(self, field) is not None
+        }
+        if owner == "engine" and not self.draft_length:
+            del found["draft_length"]
+        return found
+
+    @property
+    def sentence(self) -> str:
+        """E.g. `batch 4, max_length 2176, draft length 5, chunks of 128, int8 KV of the target`."""
+        kv = {"target": self.kv_dtype, "draft model": self.draft_kv_dtype}
+        found = [
+            f"batch {self.batch_size}",
+            f"max_length {self.max_length}",
+            f"draft length {self.draft_length}" if self.draft_length else "no drafter",
+            f"chunks of {self.prefill_chunk}",
+            *(f"{dtype} KV of the {name}" for name, dtype in kv.items() if dtype is not None),
+        ]
+        if self.draft_length:
+            found.append(f"draft weights in {self.draft_dtype}")
+        if self.draft_kv_window is not None:
+            found.append(f"draft KV of {self.draft_kv_window} tokens")
+        if self.num_devices > 1:
+            found.append(f"mesh data={self.num_data_shards},model={self.num_model_shards}")
+        return ", ".join(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """How a setting is said to the part that it belongs to.
+
+    Attributes:
+      owner: `engine`, `target` (where it is loaded), `draft` (likewise) or `drafter`.
+      argument: of the owner.
+      option: of `jaxspec generate`; None where it has none.
+    """
+
+    owner: str
+    argument: str
+    option: str | None = None
+
+
+# By field of `PlanSettings`. A setting that this version's models or drafters do not take is not
+# searched; see `is_available`.
+KNOBS: Mapping[str, Knob] = {
+    "batch_size": Knob("engine", "batch_size", "--batch-size"),
+    "max_length": Knob("engine", "max_length", "--max-length"),
+    "draft_length": Knob("engine", "draft_length", "--draft-length"),
+    "prefill_chunk": Knob("engine", "prefill_chunk"),
+    "kv_dtype": Knob("target", "kv_dtype", "--kv-dtype"),
+    "draft_dtype": Knob("draft", "dtype"),
+    "draft_kv_dtype": Knob("drafter", "kv_dtype", "--draft-kv-dtype"),
+    "draft_kv_window": Knob("drafter", "kv_window"),
+}
+_TAKERS: Mapping[str, Any] = {"target": LanguageModel, "drafter": DraftModel}
+
+
+def is_available(field: str) -> bool:
+    """Whether models and drafters of this version take a setting."""
+    knob = KNOBS[field]
+    taker = _TAKERS.get(knob.owner)
+    return taker is None or knob.argument in inspect.signature(taker).parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramBytes:
+    """What XLA says of a compiled program, per device.
+
+    Attributes:
+      name: `round` or `prefill`.
+      argument_bytes: what it takes; parameters that it does not use are left out.
+      output_bytes: what it returns.
+      alias_bytes: of these, written where the arguments were.
+      temporary_bytes: what it needs in between.
+      lower_s: seconds to trace and lower it.
+      compile_s: seconds to compile it, or to load it from the persistent cache.
+    """
+
+    name: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    lower_s: float
+    compile_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Arguments + outputs - aliases + temporaries. (`peak_memory_in_bytes` leaves temporaries
+        of donated arguments out.)"""
+        return self.argument_bytes + self.added_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """What it needs besides its arguments."""
+        return self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+
+def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]:
+    """The rounds and the prefill of a loop, compiled from shapes; nothing is allocated.
+
+    Args:
+      loop: its parameters may be shapes. With a mesh its devices must be there, and may be virtual.
+    """
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    each = number
+    state, params = jax.eval_shape(loop.init), jax.eval_shape(lambda: loop.params)
+    options: dict[str, Any] = {"donate_argnums": 1}
+    if isinstance(loop, ShardedLoop):
+        state = shapes_at(state, loop.state_shardings)
+        params = shapes_at(params, loop.param_shardings)
+        options["out_shardings"] = loop.state_shardings
+        each = jax.ShapeDtypeStruct((loop.num_shards,), jnp.int32)
+
+    def compile_one(name: str, function: Any, *arguments: Any) -> ProgramBytes:
+        started_s = time.perf_counter()
+        lowered = jax.jit(function, **options).lower(params, state, *arguments)
+        lowered_s = time.perf_counter()
+        memory: Any = lowered.compile().memory_analysis()
+        compiled_s = time.perf_counter()
+        return ProgramBytes(
+            name=name,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            lower_s=lowered_s - started_s,
+            compile_s=compiled_s - lowered_s,
+        )
+
+    return (
+        compile_one("round", loop.run, number, each),
+        compile_one("prefill", loop.prefill, each, each),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanBytes:
+    """The bytes of a plan, per device.
+
+    Attributes:
+      parts: weights, KV, buffers and logits, exactly.
+      temporaries_bytes: what the larger of the two programs, the round and the prefill, needs
+        besides these.
+      source: `compiled`, of the plan's own programs; `compiled short`, of these programs with the
+        first layers only (XLA uses the temporaries of one layer for the next); or `estimated`, from
+        such programs of other sizes.
+    """
+
+    parts: Parts
+    temporaries_bytes: int
+    source: Source
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.parts.weights_bytes + self.generation_bytes
+
+    @property
+    def generation_bytes(self) -> int:
+        """All but the weights."""
+        parts = self.parts
+        logits_bytes = parts.logits_bytes + parts.draft_probs_bytes
+        return parts.state_bytes + logits_bytes + self.temporaries_bytes
+
+    @classmethod
+    def of_programs(cls, parts: Parts, added_bytes: int, source: Source) -> PlanBytes:
+        """The bytes where programs need `added_bytes` besides their arguments: the logits, which
+        are part of it, are counted once."""
+        named = parts.logits_bytes + parts.draft_probs_bytes
+        return cls(parts=parts, temporaries_bytes=max(added_bytes - named, 0), source=source)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the sums."""
+        return {
+            **dataclasses.asdict(self.parts),
+            "temporaries_bytes": self.temporaries_bytes,
+            "temporaries": self.source,
+            "generation_bytes": self.generation_bytes,
+            "total_bytes": self.total_bytes,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """Settings, what they take and what they are predicted to bring.
+
+    Attributes:
+      settings: of the engine.
+      bytes: per device.
+      tokens_per_s: predicted, of all rows together, prompts included.
+      decode_tokens_per_s: predicted of rounds alone.
+    """
+
+    settings: PlanSettings
+    bytes: PlanBytes
+    tokens_per_s: float
+    decode_tokens_per_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "settings": dataclasses.asdict(self.settings),
+            "sentence": self.settings.sentence,
+            "bytes": self.bytes.to_json(),
+            "tokens_per_s": self.tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The settings that fit a budget at the least cost in speed; see `plan_memory`.
+
+    Attributes:
+      target: name of the target.
+      draft: name of the draft model; None without one.
+      dtype: of the target's weights, compute and (unless `kv_dtype` says otherwise) KV.
+      scheduler: its name.
+      verifier: its name.
+      budget_bytes: per device.
+      keep: share of the best predicted speed that the chosen settings keep at least.
+      chosen: the plan.
+      fastest: of all that fit. Here as below settings that change the output count only where the
+        chosen ones do.
+      cheaper: the fastest of those that take fewer bytes than the chosen one; None if none does.
+      faster: the cheapest of those predicted to be faster, whether it fits or not.
+      baseline_bytes: what the baseline policy takes for the same rows, by part; see
+        `analysis.planner.baseline_bytes`.
+      programs: compiled for the chosen settings.
+      formulas: by part of `engine.memory.Parts`, how its bytes come about, in words.
+      num_candidates: settings that were looked at.
+      num_fitting: of these, within the budget.
+      remarks: what to know about the figures, in sentences.
+    """
+
+    target: str
+    draft: str | None
+    dtype: str
+    scheduler: str
+    verifier: str
+    budget_bytes: int
+    keep: float
+    chosen: PlannedRun
+    fastest: PlannedRun
+    cheaper: PlannedRun | None
+    faster: PlannedRun | None
+    baseline_bytes: Mapping[str, int]
+    formulas: Mapping[str, str]
+    programs: tuple[ProgramBytes, ...]
+    num_candidates: int
+    num_fitting: int
+    remarks: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        total = in_units(self.chosen.bytes.total_bytes)
+        return f"<MemoryPlan: {total} of {in_units(self.budget_bytes)}: {self.settings.sentence}>"
+
+    @property
+    def settings(self) -> PlanSettings:
+        """Those of the chosen plan."""
+        return self.chosen.settings
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The arguments of `Engine` besides models and mesh."""
+        options = self.settings.options_of("engine") | {"scheduler": self.scheduler}
+        return options | ({"verifier": self.verifier} if self.settings.draft_length else {})
+
+    @property
+    def code(self) -> str:
+        """Python that makes the engine."""
+        settings = self.settings
+
+        def call(function: str, *arguments: str, **options: Any) -> str:
+            named = [f"{name}={value!r}" for name, value in options.items()]
+            return f"{function}({', '.join([*arguments, *named])})"
+
+        of_target = {"dtype": self.dtype, **settings.options_of("target")}
+        lines = [f"target = {call('jaxspec.load_model', repr(self.target), **of_target)}"]
+        arguments = ["target"]
+        if settings.draft_length:
+            loaded = call("jaxspec.load_model", repr(self.draft), **settings.options_of("draft"))
+            drafter = call("jaxspec.DraftModel", loaded, **settings.options_of("drafter"))
+            lines.append(f"drafter = {drafter}")
+            arguments.append("drafter")
+        if settings.num_devices > 1:
+            shape = (settings.num_data_shards, settings.num_model_shards)
+            lines.append(f'mesh = jax.make_mesh({shape}, ("data", "model"))')
+            arguments.append("mesh=mesh")
+        lines.append(f"engine = {call('jaxspec.Engine', *arguments, **self.engine_options)}")
+        return "\n".join(lines)
+
+    @property
+    def command(self) -> str | None:
+        """The beginning of a command line of `jaxspec generate`; None where it has no option for
+        one of the settings."""
+        settings = self.settings
+        unsaid = ("draft_kv_window",) if settings.draft_length else ()
+        if settings.num_devices > 1 or any(getattr(settings, name) for name in unsaid):
+            return None
+        if settings.prefill_chunk != 128 or settings.draft_dtype != self.dtype:
+            return None
+        words = ["jaxspec generate --target", self.target, "--dtype", self.dtype]
+        if settings.draft_length:
+            words += ["--draft", str(self.draft), "--verifier", self.verifier]
+        words += ["--scheduler", self.scheduler]
+        for field, knob in KNOBS.items():
+            value = getattr(settings, field)
+            if knob.option is not None and value:
+                words += [knob.option, str(value)]
+        return " ".join(words)
+
+    def check(self, target: Model, drafter: Drafter | None) -> None:
+        """Raises `SettingError` unless models and drafter are as the plan has them."""
+        settings = self.settings
+        if settings.draft_length and drafter is None:
+            raise SettingError(
+                f"The plan drafts {settings.draft_length} tokens with {self.draft}, and no drafter "
+                "was given; give one, or plan without a draft model."
+            )
+        pairs = {("target", "kv_dtype"): (settings.kv_dtype, kv_dtype_of(target))}
+        if settings.draft_length:
+            pairs |= {
+                ("drafter", "kv_dtype"): (
+                    settings.draft_kv_dtype,
+                    kv_dtype_of(getattr(drafter, "model", None)),
+                ),
+                ("drafter", "kv_window"): (
+                    settings.draft_kv_window,
+                    getattr(drafter, "kv_window", None),
+                ),
+            }
+        for (what, argument), (planned, given) in pairs.items():
+            if planned != given:
+                raise SettingError(
+                    f"The plan has {argument}={planned!r} for the {what}, which was made with "
+                    f"{argument}={given!r}; make it as `MemoryPlan.code` says."
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        runs = {
+            name: None if run is None else run.to_json()
+            for name in ("chosen", "fastest", "cheaper", "faster")
+            for run in (getattr(self, name),)
+        }
+        others = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in (*runs, "programs", "remarks", "baseline_bytes", "formulas")
+        }
+        return {
+            **others,
+            **runs,
+            "baseline_bytes": dict(self.baseline_bytes),
+            "formulas": dict(self.formulas),
+            "programs": [
+                {**dataclasses.asdict(each), "total_bytes": each.total_bytes}
+                for each in self.programs
+            ],
+            "remarks": list(self.remarks),
+            "code": self.code,
+            "command_line": self.command,
+        }

@@ -1,0 +1,66 @@
+"""Models of shapes: everything about a model but its numbers, for planning and compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxspec.kernels.registry import KernelsName
+from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig
+from jaxspec.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShapeModel(LanguageModel):
+    """A model whose parameters are `jax.ShapeDtypeStruct`s.
+
+    Its functions can be traced, lowered and compiled; there is nothing to run them on.
+    """
+
+    def pack(self, params: PyTree) -> PyTree:
+        """The parameters as they are: they were given as the kernels read them."""
+        return params
+
+
+def shape_model(
+    config: ModelConfig,
+    *,
+    name: str,
+    dtype: Any,
+    kernels: KernelsName = "xla",
+    is_packed: bool = True,
+    **options: Any,
+) -> ShapeModel:
+    """The shapes of a model of this architecture. Nothing is allocated.
+
+    Args:
+      config: architecture.
+      name: for reports.
+      dtype: of parameters, compute and cache.
+      kernels: see `LanguageModel`.
+      is_packed: the parameters are those that `LanguageModel.pack` makes on this machine; False
+        leaves them as they are stored, for a device of another kind.
+      **options: other fields of `LanguageModel`.
+    """
+
+    def model_of(params: PyTree) -> LanguageModel:
+        return LanguageModel(name=name, config=config, params=params, kernels=kernels)
+
+    shapes = decoder.param_shapes(config)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=decoder.is_shape
+    )
+    if is_packed:
+        params = jax.eval_shape(lambda params: model_of(params).params, params)
+    return ShapeModel(name=name, config=config, params=params, kernels=kernels, **options)
+
+
+def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """The architecture with at most so many layers, the first ones."""
+    num_layers = min(num_layers, config.num_layers)
+    windows = config.sliding_windows[:num_layers]
+    return dataclasses.replace(config, num_layers=num_layers, sliding_windows=windows)
