@@ -26,6 +26,7 @@ COMMANDS = {
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
+    "study": ("commands.study:StudyCommand", "train drafters, and see how acceptance scales"),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": ("commands.train:TrainCommand", "train a small model, a draft model, or heads"),
     "cache": ("commands.cache:CacheCommand", "list, verify or remove converted and compiled files"),

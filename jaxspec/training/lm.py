@@ -56,6 +56,7 @@ _FREE_FIELDS = (
     "teacher",
     "tokenizer",
     "resume",
+    "epochs",
     "log_every",
     "evaluate_every",
     "evaluate_tokens",
@@ -96,6 +97,7 @@ class TrainConfig:
       num_query_heads: Q.
       num_kv_heads: K.
       head_size: H.
+      epochs: passes that a trunk may take over the text of a domain; None is as many as it takes.
       learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
       warmup_fraction: share of the steps; of a cosine run only.
       warmup_steps: of a trunk.
@@ -134,6 +136,7 @@ class TrainConfig:
     num_query_heads: int = 4
     num_kv_heads: int = 2
     head_size: int = 64
+    epochs: int | None = None
     learning_rate: float = 2.5e-3
     warmup_fraction: float = 0.04
     warmup_steps: int = 40
@@ -492,6 +495,7 @@ def _train_trunk(task: _Task, on_step: OnStep | None) -> dict[str, Any]:
         seed=(config.seed,),
         is_extensible=True,
     )
+    _check_epochs(task, plan)
     fingerprint = _fingerprint(task)
     program = task.step(optimizer)
     teacher_hidden = _teacher_hidden(task, plan)
@@ -561,6 +565,20 @@ def _train_trunk(task: _Task, on_step: OnStep | None) -> dict[str, Any]:
         branch.num_steps - branch.leaves_at for branch in branches
     )
     return {"steps": num_steps, "tokens": num_steps * step_tokens, "branches": results}
+
+
+def _check_epochs(task: _Task, plan: data.Plan) -> None:
+    """Raises `SettingError` if a domain has too little text for the rows of a plan."""
+    if (epochs := task.config.epochs) is None:
+        return
+    for index, (domain, stream) in enumerate(zip(task.domains, task.streams, strict=True)):
+        needed = plan.length * int(np.sum(plan.stream == index))
+        if needed > epochs * len(stream):
+            raise SettingError(
+                f"The branch of {task.config.branches[-1]} tokens takes {needed} of the domain "
+                f"{domain.name}, which has {len(stream)}; give it more text or a lower weight, or "
+                f"set epochs to {-(-needed // len(stream))} to let it be read so often."
+            )
 
 
 def _teacher_hidden(task: _Task, plan: data.Plan) -> Callable[[int], np.ndarray] | None:
