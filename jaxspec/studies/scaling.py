@@ -56,7 +56,7 @@ FAMILY = "draft_model"
 _STDLIB = ("code:stdlib",)  # where no corpora are given
 _WRITTEN = "written"  # the domain of the target's own texts
 _HELD_OUT_PROMPT_TOKENS = 32
-_NUM_HELD_OUT_PROMPTS = 6  # of each domain
+_NUM_HELD_OUT_PROMPTS = 3  # of each domain
 # Verifier and temperature; greedy decoding is the same under both verifiers.
 _DECODINGS: tuple[tuple[Literal["coupled", "rejection"], float], ...] = (
     ("coupled", 0.0),
@@ -118,6 +118,9 @@ class ScalingStudy(Bench):
     """A file of texts that the target wrote (`jaxspec train texts`), to be trained on as well."""
     texts_share: float = 0.38
     """Their share of the training rows."""
+    held_out: tuple[str, ...] = ()
+    """Names of the domains to measure held-out losses on, and to take prompts from; default all but
+    the target's own texts."""
     epochs: int = 1
     """Passes that a drafter may take over the text of a domain."""
     out: pathlib.Path = pathlib.Path("scaling")
@@ -136,11 +139,11 @@ class ScalingStudy(Bench):
     """Widths, at --reference-layers; feed-forward layers are twice as wide."""
     reference_layers: int = 2
     """Layers of the drafter that is trained with every seed and decoded at every batch size."""
-    tokens: tuple[int, ...] = (31_250, 62_500, 125_000, 250_000, 500_000, 1_000_000)
+    tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
     """Training tokens, in increasing order."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and row order; drafters other than the reference have the first."""
-    batch_tokens: int = 512
+    batch_tokens: int = 1024
     """Tokens of a training step."""
     sequence_length: int = 256
     """Tokens of a training row."""
@@ -163,7 +166,7 @@ class ScalingStudy(Bench):
     """Its first so many prompts only."""
     max_prompt_tokens: int = 64
     """Longer prompts are cut to their first so many tokens."""
-    max_tokens: int = 96
+    max_tokens: int = 64
     """Tokens emitted per prompt; stop tokens are ignored."""
     repeats: int = 5
     """Timed runs of each stage of a round; medians count."""
@@ -217,6 +220,7 @@ class ScalingStudy(Bench):
                 f"--widths {' '.join(map(str, self.widths))} was given; give multiples of 32."
             )
         self.train_config(self.shapes()[0], self.seeds[0])  # raises now what training would
+        self.held_out_domains()
 
     @property
     def reference(self) -> Shape:
@@ -272,21 +276,27 @@ class ScalingStudy(Bench):
         """The target's own texts, as documents to train on."""
         return self.out / "written.jsonl"
 
-    def _text_domains(self) -> list[data.Domain]:
-        """The domains without the target's own texts."""
-        names = self.domains or (_STDLIB if self.corpora is None else ())
-        found = [data.Domain.parse(name) for name in names]
-        return found or data.discover_domains(self.corpora or self.out)
-
     def _training_domains(self) -> tuple[str, ...]:
         """All domains, in the form that training takes."""
-        found = self._text_domains()
-        if self.texts is not None:
-            weight = sum(domain.weight for domain in found)
-            weight *= self.texts_share / (1 - self.texts_share)
-            source = str(self.written.resolve())
-            found.append(data.Domain(name=_WRITTEN, source=source, weight=weight))
-        return tuple(f"{each.name}:{each.source}={each.weight!r}" for each in found)
+        names = self.domains or (_STDLIB if self.corpora is None else ())
+        if not names:
+            found = data.discover_domains(self.corpora or self.out)
+            names = tuple(f"{each.name}:{each.source}" for each in found)
+        if self.texts is None:
+            return names
+        weight = sum(data.Domain.parse(name).weight for name in names)
+        weight *= self.texts_share / (1 - self.texts_share)
+        return (*names, f"{_WRITTEN}:{self.written.resolve()}={weight!r}")
+
+    def held_out_domains(self) -> list[str]:
+        """Names of the domains that are measured on."""
+        names = [data.Domain.parse(text).name for text in self._training_domains()]
+        if missing := set(self.held_out).difference(names):
+            raise SettingError(
+                f"--held-out names {' and '.join(sorted(missing))}, and the domains are "
+                f"{', '.join(names)}; name some of these."
+            )
+        return list(self.held_out) or [name for name in names if name != _WRITTEN]
 
     def _made_quick(self) -> ScalingStudy:
         """What two cores measure in minutes."""
@@ -296,6 +306,7 @@ class ScalingStudy(Bench):
             widths=self.widths[:1],
             reference_layers=2,
             tokens=(31_250, 62_500, 125_000, 250_000),
+            batch_tokens=512,
             seeds=self.seeds[:1],
             draft_lengths=(4,),
             batch_sizes=(1, 4),
@@ -396,7 +407,8 @@ class Running:
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one study per process
     def trained(self, shape: Shape, seed: int) -> dict[str, Any]:
         """Results of the branches of a size and seed, which are trained if they are not yet."""
-        return lm.train_lm(self.options.train_config(shape, seed))["branches"]
+        config = self.options.train_config(shape, seed)
+        return lm.finished_branches(config) or lm.train_lm(config)["branches"]
 
     def drafter(self, shape: Shape, seed: int, tokens: int) -> LanguageModel:
         """A finished drafter."""
@@ -413,11 +425,11 @@ class Running:
 
     @functools.cached_property
     def held_out(self) -> dict[str, np.ndarray]:
-        """Held-out tokens of each domain, the target's own texts left out."""
-        tokens = self.options.train_config(self.options.reference, self.options.seeds[0]).out
+        """Held-out tokens of each domain that is measured on."""
+        out = self.options.train_config(self.options.reference, self.options.seeds[0]).out
         return {
-            domain.name: np.asarray(data.map_tokens(tokens / "tokens" / f"{domain.name}.held_out"))
-            for domain in self.options._text_domains()
+            name: np.asarray(data.map_tokens(out / "tokens" / f"{name}.held_out"))
+            for name in self.options.held_out_domains()
         }
 
     @functools.cached_property

@@ -635,6 +635,22 @@ def load_run(directory: pathlib.Path) -> Run:
     )
 
 
+def finished_branches(config: TrainConfig) -> dict[str, Any] | None:
+    """The results of the branches of a trunk (see `train_lm`) that is finished, else None. Settings
+    are compared, texts and teacher are not read.
+
+    Raises:
+      CheckpointError: the run had other settings, or is damaged.
+    """
+    outs = {branch: config.out / _BRANCHES / branch.name for branch in config.planned_branches()}
+    if not all((out / runs.RESULT).is_file() for out in outs.values()):
+        return None
+    last = list(outs.values())[-1]
+    record = runs.read_checkpoint(last / runs.CHECKPOINT, command=_COMMAND)
+    runs.check_fingerprint(config.out, record, _decisive_settings(config))
+    return {branch.name: runs.read_result(out) for branch, out in outs.items()}
+
+
 def load_teacher(name: str) -> Run:
     """The model of a run's directory, or any that `load_model` takes.
 
@@ -757,13 +773,18 @@ def _plans(
 
 def _fingerprint(task: _Task) -> dict[str, Any]:
     """What decides a run's result: its settings, its tokens, its teacher."""
-    config, fields = task.config, dataclasses.asdict(task.config)
+    return _decisive_settings(task.config) | {
+        "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in task.streams],
+        "teacher_checksum": None if task.teacher is None else runs.checksum(task.teacher.params),
+    }
+
+
+def _decisive_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that decide a run's result, as JSON values."""
+    fields = dataclasses.asdict(config)
     free = (*_FREE_FIELDS, *(_FREE_OF_TRUNK if config.branches else _OF_TRUNK))
     kept = {name: value for name, value in fields.items() if name not in free}
-    kept |= {"domains": list(config.domains), "exclude": list(config.exclude)}
-    kept["token_checksums"] = [zlib.crc32(np.ascontiguousarray(s).data) for s in task.streams]
-    kept["teacher_checksum"] = None if task.teacher is None else runs.checksum(task.teacher.params)
-    return kept
+    return kept | {"domains": list(config.domains), "exclude": list(config.exclude)}
 
 
 def _initial_state(

@@ -211,18 +211,25 @@ def initial_state(
     if not resume:
         return Program(jax.jit(init), "the initial weights")(*operands), 0
     record = read_checkpoint(out / CHECKPOINT, command=command)
-    saved = json.loads(record["fingerprint"])
-    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
-        raise CheckpointError(
-            f"The run in {out} had other values of {', '.join(different)}; resume it with "
-            "the settings and data it was started with."
-        )
+    check_fingerprint(out, record, fingerprint)
     template = jax.eval_shape(init, *operands)
     state = TrainState(
         params=from_arrays(template.params, record["params"]),
         optimizer=from_arrays(template.optimizer, record["optimizer"]),
     )
     return state, record["step"]
+
+
+def check_fingerprint(
+    out: pathlib.Path, record: Mapping[str, Any], fingerprint: Mapping[str, Any]
+) -> None:
+    """Raises `CheckpointError` unless what `read_checkpoint` found was made with these values."""
+    saved = json.loads(record["fingerprint"])
+    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
+        raise CheckpointError(
+            f"The run in {out} had other values of {', '.join(different)}; resume it with "
+            "the settings and data it was started with."
+        )
 
 
 def checksum(params: PyTree) -> int:
