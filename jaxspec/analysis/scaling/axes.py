@@ -106,6 +106,7 @@ def fit_axis(
     decades_beyond: float,
     response: str,
     resamples_all: bool,
+    with_band: bool = True,
 ) -> dict[str, Any]:
     """Points, fits, held-out errors and gates of an axis, as JSON values.
 
@@ -116,6 +117,7 @@ def fit_axis(
       decades_beyond: the largest point, where the fits are extrapolated to.
       response: `tau`, `logit`, or `auto`: tau unless the chain is saturated.
       resamples_all: whether the other curves than the log-linear one get intervals too.
+      with_band: whether the log-linear curve gets its intervals between the points.
     """
     rows, column = axis.rows, axis.column
     longest = int(rows.draft_length.iloc[0])
@@ -157,7 +159,6 @@ def fit_axis(
         )
     word = word_for(gates)
     residuals = draws.means - LINE.predict(LINE.fit(x, draws.means, weights), x)
-    at = np.geomspace(x[0], x[-1] * 10.0**decades_beyond, 40)
     return {
         "axis": axis.name,
         "fixed": axis.fixed,
@@ -170,8 +171,9 @@ def fit_axis(
         "direction": "flat" if slope.holds_zero else "grows" if slope.value > 0 else "falls",
         "curvature": curvature and curvature.to_json(),
         "fits": fits,
+        "weights": weights.tolist(),
         "residuals": residuals.tolist(),
-        "band": _band(draws, x, weights, at),
+        "band": _band(draws, x, weights, beyond) if with_band else None,
         "tv_acceptance": _tv_acceptance(rows, column),
         "gates": [gate.to_json() for gate in gates],
         "word": word,
@@ -279,9 +281,10 @@ def _points(
 
 
 def _band(
-    draws: Resampled, x: np.ndarray, weights: np.ndarray, at: np.ndarray
+    draws: Resampled, x: np.ndarray, weights: np.ndarray, beyond: np.ndarray
 ) -> dict[str, list[float]]:
-    """The log-linear curve and its 95 % interval at each of `at`."""
+    """The log-linear curve and its 95 % interval, from the smallest point on and beyond."""
+    at = np.unique(np.concatenate([np.geomspace(x[0], beyond[0], 40), x]))
     curve = draws.map(lambda means: LINE.predict(LINE.fit(x, means, weights), at))
     found = [curve.interval(lambda of, index=index: of[..., index]) for index in range(len(at))]
     return {

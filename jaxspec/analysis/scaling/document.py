@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.analysis.scaling.axes import axes_of, fit_axis, fit_joint
+from jaxspec.analysis.scaling.axes import FEWEST_POINTS, axes_of, fit_axis, fit_joint
 from jaxspec.analysis.scaling.batch import best_widths, check_times
 from jaxspec.analysis.scaling.estimators import (
     DECODING,
+    DRAFTER,
     acceptance_by_position,
     check_rows,
     estimate,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from jaxspec.analysis.cost import Pair
 
 RESPONSES = ("auto", "tau", "logit")
+SIZE = ("num_layers", "width")
 SAME_TOKENS = 0.02  # token counts that differ by less are one point
 
 
@@ -94,6 +96,7 @@ def analyse(
             "given; take at least 100 draws, and 0 or more decades."
         )
     rows = _with_common_tokens(estimate(check_rows(rows)))
+    rows = rows.sort_values([*SIZE, *DRAFTER, *DECODING, "prompt"], ignore_index=True)
     drafters = [str(name) for name in rows.drafter.unique()]
     if times is not None:
         check_times(times, drafters)
@@ -123,8 +126,8 @@ def analyse(
             ]  # fmt: skip
     if not axes:
         raise SettingError(
-            f"No axis has the 3 points that a fit takes ({' '.join(notes) or 'one drafter, once'}); "
-            "add token counts or drafters, 5 or more over 1.5 decades for the gates."
+            f"No axis has the {FEWEST_POINTS} points that a fit takes; add token counts or "
+            "drafters, 5 over 1.5 decades for the gates."
         )
     batch = None
     if times is not None:

@@ -6,9 +6,9 @@ what is resampled are whole prompts and whole seeds (a cluster bootstrap; for tw
 Owen 2007, "The pigeonhole bootstrap").
 
 With three seeds a bootstrap alone is too sure of itself. Its variance is split into what prompts,
-seeds and both together contribute, each is made unbiased, and the percentile interval is widened to
-Student's with degrees of freedom after Satterthwaite (an expanded percentile interval: Hesterberg 2015,
-section 5.3).
+seeds and both together contribute, each part is made unbiased, and the percentile interval is
+widened to Student's (an expanded percentile interval: Hesterberg 2015), with degrees of freedom
+after Satterthwaite.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def aicc(residuals: np.ndarray, weights: np.ndarray, num_params: int) -> float |
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A figure and its 95 % interval, the ends of which are NaN where nothing could be resampled."""
+    """A figure and the ends of its 95 % interval; NaN where nothing could be resampled."""
 
     value: float
     low: float
@@ -292,7 +292,7 @@ def expected_spread(
     more = max(seeds - extra, 0.0)  # what seeds add to prompts
     if not both > 0:
         return 1.0, num_prompts - 1.0
-    parts = prompts**2 / (num_prompts - 1) + more**2 / (num_seeds - 1)
+    parts = prompts**2 / (num_prompts - 1) + more * seeds / (num_seeds - 1)
     variance = prompts + more
     return np.sqrt(variance / both), variance**2 / parts if parts > 0 else num_prompts - 1.0
 

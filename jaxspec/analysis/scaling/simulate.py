@@ -17,17 +17,17 @@ from jaxspec.runtime.extras import import_extra
 if TYPE_CHECKING:
     import pandas
 
-Truth = Callable[[np.ndarray], np.ndarray]
+Truth = Callable[[np.ndarray], np.ndarray]  # tau of D, the tokens over the smallest number of them
 
 
-def log_linear_truth(tokens: np.ndarray) -> np.ndarray:
-    """1.2 + 0.7 log10 of the tokens, counted in the smallest number of them."""
-    return 1.2 + 0.7 * np.log10(tokens / np.min(tokens))
+def log_linear_truth(amount: np.ndarray) -> np.ndarray:
+    """1.2 + 0.7 log10 D."""
+    return 1.2 + 0.7 * np.log10(amount)
 
 
-def saturating_truth(tokens: np.ndarray) -> np.ndarray:
-    """3.0 - 1.8 D^-0.25, D counted in the smallest number of tokens."""
-    return 3.0 - 1.8 * (tokens / np.min(tokens)) ** -0.25
+def saturating_truth(amount: np.ndarray) -> np.ndarray:
+    """3.0 - 1.8 D^-0.25: from 1 to 128 nearly a straight line over log D."""
+    return 3.0 - 1.8 * amount**-0.25
 
 
 TRUTHS: dict[str, Truth] = {"log-linear": log_linear_truth, "saturating": saturating_truth}
@@ -64,7 +64,7 @@ class Simulation:
         """Rows of a study as `analyse` takes them.
 
         Args:
-          truth: tau of the tokens, the mean over prompts and seeds.
+          truth: the mean over prompts and seeds of tau.
           seed: of what is drawn.
         """
         pd = import_extra("pandas", "a scaling study")
@@ -78,7 +78,7 @@ class Simulation:
         factor = np.exp(of_prompt - (self.prompt_spread**2 + (self.slope_spread * place) ** 2) / 2)
         of_seed = self.seed_spread * random.standard_normal((1, num_seeds, 1))
         of_branch = self.branch_spread * random.standard_normal((n, num_seeds, 1))
-        accepted = truth(tokens)[:, None, None] - 1.0 + of_seed + of_branch
+        accepted = truth(tokens / tokens.min())[:, None, None] - 1.0 + of_seed + of_branch
         tau = np.clip(1.0 + accepted * factor, 1.0, self.draft_length + 0.9)
         counts = self._decode(chain_rate(tau, self.draft_length), random)
         index = np.stack(np.meshgrid(*map(np.arange, tau.shape), indexing="ij"), -1).reshape(-1, 3)
