@@ -30,9 +30,14 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec import __version__
+from jaxspec.analysis.cost import Pair
+from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
+from jaxspec.analysis.scaling.batch import fit_pair
 from jaxspec.bench.cells import Cell, CellStore
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.measure import ROUND, Bench, Say, check_at_least_one, load_prompts, only_run_into
+from jaxspec.bench.roofline import forward_pass, measure_ceilings
+from jaxspec.bench.stages import block_read_by
 from jaxspec.cache.pages import round_up_to_block
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.resolve import load_model
@@ -56,7 +61,13 @@ FAMILY = "draft_model"
 _STDLIB = ("code:stdlib",)  # where no corpora are given
 _WRITTEN = "written"  # the domain of the target's own texts
 _HELD_OUT_PROMPT_TOKENS = 32
+_FEWEST_TIMES = 6  # for a cost model
 _NUM_HELD_OUT_PROMPTS = 3  # of each domain
+# Options that say which cells there are, or how well they are timed, and not what a cell holds.
+_CHOOSE_CELLS = (
+    "layers", "widths", "tokens", "reference_tokens", "seeds", "batch_sizes", "time_draft_lengths",
+    "repeats", "epochs", "rows", "times", "quick",
+)  # fmt: skip
 # Verifier and temperature; greedy decoding is the same under both verifiers.
 _DECODINGS: tuple[tuple[Literal["coupled", "rejection"], float], ...] = (
     ("coupled", 0.0),
@@ -139,8 +150,10 @@ class ScalingStudy(Bench):
     """Widths, at --reference-layers; feed-forward layers are twice as wide."""
     reference_layers: int = 2
     """Layers of the drafter that is trained with every seed and decoded at every batch size."""
-    tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
+    tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000)
     """Training tokens, in increasing order."""
+    reference_tokens: tuple[int, ...] = (2_000_000,)
+    """Further ones of the reference drafter."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and row order; drafters other than the reference have the first."""
     batch_tokens: int = 1024
@@ -187,6 +200,7 @@ class ScalingStudy(Bench):
                 console,
                 rows,
                 times,
+                running.cost_model(),
                 models=running.models,
                 inputs=running.inputs,
                 checks=running.checks(),
@@ -237,6 +251,10 @@ class ScalingStudy(Bench):
         """The seeds that a size is trained with."""
         return self.seeds if shape == self.reference else self.seeds[:1]
 
+    def tokens_of(self, shape: Shape) -> tuple[int, ...]:
+        """The training tokens of a size."""
+        return (*self.tokens, *(self.reference_tokens if shape == self.reference else ()))
+
     def train_config(self, shape: Shape, seed: int) -> lm.TrainConfig:
         """The run that trains a size with a seed."""
         out = self.out / "trunks" / f"{shape.name}-seed{seed}"
@@ -248,7 +266,7 @@ class ScalingStudy(Bench):
             domains=self._training_domains(),
             exclude=self.exclude,
             schedule="trunk",
-            branches=self.tokens,
+            branches=self.tokens_of(shape),
             batch_tokens=self.batch_tokens,
             sequence_length=self.sequence_length,
             max_length=max(1024, self.sequence_length),
@@ -306,6 +324,7 @@ class ScalingStudy(Bench):
             widths=self.widths[:1],
             reference_layers=2,
             tokens=(31_250, 62_500, 125_000, 250_000),
+            reference_tokens=(),
             batch_tokens=512,
             seeds=self.seeds[:1],
             draft_lengths=(4,),
@@ -318,12 +337,15 @@ class ScalingStudy(Bench):
         )
 
     def _report(
-        self, console: Console, rows: pathlib.Path, times: pathlib.Path | None, **fields: Any
+        self,
+        console: Console,
+        rows: pathlib.Path,
+        times: pathlib.Path | None,
+        pair: Pair | None = None,
+        **fields: Any,
     ) -> dict[str, Any]:
         """Fits the rows, writes the report and prints it; returns the document."""
-        from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
-
-        found = analyse(read_rows(rows), None if times is None else read_rows(times))
+        found = analyse(read_rows(rows), None if times is None else read_rows(times), pair=pair)
         document = self.document(**fields, **found) | {"command": "study scaling"}
         self.out.mkdir(parents=True, exist_ok=True)
         write_report(document, self.out)
@@ -357,19 +379,7 @@ class Running:
         domains = [str(line.fields.get("domain", "")) for line in lines]
         self.given = PromptSet(name="prompts", domains=domains, token_ids=ids)
         config = options.document()["config"]
-        for name in (
-            "layers",
-            "widths",
-            "tokens",
-            "seeds",
-            "batch_sizes",
-            "time_draft_lengths",
-            "repeats",
-            "epochs",
-            "rows",
-            "times",
-            "quick",
-        ):  # they choose cells, or how well something is timed
+        for name in _CHOOSE_CELLS:
             del config[name]
         header = {
             "config": config,
@@ -389,11 +399,14 @@ class Running:
         options = self.options
         found: dict[str, Callable[[], Cell]] = {}
         for shape in options.shapes():
-            for seed, tokens in itertools.product(options.seeds_of(shape), options.tokens):
+            for seed, tokens in itertools.product(
+                options.seeds_of(shape), options.tokens_of(shape)
+            ):
                 name = f"{shape.name}-seed{seed}-{tokens}"
                 found[name] = functools.partial(self.measure_drafter, shape, seed, tokens)
         for batch_size in options.batch_sizes:
             found[f"batch-{batch_size}"] = functools.partial(self.measure_batch, batch_size)
+        found["ceilings"] = self.measure_ceilings
         for batch_size, length in itertools.product(
             options.batch_sizes, (0, *options.time_draft_lengths)
         ):
@@ -573,7 +586,7 @@ class Running:
         """Tokens and counts of the reference drafter at a batch size, beside those of its row in
         the largest batch: a request's acceptance does not depend on the batch."""
         options = self.options
-        seed, tokens = options.seeds[0], options.tokens[-1]
+        seed, tokens = options.seeds[0], options.tokens_of(options.reference)[-1]
         draft = self.drafter(options.reference, seed, tokens)
         known = self.store.cells[f"{options.reference.name}-seed{seed}-{tokens}"]["rows"]
         length = max(options.draft_lengths)
@@ -604,7 +617,8 @@ class Running:
         """Seconds of a round and of its stages of the reference drafter, or at draft length 0 of a
         plain round of one token."""
         options = self.options
-        draft = self.drafter(options.reference, options.seeds[0], options.tokens[-1])
+        tokens = options.tokens_of(options.reference)[-1]
+        draft = self.drafter(options.reference, options.seeds[0], tokens)
         bench = DecodeBench(
             options=DecodeOptions(
                 batch_sizes=(batch_size,),
@@ -629,7 +643,30 @@ class Running:
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         }
 
+    def measure_ceilings(self) -> Cell:
+        """What the device does at best, at the size of the target's weights."""
+        work = forward_pass(self.target, batch=1, window=1, context=1)
+        return dataclasses.asdict(measure_ceilings(work.weight_bytes, self.target.dtype))
+
     # What comes out.
+
+    def cost_model(self) -> Pair | None:
+        """The cost model of target and reference drafter, fitted to the stages of the rounds; None
+        where there are too few of them."""
+        times = list(self.times())
+        if len(times) < _FEWEST_TIMES:
+            return None
+        found = self.store.cells["ceilings"]
+        draft = self.options.train_config(self.options.reference, 0)
+        pair, _ = fit_pair(
+            import_extra("pandas", "a scaling study").DataFrame(times),
+            self.target.config,
+            draft.model_config(self.target.vocab_size),
+            most_bytes_per_s=max(found["copy_bytes_per_s"], found["read_bytes_per_s"]),
+            most_flops_per_s=found["matmul_flops_per_s"],
+            block=block_read_by(self.target),
+        )
+        return pair
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of all drafters."""
