@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COLUMNS = {
     "tokens": "training_tokens",
     "layers": "num_layers",
+    "width": "width",
     "parameters": "num_params_without_embedding",
 }
 FEWEST_POINTS = 3
@@ -65,8 +66,8 @@ class Axis:
 def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
     """The axes that rows of one way of decoding have, and sentences on those left out.
 
-    Tokens: every drafter by itself. Layers: drafters of one width at the most tokens that all of
-    them were trained on. Parameters: all drafters, at such tokens.
+    Tokens: every drafter by itself. Layers: drafters of one width, at the most tokens that all of
+    them were trained on. Width: drafters of as many layers. Parameters: all drafters.
     """
     found, notes = [], []
     for drafter, own in rows.groupby("drafter", sort=False):
@@ -76,6 +77,11 @@ def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
             at, tokens = _at_most_tokens(own)
             fixed = f"width {int(width)}, {tokens:,} tokens"
             found.append(Axis(name="layers", fixed=fixed, rows=at))
+    for layers, own in rows.groupby("num_layers"):
+        if own.width.nunique() > 1:
+            at, tokens = _at_most_tokens(own)
+            fixed = f"{int(layers)} layers, {tokens:,} tokens"
+            found.append(Axis(name="width", fixed=fixed, rows=at))
     if rows.width.nunique() > 1 and rows.num_params_without_embedding.nunique() > 1:
         at, tokens = _at_most_tokens(rows)
         found.append(Axis(name="parameters", fixed=f"{tokens:,} tokens", rows=at))
@@ -318,7 +324,7 @@ def _tv_acceptance(rows: pandas.DataFrame, column: str) -> dict[str, Any] | None
 
 def _sentence(axis: Axis, slope: Any, word: str, gates: Sequence[Any], response: str) -> str:
     unit = "tokens per round" if response == "tau" else "logits of the rate"
-    of = {"tokens": "training tokens", "layers": "layers", "parameters": "parameters"}[axis.name]
+    of = "training tokens" if axis.name == "tokens" else axis.name
     failing = [gate.name for gate in gates if not gate.passes]
     why = f" The gates that fail: {', '.join(failing)}." if failing else " All gates pass."
     return (

@@ -114,6 +114,7 @@ def analyse(
                 decades_beyond=decades_beyond,
                 response=response,
                 resamples_all=index == 0,
+                with_band=index == 0,
             )
             axes.append({"decoding": decoding, "is_main": index == 0, **fitted})
         if (of_both := fit_joint(own, num_draws=num_draws, random=random)) is not None:
@@ -152,7 +153,9 @@ def analyse(
         "acceptance_by_position": by_position,
         "batch": batch,
         "notes": notes,
-        **{name: _only(rows, name) for name in ("commit", "version") if name in rows},
+        "made_by": {
+            name: _only(rows, name) for name in ("recipe", "version", "commit") if name in rows
+        },
     }
 
 
