@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.analysis.scaling.estimators import OPTIONAL_SHARES, cumulative_acceptance, estimates_at
+from jaxspec.analysis.scaling.estimators import (
+    OPTIONAL_SHARES,
+    cumulative_acceptance,
+    estimates_at,
+    groups,
+    select,
+)
 from jaxspec.analysis.scaling.fits import (
     Form,
     LogPolynomial,
@@ -70,14 +76,15 @@ def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
     them were trained on. Width: drafters of as many layers. Parameters: all drafters.
     """
     found, notes = [], []
-    for drafter, own in rows.groupby("drafter", sort=False):
+    for drafter in rows.drafter.unique():
+        own = select(rows, rows.drafter == drafter)
         found.append(Axis(name="tokens", fixed=str(drafter), rows=own))
-    for width, own in rows.groupby("width"):
+    for width, own in groups(rows, "width"):
         if own.num_layers.nunique() > 1:
             at, tokens = _at_most_tokens(own)
             fixed = f"width {int(width)}, {tokens:,} tokens"
             found.append(Axis(name="layers", fixed=fixed, rows=at))
-    for layers, own in rows.groupby("num_layers"):
+    for layers, own in groups(rows, "num_layers"):
         if own.width.nunique() > 1:
             at, tokens = _at_most_tokens(own)
             fixed = f"{int(layers)} layers, {tokens:,} tokens"
@@ -101,7 +108,7 @@ def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
 def _at_most_tokens(rows: pandas.DataFrame) -> tuple[pandas.DataFrame, int]:
     counts = rows.groupby("training_tokens").drafter.nunique()
     tokens = int(counts.index[counts == counts.max()].max())
-    return rows[rows.training_tokens == tokens], tokens
+    return select(rows, rows.training_tokens == tokens), tokens
 
 
 def fit_axis(
@@ -195,7 +202,7 @@ def _logit(share: np.ndarray) -> np.ndarray:
 
 def _at_largest(rows: pandas.DataFrame, column: str) -> float:
     """The chance that a whole draft is accepted, at the largest point."""
-    largest = rows[rows[column] == rows[column].max()]
+    largest = select(rows, rows[column] == rows[column].max())
     return float(cumulative_acceptance(largest)[-1])
 
 
@@ -270,11 +277,11 @@ def _points(
     rows: pandas.DataFrame, column: str, x: np.ndarray, draws: Resampled
 ) -> list[dict[str, Any]]:
     names = ["tau", "emitted_per_round", "rate", "held_out_loss", *OPTIONAL_SHARES]
-    means = rows.groupby(column)[[name for name in names if name in rows]].mean()
+    means: Any = rows.groupby(column)[[name for name in names if name in rows]].mean()
     found = []
     for index, at in enumerate(x):
         interval = draws.interval(lambda of, index=index: of[..., index])
-        own = rows[rows[column] == at]
+        own = select(rows, rows[column] == at)
         found.append(
             {
                 "x": float(at),
