@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxspec.analysis.cost import Device, Pair
 from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
-from jaxspec.analysis.scaling.batch import fit_pair
+from jaxspec.analysis.scaling.batch import fit_pair, predict_times
 from jaxspec.analysis.scaling.power import recover
 from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
 from jaxspec.errors import SettingError
@@ -225,13 +225,13 @@ def test_the_cost_model_predicts_what_it_made():
         measured, made.target, made.draft, most_bytes_per_s=2e12, most_flops_per_s=2e14, itemsize=2
     )
     assert max(fits["target"].held_out_errors) < 0.02
-    [found] = analyse(of_one_rate(), measured, num_draws=100, pair=pair)["batch"]
+    [found] = analyse(of_one_rate(), predict_times(measured, pair), num_draws=100)["batch"]
     assert found["prediction"]["round_error_worst"] < 0.05
     assert found["prediction"]["num_same_best"] == 5
     slower = dataclasses.replace(
         pair, target_device=dataclasses.replace(pair.target_device, flops_per_s=1e11)
     )
-    [found] = analyse(of_one_rate(), measured, num_draws=100, pair=slower)["batch"]
+    [found] = analyse(of_one_rate(), predict_times(measured, slower), num_draws=100)["batch"]
     assert found["prediction"]["round_error_worst"] > 0.5
     with pytest.raises(SettingError, match="lack the column 'draft_s'"):
         fit_pair(

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.analysis.scaling.estimators import OPTIONAL_SHARES, cumulative_acceptance, estimates_at
+from jaxspec.analysis.scaling.estimators import (
+    OPTIONAL_SHARES,
+    cumulative_acceptance,
+    estimates_at,
+    groups,
+    select,
+)
 from jaxspec.analysis.scaling.fits import (
     Form,
     LogPolynomial,
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 COLUMNS = {
     "tokens": "training_tokens",
     "layers": "num_layers",
+    "width": "width",
     "parameters": "num_params_without_embedding",
 }
 FEWEST_POINTS = 3
@@ -65,17 +72,23 @@ class Axis:
 def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
     """The axes that rows of one way of decoding have, and sentences on those left out.
 
-    Tokens: every drafter by itself. Layers: drafters of one width at the most tokens that all of
-    them were trained on. Parameters: all drafters, at such tokens.
+    Tokens: every drafter by itself. Layers: drafters of one width, at the most tokens that all of
+    them were trained on. Width: drafters of as many layers. Parameters: all drafters.
     """
     found, notes = [], []
-    for drafter, own in rows.groupby("drafter", sort=False):
+    for drafter in rows.drafter.unique():
+        own = select(rows, rows.drafter == drafter)
         found.append(Axis(name="tokens", fixed=str(drafter), rows=own))
-    for width, own in rows.groupby("width"):
+    for width, own in groups(rows, "width"):
         if own.num_layers.nunique() > 1:
             at, tokens = _at_most_tokens(own)
             fixed = f"width {int(width)}, {tokens:,} tokens"
             found.append(Axis(name="layers", fixed=fixed, rows=at))
+    for layers, own in groups(rows, "num_layers"):
+        if own.width.nunique() > 1:
+            at, tokens = _at_most_tokens(own)
+            fixed = f"{int(layers)} layers, {tokens:,} tokens"
+            found.append(Axis(name="width", fixed=fixed, rows=at))
     if rows.width.nunique() > 1 and rows.num_params_without_embedding.nunique() > 1:
         at, tokens = _at_most_tokens(rows)
         found.append(Axis(name="parameters", fixed=f"{tokens:,} tokens", rows=at))
@@ -95,7 +108,7 @@ def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
 def _at_most_tokens(rows: pandas.DataFrame) -> tuple[pandas.DataFrame, int]:
     counts = rows.groupby("training_tokens").drafter.nunique()
     tokens = int(counts.index[counts == counts.max()].max())
-    return rows[rows.training_tokens == tokens], tokens
+    return select(rows, rows.training_tokens == tokens), tokens
 
 
 def fit_axis(
@@ -189,7 +202,7 @@ def _logit(share: np.ndarray) -> np.ndarray:
 
 def _at_largest(rows: pandas.DataFrame, column: str) -> float:
     """The chance that a whole draft is accepted, at the largest point."""
-    largest = rows[rows[column] == rows[column].max()]
+    largest = select(rows, rows[column] == rows[column].max())
     return float(cumulative_acceptance(largest)[-1])
 
 
@@ -264,11 +277,11 @@ def _points(
     rows: pandas.DataFrame, column: str, x: np.ndarray, draws: Resampled
 ) -> list[dict[str, Any]]:
     names = ["tau", "emitted_per_round", "rate", "held_out_loss", *OPTIONAL_SHARES]
-    means = rows.groupby(column)[[name for name in names if name in rows]].mean()
+    means: Any = rows.groupby(column)[[name for name in names if name in rows]].mean()
     found = []
     for index, at in enumerate(x):
         interval = draws.interval(lambda of, index=index: of[..., index])
-        own = rows[rows[column] == at]
+        own = select(rows, rows[column] == at)
         found.append(
             {
                 "x": float(at),
@@ -318,7 +331,7 @@ def _tv_acceptance(rows: pandas.DataFrame, column: str) -> dict[str, Any] | None
 
 def _sentence(axis: Axis, slope: Any, word: str, gates: Sequence[Any], response: str) -> str:
     unit = "tokens per round" if response == "tau" else "logits of the rate"
-    of = {"tokens": "training tokens", "layers": "layers", "parameters": "parameters"}[axis.name]
+    of = "training tokens" if axis.name == "tokens" else axis.name
     failing = [gate.name for gate in gates if not gate.passes]
     why = f" The gates that fail: {', '.join(failing)}." if failing else " All gates pass."
     return (

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxspec.models.config import ModelConfig
 
 NEEDED = ("drafter", "batch", "draft_length", "plain_s", "round_s")
+PREDICTED = ("predicted_plain_s", "predicted_round_s")
 
 
 def check_times(times: pandas.DataFrame, drafters: Sequence[str]) -> None:
@@ -58,23 +59,20 @@ def best_widths(
     *,
     num_draws: int,
     random: np.random.Generator,
-    pair: Pair | None = None,
-    context: float = 128.0,
 ) -> dict[str, Any]:
     """Best draft length by batch size of one drafter, measured and predicted, as JSON values.
 
     Args:
       rows: of `estimate`, of that drafter at one token count and of one way of decoding.
-      times: of `check_times`, of that drafter.
+      times: of `check_times`, of that drafter; with the columns of `predict_times` the cost model's
+        draft lengths too.
       num_draws: of the bootstrap over prompts and seeds.
       random: of its draws.
-      pair: the cost model of target and drafter, for the prediction.
-      context: live slots per row that it is asked for; a column `context` of the times wins.
     """
     cumulative, num_positions = _cumulative(rows, num_draws, random)
-    measured = times.groupby(["batch", "draft_length"]).round_s.median()
-    plain = times.groupby("batch").plain_s.median()
-    contexts = times.groupby("batch").context.median() if "context" in times else None
+    has_predictions = all(name in times for name in PREDICTED)
+    names = ["plain_s", "round_s", *(PREDICTED if has_predictions else ())]
+    cells: Any = times.groupby(["batch", "draft_length"])[names].median()
     lengths = sorted(int(n) for n in times.draft_length.unique() if n <= num_positions)
     emitted = np.array([1.0, *(1.0 + cumulative.means[:n].sum() for n in lengths)])
     drawn = np.stack(
@@ -82,14 +80,15 @@ def best_widths(
     )
     choices = np.array([0, *lengths])
     found, best, drawn_best = [], [], []
-    for batch in sorted(int(size) for size in plain.index):
-        has = [n == 0 or (batch, n) in measured.index for n in choices]
+    for batch in sorted(int(size) for size in times.batch.unique()):
+        of_batch = cells.loc[batch]
+        has = np.isin(choices, [0, *of_batch.index])
         own = choices[has]
-        seconds = np.array([plain[batch] if n == 0 else measured[batch, n] for n in own])
+        plain, of_rounds = of_batch.plain_s.median(), of_batch.round_s
+        seconds = np.array([plain if n == 0 else of_rounds[n] for n in own])
         rates = batch * emitted[has] / seconds
         width = int(own[np.argmax(rates)])
         draws = own[np.argmax(drawn[:, has] / seconds, axis=1)]
-        where = {"batch": batch, "context": context if contexts is None else contexts[batch]}
         cell = {
             "batch": batch,
             "best": width,
@@ -103,8 +102,8 @@ def best_widths(
                 for n, e, s, rate in zip(own, emitted[has], seconds, rates, strict=True)
             ],
         }  # fmt: skip
-        if pair is not None:
-            cell |= _predicted(pair, where, cell, emitted[has])
+        if has_predictions:
+            cell |= _predicted(cell, of_batch)
         found.append(cell)
         best.append(width)
         drawn_best.append(draws)
@@ -115,7 +114,7 @@ def best_widths(
         "batches": found,
         "falls": _direction(best),
         "fit": _fit_width(found, np.array(drawn_best)),
-        "prediction": None if pair is None else _errors(found),
+        "prediction": _errors(found) if has_predictions else None,
     }
 
 
@@ -131,15 +130,13 @@ def _cumulative(
     return resample(moved, num_draws=num_draws, random=random), shares.shape[1]
 
 
-def _predicted(
-    pair: Pair, where: dict[str, Any], cell: dict[str, Any], emitted: np.ndarray
-) -> dict[str, Any]:
-    """The cost model's times for the choices of a cell, and the draft length that it would take."""
+def _predicted(cell: dict[str, Any], of_batch: Any) -> dict[str, Any]:
+    """Adds the cost model's times to the choices of a cell; the draft length that it would take."""
+    plain, of_rounds = of_batch.predicted_plain_s.median(), of_batch.predicted_round_s
     for choice in cell["choices"]:
-        n = choice["draft_length"]
-        seconds = pair.round_s(draft_length=n, **where) if n else pair.plain_s(**where)
+        seconds = float(of_rounds[choice["draft_length"]] if choice["draft_length"] else plain)
         choice["predicted_round_s"] = seconds
-        choice["predicted_tokens_per_s"] = where["batch"] * choice["emitted"] / seconds
+        choice["predicted_tokens_per_s"] = cell["batch"] * choice["emitted"] / seconds
     predicted = np.array([choice["predicted_tokens_per_s"] for choice in cell["choices"]])
     taken = cell["choices"][int(np.argmax(predicted))]
     highest = max(choice["tokens_per_s"] for choice in cell["choices"])
@@ -186,6 +183,24 @@ def _fit_width(cells: Sequence[dict[str, Any]], drawn: np.ndarray) -> dict[str, 
         "b_high": float(high),
         "num_batches": int(is_free.sum()),
     }
+
+
+def predict_times(
+    times: pandas.DataFrame, pair: Pair, *, context: float = 128.0
+) -> pandas.DataFrame:
+    """The times with columns `predicted_plain_s` and `predicted_round_s` by the cost model.
+
+    Args:
+      times: of the drafter of `pair`.
+      pair: target and drafter on a device.
+      context: live slots per row; a column `context` of the times wins.
+    """
+    plain, rounds = [], []
+    for row in times.to_dict("records"):
+        where = {"batch": int(row["batch"]), "context": row.get("context", context)}
+        plain.append(pair.plain_s(**where))
+        rounds.append(pair.round_s(draft_length=int(row["draft_length"]), **where))
+    return times.assign(predicted_plain_s=plain, predicted_round_s=rounds)
 
 
 def fit_pair(

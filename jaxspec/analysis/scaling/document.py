@@ -15,14 +15,14 @@ from jaxspec.analysis.scaling.estimators import (
     acceptance_by_position,
     check_rows,
     estimate,
+    groups,
+    select,
 )
 from jaxspec.errors import SettingError, named
 from jaxspec.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     import pandas
-
-    from jaxspec.analysis.cost import Pair
 
 RESPONSES = ("auto", "tau", "logit")
 SIZE = ("num_layers", "width")
@@ -58,8 +58,6 @@ def analyse(
     seed: int = 0,
     response: str = "auto",
     decades_beyond: float = 1.0,
-    pair: Pair | None = None,
-    context: float = 128.0,
 ) -> dict[str, Any]:
     """What acceptance gains from tokens, layers and parameters, and which draft length pays.
 
@@ -73,14 +71,13 @@ def analyse(
         `estimators.NEEDED`. `overlap`, `greedy_agreement` and `held_out_loss` are used if they are
         there, and `last_emitted`, the tokens of an output's last round, must be there if outputs
         end otherwise than by length.
-      times: one per drafter, batch and draft length, the columns of `batch.NEEDED`.
+      times: one per drafter, batch and draft length, the columns of `batch.NEEDED`; with those of
+        `batch.predict_times`, the cost model's draft lengths are compared with the measured ones.
       num_draws: of the cluster bootstrap over prompts and seeds.
       seed: of its draws.
       response: what is fitted: `tau`, the `logit` of the rate, or `auto`: tau, unless whole drafts
         are accepted so often that it is bounded by the draft length.
       decades_beyond: how far beyond the largest point predictions go.
-      pair: the cost model of the times' drafter, to predict its best draft length.
-      context: live slots per row of the times, if they have no column `context`.
 
     Returns:
       a document of JSON values.
@@ -114,6 +111,7 @@ def analyse(
                 decades_beyond=decades_beyond,
                 response=response,
                 resamples_all=index == 0,
+                with_band=index == 0,
             )
             axes.append({"decoding": decoding, "is_main": index == 0, **fitted})
         if (of_both := fit_joint(own, num_draws=num_draws, random=random)) is not None:
@@ -122,7 +120,7 @@ def analyse(
             by_position = [
                 {"drafter": str(drafter), "training_tokens": int(tokens),
                  "positions": acceptance_by_position(cell)}
-                for (drafter, tokens), cell in own.groupby(["drafter", "training_tokens"])
+                for (drafter, tokens), cell in groups(own, ["drafter", "training_tokens"])
             ]  # fmt: skip
     if not axes:
         raise SettingError(
@@ -133,8 +131,7 @@ def analyse(
     if times is not None:
         batch = [
             best_widths(
-                _of_times(decodings, str(drafter)), own, num_draws=num_draws, random=random,
-                pair=pair, context=context,
+                _of_times(decodings, str(drafter)), own, num_draws=num_draws, random=random
             )
             for drafter, own in times.groupby("drafter", sort=False)
         ]  # fmt: skip
@@ -152,7 +149,9 @@ def analyse(
         "acceptance_by_position": by_position,
         "batch": batch,
         "notes": notes,
-        **{name: _only(rows, name) for name in ("commit", "version") if name in rows},
+        "made_by": {
+            name: _only(rows, name) for name in ("recipe", "version", "commit") if name in rows
+        },
     }
 
 
@@ -169,7 +168,7 @@ def _with_common_tokens(rows: pandas.DataFrame) -> pandas.DataFrame:
 def _decodings(rows: pandas.DataFrame) -> list[tuple[dict[str, Any], pandas.DataFrame]]:
     """Ways of decoding and their rows, the main one first."""
     found = []
-    for values, own in rows.groupby(list(DECODING), sort=False):
+    for values, own in groups(rows, list(DECODING)):
         decoding = {name: _plain(each) for name, each in zip(DECODING, values, strict=True)}
         found.append((decoding, own))
 
@@ -186,9 +185,10 @@ def _of_times(
 ) -> pandas.DataFrame:
     """Rows of the main way of decoding of a drafter at its most tokens."""
     for _, own in decodings:
-        of_drafter = own[own.drafter.astype(str) == drafter]
+        of_drafter = select(own, own.drafter.astype(str) == drafter)
         if len(of_drafter):
-            return of_drafter[of_drafter.training_tokens == of_drafter.training_tokens.max()]
+            most = of_drafter.training_tokens.max()
+            return select(of_drafter, of_drafter.training_tokens == most)
     raise AssertionError(drafter)  # check_times has seen it
 
 

@@ -10,7 +10,7 @@ such care: nearly every token of an output was judged once, wherever it ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,17 @@ POSITIVE += ("rounds",)
 OPTIONAL_SHARES = ("overlap", "greedy_agreement")
 
 
+def groups(rows: pandas.DataFrame, by: str | list[str]) -> Iterator[tuple[Any, pandas.DataFrame]]:
+    """Values of the column or columns `by`, ascending, and the rows that have them."""
+    yield from rows.groupby(by)
+
+
+def select(rows: pandas.DataFrame, is_selected: Any) -> pandas.DataFrame:
+    """The rows for which `is_selected` `[R]` is true."""
+    selected: Any = rows[is_selected]
+    return selected
+
+
 def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
     """The rows, numbered from 0, when their counts are possible.
 
@@ -74,11 +85,11 @@ def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
         "at most its {rounds} rounds",
     )  # fmt: skip
     for name in BY_POSITION:
-        lengths = rows[name].map(lambda each: len(each) if np.iterable(each) else -1)
+        lengths = rows[name].map(_length)
         _refuse(
             rows, lengths != rows.draft_length, f"{name} {{{name}}}", "a list of {draft_length}"
         )
-    for length, own in rows.groupby("draft_length"):
+    for length, own in groups(rows, "draft_length"):
         counts = {name: _by_position(own, name) for name in BY_POSITION}
         for name, values in counts.items():
             _refuse(own, ~(values >= 0).all(axis=1), f"{name} {{{name}}}", "counts from 0 up")
@@ -128,6 +139,10 @@ def _refuse(rows: pandas.DataFrame, is_bad: Any, given: str, expected: str) -> N
     )
 
 
+def _length(value: Any) -> int:
+    return np.size(value) if isinstance(value, (list, tuple, np.ndarray)) else -1
+
+
 def _shown(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -174,7 +189,7 @@ def estimate(rows: pandas.DataFrame) -> pandas.DataFrame:
     """
     pd = import_extra("pandas", "a scaling study")
     parts = []
-    for length, own in rows.groupby("draft_length", sort=False):
+    for length, own in groups(rows, "draft_length"):
         offered, accepted = (_by_position(own, name) for name in BY_POSITION)
         rounds, emitted = own.rounds.to_numpy(), own.emitted.to_numpy()
         last_emitted, last_accepted = last_rounds(own)
@@ -260,7 +275,8 @@ def estimates_at(
     names = [points] if isinstance(points, str) else list(points)
     table = rows.pivot_table(index=names, columns=["seed", "prompt"], values=column, aggfunc="mean")
     seeds = list(table.columns.unique(level="seed"))
-    kept = [seed for seed in seeds if table[seed].notna().any(axis=1).all()]
+    by_seed: dict[Any, Any] = {seed: table[seed] for seed in seeds}
+    kept = [seed for seed in seeds if by_seed[seed].notna().any(axis=1).all()]
     where, notes = " and ".join(names), []
     if not kept:
         raise SettingError(
@@ -270,8 +286,7 @@ def estimates_at(
     if len(kept) < len(seeds):
         left = ", ".join(str(seed) for seed in seeds if seed not in kept)
         notes.append(f"Left out, because not trained at every point: seeds {left}.")
-    by_seed = {seed: table[seed] for seed in kept}
-    has_all = sum(own.notna().all(axis=0) for own in by_seed.values()) == len(kept)
+    has_all: Any = sum(by_seed[seed].notna().all(axis=0) for seed in kept) == len(kept)
     prompts = list(has_all.index[has_all])
     if len(prompts) < 2:
         raise SettingError(
@@ -283,6 +298,6 @@ def estimates_at(
             f"Left out, because not decoded at every point: {len(has_all) - len(prompts)} of "
             f"{len(has_all)} prompts."
         )
-    values = [own[prompts].to_numpy(np.float64) for own in by_seed.values()]
+    values = [by_seed[seed][prompts].to_numpy(np.float64) for seed in kept]
     at = table.index.to_frame(index=False).to_numpy(np.float64)
     return np.stack(values, axis=1), at[:, 0] if isinstance(points, str) else at, kept, notes

@@ -27,17 +27,22 @@ EXPONENTS = np.geomspace(0.02, 4.0, 121)  # searched for the saturating curve
 
 
 class Form(Protocol):
-    """A curve y(x).
+    """A curve y(x)."""
 
-    Attributes:
-      name: of the form.
-      formula: as a reader would write it.
-      param_names: of the last axis of `fit`.
-    """
+    @property
+    def name(self) -> str:
+        """Of the form."""
+        ...
 
-    name: str
-    formula: str
-    param_names: tuple[str, ...]
+    @property
+    def formula(self) -> str:
+        """As a reader would write it."""
+        ...
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """Of the last axis of `fit`."""
+        ...
 
     def fit(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Parameters `[..., k]` of curves through `x` `[n]` and `y` `[..., n]`."""

@@ -14,7 +14,12 @@ from jaxspec.runtime.documents import write_document
 from jaxspec.runtime.report import GOOD as GREEN
 from jaxspec.runtime.report import NONE, Columns, Plot, TextTable, new_figure, write_page
 
-LABELS = {"tokens": "training tokens", "layers": "layers", "parameters": "parameters"}
+LABELS = {
+    "tokens": "training tokens",
+    "layers": "layers",
+    "width": "width",
+    "parameters": "parameters without the embedding",
+}
 RESPONSES = {"tau": "tokens per round (tau)", "logit": "logit of the acceptance rate"}
 PAGE = "scaling.html"
 
@@ -84,6 +89,13 @@ def main_axes(document: Document) -> list[Axis]:
 def findings(document: Document) -> list[str]:
     """Sentences, each from figures of the document."""
     found = [_about(axis) for axis in main_axes(document)]
+    if checks := document.get("checks"):
+        found.append(
+            "{num_equal_to_plain} of {num_compared_with_plain} greedy and coupled outputs are "
+            "plain decoding's, token for token; so are {num_equal_over_batches} of "
+            "{num_compared_over_batches} decoded at several batch sizes, of which "
+            "{num_same_counts_over_batches} took the same rounds.".format_map(checks)
+        )
     for cell in document["batch"] or ():
         listed = ", ".join(f"{each['best']} at batch {each['batch']}" for each in cell["batches"])
         how = "falls" if cell["falls"] else "does not fall"
@@ -214,9 +226,7 @@ def setup_table(document: Document) -> TextTable:
         "decoding of the plots": _decoding(document["main_decoding"]),
         "bootstrap": f"{document['num_draws']} draws of prompts and seeds",
     }
-    for name in ("version", "commit"):
-        if document.get(name):
-            values[name] = str(document[name])
+    values |= {name: str(value) for name, value in document["made_by"].items()}
     return TextTable.of_values("Setup", values)
 
 
