@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from rich.console import Console
 
 from jaxspec import __version__
-from jaxspec.analysis.cost import Pair
 from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
-from jaxspec.analysis.scaling.batch import fit_pair
+from jaxspec.analysis.scaling.batch import fit_pair, predict_times
 from jaxspec.bench.cells import Cell, CellStore
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.measure import ROUND, Bench, Say, check_at_least_one, load_prompts, only_run_into
@@ -56,6 +56,9 @@ from jaxspec.runtime.extras import import_extra
 from jaxspec.training import data, lm, runs
 from jaxspec.training.texts import check_writer, read_texts
 
+if TYPE_CHECKING:
+    import pandas
+
 CELLS = "cells.json"  # in the output directory
 FAMILY = "draft_model"
 _STDLIB = ("code:stdlib",)  # where no corpora are given
@@ -65,8 +68,8 @@ _FEWEST_TIMES = 6  # for a cost model
 _NUM_HELD_OUT_PROMPTS = 3  # of each domain
 # Options that say which cells there are, or how well they are timed, and not what a cell holds.
 _CHOOSE_CELLS = (
-    "layers", "widths", "tokens", "reference_tokens", "seeds", "batch_sizes", "time_draft_lengths",
-    "repeats", "epochs", "rows", "times", "quick",
+    "layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds", "batch_sizes",
+    "time_draft_lengths", "repeats", "epochs", "rows", "times", "quick",
 )  # fmt: skip
 # Verifier and temperature; greedy decoding is the same under both verifiers.
 _DECODINGS: tuple[tuple[Literal["coupled", "rejection"], float], ...] = (
@@ -150,10 +153,12 @@ class ScalingStudy(Bench):
     """Widths, at --reference-layers; feed-forward layers are twice as wide."""
     reference_layers: int = 2
     """Layers of the drafter that is trained with every seed and decoded at every batch size."""
-    tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000)
-    """Training tokens, in increasing order."""
-    reference_tokens: tuple[int, ...] = (2_000_000,)
-    """Further ones of the reference drafter."""
+    tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
+    """Training tokens of the reference drafter, in increasing order."""
+    first_seed_tokens: tuple[int, ...] = ()
+    """Further ones of the reference drafter, with the first seed only."""
+    other_tokens: tuple[int, ...] = ()
+    """Training tokens of the other drafters; default those of --tokens."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and row order; drafters other than the reference have the first."""
     batch_tokens: int = 1024
@@ -187,6 +192,7 @@ class ScalingStudy(Bench):
     def run(self, console: Console) -> dict[str, Any]:
         """Trains and measures what is missing, writes rows and report; returns the document."""
         import_extra("pandas", "a scaling study")
+        import_extra("pyarrow", "a scaling study")
         if self.rows is not None:
             return self._report(console, self.rows, self.times)
         options = self._made_quick() if self.quick else self
@@ -200,7 +206,6 @@ class ScalingStudy(Bench):
                 console,
                 rows,
                 times,
-                running.cost_model(),
                 models=running.models,
                 inputs=running.inputs,
                 checks=running.checks(),
@@ -233,7 +238,8 @@ class ScalingStudy(Bench):
             raise SettingError(
                 f"--widths {' '.join(map(str, self.widths))} was given; give multiples of 32."
             )
-        self.train_config(self.shapes()[0], self.seeds[0])  # raises now what training would
+        for shape in self.shapes():
+            self.train_config(shape, self.seeds[0])  # raises now what training would
         self.held_out_domains()
 
     @property
@@ -251,9 +257,11 @@ class ScalingStudy(Bench):
         """The seeds that a size is trained with."""
         return self.seeds if shape == self.reference else self.seeds[:1]
 
-    def tokens_of(self, shape: Shape) -> tuple[int, ...]:
-        """The training tokens of a size."""
-        return (*self.tokens, *(self.reference_tokens if shape == self.reference else ()))
+    def tokens_of(self, shape: Shape, seed: int) -> tuple[int, ...]:
+        """The training tokens of a size with a seed."""
+        if shape != self.reference:
+            return self.other_tokens or self.tokens
+        return (*self.tokens, *(self.first_seed_tokens if seed == self.seeds[0] else ()))
 
     def train_config(self, shape: Shape, seed: int) -> lm.TrainConfig:
         """The run that trains a size with a seed."""
@@ -266,7 +274,7 @@ class ScalingStudy(Bench):
             domains=self._training_domains(),
             exclude=self.exclude,
             schedule="trunk",
-            branches=self.tokens_of(shape),
+            branches=self.tokens_of(shape, seed),
             batch_tokens=self.batch_tokens,
             sequence_length=self.sequence_length,
             max_length=max(1024, self.sequence_length),
@@ -324,7 +332,8 @@ class ScalingStudy(Bench):
             widths=self.widths[:1],
             reference_layers=2,
             tokens=(31_250, 62_500, 125_000, 250_000),
-            reference_tokens=(),
+            first_seed_tokens=(),
+            other_tokens=(),
             batch_tokens=512,
             seeds=self.seeds[:1],
             draft_lengths=(4,),
@@ -337,15 +346,10 @@ class ScalingStudy(Bench):
         )
 
     def _report(
-        self,
-        console: Console,
-        rows: pathlib.Path,
-        times: pathlib.Path | None,
-        pair: Pair | None = None,
-        **fields: Any,
+        self, console: Console, rows: pathlib.Path, times: pathlib.Path | None, **fields: Any
     ) -> dict[str, Any]:
         """Fits the rows, writes the report and prints it; returns the document."""
-        found = analyse(read_rows(rows), None if times is None else read_rows(times), pair=pair)
+        found = analyse(read_rows(rows), None if times is None else read_rows(times))
         document = self.document(**fields, **found) | {"command": "study scaling"}
         self.out.mkdir(parents=True, exist_ok=True)
         write_report(document, self.out)
@@ -399,11 +403,10 @@ class Running:
         options = self.options
         found: dict[str, Callable[[], Cell]] = {}
         for shape in options.shapes():
-            for seed, tokens in itertools.product(
-                options.seeds_of(shape), options.tokens_of(shape)
-            ):
-                name = f"{shape.name}-seed{seed}-{tokens}"
-                found[name] = functools.partial(self.measure_drafter, shape, seed, tokens)
+            for seed in options.seeds_of(shape):
+                for tokens in options.tokens_of(shape, seed):
+                    name = f"{shape.name}-seed{seed}-{tokens}"
+                    found[name] = functools.partial(self.measure_drafter, shape, seed, tokens)
         for batch_size in options.batch_sizes:
             found[f"batch-{batch_size}"] = functools.partial(self.measure_batch, batch_size)
         found["ceilings"] = self.measure_ceilings
@@ -417,15 +420,16 @@ class Running:
 
     # What cells are of.
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 - one study per process
-    def trained(self, shape: Shape, seed: int) -> dict[str, Any]:
-        """Results of the branches of a size and seed, which are trained if they are not yet."""
+    def trained(self, shape: Shape, seed: int, tokens: int) -> dict[str, Any]:
+        """The result of a branch. If it is not there yet, all branches of its trunk are trained."""
         config = self.options.train_config(shape, seed)
-        return lm.finished_branches(config) or lm.train_lm(config)["branches"]
+        this = dataclasses.replace(config, branches=(tokens,))
+        found = lm.finished_branches(this) or lm.train_lm(config)["branches"]
+        return found[str(tokens)]
 
     def drafter(self, shape: Shape, seed: int, tokens: int) -> LanguageModel:
         """A finished drafter."""
-        self.trained(shape, seed)
+        self.trained(shape, seed, tokens)
         out = self.options.train_config(shape, seed).out / "branches" / str(tokens)
         run = lm.load_run(out)
         return LanguageModel(
@@ -524,7 +528,7 @@ class Running:
 
     def measure_drafter(self, shape: Shape, seed: int, tokens: int) -> Cell:
         """What a drafter is, how near it is to the target, and its rows."""
-        result = self.trained(shape, seed)[str(tokens)]
+        result = self.trained(shape, seed, tokens)
         draft = self.drafter(shape, seed, tokens)
         of_text = list(self.held_out)
         near = [result["acceptance"][name] for name in of_text]
@@ -586,7 +590,8 @@ class Running:
         """Tokens and counts of the reference drafter at a batch size, beside those of its row in
         the largest batch: a request's acceptance does not depend on the batch."""
         options = self.options
-        seed, tokens = options.seeds[0], options.tokens_of(options.reference)[-1]
+        seed = options.seeds[0]
+        tokens = options.tokens_of(options.reference, seed)[-1]
         draft = self.drafter(options.reference, seed, tokens)
         known = self.store.cells[f"{options.reference.name}-seed{seed}-{tokens}"]["rows"]
         length = max(options.draft_lengths)
@@ -617,8 +622,9 @@ class Running:
         """Seconds of a round and of its stages of the reference drafter, or at draft length 0 of a
         plain round of one token."""
         options = self.options
-        tokens = options.tokens_of(options.reference)[-1]
-        draft = self.drafter(options.reference, options.seeds[0], tokens)
+        seed = options.seeds[0]
+        tokens = options.tokens_of(options.reference, seed)[-1]
+        draft = self.drafter(options.reference, seed, tokens)
         bench = DecodeBench(
             options=DecodeOptions(
                 batch_sizes=(batch_size,),
@@ -650,38 +656,36 @@ class Running:
 
     # What comes out.
 
-    def cost_model(self) -> Pair | None:
-        """The cost model of target and reference drafter, fitted to the stages of the rounds; None
-        where there are too few of them."""
-        times = list(self.times())
-        if len(times) < _FEWEST_TIMES:
-            return None
-        found = self.store.cells["ceilings"]
-        draft = self.options.train_config(self.options.reference, 0)
-        pair, _ = fit_pair(
-            import_extra("pandas", "a scaling study").DataFrame(times),
-            self.target.config,
-            draft.model_config(self.target.vocab_size),
-            most_bytes_per_s=max(found["copy_bytes_per_s"], found["read_bytes_per_s"]),
-            most_flops_per_s=found["matmul_flops_per_s"],
-            block=block_read_by(self.target),
-        )
-        return pair
-
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> pandas.DataFrame:
         """The rows of all drafters."""
-        for cell in self.store.cells.values():
-            for row in cell.get("rows", ()):
-                yield {**cell["drafter"], **row}
+        measured = [cell for cell in self.store.cells.values() if "rows" in cell]
+        rows = [{**cell["drafter"], **row} for cell in measured for row in cell["rows"]]
+        return import_extra("pandas", "a scaling study").DataFrame(rows)
 
-    def times(self) -> Iterator[dict[str, Any]]:
-        """Seconds of rounds, and of a plain round at the same batch size."""
+    def times(self) -> pandas.DataFrame:
+        """Seconds of rounds, and of a plain round at the same batch size; and what a cost model
+        that is fitted to their stages says of them, where there are enough of them."""
         timed = [cell for name, cell in self.store.cells.items() if name.startswith("times-")]
         plain = {cell["batch"]: cell["round_s"] for cell in timed if not cell["draft_length"]}
-        for cell in timed:
-            if cell["draft_length"]:
-                of_drafter = {"drafter": self.options.reference.name, **cell}
-                yield of_drafter | {"plain_s": plain[cell["batch"]]}
+        rows = [
+            {"drafter": self.options.reference.name, **cell, "plain_s": plain[cell["batch"]]}
+            for cell in timed
+            if cell["draft_length"]
+        ]
+        times = import_extra("pandas", "a scaling study").DataFrame(rows)
+        if len(times) < _FEWEST_TIMES:
+            return times
+        ceilings = self.store.cells["ceilings"]
+        draft = self.options.train_config(self.options.reference, self.options.seeds[0])
+        pair, _ = fit_pair(
+            times,
+            self.target.config,
+            draft.model_config(self.target.vocab_size),
+            most_bytes_per_s=max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"]),
+            most_flops_per_s=ceilings["matmul_flops_per_s"],
+            block=block_read_by(self.target),
+        )
+        return predict_times(times, pair)
 
     def write_rows(self) -> tuple[pathlib.Path, pathlib.Path]:
         """Writes rows and times; returns their files."""
@@ -733,11 +737,11 @@ class Running:
         write_atomically(self.options.written, "\n".join([*lines, ""]).encode())
 
 
-def write_frame(rows: Iterable[dict[str, Any]], path: pathlib.Path) -> pathlib.Path:
-    """Writes a table as parquet, whole or not at all; returns its path."""
-    pandas = import_extra("pandas", "a scaling study")
-    import_extra("pyarrow", "a scaling study")
-    write_atomically(path, pandas.DataFrame(list(rows)).to_parquet(index=False))
+def write_frame(rows: pandas.DataFrame, path: pathlib.Path) -> pathlib.Path:
+    """Writes a table as Parquet, whole or not at all; returns its path."""
+    content = io.BytesIO()
+    rows.to_parquet(content, index=False)
+    write_atomically(path, content.getvalue())
     return path
 
 

@@ -15,8 +15,6 @@ from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.studies import scaling
 from jaxspec.training import lm
 
-pytestmark = pytest.mark.as_shipped
-
 TOKENS = (512, 768, 1024)
 
 
@@ -46,11 +44,11 @@ def options_of(out, corpora, target, prompts, **changes):
         "corpora": corpora,
         "prompts": prompts,
         "out": out,
-        "layers": (1, 2, 3),
-        "reference_layers": 2,
+        "layers": (1, 2),
+        "reference_layers": 1,
         "widths": (32,),
         "tokens": TOKENS,
-        "reference_tokens": (),
+        "other_tokens": TOKENS[1:],
         "seeds": (0, 1),
         "batch_tokens": 64,
         "sequence_length": 32,
@@ -58,9 +56,9 @@ def options_of(out, corpora, target, prompts, **changes):
         "learning_rate": 1e-2,
         "epochs": 5,
         "evaluate_tokens": 64,
-        "draft_lengths": (2, 3),
+        "draft_lengths": (1, 2),
         "batch_sizes": (1, 2),
-        "time_draft_lengths": (1, 2, 3),
+        "time_draft_lengths": (2,),
         "max_tokens": 8,
         "repeats": 1,
     }
@@ -78,20 +76,15 @@ def studied(tmp_path_factory, corpora, target, prompts):
     return options, options.run(quiet())
 
 
-def comparable(path):
-    """Rows without what another run may change."""
-    return pd.read_parquet(path).drop(columns=["commit", "version"])
-
-
 def test_rows_are_possible_and_complete(studied):
     options, document = studied
     rows = pd.read_parquet(options.out / "rows.parquet")
     cells = rows.groupby(["drafter", "seed", "training_tokens", "verifier", "temperature"])
-    assert set(rows.drafter) == {"1x32", "2x32", "3x32"}
-    assert set(rows[rows.drafter == "2x32"].seed) == {0, 1}
-    assert set(rows[rows.drafter == "3x32"].seed) == {0}
-    assert set(rows.training_tokens) == set(TOKENS)
-    assert len(cells) == (2 + 1 + 1) * 3 * 3
+    assert set(rows[rows.drafter == "1x32"].seed) == {0, 1}
+    assert set(rows[rows.drafter == "2x32"].seed) == {0}
+    assert set(rows[rows.drafter == "1x32"].training_tokens) == set(TOKENS)
+    assert set(rows[rows.drafter == "2x32"].training_tokens) == set(TOKENS[1:])
+    assert len(cells) == (2 * 3 + 2) * 3
     assert set(rows.prompt_set) == {"prompts", "held_out"}
     for row in rows.to_dict("records"):
         offered, accepted = row["offered_at"], row["accepted_at"]
@@ -132,55 +125,48 @@ def test_other_tokens_and_counts_are_noticed(studied):
         running.store.cells["batch-1"][name] += 1
 
 
-def test_an_interrupted_study_ends_with_the_same_rows(
+def test_an_interrupted_study_is_resumed_and_extended(
     tmp_path, corpora, target, prompts, studied, monkeypatch
 ):
+    """First with fewer tokens, sizes and seeds, and killed at its third cell."""
     options = options_of(tmp_path / "out", corpora, target, prompts)
+    few = dataclasses.replace(options, tokens=TOKENS[:2], layers=(1,), seeds=(0,))
     measure = scaling.Running.measure_drafter
     calls = []
 
     def killed(self, *args):
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 2:
             raise KeyboardInterrupt
         return measure(self, *args)
 
     monkeypatch.setattr(scaling.Running, "measure_drafter", killed)
     with pytest.raises(KeyboardInterrupt):
-        options.run(quiet())
+        few.run(quiet())
     monkeypatch.setattr(scaling.Running, "measure_drafter", measure)
     with pytest.raises(SettingError, match="add --resume"):
         options.run(quiet())
-    known = json.loads((options.out / scaling.CELLS).read_text())["cells"]
-    assert len(known) == 2
-    dataclasses.replace(options, resume=True).run(quiet())
-    expected = comparable(studied[0].out / "rows.parquet")
-    pd.testing.assert_frame_equal(comparable(options.out / "rows.parquet"), expected)
-
-
-def test_later_tokens_and_sizes_are_added(tmp_path, corpora, target, prompts, studied):
-    few = options_of(
-        tmp_path / "out", corpora, target, prompts, tokens=TOKENS[:2], layers=(1, 2), seeds=(0,)
-    )
-    running = scaling.Running(few)
-    running.measure(say=lambda _: None)
-    options = options_of(few.out, corpora, target, prompts, resume=True)
-    grown = scaling.Running(options)
-    assert len(grown.store.cells) == len(running.store.cells)
-    grown.measure(say=lambda _: None)
-    grown.write_rows()
-    ordered = ["drafter", "seed", "training_tokens", "verifier", "temperature", "draft_length"]
-    ordered += ["prompt_set", "prompt"]
+    grown = dataclasses.replace(options, resume=True)
+    running = scaling.Running(grown)
+    assert len(running.store.cells) == 1
+    drafters = {
+        name: cell
+        for name, cell in running.cells().items()
+        if cell.func.__name__ == measure.__name__
+    }
+    running.store.run(drafters, say=lambda _: None)
     found, expected = (
-        comparable(each.out / "rows.parquet").sort_values(ordered).reset_index(drop=True)
-        for each in (options, studied[0])
+        each.drop(columns=["commit", "version"])
+        for each in (running.rows(), pd.read_parquet(studied[0].out / "rows.parquet"))
     )
+    for name in ("offered_at", "accepted_at"):
+        found[name], expected[name] = found[name].map(list), expected[name].map(list)
     pd.testing.assert_frame_equal(found, expected)
     with pytest.raises(SettingError, match="its config is another"):
-        scaling.Running(dataclasses.replace(options, max_tokens=9))
+        scaling.Running(dataclasses.replace(grown, max_tokens=9))
+    running.options = dataclasses.replace(grown, learning_rate=1e-3)
     with pytest.raises(CheckpointError, match="other values of learning_rate"):
-        running.options = dataclasses.replace(options, learning_rate=1e-3)
-        scaling.Running.trained.__wrapped__(running, options.reference, 0)
+        running.trained(options.reference, 0, TOKENS[0])
 
 
 def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
@@ -214,10 +200,10 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
         options_of(tmp_path / "out", corpora, target, prompts, **changes).run(quiet())
 
     cases = [
-        ("give tokens that increase", {"tokens": (768, 512)}),
+        ("give tokens that increase", {"tokens": (768, 512), "other_tokens": ()}),
         ("would leave before the 2 steps", {"tokens": (64, 512)}),
-        ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "layers": (2,), "seeds": (0,)}),
-        ("none of --layers", {"reference_layers": 5}),
+        ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),
+        ("none of --layers", {"reference_layers": 3}),
         ("different numbers", {"seeds": (0, 0)}),
         ("multiples of 32", {"widths": (40,)}),
         ("--held-out names novels", {"held_out": ("novels",)}),
