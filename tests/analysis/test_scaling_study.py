@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pathlib
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
 
+SHIPPED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "scaling-cpu"
 OVER_128 = tuple(31_250 * 2**power for power in range(8))
 # Of every token, so that E(n) and all that follows from it can be written down.
 RATE = 0.6
@@ -152,6 +154,15 @@ def test_the_document_is_json_and_the_same_for_the_same_seed():
     assert analyse(shuffled, num_draws=100) == first
     other = analyse(simulated("log-linear"), num_draws=100, seed=1)
     assert other["axes"][0]["slope_per_decade"] != first["axes"][0]["slope_per_decade"]
+
+
+def test_seeds_that_were_trained_on_fewer_tokens_are_an_axis_of_their_own():
+    rows = simulated("log-linear")
+    fewer = rows[(rows.seed == 0) | (rows.training_tokens < 1_000_000)]
+    longer, of_all = analyse(fewer, num_draws=100)["axes"]
+    assert (len(longer["points"]), longer["seeds"]) == (6, [0])
+    assert (len(of_all["points"]), of_all["seeds"]) == (5, [0, 1, 2])
+    assert of_all["title"] == "tokens, 2x128, where all seeds were trained"
 
 
 def test_token_counts_that_differ_by_a_batch_are_one_point():
@@ -305,3 +316,38 @@ def test_settings_and_times_that_cannot_be(tmp_path):
     apart = rows[(rows.seed == 0) == (rows.training_tokens < 100_000)]
     with pytest.raises(SettingError, match="No seed was trained at every training_tokens"):
         analyse(apart)
+
+
+def differences(found, expected, path=""):
+    """Where two documents differ, figures by more than what another machine's sums may."""
+    if isinstance(expected, dict):
+        names = found.keys() | expected.keys()
+        pairs = [(name, found.get(name), expected.get(name)) for name in sorted(names)]
+    elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        pairs = list(zip(map(str, range(len(found))), found, expected, strict=True))
+    else:
+        is_figure = isinstance(expected, float) and isinstance(found, (int, float))
+        if found != (pytest.approx(expected, rel=1e-3, abs=1e-6) if is_figure else expected):
+            yield f"{path}: {found} is not {expected}"
+        return
+    for name, one, other in pairs:
+        yield from differences(one, other, f"{path}/{name}")
+
+
+def test_a_figure_that_does_not_follow_is_seen():
+    first = analyse(simulated("log-linear"), num_draws=100)
+    second = json.loads(json.dumps(first))
+    assert not list(differences(first, second))
+    second["axes"][0]["slope_per_decade"]["low"] += 0.01
+    [found] = differences(first, second)
+    assert found.startswith("/axes/0/slope_per_decade/low")
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="this checkout has no shipped study")
+def test_the_shipped_figures_follow_from_the_shipped_rows():
+    expected = json.loads((SHIPPED / "scaling.json").read_text())
+    rows, times = (read_rows(SHIPPED / f"{name}.parquet") for name in ("rows", "times"))
+    found = json.loads(json.dumps(analyse(rows, times)))
+    names = ("axes", "joint", "acceptance_by_position", "batch", "notes")
+    assert not list(differences({name: found[name] for name in names},
+                                {name: expected[name] for name in names}))  # fmt: skip

@@ -72,13 +72,20 @@ class Axis:
 def axes_of(rows: pandas.DataFrame) -> tuple[list[Axis], list[str]]:
     """The axes that rows of one way of decoding have, and sentences on those left out.
 
-    Tokens: every drafter by itself. Layers: drafters of one width, at the most tokens that all of
-    them were trained on. Width: drafters of as many layers. Parameters: all drafters.
+    Tokens: every drafter by itself; where some seeds were trained on fewer tokens, once with all
+    points and the seeds that have them, and once with all seeds and the points they have. Layers:
+    drafters of one width, at the most tokens that all of them were trained on. Width: drafters of
+    as many layers. Parameters: all drafters.
     """
     found, notes = [], []
     for drafter in rows.drafter.unique():
         own = select(rows, rows.drafter == drafter)
         found.append(Axis(name="tokens", fixed=str(drafter), rows=own))
+        seeds = own.groupby("training_tokens").seed.nunique()
+        if seeds.min() < seeds.max():
+            everywhere = own.training_tokens.isin(seeds.index[seeds == seeds.max()])
+            fixed = f"{drafter}, where all seeds were trained"
+            found.append(Axis(name="tokens", fixed=fixed, rows=select(own, everywhere)))
     for width, own in groups(rows, "width"):
         if own.num_layers.nunique() > 1:
             at, tokens = _at_most_tokens(own)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.analysis.scaling.axes import FEWEST_POINTS, axes_of, fit_axis, fit_joint
-from jaxspec.analysis.scaling.batch import best_widths, check_times
+from jaxspec.analysis.scaling.batch import best_widths, check_times, predict_times
 from jaxspec.analysis.scaling.estimators import (
     DECODING,
     DRAFTER,
@@ -23,6 +23,8 @@ from jaxspec.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     import pandas
+
+    from jaxspec.analysis.cost import Pair
 
 RESPONSES = ("auto", "tau", "logit")
 SIZE = ("num_layers", "width")
@@ -58,6 +60,8 @@ def analyse(
     seed: int = 0,
     response: str = "auto",
     decades_beyond: float = 1.0,
+    pair: Pair | None = None,
+    context: float = 128.0,
 ) -> dict[str, Any]:
     """What acceptance gains from tokens, layers and parameters, and which draft length pays.
 
@@ -72,12 +76,14 @@ def analyse(
         there, and `last_emitted`, the tokens of an output's last round, must be there if outputs
         end otherwise than by length.
       times: one per drafter, batch and draft length, the columns of `batch.NEEDED`; with those of
-        `batch.predict_times`, the cost model's draft lengths are compared with the measured ones.
+        `batch.predict_times` the cost model's draft lengths are compared with the measured ones.
       num_draws: of the cluster bootstrap over prompts and seeds.
       seed: of its draws.
       response: what is fitted: `tau`, the `logit` of the rate, or `auto`: tau, unless whole drafts
         are accepted so often that it is bounded by the draft length.
       decades_beyond: how far beyond the largest point predictions go.
+      pair: the cost model of the times' drafter, for times without predictions.
+      context: see `batch.predict_times`.
 
     Returns:
       a document of JSON values.
@@ -97,6 +103,7 @@ def analyse(
     drafters = [str(name) for name in rows.drafter.unique()]
     if times is not None:
         check_times(times, drafters)
+        times = times if pair is None else predict_times(times, pair, context=context)
     random = np.random.default_rng(seed)
     decodings = _decodings(rows)
     axes, joint, by_position, notes = [], [], [], []
