@@ -26,10 +26,8 @@ COMMANDS = {
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
-    "plan": (
-        "commands.plan:PlanCommand",
-        "settings that fit a memory budget",
-    ),
+    "plan": ("commands.plan:PlanCommand", "settings that fit a memory budget"),
+    "study": ("commands.study:StudyCommand", "train drafters, and see how acceptance scales"),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": (
         "commands.train:TrainCommand",

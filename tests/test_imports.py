@@ -33,7 +33,7 @@ ROOMS = [
     ("training, audit, conformance, testing", "draft models; proofs, also of a user's own parts"),
     ("analysis", "costs, comparisons, plots"),
     ("bench", "measurements"),
-    ("studies", "the published study"),
+    ("studies", "the published study, and how acceptance scales"),
     ("commands", "one module per command"),
     ("cli", "the command line"),
     ("__init__, __main__, convert.__main__", ""),

@@ -278,14 +278,14 @@ class DecodeBench:
                 run["rounds_by_draft_length"] = engine.rounds_by_draft_length
             else:
                 self.say(f"batch {batch_size}, {name}: stages of a round")
-                run |= self._stages(engine, length)
+                run |= self.time_stages(engine, length)
                 where = {"batch": batch_size, "context": self.context}
                 run["roofline_ms"] = 1e3 * roofline.round_s(draft_length=length, **where)
                 run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
             runs.append(run)
         return runs
 
-    def _stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
+    def time_stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
         """Milliseconds of a round and of its stages on a state in mid-decode, and memory.
 
         A round decodes the rows in the batch whatever the scheduler, so others than the static one,

@@ -31,7 +31,8 @@ class LmCommand(JsonOption):
         """Trains; returns the JSON document."""
         results = train_lm(self.config)
         console.print(results_table(results))
-        model = results["model"]
+        last = list(results["branches"].values())[-1] if self.config.branches else results
+        model = last["model"]
         console.print(
             f"Try it: jaxspec generate --target {model} --prompt TEXT", soft_wrap=True, markup=False
         )

@@ -258,9 +258,11 @@ def plan_rows(
     num_rows: int,
     length: int,
     seed: tuple[int, ...],
+    is_extensible: bool = False,
 ) -> Plan:
     """Draws each row's stream by weight. Within a stream, windows come in random order, all of them
-    once per pass, with other boundaries in every pass.
+    once per pass, with other boundaries in every pass. A plan that is extensible begins with the
+    rows of every shorter one.
 
     Raises:
       SettingError: a stream is shorter than one window.
@@ -279,6 +281,8 @@ def plan_rows(
         (rows,) = np.nonzero(stream == index)
         starts: list[np.ndarray] = []
         num_drawn = 0
+        if is_extensible:  # else how many were drawn above decides what is drawn here
+            rng = np.random.default_rng((*seed, index))
         while num_drawn < len(rows):
             shift = rng.integers(0, min(length, stream_length - length))
             cuts = np.arange(shift, stream_length - length, length)

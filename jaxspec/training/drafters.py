@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -250,22 +249,15 @@ def run_steps(
       described: what the parameters are of, as JSON values of the checkpoint.
       on_step: called after every step with the number of steps taken and the step's metrics.
     """
-    num_steps = config.num_steps
-    metrics: dict[str, float] = {"loss": math.nan}
-    with runs.progress(
-        config.out, num_steps=num_steps, first_step=first_step, log_every=config.log_every
-    ) as report:
-        for index in range(first_step, num_steps):
-            state, found = step(state, index)
-            num_done = index + 1
-            metrics = {name: float(value) for name, value in found.items()}
-            runs.check_finite(metrics["loss"], num_done, config.learning_rate)
-            if num_done % config.evaluate_every == 0 and num_done < num_steps:
-                metrics |= evaluate(state.params)
-            if num_done % config.checkpoint_every == 0 or num_done == num_steps:
-                path = config.out / runs.CHECKPOINT
-                runs.save_checkpoint(path, state, num_done, fingerprint, **described)
-            report(num_done, metrics, config.num_rows * config.sequence_length)
-            if on_step is not None:
-                on_step(num_done, metrics)
-    return state, metrics
+    return runs.run_steps(
+        config,
+        config.out,
+        state,
+        range(first_step, config.num_steps),
+        step=step,
+        step_tokens=lambda _: config.num_rows * config.sequence_length,
+        evaluate=evaluate,
+        fingerprint=fingerprint,
+        described=described,
+        on_step=on_step,
+    )

@@ -14,7 +14,7 @@ import pathlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,23 @@ RESULT = "result.json"
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 Report: TypeAlias = Callable[[int, dict[str, float], int], None]
+
+
+class StepSettings(Protocol):
+    """What the steps of a run need of its settings: the peak of the learning rate, and the steps
+    between log lines, evaluations and checkpoints."""
+
+    @property
+    def learning_rate(self) -> float: ...  # noqa: D102
+
+    @property
+    def log_every(self) -> int: ...  # noqa: D102
+
+    @property
+    def evaluate_every(self) -> int: ...  # noqa: D102
+
+    @property
+    def checkpoint_every(self) -> int: ...  # noqa: D102
 
 
 class TrainState(struct.PyTreeNode, kw_only=True):
@@ -69,11 +86,29 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW on gradients that are clipped by global norm, or with `clip_value` each to that size;
     only matrices decay. Equal settings give the same object."""
-    by_norm = optax.clip_by_global_norm(clip_norm)
+    return _adamw(
+        learning_rate_schedule(learning_rate, warmup_fraction, num_steps),
+        optax.clip_by_global_norm(clip_norm) if clip_value is None else optax.clip(clip_value),
+        weight_decay,
+    )
+
+
+@functools.lru_cache
+def make_unscheduled_optimizer(
+    *, weight_decay: float, clip_norm: float
+) -> optax.GradientTransformation:
+    """`make_optimizer` at the rate 1, for steps that are given theirs (`apply_gradients`): runs of
+    any schedule then share one compiled step."""
+    return _adamw(1.0, optax.clip_by_global_norm(clip_norm), weight_decay)
+
+
+def _adamw(
+    learning_rate: float | optax.Schedule, clip: optax.GradientTransformation, weight_decay: float
+) -> optax.GradientTransformation:
     return optax.chain(
-        by_norm if clip_value is None else optax.clip(clip_value),
+        clip,
         optax.adamw(
-            learning_rate_schedule(learning_rate, warmup_fraction, num_steps),
+            learning_rate,
             b1=0.9,
             b2=0.95,
             weight_decay=weight_decay,
@@ -83,11 +118,17 @@ def make_optimizer(
 
 
 def apply_gradients(
-    state: TrainState, gradients: PyTree, optimizer: optax.GradientTransformation
+    state: TrainState,
+    gradients: PyTree,
+    optimizer: optax.GradientTransformation,
+    rate: jax.Array | None = None,
 ) -> TrainState:
-    """The state after one step of the optimizer."""
+    """The state after one step of the optimizer, whose updates are multiplied by `rate` if one is
+    given."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer count with floats
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+    if rate is not None:
+        updates = jax.tree.map(lambda update: rate * update, updates)
     return TrainState(params=optax.apply_updates(state.params, updates), optimizer=moments)
 
 
@@ -170,18 +211,25 @@ def initial_state(
     if not resume:
         return Program(jax.jit(init), "the initial weights")(*operands), 0
     record = read_checkpoint(out / CHECKPOINT, command=command)
-    saved = json.loads(record["fingerprint"])
-    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
-        raise CheckpointError(
-            f"The run in {out} had other values of {', '.join(different)}; resume it with "
-            "the settings and data it was started with."
-        )
+    check_fingerprint(out, record, fingerprint)
     template = jax.eval_shape(init, *operands)
     state = TrainState(
         params=from_arrays(template.params, record["params"]),
         optimizer=from_arrays(template.optimizer, record["optimizer"]),
     )
     return state, record["step"]
+
+
+def check_fingerprint(
+    out: pathlib.Path, record: Mapping[str, Any], fingerprint: Mapping[str, Any]
+) -> None:
+    """Raises `CheckpointError` unless what `read_checkpoint` found was made with these values."""
+    saved = json.loads(record["fingerprint"])
+    if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
+        raise CheckpointError(
+            f"The run in {out} had other values of {', '.join(different)}; resume it with "
+            "the settings and data it was started with."
+        )
 
 
 def checksum(params: PyTree) -> int:
@@ -250,6 +298,68 @@ def check_finite(loss: float, step: int, learning_rate: float) -> None:
 def write_result(out: pathlib.Path, result: dict[str, Any]) -> None:
     """Writes `result.json`."""
     write_atomically(out / RESULT, json.dumps(result, indent=2).encode() + b"\n")
+
+
+def run_steps(
+    config: StepSettings,
+    out: pathlib.Path,
+    state: TrainState,
+    steps: range,
+    *,
+    step: Callable[[TrainState, int], tuple[TrainState, Mapping[str, Any]]],
+    step_tokens: Callable[[int], int],
+    evaluate: Callable[[PyTree], dict[str, float]],
+    fingerprint: dict[str, Any],
+    described: Mapping[str, Any],
+    on_step: OnStep | None = None,
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after the last of `steps`, and that step's metrics; checkpoints and log are written
+    on the way.
+
+    Args:
+      config: of the run.
+      out: its directory.
+      state: after `steps.start` steps.
+      steps: to be taken, by index from 0.
+      step: takes the state and the index of a step.
+      step_tokens: tokens of a step.
+      evaluate: metrics of parameters on some held-out texts.
+      fingerprint: what decides the run's result.
+      described: what the parameters are of, as JSON values of the checkpoint.
+      on_step: called after every step with the number of steps taken and the step's metrics.
+    """
+    num_steps = steps.stop
+    metrics: dict[str, float] = {"loss": math.nan}
+    with progress(
+        out, num_steps=num_steps, first_step=steps.start, log_every=config.log_every
+    ) as report:
+        for index in steps:
+            state, found = step(state, index)
+            num_done = index + 1
+            metrics = {name: float(value) for name, value in found.items()}
+            check_finite(metrics["loss"], num_done, config.learning_rate)
+            if num_done % config.evaluate_every == 0 and num_done < num_steps:
+                metrics |= evaluate(state.params)
+            if num_done % config.checkpoint_every == 0 or num_done == num_steps:
+                save_checkpoint(out / CHECKPOINT, state, num_done, fingerprint, **described)
+            report(num_done, metrics, step_tokens(index))
+            if on_step is not None:
+                on_step(num_done, metrics)
+    return state, metrics
+
+
+def read_result(out: pathlib.Path) -> dict[str, Any]:
+    """What `write_result` wrote.
+
+    Raises:
+      CheckpointError: it is no JSON object.
+    """
+    try:
+        return dict(json.loads((out / RESULT).read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{out / RESULT} is damaged, not as it was written; remove it, and resume the run."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,303 @@
+"""What a prompt's counts say of a drafter: tau, and acceptance by position.
+
+The last round of an output is no round like the others. It is cut short where the output ends, and
+offers no rejection; and the round that happens to reach the end is more often a long one. Counting
+it whole biases `emitted / rounds` by some per cent, more the more a round emits, and so bends a
+curve over training. So tau and the acceptance by position leave the last round of every prompt out;
+`emitted_per_round` is `emitted / rounds` as everybody counts it. The rate of single tokens needs no
+such care: nearly every token of an output was judged once, wherever it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxspec.errors import SettingError
+from jaxspec.runtime.extras import import_extra
+
+if TYPE_CHECKING:
+    import pandas
+
+COUNTS = ("rounds", "emitted", "num_limited_rounds")
+BY_POSITION = ("offered_at", "accepted_at")
+DECODING = ("prompt_set", "verifier", "temperature", "draft_length")
+DRAFTER = (
+    "drafter",
+    "num_params_without_embedding",
+    "num_layers",
+    "width",
+    "training_tokens",
+    "seed",
+)
+NEEDED = ("target", *DRAFTER, *DECODING, "prompt", *COUNTS, *BY_POSITION)
+POSITIVE = (
+    "training_tokens",
+    "num_layers",
+    "width",
+    "num_params_without_embedding",
+    "draft_length",
+)
+POSITIVE += ("rounds",)
+OPTIONAL_SHARES = ("overlap", "greedy_agreement")
+
+
+def groups(rows: pandas.DataFrame, by: str | list[str]) -> Iterator[tuple[Any, pandas.DataFrame]]:
+    """Values of the column or columns `by`, ascending, and the rows that have them."""
+    yield from rows.groupby(by)
+
+
+def select(rows: pandas.DataFrame, is_selected: Any) -> pandas.DataFrame:
+    """The rows for which `is_selected` `[R]` is true."""
+    selected: Any = rows[is_selected]
+    return selected
+
+
+def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """The rows, numbered from 0, when their counts are possible.
+
+    Raises:
+      SettingError: a column is missing, there are no rows or rows of several targets, or a row
+        holds NaN or counts that no decoding can have; the first such row is named.
+    """
+    missing = [name for name in NEEDED if name not in rows]
+    if missing:
+        raise SettingError(
+            f"The rows lack the column {missing[0]!r}; a study needs {', '.join(NEEDED)}."
+        )
+    if not len(rows):
+        raise SettingError("A table without rows was given; decode with at least one drafter.")
+    rows = rows.reset_index(drop=True)
+    targets = sorted(map(str, rows.target.unique()))
+    if len(targets) > 1:
+        raise SettingError(
+            f"The rows are of {len(targets)} targets ({', '.join(targets)}); acceptance under one "
+            "says nothing of another, so analyse each by itself."
+        )
+    for name in (*POSITIVE, *COUNTS, "temperature"):
+        values = _numbers(rows, name)
+        least = 1 if name in POSITIVE else 0
+        _refuse(rows, ~(values >= least), f"{name} {{{name}}}", f"at least {least}")
+    _refuse(
+        rows, rows.num_limited_rounds > rows.rounds, "{num_limited_rounds} limited rounds",
+        "at most its {rounds} rounds",
+    )  # fmt: skip
+    for name in BY_POSITION:
+        lengths = rows[name].map(_length)
+        _refuse(
+            rows, lengths != rows.draft_length, f"{name} {{{name}}}", "a list of {draft_length}"
+        )
+    for length, own in groups(rows, "draft_length"):
+        counts = {name: _by_position(own, name) for name in BY_POSITION}
+        for name, values in counts.items():
+            _refuse(own, ~(values >= 0).all(axis=1), f"{name} {{{name}}}", "counts from 0 up")
+        offered, accepted = counts["offered_at"], counts["accepted_at"]
+        shown = "accepted_at {accepted_at}"
+        _refuse(own, (accepted > offered).any(axis=1), shown, "at most offered_at {offered_at}")
+        _refuse(
+            own, (np.diff(accepted, axis=1) > 0).any(axis=1), shown,
+            "no more at a position than at the one before it",
+        )  # fmt: skip
+        rounds = own.rounds.to_numpy()
+        _refuse(own, (offered > rounds[:, None]).any(axis=1), "offered_at {offered_at}",
+                "at most its {rounds} rounds")  # fmt: skip
+        most = rounds + accepted.sum(axis=1)
+        _refuse(
+            own, own.emitted.to_numpy() > most, "{emitted} emitted tokens",
+            "at most a token for each of {rounds} rounds and each accepted draft",
+        )  # fmt: skip
+        _refuse(own, own.emitted.to_numpy() < 1, "{emitted} emitted tokens", "at least 1")
+        if "last_emitted" in own:
+            last = own.last_emitted.to_numpy()
+            most = np.minimum(own.emitted, length + 1)
+            _refuse(own, ~((last >= 1) & (last <= most)), "last_emitted {last_emitted}",
+                    "from 1 up to its {emitted} emitted tokens and draft length + 1")  # fmt: skip
+        else:
+            _refuse(own, own.emitted.to_numpy() < rounds + accepted.sum(axis=1),
+                    "an output that a stop token cut", "a column last_emitted")  # fmt: skip
+    return rows
+
+
+def _numbers(rows: pandas.DataFrame, name: str) -> np.ndarray:
+    pd = import_extra("pandas", "a scaling study")
+    return pd.to_numeric(rows[name], errors="coerce").to_numpy(np.float64)
+
+
+def _refuse(rows: pandas.DataFrame, is_bad: Any, given: str, expected: str) -> None:
+    is_bad = np.asarray(is_bad)
+    if not is_bad.any():
+        return
+    at = int(np.argmax(is_bad))
+    fields = {name: _shown(value) for name, value in rows.iloc[at].items()}
+    where = f"drafter {fields['drafter']}, {fields['training_tokens']} tokens, seed "
+    where += f"{fields['seed']}, prompt {fields['prompt']}"
+    raise SettingError(
+        f"Row {rows.index[at]} ({where}) has {given.format_map(fields)}, expected "
+        f"{expected.format_map(fields)}; correct or drop it."
+    )
+
+
+def _length(value: Any) -> int:
+    return np.size(value) if isinstance(value, (list, tuple, np.ndarray)) else -1
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _by_position(rows: pandas.DataFrame, name: str) -> np.ndarray:
+    """`[R, N]` float64, a list column of rows of one draft length."""
+    return np.array([np.asarray(each, np.float64) for each in rows[name]])
+
+
+def last_rounds(rows: pandas.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that the last round of each row emitted, and drafts that it accepted, `[R]` each, of
+    rows of one draft length.
+
+    Emitted tokens are the column `last_emitted` if there is one. Else outputs end by length, and
+    drafts are as long as that allows: what every round was offered is what the last one was, and it
+    accepted all of it, or the output would have gone on.
+    """
+    offered, accepted = (_by_position(rows, name) for name in BY_POSITION)
+    rounds = rows.rounds.to_numpy()
+    if "last_emitted" not in rows:
+        num_accepted = (offered >= rounds[:, None]).sum(axis=1)
+        return num_accepted + 1, num_accepted
+    # A round emits a token of the target's own after the accepted ones, unless it is cut before.
+    is_cut = rounds + accepted.sum(axis=1) - rows.emitted.to_numpy()
+    emitted = rows.last_emitted.to_numpy()
+    return emitted, emitted - 1 + is_cut
+
+
+def estimate(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """The rows with what each says of its drafter.
+
+    Columns added, where "without the last" means without the last round, unless it is the only one:
+      emitted_per_round: emitted / rounds.
+      tau: emitted / rounds without the last.
+      rate: accepted / (accepted + rejected), the chance of a judged token to be accepted; rounds
+        that the output's end cut short reject nothing. NaN if no token was judged.
+      judged: `[N]` list, rounds without the last that judged each position.
+      kept: `[N]` list, those that accepted it and all before it.
+
+    Args:
+      rows: of `check_rows`.
+    """
+    pd = import_extra("pandas", "a scaling study")
+    parts = []
+    for length, own in groups(rows, "draft_length"):
+        offered, accepted = (_by_position(own, name) for name in BY_POSITION)
+        rounds, emitted = own.rounds.to_numpy(), own.emitted.to_numpy()
+        last_emitted, last_accepted = last_rounds(own)
+        is_left_out = (rounds > 1).astype(int)
+        depth = np.arange(length)
+        is_kept_by_last = is_left_out[:, None] * (depth < last_accepted[:, None])
+        kept = np.maximum(accepted - is_kept_by_last, 0)
+        was_offered = is_left_out * (offered[:, 0] >= rounds)
+        first = np.maximum(offered[:, 0] - was_offered, kept[:, 0])
+        judged = np.concatenate([first[:, None], kept[:, :-1]], axis=1)
+        num_accepted = accepted.sum(axis=1)
+        num_rejected = rounds - own.num_limited_rounds.to_numpy() - accepted[:, -1]
+        parts.append(
+            own.assign(
+                emitted_per_round=emitted / rounds,
+                tau=(emitted - is_left_out * last_emitted) / (rounds - is_left_out),
+                rate=_ratio(num_accepted, num_accepted + num_rejected),
+                judged=list(judged),
+                kept=list(kept),
+            )
+        )
+    return pd.concat(parts).sort_index()
+
+
+def cumulative_by_prompt(rows: pandas.DataFrame) -> np.ndarray:
+    """`[R, N]`: shares of rounds that accepted each position and all before it, without the last
+    rounds; 1 + their sum is tau.
+
+    Args:
+      rows: of `estimate`, of one draft length.
+    """
+    rounds = rows.rounds.to_numpy()
+    return _by_position(rows, "kept") / (rounds - (rounds > 1))[:, None]
+
+
+def cumulative_acceptance(rows: pandas.DataFrame) -> np.ndarray:
+    """`[N]`, the mean over prompts of `cumulative_by_prompt`."""
+    return cumulative_by_prompt(rows).mean(axis=0)
+
+
+def acceptance_by_position(rows: pandas.DataFrame) -> list[dict[str, float | int | None]]:
+    """Acceptance at each position: cumulative, the mean over prompts; conditional, over all judged
+    tokens.
+
+    Args:
+      rows: of `estimate`, of one draft length.
+    """
+    judged, kept = (_by_position(rows, name).sum(axis=0) for name in ("judged", "kept"))
+    return [
+        {
+            "position": index + 1,
+            "judged": int(judged[index]),
+            "accepted": int(kept[index]),
+            "conditional": kept[index] / judged[index] if judged[index] else None,
+            "cumulative": float(share),
+        }
+        for index, share in enumerate(cumulative_acceptance(rows))
+    ]
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Part over whole; NaN of nothing."""
+    return np.divide(part, whole, out=np.full(np.shape(part), np.nan), where=np.asarray(whole) > 0)
+
+
+def estimates_at(
+    rows: pandas.DataFrame, points: str | Sequence[str], column: str
+) -> tuple[np.ndarray, np.ndarray, list[Any], list[str]]:
+    """A column as an array over points, seeds and prompts, of those that are everywhere.
+
+    Args:
+      rows: of `estimate`, of one way of decoding.
+      points: the column, or the columns, that tell the points apart.
+      column: e.g. `tau`.
+
+    Returns:
+      `[n, S, P]` float64; values of the points, ascending, `[n]` or `[n, columns]`; the seeds; and
+      sentences about what was left out.
+
+    Raises:
+      SettingError: no seed, or fewer than two prompts, are at every point.
+    """
+    names = [points] if isinstance(points, str) else list(points)
+    table = rows.pivot_table(index=names, columns=["seed", "prompt"], values=column, aggfunc="mean")
+    seeds = list(table.columns.unique(level="seed"))
+    by_seed: dict[Any, Any] = {seed: table[seed] for seed in seeds}
+    kept = [seed for seed in seeds if by_seed[seed].notna().any(axis=1).all()]
+    where, notes = " and ".join(names), []
+    if not kept:
+        raise SettingError(
+            f"No seed was trained at every {where}; train one at all of them, or leave out the "
+            "points that lack it."
+        )
+    if len(kept) < len(seeds):
+        left = ", ".join(str(seed) for seed in seeds if seed not in kept)
+        notes.append(f"Left out, because not trained at every point: seeds {left}.")
+    has_all: Any = sum(by_seed[seed].notna().all(axis=0) for seed in kept) == len(kept)
+    prompts = list(has_all.index[has_all])
+    if len(prompts) < 2:
+        raise SettingError(
+            f"{len(prompts)} prompts were decoded at every {where}; use the same prompts "
+            "everywhere, at least 2."
+        )
+    if len(prompts) < len(has_all):
+        notes.append(
+            f"Left out, because not decoded at every point: {len(has_all) - len(prompts)} of "
+            f"{len(has_all)} prompts."
+        )
+    values = [by_seed[seed][prompts].to_numpy(np.float64) for seed in kept]
+    at = table.index.to_frame(index=False).to_numpy(np.float64)
+    return np.stack(values, axis=1), at[:, 0] if isinstance(points, str) else at, kept, notes

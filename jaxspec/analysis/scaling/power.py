@@ -1,0 +1,86 @@
+"""How large must a study be? Simulated studies of a known truth, through the whole analysis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxspec.analysis.scaling.axes import LINE, axes_of, fit_axis
+from jaxspec.analysis.scaling.estimators import check_rows, estimate
+from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
+from jaxspec.errors import named
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Shares of simulated studies.
+
+    Attributes:
+      num_studies: that were simulated.
+      law: that the gates call a law.
+      slope: whose interval of the slope holds the slope of the line through the true means.
+      largest: whose interval of the largest point holds its true mean.
+      extrapolated: of which the curve of the truth's own form, ten times the tokens further, has an
+        interval that holds the truth there.
+      gates: that pass each gate, by name.
+    """
+
+    num_studies: int
+    law: float
+    slope: float
+    largest: float
+    extrapolated: float
+    gates: dict[str, float]
+
+
+def recover(
+    truth: str, simulation: Simulation, *, num_studies: int = 200, num_draws: int = 2000
+) -> Recovery:
+    """Simulates studies and analyses them: how often intervals hold the truth, and how often the
+    gates say "law".
+
+    Args:
+      truth: of `simulate.TRUTHS`.
+      simulation: the size of a study, and what varies in it.
+      num_studies: with seeds from 0 up.
+      num_draws: of the bootstrap of each.
+
+    Raises:
+      SettingError: there is no such truth.
+    """
+    of = named("truth", truth, TRUTHS)
+    found = []
+    for seed in range(num_studies):
+        [axis], _ = axes_of(estimate(check_rows(simulation.rows(of, seed=seed))))
+        fitted = fit_axis(
+            axis,
+            num_draws=num_draws,
+            random=np.random.default_rng(seed),
+            decades_beyond=1.0,
+            response="tau",
+            resamples_all=True,
+            with_band=False,
+        )
+        x = np.array([point["x"] for point in fitted["points"]])
+        means = of(x / x[0])
+        line = LINE.fit(x, means, np.array(fitted["weights"]))
+        own = next(fit for fit in fitted["fits"] if fit["form"] == truth)
+        found.append(
+            {
+                "law": fitted["word"] == "law",
+                "slope": _holds(fitted["slope_per_decade"], line[1]),
+                "largest": _holds(fitted["points"][-1]["response"], means[-1]),
+                "extrapolated": _holds(own["extrapolated"], float(of(10 * x[-1] / x[0]))),
+                **{f"gate: {gate['name']}": gate["passes"] for gate in fitted["gates"]},
+            }
+        )
+    shares = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+    gates = {name[6:]: share for name, share in shares.items() if name.startswith("gate: ")}
+    names = ("law", "slope", "largest", "extrapolated")
+    return Recovery(num_studies=num_studies, gates=gates, **{name: shares[name] for name in names})
+
+
+def _holds(interval: dict[str, Any], value: float) -> bool:
+    return interval["low"] <= value <= interval["high"]

@@ -1,0 +1,142 @@
+"""One training run for many token counts: a trunk at a constant rate, and branches that end it.
+
+A cosine has to know where it ends, so models of several token counts would be trained from scratch
+each. Here a trunk warms up in a fixed number of steps and then keeps its rate. A branch copies its
+state on the way and lowers the rate linearly to a tenth, over a fifth of the tokens seen until then
+(the decay of 2404.06395 and 2405.18392). What it ends with is a finished model of `tokens` tokens,
+the decay included: five sixths of them from the trunk.
+
+Rows come in one order, whatever the size of the model and the end of the run: a branch sees the
+rows that the trunk would have seen next. So a trunk can be continued to later branches, models of
+every size are compared on equal text, and what a teacher makes of a row need be computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.errors import CheckpointError, SettingError
+from jaxspec.runtime.directories import write_atomically
+
+# Share of a finished model's tokens over which its rate is lowered: 20 % of those before.
+DECAY_SHARE = 1 / 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A branch of a trunk.
+
+    Attributes:
+      tokens: as asked for; it has those of `num_steps` whole steps.
+      leaves_at: steps of the trunk that come before it.
+      num_steps: steps in all, the trunk's included.
+    """
+
+    tokens: int
+    leaves_at: int
+    num_steps: int
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return str(self.tokens)
+
+
+def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int) -> list[Branch]:
+    """The branches that end after so many tokens each.
+
+    Raises:
+      SettingError: they do not increase by a step at least, or one leaves before the warm-up ends.
+    """
+    branches: list[Branch] = []
+    for each in tokens:
+        num_steps = round(each / step_tokens)
+        decay = max(1, round(DECAY_SHARE * num_steps))
+        branch = Branch(tokens=each, leaves_at=num_steps - decay, num_steps=num_steps)
+        if branches and num_steps <= branches[-1].num_steps:
+            raise SettingError(
+                f"The branches {branches[-1].tokens} and {each} were given in this order; give "
+                f"tokens that increase, by a step of {step_tokens} at least."
+            )
+        if branch.leaves_at < warmup_steps:
+            raise SettingError(
+                f"A branch of {each} tokens has {num_steps} steps of {step_tokens} and would leave "
+                f"before the {warmup_steps} steps of the warm-up end; give at least "
+                f"{_smallest(step_tokens, warmup_steps)} tokens, or lower batch_tokens or "
+                "warmup_steps."
+            )
+        branches.append(branch)
+    return branches
+
+
+def rate_at(step: int, *, learning_rate: float, warmup_steps: int, branch: Branch | None) -> float:
+    """Learning rate of the step with this index: of the trunk, or of a branch that has left it."""
+    if branch is None or step < branch.leaves_at:
+        return learning_rate * min(1.0, (step + 1) / max(1, warmup_steps))
+    done = (step + 1 - branch.leaves_at) / (branch.num_steps - branch.leaves_at)
+    return learning_rate * (1.0 - 0.9 * done)
+
+
+class HiddenStates:
+    """A teacher's last hidden states `[B, T, E]` of every step's rows, each computed once.
+
+    The file grows at its end only, so it holds the steps from the first one on, and what was cut
+    off in a crash is computed again. It is as large as the text: 4 E bytes a token.
+
+    Args:
+      path: of the file; beside it stands what it depends on.
+      shape: `[B, T, E]` of a step.
+      origin: what decides the states, as JSON values.
+      compute: the states of the step with this index.
+
+    Raises:
+      CheckpointError: the file holds the states of another teacher, or of other rows.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        shape: tuple[int, int, int],
+        origin: Mapping[str, Any],
+        compute: Callable[[int], np.ndarray],
+    ):
+        self._path, self._shape, self._compute = path, shape, compute
+        about = path.with_suffix(".json")
+        expected = json.loads(json.dumps({"shape": list(shape), **origin}))
+        if about.is_file() and json.loads(about.read_bytes()) != expected:
+            raise CheckpointError(
+                f"{path} holds the hidden states of another teacher or of other rows; remove it, "
+                "or name another teacher_states."
+            )
+        if not about.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            write_atomically(about, json.dumps(expected).encode())
+        self._step_bytes = 4 * int(np.prod(shape))
+        self._num_known = path.stat().st_size // self._step_bytes if path.exists() else 0
+
+    def __call__(self, step: int) -> np.ndarray:
+        """fp32 states of a step's rows."""
+        with self._path.open("r+b" if self._path.exists() else "w+b") as file:
+            while self._num_known <= step:
+                file.seek(self._num_known * self._step_bytes)
+                file.write(np.asarray(self._compute(self._num_known), np.float32).tobytes())
+                self._num_known += 1
+            file.seek(step * self._step_bytes)
+            found = np.frombuffer(file.read(self._step_bytes), np.float32)
+        return found.reshape(self._shape)
+
+
+def _smallest(step_tokens: int, warmup_steps: int) -> int:
+    """Tokens of the shortest branch that leaves after the warm-up."""
+    num_steps = warmup_steps + 1
+    while num_steps - max(1, round(DECAY_SHARE * num_steps)) < warmup_steps:
+        num_steps += 1
+    return num_steps * step_tokens

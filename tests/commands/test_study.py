@@ -1,0 +1,231 @@
+"""`jaxspec study scaling`: a tiny study, resumed and extended; rows of one's own; mistakes."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from training.test_training import tiny, write_corpus
+
+from jaxspec import cli
+from jaxspec.errors import CheckpointError, SettingError
+from jaxspec.studies import scaling
+from jaxspec.training import lm
+
+TOKENS = (512, 768, 1024)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory, corpora):
+    """The exported model of a short training run."""
+    out = tmp_path_factory.mktemp("run") / "target"
+    return lm.train_lm(tiny(out, corpora))["model"]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": f"The {noun}", "domain": "tales"} for noun in ("fox", "king", "lamp")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def options_of(out, corpora, target, prompts, **changes):
+    settings = {
+        "target": str(target),
+        "corpora": corpora,
+        "prompts": prompts,
+        "out": out,
+        "layers": (1, 2),
+        "reference_layers": 1,
+        "widths": (32,),
+        "tokens": TOKENS,
+        "other_tokens": TOKENS[1:],
+        "seeds": (0, 1),
+        "batch_tokens": 64,
+        "sequence_length": 32,
+        "warmup_steps": 2,
+        "learning_rate": 1e-2,
+        "epochs": 5,
+        "evaluate_tokens": 64,
+        "draft_lengths": (1, 2),
+        "batch_sizes": (1, 2),
+        "time_draft_lengths": (2,),
+        "max_tokens": 8,
+        "repeats": 1,
+    }
+    return scaling.ScalingStudy(**(settings | changes))
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory, corpora, target, prompts):
+    """A finished study: its options and its document."""
+    options = options_of(tmp_path_factory.mktemp("study") / "out", corpora, target, prompts)
+    return options, options.run(quiet())
+
+
+def test_rows_are_possible_and_complete(studied):
+    options, document = studied
+    rows = pd.read_parquet(options.out / "rows.parquet")
+    cells = rows.groupby(["drafter", "seed", "training_tokens", "verifier", "temperature"])
+    assert set(rows[rows.drafter == "1x32"].seed) == {0, 1}
+    assert set(rows[rows.drafter == "2x32"].seed) == {0}
+    assert set(rows[rows.drafter == "1x32"].training_tokens) == set(TOKENS)
+    assert set(rows[rows.drafter == "2x32"].training_tokens) == set(TOKENS[1:])
+    assert len(cells) == (2 * 3 + 2) * 3
+    assert set(rows.prompt_set) == {"prompts", "held_out"}
+    for row in rows.to_dict("records"):
+        offered, accepted = row["offered_at"], row["accepted_at"]
+        assert len(offered) == len(accepted) == row["draft_length"]
+        assert (accepted <= offered).all()
+        assert (np.diff(offered) <= 0).all()
+        assert (np.diff(accepted) <= 0).all()
+        assert row["emitted"] == 8
+        # Every round adds what it accepted and a token of the target's, but where the row ends.
+        assert 0 <= row["rounds"] + accepted.sum() - row["emitted"] <= 1
+    assert document["holds"]
+    assert document["checks"]["num_compared_with_plain"] > 0
+    written = json.loads((options.out / "scaling.json").read_text())
+    assert written["command"] == "study scaling"
+    assert (options.out / "scaling.html").is_file()
+    assert str(options.out) not in (options.out / "scaling.json").read_text()
+
+
+def test_tokens_and_rounds_are_the_same_at_every_batch_size(studied):
+    options, document = studied
+    cells = json.loads((options.out / scaling.CELLS).read_text())["cells"]
+    for batch_size in options.batch_sizes:
+        cell = cells[f"batch-{batch_size}"]
+        assert cell["num_compared"] == 6  # three prompts, greedy and sampled
+        assert cell["num_equal_to_plain"] == cell["num_same_counts"] == 6
+    checks = document["checks"]
+    assert checks["num_same_counts_over_batches"] == checks["num_compared_over_batches"] == 12
+
+
+def test_other_tokens_and_counts_are_noticed(studied):
+    """Sabotage: one output that is not the target's, one row that took other rounds."""
+    options, _ = studied
+    running = scaling.Running(dataclasses.replace(options, resume=True))
+    assert running.holds
+    for name in ("num_equal_to_plain", "num_same_counts"):
+        running.store.cells["batch-1"][name] -= 1
+        assert not running.holds
+        running.store.cells["batch-1"][name] += 1
+
+
+def test_an_interrupted_study_is_resumed_and_extended(
+    tmp_path, corpora, target, prompts, studied, monkeypatch
+):
+    """First with fewer tokens, sizes and seeds, and killed at its third cell."""
+    options = options_of(tmp_path / "out", corpora, target, prompts)
+    few = dataclasses.replace(options, tokens=TOKENS[:2], layers=(1,), seeds=(0,))
+    measure = scaling.Running.measure_drafter
+    calls = []
+
+    def killed(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(self, *args)
+
+    monkeypatch.setattr(scaling.Running, "measure_drafter", killed)
+    with pytest.raises(KeyboardInterrupt):
+        few.run(quiet())
+    monkeypatch.setattr(scaling.Running, "measure_drafter", measure)
+    with pytest.raises(SettingError, match="add --resume"):
+        options.run(quiet())
+    grown = dataclasses.replace(options, resume=True)
+    running = scaling.Running(grown)
+    assert len(running.store.cells) == 1
+    drafters = {
+        name: cell
+        for name, cell in running.cells().items()
+        if cell.func.__name__ == measure.__name__
+    }
+    running.store.run(drafters, say=lambda _: None)
+    found, expected = (
+        each.drop(columns=["commit", "version"])
+        for each in (running.rows(), pd.read_parquet(studied[0].out / "rows.parquet"))
+    )
+    for name in ("offered_at", "accepted_at"):
+        found[name], expected[name] = found[name].map(list), expected[name].map(list)
+    pd.testing.assert_frame_equal(found, expected)
+    with pytest.raises(SettingError, match="its config is another"):
+        scaling.Running(dataclasses.replace(grown, max_tokens=9))
+    running.options = dataclasses.replace(grown, learning_rate=1e-3)
+    with pytest.raises(CheckpointError, match="other values of learning_rate"):
+        running.trained(options.reference, 0, TOKENS[0])
+
+
+def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
+    options, _ = studied
+    running = scaling.Running(dataclasses.replace(options, resume=True))
+    drafters = [running.drafter(options.reference, seed, TOKENS[0]) for seed in (0, 1)]
+    given = running.given
+    outputs, counts = [], []
+    for draft in drafters:
+        engine = running.engine(draft, "coupled", 2)
+        done = engine.generate(given.token_ids, running.params(given, 1.0))
+        outputs.append([each.token_ids for each in done])
+        counts.append(engine.executor.compile_counts())
+    assert counts[0] == counts[1]
+    assert outputs[0] == outputs[1]  # the target's own, whoever drafts
+    leaves = zip(*(jax.tree.leaves(each.params) for each in drafters), strict=True)
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in leaves)
+
+
+def test_rows_of_ones_own_are_fitted(tmp_path, studied):
+    options, document = studied
+    command = ["study", "scaling", "--rows", str(options.out / "rows.parquet")]
+    command += ["--times", str(options.out / "times.parquet"), "--out", str(tmp_path / "own")]
+    assert cli.main(command) == 0
+    found = json.loads((tmp_path / "own" / "scaling.json").read_text())
+    assert found["axes"] == document["axes"]
+
+
+def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
+    def run(**changes):
+        options_of(tmp_path / "out", corpora, target, prompts, **changes).run(quiet())
+
+    cases = [
+        ("give tokens that increase", {"tokens": (768, 512), "other_tokens": ()}),
+        ("would leave before the 2 steps", {"tokens": (64, 512)}),
+        ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),
+        ("none of --layers", {"reference_layers": 3}),
+        ("different numbers", {"seeds": (0, 0)}),
+        ("multiples of 32", {"widths": (40,)}),
+        ("--held-out names novels", {"held_out": ("novels",)}),
+        ("between 0 and 1", {"texts_share": 1.0}),
+        ("at least 1", {"draft_lengths": ()}),
+    ]
+    for words, changes in cases:
+        with pytest.raises(SettingError, match=words):
+            run(**changes)
+    rows = pd.DataFrame({"target": ["a"]})
+    rows.to_parquet(tmp_path / "rows.parquet")
+    assert cli.main(["study", "scaling", "--rows", str(tmp_path / "rows.parquet")]) == 1
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_quick_study(tmp_path):
+    """Three sizes and four numbers of tokens, on the standard library's source."""
+    assert cli.main(["study", "scaling", "--quick", "--out", str(tmp_path / "out")]) == 0
+    document = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    rows = pd.read_parquet(tmp_path / "out" / "rows.parquet")
+    assert document["holds"]
+    assert rows.groupby(["drafter", "training_tokens"]).ngroups == 12
+    overlap = rows.groupby("training_tokens").overlap.mean()
+    assert overlap.is_monotonic_increasing
