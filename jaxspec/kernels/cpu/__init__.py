@@ -164,6 +164,7 @@ def attend(
     key_norm: jax.Array | None,
     epsilon: float,
     sliding_window: int | None,
+    num_sinks: int | None = None,
 ) -> tuple[jax.Array, kv.LayerCache]:
     """Heads `[B, T, Q, H]` and the layer's KV, which is written in place; as `Kernels.attend`, with
     the angles' cos and sin `[B, T, rotary_size / 2]` fp32, and projections in the KV's dtype, fp32
@@ -171,6 +172,7 @@ def attend(
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
     nothing, no_slots = jnp.zeros((0,), qkv.dtype), jnp.zeros((0,), jnp.int32)
+    sinks = {} if num_sinks is None else {"num_sinks": np.int64(num_sinks)}
     made, k, v = jax.ffi.ffi_call(
         "jaxspec_attention",
         (
@@ -197,6 +199,7 @@ def attend(
         epsilon=np.float32(epsilon),
         is_interleaved=is_interleaved,
         sliding_window=np.int64(sliding_window or 0),
+        **sinks,
     )
     return made, layer.replace(k=k, v=v)
 

@@ -81,8 +81,7 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> start,
                             ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
-                            ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
-                            int64_t sliding_window) {
+                            ffi::Result<ffi::AnyBuffer> new_v, ffi::Dictionary settings) {
   const auto shape = qkv.dimensions();  // [B, T, K, G + 2, H]
   const int64_t num_rows = shape[0], num_heads = shape[2], head_size = shape[4];
   if (new_k->untyped_data() != k.untyped_data() || new_v->untyped_data() != v.untyped_data()) {
@@ -96,6 +95,15 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
                                          " of a cache of " + std::to_string(num_pages));
     }
   }
+  const auto epsilon = settings.get<float>("epsilon");
+  const auto is_interleaved = settings.get<bool>("is_interleaved");
+  const auto sliding_window = settings.get<int64_t>("sliding_window");
+  ffi::ErrorOr<int64_t> num_sinks = 0;  // given for a ring only
+  if (settings.contains("num_sinks")) num_sinks = settings.get<int64_t>("num_sinks");
+  if (!epsilon.has_value() || !is_interleaved.has_value() || !sliding_window.has_value() ||
+      !num_sinks.has_value()) {
+    return ffi::Error::InvalidArgument("a setting is missing");
+  }
   auto run = [&](auto element) {
     using T = decltype(element);
     AttentionInputs<T> in;
@@ -107,9 +115,10 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
     in.num_blocks = table.dimensions()[1];
     in.depth = paths.dimensions().back();
     in.rotary_size = 2 * cos.dimensions().back();
-    in.sliding_window = sliding_window;
-    in.epsilon = epsilon;
-    in.is_interleaved = is_interleaved;
+    in.sliding_window = *sliding_window;
+    in.num_sinks = *num_sinks;
+    in.epsilon = *epsilon;
+    in.is_interleaved = *is_interleaved;
     in.qkv = static_cast<const T*>(qkv.untyped_data());
     in.bias = Optional<T>(bias);
     in.query_norm = Optional<T>(query_norm);
@@ -169,9 +178,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention, jaxspec::AttentionHandler,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<float>("epsilon")
-                                  .Attr<bool>("is_interleaved")
-                                  .Attr<int64_t>("sliding_window"));
+                                  .Attrs());
 
 extern "C" int jaxspec_num_lanes() { return jaxspec::kLanes; }
 
