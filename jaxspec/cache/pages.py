@@ -96,8 +96,9 @@ class Ring:
         block   0  1  2  3  4  5  6  7 ...
         page    0  1  2  3  1  2  3  1 ...
 
-    So a page that an older block names holds the KV of a newer one. No query sees it there, as long
-    as what one call of the model reads and writes fits into the pages that take turns.
+    So a slot of a page that an older block names may hold the KV of a newer one. No query sees it
+    there, as long as what one call of the model reads and writes has room in the pages that take
+    turns.
 
     Attributes:
       window: positions that a query sees, itself included.
@@ -111,24 +112,16 @@ class Ring:
 
     @classmethod
     def of_calls(cls, *, window: int, num_sinks: int, longest_call: int) -> Ring:
-        """A ring for calls that read and write up to `longest_call` consecutive positions, with as
-        many pages as their queries' windows may touch."""
-        span = window + longest_call - 1
-        return cls(
-            window=window, num_sinks=num_sinks, num_pages=1 + num_blocks_touched(span, BLOCK)
-        )
+        """A ring with room for calls that write up to `longest_call` consecutive positions, and for
+        what their queries see."""
+        num_slots = round_up_to_block(window + longest_call - 1)
+        return cls(window=window, num_sinks=num_sinks, num_pages=1 + num_slots // BLOCK)
 
     def holds(self, num_kept: jax.Array, num_written: jax.Array) -> jax.Array:
         """Whether a row still has what the query at position `num_kept` sees, after KV has been
         stored at positions up to `num_written`; both int32, of any shape."""
-        first = jnp.maximum(num_kept - self.window + 1, BLOCK) // BLOCK
-        last = (num_written - 1) // BLOCK
-        return (num_kept <= BLOCK) | (last - first < self.num_pages - 1)
-
-
-def num_blocks_touched(num_slots: int, block: int) -> int:
-    """The most blocks that so many consecutive slots may lie in."""
-    return (num_slots + block - 2) // block + 1
+        first = jnp.maximum(num_kept - self.window + 1, BLOCK)
+        return (num_kept <= BLOCK) | (num_written - first <= (self.num_pages - 1) * BLOCK)
 
 
 class KVCache(struct.PyTreeNode):

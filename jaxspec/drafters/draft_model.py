@@ -90,10 +90,9 @@ class DraftModel(DrafterBase):
 
     With a `kv_window` each query of the draft model sees the newest `kv_window` positions and the
     first `kv_sinks` (StreamingLLM, 2309.17453, but with positions counted from the beginning of the
-    text). Its KV takes as many pages of 128 slots per row as one call may touch, and one more for
-    the sinks, however long the row grows: `1 + ceil((kv_window + n - 2) / 128) + 1`, where n is the
-    longest of a prefill chunk, a round's window and the slots of a tree. Layers with a sliding
-    window of their own that is narrower keep it.
+    text). However long a row grows, its KV takes `1 + ceil((kv_window + n - 1) / 128)` pages of 128
+    slots, where n is the longest of a prefill chunk, a round's window and the slots of a tree.
+    Layers with a sliding window of their own that is narrower keep it.
 
     Attributes:
       model: the draft model; a name is loaded as `load_model` does.

@@ -97,13 +97,13 @@ def block_attention(
         last_block = 1 + jnp.max((row_end - 1 + block) // block - own_first)
 
     def body(block_index, sums):
-        within = jnp.arange(block, dtype=jnp.int32)
-        if own_first is not None:
-            block_index = jnp.where(block_index == 0, 0, own_first + block_index - 1)  # [B]
-            key_positions = block_index[:, None] * block + within[None]
-        else:
-            slots = block_index * block + within
+        if own_first is None:
+            slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
             key_positions = kv.positions_of(table, slots)  # [1, block], or [B, block] if padded
+        else:
+            block_index = jnp.where(block_index == 0, 0, own_first + block_index - 1)  # [B]
+            within = jnp.arange(block, dtype=jnp.int32)
+            key_positions = block_index[:, None] * block + within[None]
         k, v = kv.read_block(layer, table, block_index, dtype)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = key_positions < row_end[:, None]
