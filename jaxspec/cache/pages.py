@@ -160,11 +160,14 @@ class KVCache(struct.PyTreeNode):
         """What the queries of a layer see of this cache, as settings of its attention.
 
         Args:
-          sliding_window: the layer's own. A narrower one than the ring's stays as it is.
+          sliding_window: the layer's own. One that is narrower than the ring's counts, without
+            sinks.
         """
         ring = self.ring
-        if ring is None or (sliding_window is not None and sliding_window <= ring.window):
+        if ring is None:
             return {"sliding_window": sliding_window}
+        if sliding_window is not None and sliding_window <= ring.window:
+            return {"sliding_window": sliding_window, "num_sinks": 0}
         return {"sliding_window": ring.window, "num_sinks": ring.num_sinks}
 
 

@@ -92,7 +92,7 @@ class DraftModel(DrafterBase):
     first `kv_sinks` (StreamingLLM, 2309.17453, but with positions counted from the beginning of the
     text). However long a row grows, its KV takes `1 + ceil((kv_window + n - 1) / 128)` pages of 128
     slots, where n is the longest of a prefill chunk, a round's window and the slots of a tree.
-    Layers with a sliding window of their own that is narrower keep it.
+    Layers with a sliding window of their own that is narrower keep it, and see no sinks.
 
     Attributes:
       model: the draft model; a name is loaded as `load_model` does.

@@ -352,7 +352,8 @@ def test_a_ring_cannot_be_aligned():
 
 @pytest.mark.parametrize("own", [None, 100, 150, 400])
 def test_the_narrower_window_counts(own):
-    expected = {"sliding_window": own}
+    expected = {"sliding_window": own, "num_sinks": 0}
     if own in (None, 400):
         expected = {"sliding_window": WINDOW, "num_sinks": SINKS}
     assert ring_cache().span(own) == expected
+    assert ring_cache().replace(ring=None).span(own) == {"sliding_window": own}
