@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -327,7 +328,7 @@ def _attend_split(
             held = slot + jnp.arange(tile, dtype=jnp.int32) - first_slot
             # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
             is_live = (held >= 0) & (held < row_end)
-            if is_ring:
+            if is_ring and sliding_window is not None:
                 is_live &= held > jnp.min(positions) - sliding_window
             v = jnp.where(is_live[:, None], v, jnp.zeros_like(v))
             visible = (held[None, :] <= last[:, None]) & (held >= 0)[None, :]
@@ -558,7 +559,7 @@ class PallasKernels(Kernels):
     ) -> tuple[jax.Array, kv.LayerCache]:
         """As `Kernels.attend`."""
         group, head_size = qkv.shape[3] - 2, qkv.shape[4]
-        span = {"sliding_window": sliding_window}
+        span: dict[str, Any] = {"sliding_window": sliding_window}
         if num_sinks is not None:
             span["num_sinks"] = num_sinks
         if qkv.dtype != dtype or not is_supported(window, group=group, head_size=head_size):

@@ -109,7 +109,7 @@ def block_attention(
         is_live = key_positions < row_end[:, None]
         if is_padded:
             is_live &= key_positions >= 0
-        if row_begin is not None:
+        if row_begin is not None and num_sinks is not None:
             is_live &= (key_positions >= row_begin[:, None]) | (key_positions < num_sinks)
         v = jnp.where(is_live[:, None, :, None], v, jnp.zeros((), dtype))
         visible = key_positions[:, None] < ends[:, :, None]
