@@ -108,6 +108,7 @@ TIERS = {
         "golden",
         "kernels/test_attention.py",
         "kernels/test_attention_pallas.py",
+        "kernels/test_attention_sinks.py",
         "kernels/test_cpu.py",
         "models",
         "requests",

@@ -19,6 +19,9 @@ Rows that accept different numbers of tokens then have to be moved, by `realign`
 positions in both layouts. The functions below take a `table` that is either an array of page
 numbers or an `AlignedTable`, and add its `first_slot`.
 
+A draft model may keep its first positions and its newest ones only (`Ring`): its table then names
+the same pages again and again. Attention masks the positions that are no longer there.
+
 Only this module and the kernels know how KV is stored. Within a page heads come before slots,
 because attention multiplies head by head: with slots first, XLA:CPU would transpose every block it
 reads, which costs more than the products. bf16 is stored as uint16 and bitcast after a block is
@@ -30,7 +33,8 @@ written: whatever moves it moves codes and scales.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+import dataclasses
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +106,47 @@ class AlignedTable(struct.PyTreeNode):
 Table = jax.Array | AlignedTable
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """What a row keeps in a cache of a fixed size: its first positions, the attention sinks, and
+    its newest ones (StreamingLLM, 2309.17453).
+
+    A query at position t sees position p if `p <= t`, and `p < num_sinks` or `p > t - window`.
+    Positions keep their rotary angles. (In StreamingLLM they are counted within the cache, so that
+    a model can go beyond the length it was trained for.) Block 0 of a row has a page of its own,
+    the blocks after it take turns. With four pages:
+
+        block   0  1  2  3  4  5  6  7 ...
+        page    0  1  2  3  1  2  3  1 ...
+
+    So a slot of a page that an older block names may hold the KV of a newer one. No query sees it
+    there, as long as what one call of the model reads and writes has room in the pages that take
+    turns.
+
+    Attributes:
+      window: positions that a query sees, itself included.
+      num_sinks: first positions that every query sees, at most a block.
+      num_pages: pages of a row.
+    """
+
+    window: int
+    num_sinks: int
+    num_pages: int
+
+    @classmethod
+    def of_calls(cls, *, window: int, num_sinks: int, longest_call: int) -> Ring:
+        """A ring with room for calls that write up to `longest_call` consecutive positions, and for
+        what their queries see."""
+        num_slots = round_up_to_block(window + longest_call - 1)
+        return cls(window=window, num_sinks=num_sinks, num_pages=1 + num_slots // BLOCK)
+
+    def holds(self, num_kept: jax.Array, num_written: jax.Array) -> jax.Array:
+        """Whether a row still has what the query at position `num_kept` sees, after KV has been
+        stored at positions up to `num_written`; both int32, of any shape."""
+        first = jnp.maximum(num_kept - self.window + 1, BLOCK)
+        return (num_kept <= BLOCK) | (num_written - first <= (self.num_pages - 1) * BLOCK)
+
+
 class KVCache(struct.PyTreeNode):
     """Per-layer pages and the table that assigns them to rows.
 
@@ -109,11 +154,13 @@ class KVCache(struct.PyTreeNode):
       layers: one `LayerCache` per layer (a tuple: stacking them makes XLA copy a whole cache).
       table: `[rows, S / block]` int32 page numbers; an `AlignedTable` of them in that layout.
       dtype: static, the dtype in which KV is read.
+      ring: static, what rows keep if they do not keep everything.
     """
 
     layers: tuple[LayerCache, ...]
     table: Table
     dtype: jnp.dtype = struct.field(pytree_node=False)
+    ring: Ring | None = struct.field(pytree_node=False, default=None)
 
     @property
     def first_slot(self) -> jax.Array | None:
@@ -125,6 +172,26 @@ class KVCache(struct.PyTreeNode):
     def capacity(self) -> int:
         """S, the slots of a row."""
         return self.table.shape[1] * self.layers[0].block
+
+    @property
+    def num_distinct_blocks(self) -> int:
+        """Blocks at the beginning of a row that have all of its pages, each once."""
+        num_blocks = self.table.shape[1]
+        return num_blocks if self.ring is None else min(num_blocks, self.ring.num_pages)
+
+    def span(self, sliding_window: int | None) -> dict[str, Any]:
+        """What the queries of a layer see of this cache, as settings of its attention.
+
+        Args:
+          sliding_window: the layer's own. One that is narrower than the ring's counts, without
+            sinks.
+        """
+        ring = self.ring
+        if ring is None:
+            return {"sliding_window": sliding_window}
+        if sliding_window is not None and sliding_window <= ring.window:
+            return {"sliding_window": sliding_window, "num_sinks": 0}
+        return {"sliding_window": ring.window, "num_sinks": ring.num_sinks}
 
 
 def round_up_to_block(num_slots: int) -> int:
@@ -182,6 +249,16 @@ def init_cache(
         table=jnp.arange(num_rows * num_blocks, dtype=jnp.int32).reshape(num_rows, num_blocks),
         dtype=dtype,
     )
+
+
+def as_ring(cache: KVCache, ring: Ring, capacity: int) -> KVCache:
+    """An empty cache of `ring.num_pages` blocks per row, or fewer, as one of `capacity` slots per
+    row (rounded up to a block), of which it keeps what `ring` says. A ragged cache only."""
+    num_rows, num_pages = cache.table.shape
+    block = jnp.arange(round_up_to_block(capacity) // BLOCK, dtype=jnp.int32)
+    page = jnp.where(block == 0, 0, 1 + (block - 1) % max(num_pages - 1, 1))
+    first = num_pages * jnp.arange(num_rows, dtype=jnp.int32)
+    return cache.replace(table=first[:, None] + page[None], ring=ring)
 
 
 def quantise(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -315,9 +392,13 @@ def read_block(
     layer: LayerCache, table: Table, block_index: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
     """k and v `[B, K, block, H]` of the `block_index`-th block of every row in `table`; which
-    positions stand there, `positions_of` says."""
+    positions stand there, `positions_of` says. With indices `[B]` each row reads a block of its
+    own; beyond its last one it reads that."""
     pages = table.pages if isinstance(table, AlignedTable) else table
-    page = lax.dynamic_index_in_dim(pages, block_index, axis=1, keepdims=False)
+    if block_index.ndim:
+        page = jnp.take_along_axis(pages, block_index[:, None], axis=1, mode="clip")[:, 0]
+    else:
+        page = lax.dynamic_index_in_dim(pages, block_index, axis=1, keepdims=False)
     return _values(jax.tree.map(lambda stored: _from_storage(stored[page]), layer), dtype)
 
 
@@ -368,12 +449,13 @@ def copy_row(
 
     Args:
       row: int32 scalar, in the table of `cache`.
-      source: of the same layers and dtype; it may have another number of rows.
+      source: of the same layers and dtype, and the same ring if any; it may have another number of
+        rows.
       source_row: int32 scalar, in the table of `source`.
       num_slots: int32 scalar; the copying costs as much as these, not as the capacity.
     """
     block = cache.layers[0].block
-    num_blocks = jnp.minimum((num_slots + block - 1) // block, cache.table.shape[1])
+    num_blocks = jnp.minimum((num_slots + block - 1) // block, cache.num_distinct_blocks)
 
     def copy_block(index, layers):
         to, whence = cache.table[row, index], source.table[source_row, index]
@@ -417,11 +499,16 @@ def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
     """The cache with NaN in every slot but those of each row's positions below `num_live` `[B]`.
 
     For checks: whatever uses such a slot's value becomes NaN. `num_live` must cover all rows that
-    the pages belong to.
+    the pages belong to. Of a ring, positions that no query from the newest live one on sees are not
+    kept either.
     """
     shape = (cache.table.shape[0], cache.capacity)
     every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
-    kept = jnp.where(every < num_live[:, None], every, -1)
+    is_kept = every < num_live[:, None]
+    if cache.ring is not None:
+        first = (num_live - cache.ring.window)[:, None]
+        is_kept &= (every < cache.ring.num_sinks) | (every >= first)
+    kept = jnp.where(is_kept, every, -1)
 
     def spoil(stored):
         if stored.dtype == jnp.int8:  # a scale of NaN spoils them
@@ -441,6 +528,11 @@ def aligned(cache: KVCache) -> KVCache:
     """The cache in the `aligned` layout, every row's position 0 at slot 0 so far."""
     if isinstance(cache.table, AlignedTable):
         return cache
+    if cache.ring is not None:
+        raise SettingError(
+            f"The layout 'aligned' was given for a cache that keeps {cache.ring.window} positions; "
+            "its slots are those of its positions, so use the layout 'ragged'."
+        )
     first_slot = jnp.zeros((cache.table.shape[0],), jnp.int32)
     return cache.replace(table=AlignedTable(pages=cache.table, first_slot=first_slot))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from jaxspec.cache.pages import KvDtype
 from jaxspec.decode import settings
+from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
 from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import (
@@ -51,18 +52,45 @@ class DrafterOptions:
     best matches. With --draft MODEL, leave `:MODEL` out (`draft_model@0.4`). `medusa[chain]:NAME`,
     `clover[8]:NAME` and `clover[4x4:16]:NAME` draft
     what heads propose, as a chain, as a tree of 8 nodes, and as a beam search's best 16."""
+    draft_kv_window: int | None = None
+    """The draft model keeps the KV of its newest so many positions (at least 128) and of its first
+    ones; its memory does not grow with the context. Default: it keeps all KV. Short for
+    `--drafter draft_model~WINDOW+SINKS:MODEL`."""
+    draft_kv_sinks: int | None = None
+    """First positions that it keeps besides, 0 to 128. Default 4."""
 
     @property
     def drafter_name(self) -> str:
-        """What `choose_drafter` takes, of both options.
+        """What `choose_drafter` takes, of all these options.
 
         Raises:
-          SettingError: they name two drafters.
+          SettingError: they name two drafters, or a window of KV and no draft model.
         """
+        name = self._name_without_window
+        if self.draft_kv_window is None:
+            if self.draft_kv_sinks is not None:
+                raise SettingError(
+                    f"--draft-kv-sinks {self.draft_kv_sinks} was given without --draft-kv-window; "
+                    "the first positions are kept beside a window, so give that too."
+                )
+            return name
+        sinks = NUM_SINKS if self.draft_kv_sinks is None else self.draft_kv_sinks
+        check_kv_window(self.draft_kv_window, sinks)
+        match = re.fullmatch(r"(draft_model(?:\[[^\]]*\]|@[^:~]*)?):(.*)", name, re.DOTALL)
+        if match is None:
+            raise SettingError(
+                f"--draft-kv-window {self.draft_kv_window} was given for the drafter {name}; it is "
+                "a draft model that keeps a window of KV, so name one with --draft MODEL."
+            )
+        kind, model = match.groups()
+        return f"{kind}~{self.draft_kv_window}+{sinks}:{model}"
+
+    @property
+    def _name_without_window(self) -> str:
         if self.draft is None:
             return "none" if self.drafter is None else self.drafter
         kind = "draft_model" if self.drafter is None else self.drafter
-        if not re.fullmatch(r"draft_model(\[[^\]]*\]|@[^:]*)?", kind):
+        if not re.fullmatch(r"draft_model(\[[^\]]*\]|@[^:~]*)?(~[^:]*)?", kind):
             raise SettingError(
                 f"Both --draft {self.draft} and --drafter {self.drafter} were given; name one "
                 "drafter."

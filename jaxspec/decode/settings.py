@@ -89,6 +89,13 @@ def make_loop(
                 f"The drafter {drafter.name} writes to the target's cache, which the layout "
                 "'aligned' would move; use the layout 'ragged' with it."
             )
+        kv_window = getattr(drafter, "kv_window", None)
+        if layout == "aligned" and kv_window is not None:
+            raise SettingError(
+                f"The layout 'aligned' and a kv_window of {kv_window} were given; that layout "
+                "compares with published systems, whose draft models keep all KV, so use the "
+                "layout 'ragged' with it."
+            )
         tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
     records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(

@@ -9,6 +9,9 @@ three, and `|` the end of what the drafter has seen,
     all accepted:        ... x d1 d2|d3 y    the next round reads d3 and drafts from y
 
 With a `tree` it drafts trees instead of chains, level by level; see `draft_tree`.
+
+With a `kv_window` the cache keeps the newest positions and the first few (`cache.pages.Ring`), in
+memory that does not grow with the context. What is drafted changes then, the output does not.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxspec.cache.pages import KVCache, KvDtype
+from jaxspec.cache.pages import BLOCK, KVCache, KvDtype, Ring, as_ring, round_up_to_block
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
@@ -37,6 +40,8 @@ from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
+
+NUM_SINKS = 4  # what StreamingLLM found to be enough
 
 
 class DraftModelState(struct.PyTreeNode, kw_only=True):
@@ -52,6 +57,8 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
         wraps around: take differences.
       stored: `[B, nodes of the tree]` int32, where the KV of the round's nodes stands, see
         `draft_tree.TreeDraft`; None in an engine without a tree.
+      num_written: `[B]` int32, positions below it may have been stored since the row was read from
+        its beginning; what a ring has lost depends on it. None without a `kv_window`.
     """
 
     cache: KVCache
@@ -59,6 +66,7 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     num_steps: jax.Array
     num_positions: jax.Array
     stored: jax.Array | None = None
+    num_written: jax.Array | None = None
 
 
 @refuse_other_names
@@ -80,6 +88,12 @@ class DraftModel(DrafterBase):
     that by which the target draws, so that the first child is what a chain would have drafted;
     under `rejection` they are drawn without replacement, which takes a `StaticTree`.
 
+    With a `kv_window` each query of the draft model sees the newest `kv_window` positions and the
+    first `kv_sinks` (StreamingLLM, 2309.17453, but with positions counted from the beginning of the
+    text). However long a row grows, its KV takes `1 + ceil((kv_window + n - 1) / 128)` pages of 128
+    slots, where n is the longest of a prefill chunk, a round's window and the slots of a tree.
+    Layers with a sliding window of their own that is narrower keep it, and see no sinks.
+
     Attributes:
       model: the draft model; a name is loaded as `load_model` does. The argument `kv_dtype` stores
         its KV in that dtype (`int8`), independently of the target's; None leaves it as the model
@@ -87,17 +101,25 @@ class DraftModel(DrafterBase):
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
       tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
+      kv_window: positions that a query of the draft model sees, itself included, at least 128; None
+        for all of them.
+      kv_sinks: first positions that it sees besides, 0 to 128. Without a `kv_window` they mean
+        nothing.
       room: nodes that rounds have room for, of what `within` returns; None otherwise.
 
     Raises:
       SettingError: `min_confidence` is no probability, or was given together with a tree; the KV
-        dtype is unknown, or the model makes its cache itself.
+        dtype is unknown, or the model makes its cache itself; `kv_window` or `kv_sinks` is out of
+        range; a `kv_window` for a model that is no `LanguageModel`, whose attention may not know
+        it.
       ModelError, CheckpointError: there is no model of that name; see `load_model`.
     """
 
     model: Model
     min_confidence: float = 0.0
     tree: Tree | None = None
+    kv_window: int | None = None
+    kv_sinks: int = NUM_SINKS
     room: int | None = dataclasses.field(default=None, repr=False)
 
     def __init__(
@@ -105,6 +127,8 @@ class DraftModel(DrafterBase):
         model: Model | str,
         min_confidence: float = 0.0,
         tree: Tree | None = None,
+        kv_window: int | None = None,
+        kv_sinks: int = NUM_SINKS,
         *,
         kv_dtype: KvDtype | None = None,
     ):
@@ -118,17 +142,29 @@ class DraftModel(DrafterBase):
                 f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
                 "chains end early, so leave one of them out."
             )
-        object.__setattr__(self, "model", with_kv_dtype(as_model(model), kv_dtype))
+        check_kv_window(kv_window, kv_sinks)
+        model = with_kv_dtype(as_model(model), kv_dtype)
+        if kv_window is not None and not isinstance(model, LanguageModel):
+            raise SettingError(
+                f"A kv_window of {kv_window} was given for the draft model {model.name}, which is "
+                f"a {type(model).__name__}; only attention of jaxspec's own LanguageModel keeps to "
+                "it, so leave it out."
+            )
+        object.__setattr__(self, "model", model)
         object.__setattr__(self, "min_confidence", min_confidence)
         object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "kv_window", kv_window)
+        object.__setattr__(self, "kv_sinks", kv_sinks)
         object.__setattr__(self, "room", None)
 
     @property
     def name(self) -> str:
-        """`draft_model:NAME`, `draft_model@MIN_CONFIDENCE:NAME` or `draft_model[TREE]:NAME`."""
+        """`draft_model:NAME`, `draft_model@MIN_CONFIDENCE:NAME` or `draft_model[TREE]:NAME`; with a
+        window of KV `draft_model~WINDOW+SINKS:NAME`."""
         tree = "" if self.tree is None else f"[{self.tree.name}]"
         confidence = f"@{self.min_confidence:g}" if self.min_confidence else ""
-        return f"draft_model{tree}{confidence}:{self.model.name}"
+        window = "" if self.kv_window is None else f"~{self.kv_window}+{self.kv_sinks}"
+        return f"draft_model{tree}{confidence}{window}:{self.model.name}"
 
     @property
     def is_chain(self) -> bool:
@@ -199,23 +235,45 @@ class DraftModel(DrafterBase):
         object.__setattr__(within, "room", num_nodes)
         return within
 
+    def _longest_draft(self, shape: EngineShape) -> int:
+        """Slots from the newest token's on that a round may store KV in."""
+        num_scratch = 0 if self.tree is None else num_scratch_slots(self.tree)
+        return max(shape.verify_length, 1 + num_scratch)
+
+    def _empty_cache(self, shape: EngineShape, capacity: int) -> KVCache:
+        if self.kv_window is None:
+            return self.model.init_cache(shape.batch_size, capacity)
+        ring = Ring.of_calls(
+            window=self.kv_window,
+            num_sinks=self.kv_sinks,
+            longest_call=max(shape.prefill_chunk, self._longest_draft(shape)),
+        )
+        num_slots = min(ring.num_pages * BLOCK, round_up_to_block(capacity))
+        return as_ring(self.model.init_cache(shape.batch_size, num_slots), ring, capacity)
+
     def init(self, shape: EngineShape) -> DraftModelState:
         """An empty cache; with a tree it has room for expanded nodes after any newest token."""
-        capacity, stored = shape.max_length, None
+        capacity, stored, num_written = shape.max_length, None, None
         if self.tree is not None:
             capacity += num_scratch_slots(self.tree)
             stored = jnp.full((shape.batch_size, self.tree.num_nodes), -1, jnp.int32)
+        if self.kv_window is not None:
+            num_written = jnp.zeros((shape.batch_size,), jnp.int32)
         return DraftModelState(
-            cache=self.model.init_cache(shape.batch_size, capacity),
+            cache=self._empty_cache(shape, capacity),
             num_seen=jnp.zeros((shape.batch_size,), jnp.int32),
             num_steps=jnp.zeros((shape.batch_size,), jnp.int32),
             num_positions=jnp.int32(0),
             stored=stored,
+            num_written=num_written,
         )
 
     def admit(self, shape, params, state: DraftModelState, rows: BatchView, row) -> DraftModelState:
         """Nothing of the new request has been seen."""
-        return state.replace(num_seen=state.num_seen.at[row].set(0))
+        state = state.replace(num_seen=state.num_seen.at[row].set(0))
+        if state.num_written is None:
+            return state
+        return state.replace(num_written=state.num_written.at[row].set(0))
 
     def lag(self, state: DraftModelState, rows: BatchView) -> jax.Array:
         """`[B]`, what `catch_up` should read; a lag of one is made up by the next round itself."""
@@ -239,6 +297,8 @@ class DraftModel(DrafterBase):
         )
         num_seen = state.num_seen.at[row].set(jnp.maximum(start, stop))
         num_positions = state.num_positions + jnp.maximum(stop - start, 0)
+        if state.num_written is not None:
+            state = state.replace(num_written=state.num_written.at[row].max(stop))
         return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
 
     def propose(self, shape, params, state: DraftModelState, rows: BatchView):
@@ -377,8 +437,16 @@ class DraftModel(DrafterBase):
         return lax.while_loop(is_wanted, advance, (jnp.int32(start), drafting))[1]
 
     def rewind(self, shape, params, state: DraftModelState, rows: BatchView, row, num_kept):
-        """The KV of what was cut away is forgotten."""
+        """The KV of what was cut away is forgotten. Where a ring has overwritten what the last kept
+        tokens see, nothing counts, and the row is read from its beginning."""
         num_seen = jnp.minimum(state.num_seen[row], num_kept)
+        ring = state.cache.ring
+        if ring is not None and state.num_written is not None:
+            num_written = state.num_written[row]
+            is_there = ring.holds(num_seen, num_written)
+            num_seen = jnp.where(is_there, num_seen, 0)
+            num_written = jnp.where(is_there, num_written, 0)
+            state = state.replace(num_written=state.num_written.at[row].set(num_written))
         return state.replace(num_seen=state.num_seen.at[row].set(num_seen))
 
     def commit(self, shape, params, state: DraftModelState, rows: BatchView, info: RoundInfo):
@@ -390,7 +458,25 @@ class DraftModel(DrafterBase):
             cache, num_stored = commit_tree(state.cache, state.stored, before, info.verdict.path)
             state, seen = state.replace(cache=cache), before + num_stored
         num_seen = jnp.where(state.num_steps > 0, seen, state.num_seen)
+        if state.num_written is not None:
+            stored = before - 1 + self._longest_draft(shape)
+            written = jnp.where(state.num_steps > 0, stored, 0)
+            state = state.replace(num_written=jnp.maximum(state.num_written, written))
         return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))
+
+
+def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> None:
+    """Raises `SettingError` unless a draft model can keep a window of KV of these sizes."""
+    if kv_window is not None and kv_window < BLOCK:
+        raise SettingError(
+            f"kv_window {kv_window} was given; KV is kept in blocks of {BLOCK} positions, so give "
+            f"at least {BLOCK}, or None to keep everything."
+        )
+    if not 0 <= kv_sinks <= BLOCK:
+        raise SettingError(
+            f"kv_sinks {kv_sinks} was given; the first positions that stay visible lie in one "
+            f"block, so give a number from 0 to {BLOCK}."
+        )
 
 
 class _Drafting(struct.PyTreeNode, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args
 from jaxspec.cache.pages import KvDtype, check_kv_dtype
 from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.draft_model import DraftModel, check_kv_window
 from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.flexdraft.drafter import Mode
 from jaxspec.drafters.heads.tree_names import parse_beam, parse_tree
@@ -27,8 +27,11 @@ MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
 # A number of more than nine digits is a slip, and would be slow to read.
 _NGRAM = re.compile(r"ngram(?:\[(\d{1,9})\])?(?::(\d{1,9})-(\d{1,9}))?", re.ASCII)
-_DRAFT_MODEL = re.compile(r"(draft_model(?:\[([^\]]*)\]|@([^:]*))?)(?::(.*))?", re.DOTALL)
-_BEGINS_DRAFT_MODEL = re.compile(r"draft_model([:@\[]|$)")
+_DRAFT_MODEL = re.compile(
+    r"(draft_model(?:\[([^\]]*)\]|@([^:~]*))?(?:~([^:]*))?)(?::(.*))?", re.DOTALL
+)
+_BEGINS_DRAFT_MODEL = re.compile(r"draft_model([:@~\[]|$)")
+_KV_WINDOW = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?", re.ASCII)
 _HEADS = re.compile(r"(heads|medusa|hydra|clover2?)(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FLEXDRAFT = re.compile(r"flexdraft(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -44,7 +47,8 @@ def choose_drafter(
     Args:
       name: `none`, `ngram`, `ngram:MIN-MAX`, `ngram[BRANCHES]` with or without lengths, a draft
         model's name as `load_model` takes it, `draft_model:MODEL`,
-        `draft_model@MIN_CONFIDENCE:MODEL`, `draft_model[WIDTHxDEPTH:NODES]:MODEL` (see
+        `draft_model@MIN_CONFIDENCE:MODEL`, `draft_model[WIDTHxDEPTH:NODES]:MODEL`, each also with
+        a window of KV as in `draft_model~WINDOW:MODEL` or `draft_model~WINDOW+SINKS:MODEL` (see
         `DraftModel`), `heads:NAME` or, for heads of one kind only, `medusa:NAME`, `hydra:NAME`,
         `clover:NAME`, `clover2:NAME`, with a tree as in `clover[8]:NAME` (see `load_drafter` and
         `parse_tree`), `flexdraft:NAME` or `flexdraft[MODE]:NAME` with one of FlexDraft's modes, or
@@ -110,7 +114,9 @@ def _ngram(name: str) -> MakeDrafter:
 
 def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
     match = _DRAFT_MODEL.fullmatch(name)
-    kind, tree, confidence, model = (name, "", None, None) if match is None else match.groups()
+    kind, tree, confidence, kept, model = (
+        (name, "", None, None, None) if match is None else match.groups()
+    )
     min_confidence = 0.0
     if confidence is not None:
         try:
@@ -123,9 +129,10 @@ def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
                 "probability, as in draft_model@0.4:MODEL."
             )
     beam = None if tree is None else _beam_tree(name, tree)
+    kv_window = () if kept is None else _kv_window(name, kept)
     if not model:
         raise SettingError(f"The drafter {name!r} was given without a model; write {kind}:MODEL.")
-    return lambda target: DraftModel(load(model), min_confidence, beam)
+    return lambda target: DraftModel(load(model), min_confidence, beam, *kv_window)
 
 
 def _heads(name: str, *, verify: bool) -> MakeDrafter:
@@ -187,6 +194,19 @@ def _is_model(name: str) -> bool:
     misspelt drafter, so it is written `draft_model:ID`."""
     is_path = "/" in name or (name != "" and os.path.isdir(expand_user(name)))
     return name in DEMO_MODELS or name.startswith("random:") or is_path
+
+
+def _kv_window(name: str, kept: str) -> tuple[int, ...]:
+    """`kv_window`, and `kv_sinks` if they are named."""
+    match = _KV_WINDOW.fullmatch(kept)
+    if match is None:
+        raise SettingError(
+            f"The drafter {name!r} was given; write draft_model~WINDOW:MODEL or "
+            "draft_model~WINDOW+SINKS:MODEL, as in draft_model~512+4:MODEL."
+        )
+    sizes = tuple(int(size) for size in match.groups() if size is not None)
+    check_kv_window(*sizes)
+    return sizes
 
 
 def _of_factory(name: str) -> MakeDrafter:

@@ -206,6 +206,7 @@ class Kernels:
         key_norm: jax.Array | None,
         epsilon: float,
         sliding_window: int | None,
+        **sinks: int,
     ) -> tuple[jax.Array, kv.LayerCache]:
         """Heads `[B, T, Q, H]` of a window, and the layer's KV with the window's own written.
 
@@ -222,6 +223,7 @@ class Kernels:
           key_norm: of the keys', likewise.
           epsilon: of these norms.
           sliding_window: slots that a query sees, or None for all.
+          sinks: `num_sinks` where the cache is a ring, see `block_attention`.
         """
         queries, keys, values = attention_inputs(
             qkv,
@@ -239,7 +241,7 @@ class Kernels:
         values = jnp.where(is_finite, values, jnp.zeros((), values.dtype))
         layer = kv.write(layer, table, keys, values, window.slots)
         heads = self.attention(
-            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
+            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window, **sinks
         )
         return heads, layer
 

@@ -4,8 +4,9 @@ A program attends all queries of a row and KV head to one split of the row's slo
 products of a warpgroup. KV is copied through the page table from where it lies, `TILE` slots at a
 time and several tiles ahead of their use; a program copies no further than its queries see, and one
 without a live slot ends at once and writes nothing. Splits are long: chains that fit into one need
-no second kernel; otherwise another kernel puts the splits together, and with them the tails of a
-tree, which XLA computes (`jaxspec.kernels.xla.tail_sums`).
+no second kernel; otherwise another kernel puts the splits together, and with them what XLA
+computes: the tails of a tree and attention sinks (`tail_sums` and `sink_sums` of
+`jaxspec.kernels.xla`).
 
 A query's bits depend on its own row only, and not on the width of the window: each query is a row
 of the same products of 64, tiles and splits begin at absolute slots and are summed in their order,
@@ -49,6 +50,7 @@ def mosaic_attention(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None = None,
+    num_sinks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
@@ -64,6 +66,7 @@ def mosaic_attention(
       window: where the queries stand.
       dtype: dtype of the KV that is read.
       sliding_window: slots that a query sees, or None for all.
+      num_sinks: first slots that it sees too, or None.
       interpret: `InterpretGPUParams` of Pallas' interpreter (from JAX 0.12), or None to compile.
     """
     return attend_grouped(
@@ -73,6 +76,7 @@ def mosaic_attention(
         window,
         dtype=dtype,
         sliding_window=sliding_window,
+        num_sinks=num_sinks,
         interpret=interpret,
     )
 
@@ -85,6 +89,7 @@ def attend_grouped(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None,
+    num_sinks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Attention `[B, T, Q, H]` of queries by KV head, `[B, K, T, G, H]`; see `mosaic_attention`."""
@@ -93,21 +98,29 @@ def attend_grouped(
         window, group=group, head_size=head_size, dtype=dtype
     ):
         return triton.attend_grouped(
-            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
+            queries,
+            layer,
+            table,
+            window,
+            dtype=dtype,
+            sliding_window=sliding_window,
+            num_sinks=num_sinks,
         )
     chex.assert_shape(window.positions, (num_rows, window_length))
     dtype, block = jnp.dtype(dtype), layer.block
     pages, first_slot = triton.pages_of(table)
     capacity = pages.shape[1] * block
     num_splits = pl.cdiv(capacity, SPLIT_LENGTH)
-    # A chain that fits into one split needs no partial sums.
-    is_whole = num_splits == 1 and window.paths is None
-    # Per row: its first tile, one past its last, one past its last position, the slot of its first.
+    # A chain that fits into one split needs no partial sums, unless there are sinks besides.
+    is_whole = num_splits == 1 and window.paths is None and not num_sinks
+    # Per row: its first tile, one past its last, one past its last position, the slot of its first;
+    # of a ring also the first position that is read.
     last_read = triton.last_read_together(window)
     begin = first_slot + triton.first_read(window, sliding_window)
     end_position = jnp.max(last_read, axis=1) + 1
     end = jnp.minimum(first_slot + end_position, capacity)
-    extents = jnp.stack([begin // TILE, pl.cdiv(end, TILE), end_position, first_slot], axis=1)
+    extents = [begin // TILE, pl.cdiv(end, TILE), end_position, first_slot]
+    extents = jnp.stack([*extents, begin] if num_sinks is not None else extents, axis=1)
 
     num_queries = window_length * group
     padded = _padded(num_queries)
@@ -161,15 +174,16 @@ def attend_grouped(
         **settings,
     )(extents, read, pages, queries.reshape(num_rows, num_heads, -1, head_size), k, v)
     if not is_whole:
-        tails = ()
-        if window.paths is not None:
-            tails = triton.padded_tail_sums(
+        rest = ()
+        if window.paths is not None or num_sinks:
+            rest = triton.padded_rest_sums(
                 queries,
                 layer,
                 table,
                 window,
                 dtype=dtype,
                 sliding_window=sliding_window,
+                num_sinks=num_sinks,
                 num_queries=padded,
             )
         made = plgpu.kernel(
@@ -180,7 +194,7 @@ def attend_grouped(
             scratch_types={"staged_s": staged},
             kernel_name="combine_splits",
             **settings,
-        )(extents, *made, *tails)
+        )(extents, *made, *rest)
     [heads] = made
     return heads.reshape(num_rows, window_length, num_heads * group, head_size)
 
@@ -201,7 +215,7 @@ def _padded(num_queries: int) -> int:
 
 
 def _attend_split(
-    extents_ref,  # [B, 4]
+    extents_ref,  # [B, 4 or 5]
     read_ref,  # [B, 2, M], M the padded queries
     pages_ref,  # [B, S / block]
     queries_ref,  # [B, K, T * G, H]
@@ -230,6 +244,7 @@ def _attend_split(
     first = jnp.maximum(extents_ref[row, 0], split * tiles_per_split)
     end = jnp.minimum(extents_ref[row, 1], (split + 1) * tiles_per_split)
     end_position, first_slot = extents_ref[row, 2], extents_ref[row, 3]
+    begin_position = extents_ref[row, 4] if extents_ref.shape[1] == 5 else 0
 
     def fetch(tile):
         page = pages_ref[row, lax.div(tile * TILE, block)]
@@ -276,13 +291,13 @@ def _attend_split(
 
             plgpu.barrier_wait(v_loaded.at[stage])
 
-            @pl.when((held < 0) | (held + TILE > end_position))
+            @pl.when((held < begin_position) | (held + TILE > end_position))
             def _():
                 # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
                 at = held + plgpu.broadcasted_iota(
                     jnp.int32, (TILE, head_size), 0, layout=plgpu.Layout.WGMMA
                 )
-                is_live = (at >= 0) & (at < end_position)
+                is_live = (at >= begin_position) & (at < end_position)
                 values = _load(v_s.at[stage], plgpu.Layout.WGMMA)
                 v_s[stage] = jnp.where(is_live, values, jnp.zeros_like(values))
 
@@ -319,16 +334,16 @@ def _attend_split(
 
 
 def _combine_splits(
-    extents_ref,  # [B, 4]
+    extents_ref,  # [B, 4 or 5]
     highest_ref,  # [B, K, splits, M]
     total_ref,  # [B, K, splits, M]
     output_ref,  # [B, K, splits, M, H]
-    *references,  # of a tree its tails, [B, K, M] twice and [B, K, M, H]; then [B, T, K, G, H]
+    *references,  # sinks and tails, if any, [B, K, M] twice and [B, K, M, H]; [B, T, K, G, H]
     staged_s,
 ):
     """One row and KV head: puts the live splits together, in the order of their slots, and the
-    tails."""
-    *tails, heads_ref = references
+    rest."""
+    *rest, heads_ref = references
     row, head = lax.axis_index("row"), lax.axis_index("head")
     tiles_per_split = SPLIT_LENGTH // TILE
     first = lax.div(extents_ref[row, 0], tiles_per_split)
@@ -351,8 +366,8 @@ def _combine_splits(
         return added(carry, (row, head, split), (highest_ref, total_ref, output_ref))
 
     sums = lax.fori_loop(first, end, body, _nothing(*staged_s.shape))
-    if tails:
-        sums = added(sums, (row, head), tails)
+    if rest:
+        sums = added(sums, (row, head), rest)
     _, total, output = sums
     _write_heads(total, output, staged_s, heads_ref, row, head)
 

@@ -7,7 +7,8 @@ after the other, up to the end of the longest row. Here they are read in paralle
 flash-decoding (Dao et al., 2023): one kernel has a program per row, KV head and split of
 `SPLIT_LENGTH` slots, and another combines the splits of each row. A program without a live slot
 ends at once and writes nothing. A tree's queries share the splits up to their tails
-(`Window.tail_start`); these are left to XLA, and enter the combination as the last split.
+(`Window.tail_start`); these are left to XLA, and enter the combination as the last split. So do
+attention sinks before the sliding window.
 
 They have not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
 accepts Triton kernels, and warns that a later version will not.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -31,7 +33,7 @@ from jax.experimental.pallas import triton
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.base import Angles, Kernels
-from jaxspec.kernels.xla import Attention, Sums, block_attention, tail_sums
+from jaxspec.kernels.xla import Attention, Sums, block_attention, sink_sums, tail_sums
 from jaxspec.types import Window
 
 SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leave less to combine
@@ -49,6 +51,7 @@ def pallas_attention(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None = None,
+    num_sinks: int | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
@@ -64,6 +67,7 @@ def pallas_attention(
       window: where the queries stand.
       dtype: dtype of the KV that is read.
       sliding_window: slots that a query sees, or None for all.
+      num_sinks: first slots that it sees too, or None.
       interpret: run in Pallas' interpreter; None does so unless there is a GPU.
     """
     return attend_grouped(
@@ -73,6 +77,7 @@ def pallas_attention(
         window,
         dtype=dtype,
         sliding_window=sliding_window,
+        num_sinks=num_sinks,
         interpret=interpret,
     )
 
@@ -93,6 +98,7 @@ def attend_grouped(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None,
+    num_sinks: int | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """Attention `[B, T, Q, H]` of queries by KV head, `[B, K, T, G, H]`; see `pallas_attention`."""
@@ -108,6 +114,7 @@ def attend_grouped(
             window,
             dtype=dtype,
             sliding_window=sliding_window,
+            num_sinks=num_sinks,
         )
     padded = _padded(window_length * group)
     pages, first_slot = pages_of(table)
@@ -145,6 +152,7 @@ def attend_grouped(
             block=block,
             dtype=jnp.dtype(dtype),
             sliding_window=sliding_window,
+            is_ring=num_sinks is not None,
         ),
         grid=(num_rows, num_heads, num_splits),
         in_specs=[whole] * (5 + len(stored)),
@@ -160,15 +168,16 @@ def attend_grouped(
         name="window_attention",
         **settings,
     )(extents, pages, last_read, window.positions, queries, *stored)
-    tails = ()
-    if window.paths is not None:
-        tails = padded_tail_sums(
+    rest = ()
+    if window.paths is not None or num_sinks:
+        rest = padded_rest_sums(
             queries,
             layer,
             table,
             window,
             dtype=dtype,
             sliding_window=sliding_window,
+            num_sinks=num_sinks,
             num_queries=padded,
         )
     of_head = pl.BlockSpec((None, None, padded), lambda row, head: (row, head, 0))
@@ -184,7 +193,7 @@ def attend_grouped(
                 (None, None, num_splits, padded, head_size),
                 lambda row, head: (row, head, 0, 0, 0),
             ),
-            *([of_head, of_head, of_heads] if tails else []),
+            *([of_head, of_head, of_heads] if rest else []),
         ],
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(
@@ -192,7 +201,7 @@ def attend_grouped(
         ),
         name="combine_splits",
         **settings,
-    )(extents, highest, total, output, *tails)
+    )(extents, highest, total, output, *rest)
 
 
 def last_read_together(window: Window) -> jax.Array:
@@ -210,7 +219,7 @@ def first_read(window: Window, sliding_window: int | None) -> jax.Array:
     return jnp.maximum(jnp.min(window.positions, axis=1) - sliding_window + 1, 0)
 
 
-def padded_tail_sums(
+def padded_rest_sums(
     queries: jax.Array,
     layer: kv.LayerCache,
     table: kv.Table,
@@ -218,18 +227,20 @@ def padded_tail_sums(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None,
+    num_sinks: int | None = None,
     num_queries: int,
 ) -> Sums:
-    """`tail_sums` of queries by KV head, as splits are summed: `[B, K, M]` twice and
-    `[B, K, M, H]`, M = `num_queries`, with copies of the last query where there are no more."""
-    sums = tail_sums(
-        queries.transpose(0, 2, 1, 3, 4),
-        layer,
-        table,
-        window,
-        dtype=dtype,
-        sliding_window=sliding_window,
-    )
+    """`sink_sums` and `tail_sums` of queries by KV head, as splits are summed: `[B, K, M]` twice
+    and `[B, K, M, H]`, M = `num_queries`, with copies of the last query where there are no more."""
+    inputs = queries.transpose(0, 2, 1, 3, 4), layer, table, window
+    settings = {"dtype": dtype, "sliding_window": sliding_window}
+    if num_sinks:
+        settings["num_sinks"] = num_sinks
+        sums = sink_sums(*inputs, **settings)
+        if window.paths is not None:
+            sums = tail_sums(*inputs, **settings, before=sums)
+    else:
+        sums = tail_sums(*inputs, **settings)
 
     def padded(values):
         values = jnp.swapaxes(values, 2, 3)  # [B, K, T, G, ...]
@@ -287,6 +298,7 @@ def _attend_split(
     block: int,
     dtype: jnp.dtype,
     sliding_window: int | None,
+    is_ring: bool,
 ):
     """One row, KV head and split: the highest score, the total weight, and the weighted values."""
     *scale_refs, highest_ref, total_ref, output_ref = references  # [M] twice, [M, H]; M queries
@@ -315,6 +327,8 @@ def _attend_split(
             held = slot + jnp.arange(tile, dtype=jnp.int32) - first_slot
             # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query looks.
             is_live = (held >= 0) & (held < row_end)
+            if is_ring and sliding_window is not None:
+                is_live &= held > jnp.min(positions) - sliding_window
             v = jnp.where(is_live[:, None], v, jnp.zeros_like(v))
             visible = (held[None, :] <= last[:, None]) & (held >= 0)[None, :]
             if sliding_window is not None:
@@ -340,12 +354,12 @@ def _combine_splits(
     highest_ref,  # [splits, M]
     total_ref,  # [splits, M]
     output_ref,  # [splits, M, H]
-    *references,  # of a tree its tails, [M] twice and [M, H]; at last the heads, [B, T, Q, H]
+    *references,  # sinks and tails, if any, [M] twice and [M, H]; at last the heads, [B, T, Q, H]
     group: int,
     tiles_per_split: int,
 ):
-    """One row and KV head: combines the live splits, in the order of their slots, and the tails."""
-    *tails, combined_ref = references
+    """One row and KV head: combines the live splits, in the order of their slots, and the rest."""
+    *rest, combined_ref = references
     row, head = pl.program_id(0), pl.program_id(1)
     first = extents_ref[row, 0] // tiles_per_split
     end = (extents_ref[row, 1] + tiles_per_split - 1) // tiles_per_split
@@ -365,8 +379,8 @@ def _combine_splits(
 
     padded, head_size = output_ref.shape[1:]
     sums = lax.fori_loop(first, end, body, _nothing(padded, head_size))
-    if tails:
-        sums = added(sums, *(reference[...] for reference in tails))
+    if rest:
+        sums = added(sums, *(reference[...] for reference in rest))
     _, total, output = sums
     entry, member = _query_indices(padded, combined_ref.shape[1], group)
     combined = (output / total[:, None]).astype(combined_ref.dtype)
@@ -553,10 +567,14 @@ class PallasKernels(Kernels):
         *,
         dtype: jnp.dtype,
         sliding_window: int | None,
+        num_sinks: int | None = None,
         **settings,
     ) -> tuple[jax.Array, kv.LayerCache]:
         """As `Kernels.attend`."""
         group, head_size = qkv.shape[3] - 2, qkv.shape[4]
+        span: dict[str, Any] = {"sliding_window": sliding_window}
+        if num_sinks is not None:
+            span["num_sinks"] = num_sinks
         if qkv.dtype != dtype or not is_supported(window, group=group, head_size=head_size):
             return super().attend(
                 qkv,
@@ -565,13 +583,11 @@ class PallasKernels(Kernels):
                 window,
                 angles,
                 dtype=dtype,
-                sliding_window=sliding_window,
+                **span,
                 **settings,
             )
         queries, layer = write_window(qkv, layer, table, window, angles, **settings)
-        heads = self.grouped_attention(
-            queries, layer, table, window, dtype=dtype, sliding_window=sliding_window
-        )
+        heads = self.grouped_attention(queries, layer, table, window, dtype=dtype, **span)
         return heads, layer
 
 

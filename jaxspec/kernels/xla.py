@@ -2,8 +2,9 @@
 
 Only blocks that hold slots some query can see are read, so a step costs what is live, not what is
 allocated; wholly masked blocks change no bit of a row's result, so neighbours of other lengths do
-not matter either. The nodes of a tree share these blocks up to their tails (`Window.tail_start`),
-which are gathered along their paths. Backends share the signature of `block_attention` and are
+not matter either. With attention sinks each row reads its first block, then those of its own
+window. The nodes of a tree share these blocks up to their tails (`Window.tail_start`), which are
+gathered along their paths. Backends share the signature of `block_attention` and are
 injected into the decoder.
 """
 
@@ -45,6 +46,7 @@ def block_attention(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None = None,
+    num_sinks: int | None = None,
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]` of a window that is already written to the cache.
 
@@ -62,7 +64,9 @@ def block_attention(
       table: `[B, S / block]` page numbers of the window's rows, and their padding if there is any.
       window: where the queries stand.
       dtype: dtype of the KV that is read.
-      sliding_window: a query at position i sees positions above `i - sliding_window` only.
+      sliding_window: a query at position i sees positions above `i - sliding_window` only,
+      num_sinks: and those below `num_sinks`, at most a block. Given for a cache that keeps no
+        others (`pages.Ring`), with a sliding window; None otherwise.
     """
     num_rows, window_length, num_query_heads, head_size = queries.shape
     block, num_kv_heads = layer.block, layer.num_heads
@@ -83,30 +87,46 @@ def block_attention(
     query_slots = kv.slots_of(table, positions)
     last_block = (jnp.max(kv.slots_of(table, ends - 1)) + block) // block
     first_block = jnp.int32(0)
-    if sliding_window is not None:
+    if sliding_window is not None and num_sinks is None:
         first_block = jnp.maximum(jnp.min(query_slots) - sliding_window + 1, 0) // block
+    row_begin = own_first = None
+    if sliding_window is not None and num_sinks is not None:
+        # Step 0 is block 0 of every row, step i + 1 the i-th block of the row's own window.
+        row_begin = jnp.maximum(jnp.min(positions, axis=1) - sliding_window + 1, 0)
+        own_first = jnp.maximum(row_begin // block, 1)
+        last_block = 1 + jnp.max((row_end - 1 + block) // block - own_first)
 
     def body(block_index, sums):
-        slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
-        key_positions = kv.positions_of(table, slots)  # [1, block], or [B, block] if padded
+        if own_first is None:
+            slots = block_index * block + jnp.arange(block, dtype=jnp.int32)
+            key_positions = kv.positions_of(table, slots)  # [1, block], or [B, block] if padded
+        else:
+            block_index = jnp.where(block_index == 0, 0, own_first + block_index - 1)  # [B]
+            within = jnp.arange(block, dtype=jnp.int32)
+            key_positions = block_index[:, None] * block + within[None]
         k, v = kv.read_block(layer, table, block_index, dtype)
         # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
         is_live = key_positions < row_end[:, None]
         if is_padded:
             is_live &= key_positions >= 0
+        if row_begin is not None and num_sinks is not None:
+            is_live &= (key_positions >= row_begin[:, None]) | (key_positions < num_sinks)
         v = jnp.where(is_live[:, None, :, None], v, jnp.zeros((), dtype))
         visible = key_positions[:, None] < ends[:, :, None]
         if is_padded:
             visible &= key_positions[:, None] >= 0
         if sliding_window is not None:
-            visible &= key_positions[:, None] > positions[:, :, None] - sliding_window
+            is_near = key_positions[:, None] > positions[:, :, None] - sliding_window
+            if num_sinks is not None:
+                is_near |= key_positions[:, None] < num_sinks
+            visible &= is_near
         scores = _product("btkgh,bksh->bkgts", grouped, k)
         return _add(sums, scores, visible[:, None, None], v, "bkgts,bksh->bkgth")
 
     shape = (num_rows, num_kv_heads, group, window_length)
     sums = lax.fori_loop(first_block, last_block, body, _no_sums(shape, head_size))
     if window.paths is not None:
-        settings = {"dtype": dtype, "sliding_window": sliding_window}
+        settings = {"dtype": dtype, "sliding_window": sliding_window, "num_sinks": num_sinks}
         sums = tail_sums(grouped, layer, table, window, before=sums, **settings)
     _, total, output = sums
     output = (output / total[..., None]).astype(queries.dtype)
@@ -121,6 +141,7 @@ def tail_sums(
     *,
     dtype: jnp.dtype,
     sliding_window: int | None,
+    num_sinks: int | None = None,
     before: Sums | None = None,
 ) -> Sums:
     """Sums over the tails of a tree's queries: each sees its own path there, from
@@ -133,6 +154,7 @@ def tail_sums(
       window: where the queries stand, with `paths`.
       dtype: dtype of the KV that is read.
       sliding_window: slots that a query sees, or None for all.
+      num_sinks: first slots that it sees too, or None.
       before: sums over earlier slots, to be continued; None for the tails' alone.
     """
     num_rows, window_length, num_kv_heads, group, head_size = queries.shape
@@ -142,7 +164,8 @@ def tail_sums(
     slots = window.tail_start[:, :, None] + place[None, None]  # [B, T, D]
     visible = slots < window.visible_ends[:, :, None]
     if sliding_window is not None:
-        visible &= slots > window.positions[:, :, None] - sliding_window
+        is_near = slots > window.positions[:, :, None] - sliding_window
+        visible &= is_near if num_sinks is None else is_near | (slots < num_sinks)
     k, v = kv.read_slots(layer, table, window.stored_at(slots), dtype)
     v = jnp.where(visible[..., None, None], v, jnp.zeros((), dtype))  # it may be NaN, as above
     # By query and KV head: in this order XLA:CPU multiplies small matrices three times as fast.
@@ -153,6 +176,31 @@ def tail_sums(
     sums = _add(sums, scores, visible[:, :, None, None], v, "btkgs,btksh->btkgh")
     highest, total, output = (jnp.moveaxis(one, 1, 3) for one in sums)
     return highest, total, output
+
+
+def sink_sums(
+    queries: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    *,
+    dtype: jnp.dtype,
+    sliding_window: int,
+    num_sinks: int,
+) -> Sums:
+    """Sums over the attention sinks that lie before the sliding window of each query, and before
+    its tail: what kernels that know sliding windows leave out. Arguments as of `tail_sums`."""
+    num_rows, window_length, num_kv_heads, group, head_size = queries.shape
+    before = _no_sums((num_rows, num_kv_heads, group, window_length), head_size)
+    slots = jnp.arange(num_sinks, dtype=jnp.int32)[None]
+    ends = window.positions - sliding_window + 1
+    ends = jnp.minimum(ends, window.visible_ends if window.paths is None else window.tail_start)
+    visible = slots[:, None] < ends[:, :, None]  # [B, T, n]
+    every = jnp.broadcast_to(slots, (num_rows, num_sinks))
+    k, v = kv.read_slots(layer, table, every, dtype)
+    v = jnp.where(jnp.any(visible, axis=1)[..., None, None], v, jnp.zeros((), dtype))
+    scores = _product("btkgh,bskh->bkgts", queries, k)
+    return _add(before, scores, visible[:, None, None], v, "bkgts,bskh->bkgth")
 
 
 def _no_sums(shape: tuple[int, ...], head_size: int) -> Sums:

@@ -248,7 +248,7 @@ def _run_attention(
             window,
             angles,
             dtype=cache.dtype,
-            sliding_window=config.sliding_window(index),
+            **cache.span(config.sliding_window(index)),
             **layers.attention_settings(config, layer),
         )
         return heads

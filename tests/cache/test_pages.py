@@ -1,5 +1,6 @@
 """Pages: what is written where, what is dropped, what a committed path moves."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.cache import pages as kv
+from jaxspec.errors import SettingError
 
 HEADS, SIZE = 2, 4
 
@@ -243,3 +245,115 @@ def test_rows_that_move_both_ways_in_one_order_would_overwrite_what_is_still_to_
         layer = kv.write(layer, after, k, v, target)
     broken = cache.replace(layers=(layer,), table=after)
     assert live(broken, num_committed)[1] != live(cache, num_committed)[1]
+
+
+WINDOW, SINKS, LONGEST_CALL = 150, 4, 40
+
+
+def ring_cache(num_rows=2, *, capacity=1024, num_pages=None):
+    """Empty, one layer of one head of size 1."""
+    ring = kv.Ring.of_calls(window=WINDOW, num_sinks=SINKS, longest_call=LONGEST_CALL)
+    if num_pages is not None:
+        ring = dataclasses.replace(ring, num_pages=num_pages)
+    empty = kv.init_cache(
+        num_layers=1,
+        num_rows=num_rows,
+        capacity=min(ring.num_pages * kv.BLOCK, capacity),
+        num_kv_heads=1,
+        head_size=1,
+        dtype=jnp.float32,
+    )
+    return kv.as_ring(empty, ring, capacity)
+
+
+def written(cache, start, stop, *, row=0):
+    """The cache after positions `start` to `stop` of a row were stored: position p as the value
+    1000 * row + p."""
+    for first in range(start, stop, LONGEST_CALL):
+        at = jnp.arange(first, min(first + LONGEST_CALL, stop), dtype=jnp.int32)[None]
+        value = jnp.float32(1000 * row) + at.astype(jnp.float32)[..., None, None]
+        layer = kv.write(cache.layers[0], cache.table[row : row + 1], value, -value, at)
+        cache = cache.replace(layers=(layer,))
+    return cache
+
+
+def read_positions(cache, row, positions):
+    at = jnp.asarray(positions, jnp.int32)[None]
+    k, v = kv.read_slots(cache.layers[0], cache.table[row : row + 1], at, jnp.float32)
+    np.testing.assert_array_equal(k, -v)
+    return np.asarray(k)[0, :, 0, 0] - 1000 * row
+
+
+def test_a_ring_names_its_pages_in_turn_and_takes_no_more_for_longer_rows():
+    cache = ring_cache()
+    assert cache.table.tolist() == [[0, 1, 2, 1, 2, 1, 2, 1], [3, 4, 5, 4, 5, 4, 5, 4]]
+    assert ring_cache(capacity=8192).layers[0].k.shape == cache.layers[0].k.shape
+    assert ring_cache(capacity=8192).capacity == 8192
+    # Rows that fit are kept whole, as without a ring.
+    assert ring_cache(capacity=200).table.tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("num_pages", [3, 2])
+def test_a_ring_holds_what_queries_see_and_one_page_less_does_not(num_pages):
+    cache = written(written(ring_cache(num_pages=num_pages), 0, 900), 0, 400, row=1)
+    kept = []
+    for row, end in ((0, 900), (1, 400)):
+        # The first query of the call that wrote last.
+        first = end - LONGEST_CALL
+        seen = [*range(SINKS), *range(first - WINDOW + 1, end)]
+        kept.append(np.array_equal(read_positions(cache, row, seen), seen))
+    assert kept == [num_pages == 3] * 2
+    assert not np.array_equal(read_positions(cache, 0, range(200, 300)), np.arange(200, 300))
+
+
+def test_a_ring_knows_what_it_has_overwritten():
+    ring = ring_cache().ring
+    cache = written(ring_cache(), 0, 900)
+    for num_kept in (0, 1, 100, 128, 129, 200, 500, 600, 780, 792, 793, 794, 850, 899, 900):
+        seen = [*range(min(SINKS, num_kept)), *range(max(num_kept - WINDOW + 1, 0), num_kept)]
+        is_there = np.array_equal(read_positions(cache, 0, seen), seen)
+        assert bool(ring.holds(jnp.int32(num_kept), jnp.int32(900))) == is_there, num_kept
+    assert bool(ring.holds(jnp.int32(793), jnp.int32(900)))
+    assert not bool(ring.holds(jnp.int32(792), jnp.int32(900)))
+
+
+def test_rows_of_rings_are_copied_and_paths_moved():
+    source = written(ring_cache(num_rows=1), 0, 900)
+    seen = [*range(SINKS), *range(900 - WINDOW, 900)]
+    copy = jax.jit(kv.copy_row)
+    cache = written(ring_cache(), 0, 300, row=1)
+    copied = copy(cache, jnp.int32(0), source, jnp.int32(0), jnp.int32(900))
+    np.testing.assert_array_equal(read_positions(copied, 0, seen), seen)
+    np.testing.assert_array_equal(read_positions(copied, 1, range(150, 300)), range(150, 300))
+    assert copied.num_distinct_blocks == 3  # of eight that the row has
+
+    # A path over the end of a page that takes turns: entries 895, 897 and 898 of a tree at 893.
+    start, path = jnp.asarray([893, 0], jnp.int32), jnp.asarray([[1, 3, 4], [-1] * 3], jnp.int32)
+    moved = kv.commit_path(copied, start, path)
+    assert read_positions(moved, 0, [893, 894, 895, 896]).tolist() == [893, 895, 897, 898]
+    np.testing.assert_array_equal(read_positions(moved, 0, seen[:-10]), seen[:-10])
+
+
+def test_poison_spares_what_queries_of_a_ring_see():
+    cache = written(written(ring_cache(), 0, 900), 0, 100, row=1)
+    poisoned = kv.poison_uncommitted(cache, jnp.asarray([890, 100], jnp.int32))
+    seen = [*range(SINKS), *range(890 - WINDOW, 890)]
+    np.testing.assert_array_equal(read_positions(poisoned, 0, seen), seen)
+    np.testing.assert_array_equal(read_positions(poisoned, 1, range(100)), range(100))
+    assert np.isnan(read_positions(poisoned, 0, [SINKS, 100, 890, 899])).all()
+    stored = np.asarray(poisoned.layers[0].k)
+    assert np.sum(~np.isnan(stored)) == SINKS + WINDOW + 100
+
+
+def test_a_ring_cannot_be_aligned():
+    with pytest.raises(SettingError, match=r"'aligned' was given for a cache that keeps 150"):
+        kv.aligned(ring_cache())
+
+
+@pytest.mark.parametrize("own", [None, 100, 150, 400])
+def test_the_narrower_window_counts(own):
+    expected = {"sliding_window": own, "num_sinks": 0}
+    if own in (None, 400):
+        expected = {"sliding_window": WINDOW, "num_sinks": SINKS}
+    assert ring_cache().span(own) == expected
+    assert ring_cache().replace(ring=None).span(own) == {"sliding_window": own}

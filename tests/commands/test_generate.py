@@ -651,6 +651,32 @@ def test_a_draft_model_with_settings_is_named_in_both_ways(cli, models):
         assert document["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
 
 
+def test_a_draft_model_may_keep_a_window_of_its_kv(cli, refused, models):
+    base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
+    window = ("--draft-kv-window", 256, "--draft-kv-sinks", 8)
+    results = [
+        cli(*base, *drafter, "--json")
+        for drafter in (
+            ("--draft", models.draft),
+            ("--draft", models.draft, *window),
+            ("--drafter", f"draft_model~256+8:{models.draft}"),
+        )
+    ]
+    whole, *windowed = (result.document for result in results)
+    for document in windowed:
+        assert document["engine"]["drafter"] == f"draft_model~256+8:{models.draft}"
+        assert document["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
+    for given, message in (
+        (("--draft-kv-window", 256), "was given for the drafter none; it is a draft model that"),
+        (("--drafter", "ngram", *window), "256 was given for the drafter ngram; it is a draft"),
+        (("--draft", "x", "--draft-kv-window", 64), "kv_window 64 was given; KV is kept in blocks"),
+        (("--draft", "x", "--draft-kv-sinks", 4), "4 was given without --draft-kv-window"),
+        (("--draft", "x", *window[:2], "--draft-kv-sinks", 129), "kv_sinks 129 was given"),
+        (("--draft", "x", "--drafter", "draft_model~256", *window), "~256:x; it is a draft model"),
+    ):
+        assert message in refused(*base, *given)
+
+
 ONE = ("--prompt", "Once")
 
 

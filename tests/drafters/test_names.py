@@ -46,6 +46,13 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
     assert isinstance(tree, jaxspec.DraftModel)
     assert tree.tree == jaxspec.BeamTree(width=2, depth=3, nodes=5)
     assert tree.name == f"draft_model[2x3:5]:{path}"
+    kept = make_drafter(f"draft_model[2x3:5]~256:{path}", TARGET)
+    assert isinstance(kept, jaxspec.DraftModel)
+    assert (kept.tree, kept.kv_window, kept.kv_sinks) == (tree.tree, 256, 4)
+    assert kept.name == f"draft_model[2x3:5]~256+4:{path}"
+    assert make_drafter(f"draft_model@0.25~512+0:{path}", TARGET).name == (
+        f"draft_model@0.25~512+0:{path}"
+    )
     # Only looked at: nothing is loaded until the drafter is made.
     assert choose_drafter("demo-draft")
     assert choose_drafter("random:qwen3-0.6b")
@@ -91,6 +98,11 @@ def test_heads_are_named_by_kind_tree_and_place(tmp_path):
         ("ngram[x]", "or ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4"),
         ("ngram[4", "or ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4"),
         ("ngram[17]", "branches 17 was given; it must be 1 (chains) to 16"),
+        ("draft_model~x:y", "write draft_model~WINDOW:MODEL or draft_model~WINDOW+SINKS:MODEL"),
+        ("draft_model~:y", "write draft_model~WINDOW:MODEL or draft_model~WINDOW+SINKS:MODEL"),
+        ("draft_model~64:y", "kv_window 64 was given; KV is kept in blocks of 128 positions"),
+        ("draft_model~256+200:y", "kv_sinks 200 was given"),
+        ("draft_model~256+4", "was given without a model; write draft_model~256+4:MODEL"),
         ("draft_model[4x4]:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
         ("draft_model[4x4:12:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
         ("draft_model[4x4:12]@0.4:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
@@ -171,7 +183,7 @@ def test_what_is_printed_of_parts():
     assert "M parameters, float32, " in shown
     assert len(shown) < 120
     assert repr(jaxspec.DraftModel(TARGET)) == (
-        f"DraftModel(model={shown}, min_confidence=0.0, tree=None)"
+        f"DraftModel(model={shown}, min_confidence=0.0, tree=None, kv_window=None, kv_sinks=4)"
     )
 
 

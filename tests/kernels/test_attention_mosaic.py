@@ -24,19 +24,20 @@ def interpreted(test):
     return pytest.mark.as_shipped(pytest.mark.skipif(is_old, reason=reason)(test))
 
 
-def run(*inputs, dtype=jnp.bfloat16, sliding_window=None):
+def run(*inputs, dtype=jnp.bfloat16, sliding_window=None, num_sinks=None):
     """Interpreted; a race between copies, products and stores is an error."""
     backend = functools.partial(
         mosaic_attention,
         dtype=dtype,
         sliding_window=sliding_window,
+        num_sinks=num_sinks,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     return np.asarray(jax.jit(backend)(*inputs), np.float32)
 
 
-def reference(*inputs, dtype=jnp.bfloat16, sliding_window=None):
-    backend = functools.partial(block_attention, dtype=dtype, sliding_window=sliding_window)
+def reference(*inputs, dtype=jnp.bfloat16, **span):
+    backend = functools.partial(block_attention, dtype=dtype, **span)
     return np.asarray(jax.jit(backend)(*inputs), np.float32)
 
 
@@ -109,6 +110,23 @@ def test_splits_are_put_together_and_change_nothing_else(sliding_window, monkeyp
     assert np.any(split[2] != whole[2])
     longer = setup([0, 130, 400], 5, **SHAPE, capacity=1024, fill=np.nan)
     np.testing.assert_array_equal(run(*longer, sliding_window=sliding_window), split)
+
+
+@interpreted
+@pytest.mark.parametrize("num_sinks", [0, 4, 128])
+@pytest.mark.parametrize("depth", [None, 3])
+def test_sinks_are_seen_and_nothing_between_them_and_the_window(num_sinks, depth):
+    inputs = setup([0, 130, 400], 5, **SHAPE, fill=np.nan)
+    if depth is not None:
+        inputs = trees(inputs, depth=depth)
+    queries, layer, table, window = inputs
+    every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (3, 512))
+    is_between = (every >= num_sinks) & (every <= window.start[:, None] - 100)
+    nan = jnp.full((3, 512, SHAPE["heads"], SHAPE["size"]), jnp.nan, jnp.bfloat16)
+    layer = kv.write(layer, table, nan, nan, jnp.where(is_between, every, -1))
+    span = {"sliding_window": 100, "num_sinks": num_sinks}
+    ours, theirs = (f(queries, layer, table, window, **span) for f in (run, reference))
+    assert np.abs(ours - theirs).max() < ROUNDING[jnp.bfloat16]
 
 
 @interpreted

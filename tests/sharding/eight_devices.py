@@ -276,6 +276,26 @@ def test_each_device_holds_its_part_of_the_weights_and_of_the_kv(two_by_four):
         )
 
 
+def test_a_draft_model_may_keep_a_window_of_its_kv(monkeypatch):
+    """Every shard's pages take turns by themselves, and rows are alone."""
+    monkeypatch.setattr(driver, "MAX_LENGTH", 640)
+    by_row = requests(lengths=(150, 40, 560, 420))
+    drafter = jaxspec.DraftModel(driver.draft_model().model, kv_window=128)
+    for sizes in ({"data": 2}, {"data": 2, "model": 2}):
+        on_mesh = Driver(driver.mesh(**sizes), drafter)
+        drafted = on_mesh.generate(by_row)
+        num_rounds = np.asarray(on_mesh.state.counts.num_rounds)
+        turned = on_mesh.generate({3 - row: request for row, request in by_row.items()})
+        assert {row: turned[3 - row] for row in by_row} == drafted
+        np.testing.assert_array_equal(on_mesh.state.counts.num_rounds[::-1], num_rounds)
+        assert on_mesh.generate(by_row, draft_length=0) == drafted
+        pages, table = on_mesh.state.drafter.cache.layers[0].k, on_mesh.state.drafter.cache.table
+        assert pages.shape[0] == 4 * 3
+        assert table[2].tolist() == [0, 1, 2, 1, 2]
+    one = Driver(driver.mesh(data=1), drafter)
+    assert_equal_or_tie(on_mesh, by_row, drafted, alone(one, by_row))
+
+
 class Replicated:
     """A user's model: no word on how it may be split."""
 

@@ -169,6 +169,7 @@ def attend(
     key_norm: jax.Array | None,
     epsilon: float,
     sliding_window: int | None,
+    num_sinks: int | None = None,
 ) -> tuple[jax.Array, kv.LayerCache]:
     """Heads `[B, T, Q, H]` and the layer's KV, which is written in place; as `Kernels.attend`, with
     the angles' cos and sin `[B, T, rotary_size / 2]` fp32, and projections in the KV's dtype, fp32
@@ -180,6 +181,7 @@ def attend(
     scales, in_place = (), {6: 1, 7: 2}
     if layer.is_quantised:
         scales, in_place = (layer.k_scale, layer.v_scale), {6: 1, 7: 2, 14: 3, 15: 4}
+    sinks = {} if num_sinks is None else {"num_sinks": np.int64(num_sinks)}
     made, k, v, *new_scales = jax.ffi.ffi_call(
         "jaxspec_coded_attention" if layer.is_quantised else "jaxspec_attention",
         (jax.ShapeDtypeStruct(heads, qkv.dtype), *jax.tree.leaves(stored)),
@@ -203,6 +205,7 @@ def attend(
         epsilon=np.float32(epsilon),
         is_interleaved=is_interleaved,
         sliding_window=np.int64(sliding_window or 0),
+        **sinks,
     )
     return made, jax.tree.unflatten(jax.tree.structure(layer), (k, v, *new_scales))
 

@@ -2,7 +2,8 @@
 //
 // The queries of a row's KV head share what they read, kQueries of them at a time, and go through it
 // in blocks of kLanes slots. A block may hold slots that a query does not see: their weight is 0,
-// which changes no sum, whatever other queries a query shares its blocks with.
+// which changes no sum, whatever other queries a query shares its blocks with. With a sliding window a
+// query may also see the first slots of its row, attention sinks; the blocks between are not read.
 //
 // The entries of a tree share the blocks that lie before the tree. From there on each has blocks of
 // its own: the KV of its path is copied to where it would lie if the path were a chain. So a node's
@@ -29,7 +30,7 @@ namespace jaxspec {
 template <typename T, typename S>
 struct AttentionInputs {
   int64_t window, num_heads, group, head_size, block, num_blocks, depth;
-  int64_t rotary_size, sliding_window;  // sliding_window 0: none
+  int64_t rotary_size, sliding_window, num_sinks;  // sliding_window 0: none
   float epsilon;
   bool is_interleaved;
   const T *qkv, *bias, *query_norm, *key_norm;  // the last three may be null
@@ -80,6 +81,9 @@ struct RowHead {
     if (in.sliding_window == 0) return 0;
     const int64_t after_self = int64_t{in.positions[Token(query)]} + 1;
     return std::max<int64_t>(Clamp(after_self) - in.sliding_window, 0);
+  }
+  bool Sees(int64_t query, int64_t slot) const {
+    return slot < End(query) && (slot >= Begin(query) || slot < in.num_sinks);
   }
   int64_t Clamp(int64_t slot) const { return std::clamp<int64_t>(slot, 0, capacity()); }
 
@@ -181,16 +185,19 @@ void WriteWindow(const RowHead<T, S>& of, const HeadShape<T>& shape, T* queries)
 }
 
 // What some queries see: runs of blocks that hold all of it, and of these slots the ones from a query's
-// begin to its end. The first run is common to all of them, the others are each an entry's own.
+// begin to its end, and the sinks. The first runs are common to all of them, the others are each an
+// entry's own.
 struct Seen {
   int64_t count;  // queries
   Runs runs;
+  int64_t num_common, num_common_blocks;  // runs, and their blocks
+  int64_t num_sinks;
   int64_t shared_begin, shared_end;                  // of the slots that all of them see
   Integers begins[kQueries], ends[kQueries], lanes;  // of each query, in all lanes
 
   template <typename T, typename S>
   Seen(const RowHead<T, S>& of, int64_t first, int64_t count)
-      : count(count), shared_begin(0), shared_end(of.capacity()) {
+      : count(count), num_sinks(of.in.num_sinks), shared_begin(0), shared_end(of.capacity()) {
     int64_t begin_of_all = of.capacity(), end_of_all = 1;
     for (int64_t q = 0; q < count; ++q) {
       const int64_t begin = of.Begin(first + q), end = of.End(first + q);
@@ -202,24 +209,37 @@ struct Seen {
       shared_end = std::min(shared_end, end);
     }
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
-    const int64_t slot = begin_of_all / kLanes * kLanes, own_begin = of.OwnBegin();
+    const int64_t own_begin = of.OwnBegin(), sinks_end = RoundUp(num_sinks, kLanes);
+    int64_t slot = begin_of_all / kLanes * kLanes;
+    if (slot <= sinks_end) {
+      slot = 0;
+    } else if (num_sinks > 0) {
+      runs.Add(0, std::min(sinks_end, own_begin), 0, count);
+    }
     runs.Add(slot, std::min(end_of_all, own_begin) - slot, 0, count);
+    num_common = runs.count;
+    num_common_blocks = runs.num_blocks;
     if (of.in.paths == nullptr) return;
     const int64_t group = of.in.group;
     for (int64_t q = 0, next; q < count; q = next) {
       next = std::min(count, q + group - (first + q) % group);
-      const int64_t begin = std::max(own_begin, of.Begin(first + q) / kLanes * kLanes);
+      const int64_t own = of.Begin(first + q) / kLanes * kLanes;
+      const int64_t begin = own_begin < sinks_end ? own_begin : std::max(own_begin, own);
       runs.Add(begin, std::max<int64_t>(of.End(first + q) - begin, 1), q, next - q);
     }
   }
 
   // Whether all queries see every slot of a block.
-  bool IsShared(int64_t slot) const { return slot >= shared_begin && slot + kLanes <= shared_end; }
+  bool IsShared(int64_t slot) const {
+    return (slot >= shared_begin || slot + kLanes <= num_sinks) && slot + kLanes <= shared_end;
+  }
 
   // The lanes of x whose slots, from `slot` on, the query sees, and `other` in the others.
   Vector Of(int64_t query, int64_t slot, Vector x, float other) const {
     const Integers slots = lanes + static_cast<int32_t>(slot);
-    return (slots >= begins[query]) & (slots < ends[query]) ? x : Vector{} + other;
+    const Integers sinks_end = Integers{} + static_cast<int32_t>(num_sinks);
+    const Integers is_near = (slots >= begins[query]) | (slots < sinks_end);
+    return is_near & (slots < ends[query]) ? x : Vector{} + other;
   }
 };
 
@@ -305,11 +325,10 @@ struct BlockOfSlots {
 // see, nor at any scales: these are left out.
 template <typename T, typename S>
 void Gather(const RowHead<T, S>& of, int64_t query, int64_t slot, const BlockOfSlots<S>& block) {
-  const int64_t size = of.in.head_size, begin = of.Begin(query), end = of.End(query);
+  const int64_t size = of.in.head_size;
   S *keys = block.keys, *values = block.values;
   for (int64_t i = 0; i < kLanes; ++i, ++slot, keys += size, values += size) {
-    const bool is_seen = slot >= begin && slot < end;
-    const int64_t stored = is_seen ? of.StoredAt(query, slot) : -1;
+    const int64_t stored = of.Sees(query, slot) ? of.StoredAt(query, slot) : -1;
     if (stored < 0 || stored >= of.capacity()) {
       std::fill_n(values, size, S{});
     } else {
@@ -331,7 +350,7 @@ void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T*
                     int64_t first, int64_t count) {
   constexpr bool kIsCoded = !std::is_same_v<S, T>;
   const Seen seen(of, first, count);
-  const Run& common = seen.runs.of[0];
+  const Run* const common_end = seen.runs.begin() + seen.num_common;
   const int64_t num_blocks = seen.runs.num_blocks, block_size = kLanes * shape.size;
   thread_local std::vector<const S*> blocks;
   blocks.resize(2 * num_blocks + kAhead);
@@ -340,26 +359,28 @@ void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T*
   scales.resize(kIsCoded ? 2 * num_blocks : 0);
   const float **const k_scales = scales.data(), **const v_scales = k_scales + num_blocks;
   int64_t num_copies = 0;
-  for (int64_t b = 0; b < common.num_blocks; ++b) {
-    const int64_t slot = common.slot + b * kLanes;
-    keys[b] = of.At(of.in.k, slot);
-    values[b] = of.At(of.in.v, slot);
-    if (b < kAhead) Fetch(keys[b], shape.size);
-    if constexpr (kIsCoded) {
-      k_scales[b] = of.in.k_scale + of.IndexOf(slot);
-      v_scales[b] = of.in.v_scale + of.IndexOf(slot);
-    } else {
-      num_copies += !seen.IsShared(slot);
+  for (const Run* run = seen.runs.begin(); run < common_end; ++run) {
+    for (int64_t b = run->block, slot = run->slot; b < run->block + run->num_blocks; ++b) {
+      keys[b] = of.At(of.in.k, slot);
+      values[b] = of.At(of.in.v, slot);
+      if (b < kAhead) Fetch(keys[b], shape.size);
+      if constexpr (kIsCoded) {
+        k_scales[b] = of.in.k_scale + of.IndexOf(slot);
+        v_scales[b] = of.in.v_scale + of.IndexOf(slot);
+      } else {
+        num_copies += !seen.IsShared(slot);
+      }
+      slot += kLanes;
     }
   }
-  const int64_t num_own = num_blocks - common.num_blocks;
+  const int64_t num_own = num_blocks - seen.num_common_blocks;
   thread_local std::vector<S> gathered;  // keys and values of each block
   gathered.resize(2 * num_own * block_size);
   thread_local std::vector<float> gathered_scales;  // likewise
   gathered_scales.resize(kIsCoded ? 2 * num_own * kLanes : 0);
   S* own = gathered.data();
   float* own_scales = gathered_scales.data();
-  for (const Run* run = &common + 1; run < seen.runs.end(); ++run) {
+  for (const Run* run = common_end; run < seen.runs.end(); ++run) {
     for (int64_t i = 0; i < run->num_blocks; ++i, own += 2 * block_size) {
       const int64_t b = run->block + i;
       keys[b] = own;
@@ -389,11 +410,14 @@ void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T*
     thread_local std::vector<T> copies;
     copies.resize(num_copies * block_size);
     T* copy = copies.data();
-    for (int64_t b = 0; b < common.num_blocks; ++b) {
-      if (seen.IsShared(common.slot + b * kLanes)) continue;
-      CopyNumbers(values[b], copy, block_size);
-      values[b] = copy;
-      copy += block_size;
+    for (const Run* run = seen.runs.begin(); run < common_end; ++run) {
+      for (int64_t b = 0; b < run->num_blocks; ++b) {
+        if (seen.IsShared(run->slot + b * kLanes)) continue;
+        const T*& block = values[run->block + b];
+        CopyNumbers(block, copy, block_size);
+        block = copy;
+        copy += block_size;
+      }
     }
   }
   WeightedValues(shape, weights, count, values, seen.runs, sums);

@@ -35,10 +35,10 @@ struct Run {
   bool IsReadBy(int64_t q) const { return q >= query && q < query + num_queries; }
 };
 
-// First what all queries read, then what only some do.
+// First what all queries read, in one run or two, then what only some do.
 struct Runs {
   int64_t count = 0, num_blocks = 0;
-  Run of[kQueries + 1];
+  Run of[kQueries + 2];
 
   void Add(int64_t slot, int64_t num_slots, int64_t query, int64_t num_queries) {
     const int64_t more = RoundUp(std::max<int64_t>(num_slots, 0), kLanes) / kLanes;

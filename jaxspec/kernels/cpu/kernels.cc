@@ -82,8 +82,7 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
                      ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> paths,
                      ffi::Buffer<ffi::S32> ends, float* k_scale, float* v_scale,
                      ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
-                     ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
-                     int64_t sliding_window) {
+                     ffi::Result<ffi::AnyBuffer> new_v, const ffi::Dictionary& settings) {
   const auto shape = qkv.dimensions();  // [B, T, K, G + 2, H]
   const int64_t num_rows = shape[0], num_heads = shape[2], head_size = shape[4];
   if (new_k->untyped_data() != k.untyped_data() || new_v->untyped_data() != v.untyped_data()) {
@@ -97,6 +96,15 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
                                          " of a cache of " + std::to_string(num_pages));
     }
   }
+  const auto epsilon = settings.get<float>("epsilon");
+  const auto is_interleaved = settings.get<bool>("is_interleaved");
+  const auto sliding_window = settings.get<int64_t>("sliding_window");
+  ffi::ErrorOr<int64_t> num_sinks = 0;  // given for a ring only
+  if (settings.contains("num_sinks")) num_sinks = settings.get<int64_t>("num_sinks");
+  if (!epsilon.has_value() || !is_interleaved.has_value() || !sliding_window.has_value() ||
+      !num_sinks.has_value()) {
+    return ffi::Error::InvalidArgument("a setting is missing");
+  }
   auto run = [&](auto element, auto stored) {
     using T = decltype(element);
     using S = decltype(stored);
@@ -109,9 +117,10 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
     in.num_blocks = table.dimensions()[1];
     in.depth = paths.dimensions().back();
     in.rotary_size = 2 * cos.dimensions().back();
-    in.sliding_window = sliding_window;
-    in.epsilon = epsilon;
-    in.is_interleaved = is_interleaved;
+    in.sliding_window = *sliding_window;
+    in.num_sinks = *num_sinks;
+    in.epsilon = *epsilon;
+    in.is_interleaved = *is_interleaved;
     in.qkv = static_cast<const T*>(qkv.untyped_data());
     in.bias = Optional<T>(bias);
     in.query_norm = Optional<T>(query_norm);
@@ -146,11 +155,9 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> start,
                             ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
                             ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
-                            ffi::Result<ffi::AnyBuffer> new_v, float epsilon, bool is_interleaved,
-                            int64_t sliding_window) {
+                            ffi::Result<ffi::AnyBuffer> new_v, ffi::Dictionary settings) {
   return Attention(qkv, bias, query_norm, key_norm, cos, sin, k, v, table, positions, slots, start,
-                   paths, ends, nullptr, nullptr, output, new_k, new_v, epsilon, is_interleaved,
-                   sliding_window);
+                   paths, ends, nullptr, nullptr, output, new_k, new_v, settings);
 }
 
 ffi::Error CodedAttentionHandler(
@@ -161,15 +168,14 @@ ffi::Error CodedAttentionHandler(
     ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
     ffi::Result<ffi::AnyBuffer> new_v, ffi::Result<ffi::Buffer<ffi::F32>> new_k_scale,
-    ffi::Result<ffi::Buffer<ffi::F32>> new_v_scale, float epsilon, bool is_interleaved,
-    int64_t sliding_window) {
+    ffi::Result<ffi::Buffer<ffi::F32>> new_v_scale, ffi::Dictionary settings) {
   if (new_k_scale->untyped_data() != k_scale.untyped_data() ||
       new_v_scale->untyped_data() != v_scale.untyped_data()) {
     return ffi::Error::Internal("the scales of the cache were not handed over in place");
   }
   return Attention(qkv, bias, query_norm, key_norm, cos, sin, k, v, table, positions, slots, start,
                    paths, ends, k_scale.typed_data(), v_scale.typed_data(), output, new_k, new_v,
-                   epsilon, is_interleaved, sliding_window);
+                   settings);
 }
 
 // What both take first.
@@ -213,9 +219,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_attention, jaxspec::AttentionHandler,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<float>("epsilon")
-                                  .Attr<bool>("is_interleaved")
-                                  .Attr<int64_t>("sliding_window"));
+                                  .Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_coded_attention, jaxspec::CodedAttentionHandler,
                               jaxspec::AttentionArguments()
@@ -226,9 +230,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_coded_attention, jaxspec::CodedAttentionHa
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<float>("epsilon")
-                                  .Attr<bool>("is_interleaved")
-                                  .Attr<int64_t>("sliding_window"));
+                                  .Attrs());
 
 extern "C" int jaxspec_num_lanes() { return jaxspec::kLanes; }
 

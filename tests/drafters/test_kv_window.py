@@ -1,0 +1,450 @@
+"""A draft model that keeps a window of its KV: what it drafts, and that no output depends on it."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from live import live_kv, poison
+
+import jaxspec
+from jaxspec import BeamTree, DraftModel, Engine, Rejection, SamplingParams, Static, StaticTree
+from jaxspec.cache import pages as kv
+from jaxspec.drafters import draft_model
+from jaxspec.engine.executor import make_executor
+from jaxspec.engine.memory import num_bytes
+from jaxspec.errors import SettingError
+from jaxspec.kernels.base import attention_inputs
+from jaxspec.kernels.registry import default_kernels
+from jaxspec.models import decoder, layers
+from jaxspec.models.config import RopeConfig
+from jaxspec.requests.requests import make_requests
+from jaxspec.serving import ServingEngine
+from jaxspec.testing import check_drafter
+
+WINDOW, SINKS, CHUNK, MAX_LENGTH = 128, 4, 32, 1152
+# Two pages take turns, so a turn is 256 positions.
+SHAPE = {
+    "draft_length": 4,
+    "batch_size": 3,
+    "max_length": MAX_LENGTH,
+    "prefill_chunk": CHUNK,
+}
+PROMPTS = toy.prompts((600, 5, 290))
+BEAM = BeamTree(width=2, depth=3, nodes=4)
+STATIC = StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
+
+
+@functools.cache
+def models():
+    """A target, and a draft model that agrees with it often enough; one of its layers has a sliding
+    window of its own, one has not."""
+    target = toy.model(num_layers=2)
+    config = dataclasses.replace(target.config, sliding_windows=(100, None))
+    return target, dataclasses.replace(target, name="draft", config=config)
+
+
+def windowed(**settings):
+    return DraftModel(models()[1], kv_window=WINDOW, kv_sinks=SINKS, **settings)
+
+
+def params_of(temperatures=(0.0, 0.8, 0.0), max_tokens=60):
+    return [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        for seed, temperature in enumerate(temperatures)
+    ]
+
+
+def executor_of(drafter, target=None, **settings):
+    target = models()[0] if target is None else target
+    return make_executor(target, drafter, scheduler=Static(), trace="tokens", **(SHAPE | settings))
+
+
+def requests_of(prompts, params, target=None):
+    target = models()[0] if target is None else target
+    return make_requests(prompts, params, target, longest=MAX_LENGTH - 100)
+
+
+def drafts_of(executor, row):
+    """What was drafted for a row: by the length of its context, the tokens and their log q (that of
+    holes in trees, which is NaN, as infinity)."""
+    state = executor.fetch("trace", "counts")
+    rounds, tokens = state.trace.rounds, state.trace.tokens
+    found = {}
+    for index in range(int(state.counts.num_rounds[row])):
+        num_drafted = int(rounds.drafted[row, index])
+        found[int(rounds.context_length[row, index])] = (
+            tokens.token_id[row, index, :num_drafted].tolist(),
+            np.where(
+                tokens.token_id[row, index, :num_drafted] < 0,
+                np.inf,
+                tokens.logprob_q[row, index, :num_drafted],
+            ).tolist(),
+        )
+    return found
+
+
+def run(executor, requests, *, is_poisoned=False):
+    """Decodes requests, by row; returns what was drafted for each. With NaN, if that is wanted,
+    before every round wherever no query of the draft model may look."""
+    for row, request in requests.items():
+        executor.admit_and_prefill(row, request, draft_length=4, arrival=row)
+    spoil = jax.jit(kv.poison_uncommitted)
+    while is_poisoned and np.any(executor.fetch("finish").finish == 0):
+        drafter = executor.state.drafter
+        spoilt = drafter.replace(cache=spoil(drafter.cache, drafter.num_seen))
+        executor.state = executor.state.replace(drafter=spoilt)
+        executor.run(1)
+    executor.run(MAX_LENGTH)
+    return {row: drafts_of(executor, row) for row in requests}
+
+
+@contextlib.contextmanager
+def with_pages(monkeypatch, more):
+    """Rings of so many more pages than they need; of very many, nothing takes turns, and the cache
+    is a full one that is masked in the same way."""
+    real = kv.Ring.of_calls
+
+    def of_calls(**settings):
+        ring = real(**settings)
+        return dataclasses.replace(ring, num_pages=ring.num_pages + more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_model.Ring, "of_calls", of_calls)
+        yield
+
+
+# --------------------------------------------------------------------------- what does not change
+
+
+@pytest.mark.parametrize("kernels", ["default", pytest.param("xla", marks=pytest.mark.system)])
+def test_the_output_is_plain_decodings_over_several_turns_of_the_ring(kernels):
+    """Tokens and KV to the bit, of greedy and sampled rows."""
+    rope = RopeConfig(theta=1e4, rotary_size=16)
+    changes = {"head_size": 16, "rope": rope, "num_layers": 1}
+    name = "xla" if kernels == "xla" else default_kernels()
+    target = toy.model(kernels=name, **changes)
+    close = toy.model(kernels=name, **changes, sliding_windows=(200,))
+    drafter = DraftModel(close, kv_window=WINDOW)
+    engine = Engine(target, drafter, scheduler=Static(), **SHAPE)
+    params = params_of(max_tokens=400)
+    plain = engine.generate(PROMPTS, params, speculate=False)
+    plain_kv = live_kv(engine)
+    poison(engine)
+    speculative = engine.generate(PROMPTS, params)
+    assert [done.token_ids for done in speculative] == [done.token_ids for done in plain]
+    for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for done in speculative:
+        assert done.acceptance.num_accepted_tokens > 50
+
+
+@pytest.mark.system
+def test_the_whole_battery():
+    """Drafts depend on their own request only, and q is what they were drawn from; prompts that are
+    longer than a turn of the ring, and shorter."""
+    target = models()[0]
+    prompts = toy.prompts((1, 300, 129, 2, 420, 40, 600, 257, 500))
+    for drafter in (windowed(), windowed(tree=BEAM)):
+        check_drafter(drafter, target, prompts=prompts, max_length=768).assert_ok()
+
+
+# ------------------------------------------------------------------------------- what is drafted
+
+
+def visible(own, num_tokens):
+    """`[T, T]`, which positions (columns) a query (row) of a layer sees."""
+    query, key = np.ogrid[:num_tokens, :num_tokens]
+    near = key > query - (WINDOW if own is None else min(own, WINDOW))
+    is_near = near | (key < SINKS) if own is None or own > WINDOW else near
+    return (key <= query) & is_near
+
+
+@functools.cache
+def dense_logits():
+    """A function of `[MAX_LENGTH]` tokens: logits `[MAX_LENGTH, V]` of the draft model, nothing
+    cached."""
+    model = models()[1]
+    config = model.config
+
+    @jax.jit
+    def logits(tokens):
+        hidden = decoder.embed(model.params, tokens[None])
+        positions = jnp.arange(MAX_LENGTH, dtype=jnp.int32)[None]
+        angles = layers.rotary_angles(config.rope, positions)
+        for index, layer in enumerate(model.params["layers"]):
+            mask = jnp.asarray(visible(config.sliding_window(index), MAX_LENGTH))
+
+            def attend(qkv, layer=layer, mask=mask):
+                inputs = attention_inputs(qkv, angles, **layers.attention_settings(config, layer))
+                return jax.nn.dot_product_attention(*inputs, mask=mask[None, None])
+
+            hidden = layers.decoder_layer(config, layer, hidden, attend)
+        return decoder.head(config, model.params, hidden)[0]
+
+    return logits
+
+
+def distances_to_dense(executor, drafts):
+    """By row, the largest difference between log q of what was drafted and that of a dense
+    reference, in the row's temperature (1 if it is greedy); and whether each greedy draft is the
+    likeliest token."""
+    tokens = executor.fetch("tokens").tokens
+    for row, by_context in drafts.items():
+        temperature = (1.0, 0.8, 1.0)[row]
+        farthest, are_likeliest = 0.0, []
+        for context, (drafted, logprobs) in [*by_context.items()][::4]:
+            text = np.zeros((MAX_LENGTH,), np.int32)
+            text[:context] = tokens[row, :context]
+            text[context : context + len(drafted)] = drafted
+            logits = dense_logits()(text)[context - 1 : context - 1 + len(drafted)]
+            expected = np.asarray(jax.nn.log_softmax(logits / temperature))
+            of_drafts = expected[np.arange(len(drafted)), drafted]
+            farthest = max([farthest, *np.abs(of_drafts - logprobs)])
+            are_likeliest.append(expected.argmax(axis=1).tolist() == drafted)
+        yield row, farthest, all(are_likeliest)
+
+
+@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.system)])
+def test_drafts_are_drawn_from_what_a_dense_reference_says(monkeypatch, is_broken):
+    """Under `rejection`, where the output's distribution rests on q. A ring of one page less is
+    seen."""
+    drafter = windowed()
+    with with_pages(monkeypatch, -1 if is_broken else 0):
+        executor = executor_of(drafter, verifier=Rejection())
+        drafts = run(executor, dict(enumerate(requests_of(PROMPTS, params_of()))))
+    found = list(distances_to_dense(executor, drafts))
+    is_close = [farthest < 1e-3 for _, farthest, _ in found]
+    # Row 1 has 65 tokens, and no page that takes turns.
+    assert is_close == ([False, True, False] if is_broken else [True] * 3)
+    is_greedy_right = [is_right for row, _, is_right in found if row != 1]
+    assert all(is_greedy_right) != is_broken
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("settings", "verifier"),
+    [
+        ({"min_confidence": 0.1}, None),
+        ({"tree": BEAM}, None),
+        ({"tree": STATIC}, Rejection()),
+    ],
+    ids=["chains that end early", "beam tree", "static tree"],
+)
+def test_drafts_are_those_of_a_full_cache_that_is_masked_alike(monkeypatch, settings, verifier):
+    """To the bit, and whatever is in the slots that no query may see."""
+    drafter, requests = windowed(**settings), dict(enumerate(requests_of(PROMPTS, params_of())))
+    found = run(executor_of(drafter, verifier=verifier), requests)
+    assert run(executor_of(drafter, verifier=verifier), requests, is_poisoned=True) == found
+    for more, is_same in ((20, True), (-1, False)):
+        with with_pages(monkeypatch, more):
+            executor = executor_of(drafter, verifier=verifier)
+            others = run(executor, requests)
+        assert (others == found) == is_same
+    alone = run(executor_of(drafter, verifier=verifier), {2: requests[2]})
+    assert alone[2] == found[2]
+
+
+@pytest.mark.system
+def test_a_window_that_holds_everything_drafts_as_a_full_cache():
+    requests = dict(enumerate(requests_of(PROMPTS, params_of())))
+    full = run(executor_of(DraftModel(models()[1])), requests)
+    wide = run(executor_of(DraftModel(models()[1], kv_window=MAX_LENGTH)), requests)
+    assert wide == full
+    assert run(executor_of(windowed()), requests) != full
+
+
+# ----------------------------------------------------------------- rows that rest, move and return
+
+
+@pytest.mark.system
+def test_a_drafter_that_fell_behind_catches_up_over_turns_of_the_ring():
+    """It drafts what it would have drafted for the same text as a prompt."""
+    drafter = windowed()
+    [request] = requests_of([PROMPTS[0]], SamplingParams(max_tokens=400))
+    executor = executor_of(drafter)
+    executor.admit_and_prefill(1, request, draft_length=0)
+    executor.run(300)
+    executor.set_draft_limits([4, 4, 4])
+    lag = int(executor.lags()[1])
+    assert lag == 300
+    assert executor.catch_up({1: lag}) == -(-300 // CHUNK)
+    executor.run(20)
+    late = {at: tokens for at, (tokens, _) in drafts_of(executor, 1).items() if tokens}
+    text = executor.fetch("tokens").tokens[1, :900].tolist()
+    [again] = requests_of([text], SamplingParams(max_tokens=100))
+    early = run(executor_of(drafter), {0: again})[0]
+    assert len(late) == 20
+    for context, tokens in late.items():
+        assert early[context][0] == tokens
+
+
+def continued(executor, num_kept, params):
+    """Drafts for a prompt that shares its first `num_kept` tokens with the one that row 0 has read,
+    and the tokens of that one that the drafter did not read again."""
+    [first] = requests_of([PROMPTS[0]], params)
+    other = PROMPTS[0][:num_kept] + toy.prompts((40,), seed=5)[0]
+    [second] = requests_of([other], params)
+    executor.admit_and_prefill(0, first, draft_length=4)
+    executor.run(3)
+    executor.continue_row(0, second, draft_length=4, num_kept=num_kept, start=num_kept)
+    num_seen = int(executor.state.drafter.num_seen[0])
+    for start in range(num_kept, len(other) - 1, CHUNK):
+        executor.prefill({0: start})
+    executor.catch_up({0: int(executor.lags()[0])})
+    executor.run(20)
+    return second, drafts_of(executor, 0), num_seen
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_the_ring_has_lost_is_read_again(monkeypatch, is_broken):
+    if is_broken:
+        monkeypatch.setattr(kv.Ring, "holds", lambda ring, kept, written: kept >= 0)
+    executor = executor_of(windowed())
+    params = SamplingParams(max_tokens=30)
+    kept, is_same = [], []
+    for num_kept in (60, 128, 300, 470, 580):
+        second, drafts, num_seen = continued(executor, num_kept, params)
+        kept.append(num_seen)
+        fresh = run(executor, {1: second})[1]
+        is_same.append(all(fresh[at][0] == tokens for at, (tokens, _) in drafts.items()))
+    if is_broken:
+        assert kept == [60, 128, 300, 470, 580]
+        assert not all(is_same)
+    else:  # the first block has a page of its own; of the others, 128 positions before must be left
+        assert kept == [60, 128, 0, 0, 580]
+        assert all(is_same)
+
+
+def test_cutting_back_twice_forgets_nothing_of_what_was_written():
+    """What was written before the first cut is still in the ring's way at the second."""
+    executor = executor_of(windowed())
+    drafter, shape = executor.loop.drafter, executor.loop.resident_shape
+    executor.admit_and_prefill(0, *requests_of([PROMPTS[0]], SamplingParams()), draft_length=4)
+    state = executor.state.drafter
+    for num_kept, expected in ((500, 500), (480, 480), (460, 0)):
+        state = drafter.rewind(shape, (), state, None, 0, jnp.int32(num_kept))
+        assert int(state.num_seen[0]) == expected, num_kept
+    assert int(state.num_written[0]) == 0
+
+
+def drafted(done):
+    """Rounds and accepted tokens of a completion, which depend on every draft."""
+    return done.acceptance.num_rounds, done.acceptance.num_accepted_tokens
+
+
+@pytest.mark.system
+def test_sessions_that_are_parked_draft_as_from_nothing():
+    """Two chats share one row, so that every turn finds its KV on the host."""
+    engine = Engine(models()[0], windowed(), **{**SHAPE, "batch_size": 1})
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with engine.session() as one, engine.session() as other:
+        for turn in (0, 1):
+            for session, seed in ((one, 1), (other, 2)):
+                new = toy.prompts((300 + 100 * turn,), seed=seed + 10 * turn)[0]
+                done = session.generate([*session.token_ids, *new], params)
+                if turn:
+                    assert done.num_reused_tokens == 319
+                [fresh] = engine.generate([done.prompt_token_ids], params)
+                assert done.token_ids == fresh.token_ids
+                assert drafted(done) == drafted(fresh)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("scheduler", ["pool", "continuous"])
+def test_schedulers_do_not_change_what_is_drafted(scheduler):
+    """More requests than rows, some of which wait among the residents."""
+    prompts, params = PROMPTS[::2] * 2, params_of((0, 0.8, 0, 0), max_tokens=40)
+    static = Engine(models()[0], windowed(), scheduler=Static(), **SHAPE)
+    other = Engine(models()[0], windowed(), scheduler=scheduler, **{**SHAPE, "batch_size": 2})
+    found = [
+        [(done.token_ids, drafted(done)) for done in each.generate(prompts, params)]
+        for each in (static, other)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.system
+def test_a_prefilled_row_may_be_inserted():
+    engine = ServingEngine(models()[0], windowed(), **SHAPE)
+    params = SamplingParams(max_tokens=30)
+    state = engine.init_decode_state()
+    state = engine.insert(engine.prefill(PROMPTS[0], params), state, 2)
+    tokens, num_rounds = [], 0
+    while len(tokens) < 30:
+        state, result = engine.generate(state)
+        tokens += np.asarray(result.tokens)[2, : int(result.num_new[2])].tolist()
+        num_rounds += 1
+    own = Engine(models()[0], windowed(), scheduler=Static(), **SHAPE)
+    [expected] = own.generate([PROMPTS[0]], params)
+    assert tuple(tokens) == expected.token_ids
+    assert num_rounds == expected.acceptance.num_rounds
+
+
+# ------------------------------------------------------------------------- memory and bad settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_pages"),
+    [({}, 3), ({"tree": BeamTree(width=8, depth=20, nodes=30)}, 4)],
+    ids=["chain", "tree"],
+)
+def test_kv_does_not_grow_with_the_context(settings, num_pages):
+    def shapes(max_length):
+        drafter = windowed(**settings)
+        size = {**SHAPE, "max_length": max_length}
+        executor = make_executor(models()[0], drafter, scheduler=Static(), **size)
+        return executor.eval_state().drafter.cache, executor.memory
+
+    small, memory = shapes(1152)
+    large, larger = shapes(8192)
+    assert num_bytes(small.layers) == num_bytes(large.layers)
+    assert small.layers[0].k.shape[0] == 3 * num_pages
+    assert large.capacity >= 8192
+    # Only the target's KV grew.
+    target = models()[0].config
+    per_slot = 4 * 2 * target.num_layers * target.num_kv_heads * target.head_size
+    assert larger.kv_bytes - memory.kv_bytes == pytest.approx(
+        3 * (8192 - 1152) * per_slot, rel=0.01
+    )
+
+
+class NoLanguageModel:
+    """Has what `Model` asks for."""
+
+    def __init__(self, model):
+        self.name, self.params, self.tokenizer = model.name, model.params, None
+        self.vocab_size, self.eos_token_ids = model.vocab_size, ()
+        self.init_cache, self.forward, self.logits = model.init_cache, model.forward, model.logits
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_window": 0}, r"kv_window 0 was given; KV is kept in blocks of 128 positions"),
+        ({"kv_window": 127}, r"so give at least 128, or None to keep everything"),
+        ({"kv_window": 256, "kv_sinks": -1}, r"kv_sinks -1 was given; .* from 0 to 128"),
+        ({"kv_window": 256, "kv_sinks": 129}, r"kv_sinks 129 was given; .* from 0 to 128"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(settings, message):
+    with pytest.raises(SettingError, match=message):
+        DraftModel(models()[1], **settings)
+
+
+def test_what_cannot_keep_a_window_is_refused():
+    with pytest.raises(SettingError, match=r"a kv_window of 128 were given; .* layout 'ragged'"):
+        Engine(models()[0], windowed(), layout="aligned", **SHAPE)
+    with pytest.raises(SettingError, match=r"kv_window of 128 was given .* a NoLanguageModel"):
+        DraftModel(NoLanguageModel(models()[1]), kv_window=WINDOW)
+    Engine(models()[0], DraftModel(models()[1]), layout="aligned", **SHAPE)
+
+
+def test_its_name_says_what_it_keeps():
+    assert windowed().name == "draft_model~128+4:draft"
+    assert windowed(tree=BEAM).name == "draft_model[2x3:4]~128+4:draft"
+    assert jaxspec.DraftModel(models()[1], kv_sinks=9).name == "draft_model:draft"
