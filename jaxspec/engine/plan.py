@@ -123,7 +123,7 @@ KNOBS: Mapping[str, Knob] = {
     "kv_dtype": Knob("target", "kv_dtype", "--kv-dtype"),
     "draft_dtype": Knob("draft", "dtype"),
     "draft_kv_dtype": Knob("drafter", "kv_dtype", "--draft-kv-dtype"),
-    "draft_kv_window": Knob("drafter", "kv_window"),
+    "draft_kv_window": Knob("drafter", "kv_window", "--draft-kv-window"),
 }
 _TAKERS: Mapping[str, Any] = {"target": LanguageModel, "drafter": DraftModel}
 
@@ -369,10 +369,9 @@ class MemoryPlan:
         """The beginning of a command line of `jaxspec generate`; None where it has no option for
         one of the settings."""
         settings = self.settings
-        unsaid = ("draft_kv_window",) if settings.draft_length else ()
-        if settings.num_devices > 1 or any(getattr(settings, name) for name in unsaid):
+        if settings.num_devices > 1 or settings.prefill_chunk != 128:
             return None
-        if settings.prefill_chunk != 128 or settings.draft_dtype != self.dtype:
+        if settings.draft_length and settings.draft_dtype != self.dtype:
             return None
         words = ["jaxspec generate --target", self.target, "--dtype", self.dtype]
         if settings.draft_length:

@@ -24,6 +24,7 @@ from jaxspec.analysis.planner import (
     model_axes,
     plan_memory,
 )
+from jaxspec.commands.generate import GenerateCommand
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine import memory, plan
@@ -490,3 +491,5 @@ def test_knobs_name_arguments_that_exist():
         assert field in {each.name for each in dataclasses.fields(PlanSettings)}
         if is_available(field):
             assert knob.argument in inspect.signature(owners[knob.owner]).parameters
+            option = (knob.option or "--target").removeprefix("--").replace("-", "_")
+            assert option in {each.name for each in dataclasses.fields(GenerateCommand)}
