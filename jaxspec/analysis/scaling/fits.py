@@ -5,10 +5,10 @@ are the same at every point, and so are a seed's branches, so the errors of the 
 what is resampled are whole prompts and whole seeds (a cluster bootstrap; for two crossed factors
 Owen 2007, "The pigeonhole bootstrap").
 
-With three seeds a bootstrap alone is too sure of itself. Its variance is split into what prompts,
-seeds and both together contribute, each part is made unbiased, and the percentile interval is
-widened to Student's (an expanded percentile interval: Hesterberg 2015), with degrees of freedom
-after Satterthwaite.
+Percentiles are those of Efron's BCa interval (1987), because tau is skewed over prompts; and with
+three seeds a bootstrap alone is too sure of itself. Its variance is split into what prompts, seeds
+and both together contribute, each part is made unbiased, and the interval is widened to Student's
+(an expanded interval: Hesterberg 2015), with degrees of freedom after Satterthwaite.
 """
 
 from __future__ import annotations
@@ -229,6 +229,7 @@ class Resampled:
       both: `[draws, n]`, prompts and seeds resampled.
       of_prompts: prompts resampled.
       of_seeds: seeds resampled; None where there is one.
+      left_out: `[P, n]`, means without each prompt.
       num_prompts: P.
       num_seeds: S.
     """
@@ -237,6 +238,7 @@ class Resampled:
     both: np.ndarray
     of_prompts: np.ndarray
     of_seeds: np.ndarray | None
+    left_out: np.ndarray
     num_prompts: int
     num_seeds: int
 
@@ -248,6 +250,7 @@ class Resampled:
             both=function(self.both),
             of_prompts=function(self.of_prompts),
             of_seeds=None if self.of_seeds is None else function(self.of_seeds),
+            left_out=function(self.left_out),
         )
 
     def interval(self, statistic: Statistic) -> Interval:
@@ -265,11 +268,32 @@ class Resampled:
         if not np.isfinite(spread):
             return Interval(value=value, low=np.nan, high=np.nan)
         widening = spread * stdtrit(freedom, 0.975) / NORMAL_975
-        low, high = value + widening * (np.quantile(both, (0.025, 0.975)) - value)
+        shares = bca_shares(both, value, statistic(self.left_out))
+        low, high = value + widening * (np.quantile(both, shares) - value)
         return Interval(value=value, low=float(low), high=float(high))
 
 
 NORMAL_975 = 1.959964
+
+
+def bca_shares(draws: np.ndarray, value: float, left_out: np.ndarray) -> np.ndarray:
+    """The shares of draws below the two ends of a 95 % interval, corrected for bias and skewness
+    (BCa: Efron 1987); 0.025 and 0.975 without either.
+
+    Args:
+      draws: `[draws]`.
+      value: of all prompts.
+      left_out: `[P]`, without each prompt.
+    """
+    from scipy.special import ndtr, ndtri
+
+    below = np.mean(draws < value) + 0.5 * np.mean(draws == value)
+    bias = ndtri(np.clip(below, 0.1, 0.9))  # beyond that the value is at the end of its range
+    moved = np.mean(left_out) - left_out
+    squares = np.sum(moved**2)
+    skew = np.clip(np.sum(moved**3) / (6.0 * squares**1.5), -0.1, 0.1) if squares > 0 else 0.0
+    ends = bias + np.array([-NORMAL_975, NORMAL_975])
+    return ndtr(bias + ends / (1.0 - skew * ends))
 
 
 def expected_spread(
@@ -316,6 +340,8 @@ def resample(values: np.ndarray, *, num_draws: int, random: np.random.Generator)
         return random.multinomial(count, np.full(count, 1.0 / count), num_draws) / count
 
     prompts, seeds = shares(num_prompts), shares(num_seeds)
+    of_prompts = values.mean(axis=1)
+    left_out = (of_prompts.sum(axis=1, keepdims=True) - of_prompts) / (num_prompts - 1)
     by_seed = np.einsum("dp,nsp->dns", prompts, values, optimize=True)
     by_prompt = values.mean(axis=2)
     return Resampled(
@@ -323,6 +349,7 @@ def resample(values: np.ndarray, *, num_draws: int, random: np.random.Generator)
         both=np.einsum("ds,dns->dn", seeds, by_seed),
         of_prompts=by_seed.mean(axis=2),
         of_seeds=seeds @ by_prompt.T if num_seeds > 1 else None,
+        left_out=left_out.T,
         num_prompts=num_prompts,
         num_seeds=num_seeds,
     )
