@@ -74,7 +74,7 @@ class RoundTimes:
       long_s: at the second.
       chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
       call_s: seconds that a call takes besides its rounds.
-      others: of the drafter's other variants, which draft the same.
+      others: of the drafter's other variants, which draft the same: rounds take the least of all.
     """
 
     short_context: int
@@ -90,14 +90,19 @@ class RoundTimes:
         """Those that were measured, 0 among them, ascending."""
         return tuple(self.short_s)
 
-    @property
-    def variants(self) -> tuple[RoundTimes, ...]:
-        """Of all variants: these times, then `others`."""
-        return (self, *self.others)
-
     def of(self, draft_length: int, context: int) -> float:
-        """Seconds per round of this variant where the longest row has `context` committed
-        tokens."""
+        """Seconds per round where the longest row has `context` committed tokens."""
+        return min(self._of_variants(draft_length, context))
+
+    def fastest(self, draft_length: int, context: int) -> int:
+        """Which variant that is: 0, or 1 and more for `others`."""
+        seconds = self._of_variants(draft_length, context)
+        return seconds.index(min(seconds))
+
+    def _of_variants(self, draft_length: int, context: int) -> list[float]:
+        return [times._own(draft_length, context) for times in (self, *self.others)]
+
+    def _own(self, draft_length: int, context: int) -> float:
         span = max(self.long_context - self.short_context, 1)
         share = min(max((context - self.short_context) / span, 0.0), 1.0)
         short_s, long_s = self.short_s[draft_length], self.long_s[draft_length]
@@ -236,11 +241,9 @@ class DraftLengthController:
         self._current: int | None = None
         self._is_trial = False
         self._since_trial_s = 0.0
-        # What rounds took lately, over what `times` says; by draft length and variant.
+        # What rounds took lately, over what `times` says.
         self._time_ratios = {
-            (n, variant): collections.deque[float](maxlen=REMEMBERED_CALLS)
-            for n in times.draft_lengths
-            for variant in range(len(times.variants))
+            n: collections.deque[float](maxlen=REMEMBERED_CALLS) for n in times.draft_lengths
         }
         # Rounds since each was last run; what was never run is to be tried soon.
         self._rounds_since = dict.fromkeys(times.draft_lengths, RETIMED_AFTER)
@@ -278,22 +281,15 @@ class DraftLengthController:
         return tuple(found)
 
     def round_s(self, draft_length: int, context: int) -> float:
-        """Seconds per round of the fastest variant where the longest row has `context` committed
-        tokens, as the rounds run lately say."""
-        return min(self._seconds_of_variants(draft_length, context))
+        """Seconds per round where the longest row has `context` committed tokens, as the rounds run
+        lately say."""
+        ratios = self._time_ratios[draft_length]
+        measured = () if len(ratios) >= FEW_CALLS else (1.0,)
+        return self.times.of(draft_length, context) * min((*ratios, *measured))
 
-    def _seconds_of_variants(self, draft_length: int, context: int) -> list[float]:
-        seconds = []
-        for variant, times in enumerate(self.times.variants):
-            ratios = self._time_ratios[draft_length, variant]
-            measured = () if len(ratios) >= FEW_CALLS else (1.0,)
-            seconds.append(times.of(draft_length, context) * min((*ratios, *measured)))
-        return seconds
-
-    def must_time(self, choice: Choice) -> bool:
-        """Whether little is known of what such rounds take by now."""
-        ratios = self._time_ratios[choice.draft_length, choice.variant]
-        return self._is_trial or len(ratios) < FEW_CALLS
+    def must_time(self, draft_length: int) -> bool:
+        """Whether little is known of what rounds of this draft length take by now."""
+        return self._is_trial or len(self._time_ratios[draft_length]) < FEW_CALLS
 
     def tokens_per_s(
         self,
@@ -317,7 +313,7 @@ class DraftLengthController:
         count_unprefilled: Callable[[], int],
         chunks_per_token: float = 0.0,
     ) -> Choice:
-        """The draft length of the next rounds, and the drafter's variant that is fastest at it.
+        """The draft length of the next rounds.
 
         Args:
           context: committed tokens of the longest running row.
@@ -327,12 +323,6 @@ class DraftLengthController:
           chunks_per_token: prompt chunks that the drafter reads per token that a row emits, summed
             over the rows.
         """
-
-        def choice(draft_length: int, num_rounds: int) -> Choice:
-            seconds = self._seconds_of_variants(draft_length, context)
-            variant = seconds.index(min(seconds))
-            return Choice(draft_length=draft_length, num_rounds=num_rounds, variant=variant)
-
         lengths = self.times.draft_lengths
 
         def rates_if(**assumed: Any) -> dict[int, float]:
@@ -346,9 +336,9 @@ class DraftLengthController:
             other = self._affordable_trial(likely, context, count_unprefilled)
             if other is not None:
                 self._is_trial = True
-                return choice(other, min(num_rounds, TRIAL_ROUNDS))
+                return Choice(draft_length=other, num_rounds=min(num_rounds, TRIAL_ROUNDS))
             if self._current == 0:
-                return choice(0, num_rounds)
+                return Choice(draft_length=0, num_rounds=num_rounds)
         worth = _worth(rates)
         if self._current != 0 and worth[0] == max(worth.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
@@ -365,7 +355,7 @@ class DraftLengthController:
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
         elif self._num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
-        return choice(self._current, num_rounds)
+        return Choice(draft_length=self._current, num_rounds=num_rounds)
 
     def _affordable_trial(
         self, rates: Mapping[int, float], context: int, count_unprefilled: Callable[[], int]
@@ -402,7 +392,6 @@ class DraftLengthController:
         num_row_rounds: int,
         num_accepted_at: Sequence[int],
         seconds: float | None = None,
-        variant: int = 0,
     ) -> None:
         """Records the result of a choice.
 
@@ -413,13 +402,12 @@ class DraftLengthController:
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
           num_accepted_at: of these, those that accepted position j (of a chain: and all before).
           seconds: that the rounds took, with one call; None if that is not known.
-          variant: as chosen.
         """
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
-        expected_s = self.times.variants[variant].of(draft_length, context)
+        expected_s = self.times.of(draft_length, context)
         if self.corrects_times and seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
             per_round_s = max(seconds - self.times.call_s, SHORTEST_S) / num_rounds
-            self._time_ratios[draft_length, variant].append(per_round_s / expected_s)
+            self._time_ratios[draft_length].append(per_round_s / expected_s)
         for n in self._rounds_since:
             self._rounds_since[n] = 0 if n == draft_length else self._rounds_since[n] + num_rounds
         self._since_trial_s += num_rounds * self.round_s(draft_length, context)
@@ -519,8 +507,9 @@ class AdaptiveDrafting:
         was_resting = self.is_resting
         lags = functools.cache(lambda: self._lags(tickets))
         drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]
+        context = _longest_context(tickets)
         choice = controller.choose(
-            context=_longest_context(tickets),
+            context=context,
             num_rounds=num_rounds,
             count_unprefilled=lambda: sum(map(self._num_chunks, lags().values())),
             chunks_per_token=sum(
@@ -528,6 +517,8 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
+        variant = controller.times.fastest(choice.draft_length, context)
+        choice = dataclasses.replace(choice, variant=variant)
         # A drafter that neither rested nor was left out of plain steps has seen everything.
         must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
         if must_read:
@@ -541,7 +532,7 @@ class AdaptiveDrafting:
         self._choice = choice
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device.
-        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice):
+        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.draft_length):
             executor.wait()
         is_timed = executor.is_idle
         self._started_s = time.perf_counter() if is_timed else None
@@ -586,7 +577,6 @@ class AdaptiveDrafting:
                 for j in range(choice.draft_length)
             ],
             seconds=seconds,
-            variant=choice.variant,
         )
 
     def _num_chunks(self, num_tokens: int) -> int:

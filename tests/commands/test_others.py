@@ -38,9 +38,10 @@ def test_help_names_every_command_and_preset(cli):
     benches = re.findall(r"• ([a-z-]+) ", cli("bench", "--help").out)
     assert {"decode", "predict", "study", "compile-time"} <= {*benches}
     for words in [
-        *((name,) for name in COMMANDS if name not in ("bench", "train")),
+        *((name,) for name in COMMANDS if name not in ("bench", "study", "train")),
         *(("bench", b) for b in benches),
-        *(("train", what) for what in ("lm", "texts", "heads")),
+        *(("train", what) for what in ("lm", "texts", "heads", "flexdraft")),
+        *(("study", what) for what in ("scaling", "published")),
     ]:
         shown = cli(*words, "--help")
         assert shown.status == 0
