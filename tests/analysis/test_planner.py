@@ -331,6 +331,7 @@ def plan_of(budget_bytes, **changes):
     return plan_memory(TARGET, DRAFT, budget_bytes, **options)
 
 
+@pytest.mark.system
 def test_a_smaller_budget_gives_a_smaller_plan_and_the_smallest_works():
     large = plan_of(GIB, keep=1.0)
     assert large.chosen.bytes.total_bytes <= large.fastest.bytes.total_bytes <= GIB

@@ -230,8 +230,8 @@ def test_drafts_are_drawn_from_what_a_dense_reference_says(monkeypatch, is_broke
     ("settings", "verifier"),
     [
         ({"min_confidence": 0.1}, None),
-        ({"tree": BEAM}, None),
-        ({"tree": STATIC}, Rejection()),
+        pytest.param({"tree": BEAM}, None, marks=pytest.mark.system),
+        pytest.param({"tree": STATIC}, Rejection(), marks=pytest.mark.system),
     ],
     ids=["chains that end early", "beam tree", "static tree"],
 )
