@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.analysis import cost
+from jaxspec.analysis.baseline import baseline_bytes
 from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.checkpoint.resolve import load_model
@@ -45,7 +46,6 @@ from jaxspec.engine.plan import (
     ProgramBytes,
     Source,
     compile_programs,
-    is_available,
 )
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
@@ -145,7 +145,7 @@ def plan_memory(
 
     Of all settings that fit, the fastest by the cost model is found; of those that are predicted to
     keep `keep` of its speed, the one of the fewest bytes is chosen. No array of a model's size is
-    made.
+    made, unless a name has to be loaded.
 
     Args:
       target: a model, an architecture, or a name; see `describe`.
@@ -170,7 +170,7 @@ def plan_memory(
       search: which settings are tried.
       compiles: `whole`: the chosen settings' programs; `short`: their first two layers only, which
         takes seconds for any model.
-      say: told what is being done.
+      say: called with what is being done.
 
     Raises:
       SettingError: nothing fits (the message has the smallest budget that does, and its settings);
@@ -283,9 +283,8 @@ class Planner:
                 "num_data_shards": data,
                 "num_model_shards": model,
             }
-            kv_dtypes = search.kv_dtypes if is_available("kv_dtype") else (None,)
             for kv_dtype, of_draft in itertools.product(
-                kv_dtypes, self._draft_settings(draft_length, max_length)
+                search.kv_dtypes, self._draft_settings(draft_length, max_length)
             ):
                 yield PlanSettings(kv_dtype=kv_dtype, **shared, **of_draft)
 
@@ -295,9 +294,9 @@ class Planner:
             return
         search = self.search
         dtypes = search.draft_dtypes or (self.draft.dtype or self.dtype,)
-        kv_dtypes = search.draft_kv_dtypes if is_available("draft_kv_dtype") else (None,)
-        windows = search.draft_kv_windows if is_available("draft_kv_window") else (None,)
-        for dtype, kv_dtype, window in itertools.product(dtypes, kv_dtypes, windows):
+        for dtype, kv_dtype, window in itertools.product(
+            dtypes, search.draft_kv_dtypes, search.draft_kv_windows
+        ):
             if window is None or window + BLOCK < max_length:
                 yield {
                     "draft_dtype": parse_dtype(dtype).name,
@@ -376,19 +375,15 @@ class Planner:
             kv_dtype=kv_dtype,
         )
 
-    @functools.cached_property
-    def _parts(self) -> Callable[[PlanSettings], Parts]:
-        @functools.cache
-        def at_chunk(settings: PlanSettings) -> Parts:
-            return measure_parts(self.loop(settings))
+    def _parts(self, settings: PlanSettings) -> Parts:
+        """Where the bytes are. The chunk changes only the pages of a draft model's window of KV."""
+        if settings.draft_kv_window is None:
+            settings = dataclasses.replace(settings, prefill_chunk=DEFAULT_CHUNK)
+        return self._parts_at_chunk(settings)
 
-        def parts(settings: PlanSettings) -> Parts:
-            """The chunk changes nothing but the pages of a draft model that forgets."""
-            if settings.draft_kv_window is None:
-                settings = dataclasses.replace(settings, prefill_chunk=DEFAULT_CHUNK)
-            return at_chunk(settings)
-
-        return parts
+    @functools.cache  # noqa: B019
+    def _parts_at_chunk(self, settings: PlanSettings) -> Parts:
+        return measure_parts(self.loop(settings))
 
     @functools.cached_property
     def _programs_dtype(self) -> str | None:
@@ -414,7 +409,7 @@ class Planner:
     @functools.cached_property
     def _estimate(self) -> Estimate:
         """Temporaries of one device, from short programs of two sizes."""
-        candidates = [each for each in self.candidates()]
+        candidates = list(self.candidates())
         longest = max(candidates, key=lambda each: (each.draft_length, each.batch_size))
         chunks = sorted({each.prefill_chunk for each in candidates})
         small = dataclasses.replace(longest, batch_size=1, prefill_chunk=chunks[0])
@@ -675,9 +670,9 @@ class Planner:
         }
         if self.draft is not None and settings.draft_length:
             draft, dtype = self.draft.config, settings.draft_dtype
-            drafter = self._loop(settings, None, None).drafter
-            cache = jax.eval_shape(lambda: drafter.init(self._loop(settings, None, None).shape))
-            slots = cache.cache.layers[0].k.shape[0] * BLOCK // rows
+            loop = self._loop(settings, None, None)
+            state = jax.eval_shape(lambda: loop.drafter.init(loop.shape))
+            slots = state.cache.layers[0].k.shape[0] * BLOCK // rows
             found["draft_weights_bytes"] = _weights_in_words(draft, dtype)
             found["draft_kv_bytes"] = of_kv(draft, settings.draft_kv_dtype, dtype, slots)
             if self.verifier.needs_draft_probs:
@@ -835,65 +830,3 @@ def doubling(largest: int) -> Iterator[int]:
 def kv_itemsize(config: ModelConfig, kv_dtype: KvDtype | None, itemsize: int) -> float:
     """Bytes of a component of the KV; with int8 its share of the vector's fp32 scale is added."""
     return itemsize if kv_dtype is None else 1 + 4 / config.head_size
-
-
-def kv_bytes(
-    config: ModelConfig, *, num_rows: int, num_slots: int, kv_dtype: KvDtype | None, itemsize: int
-) -> int:
-    """The formula of KV: `rows * 2 L K (H b + s) * slots`, and a page number per block."""
-    per_vector = config.head_size * (1 if kv_dtype else itemsize) + 4 * (kv_dtype is not None)
-    per_slot = 2 * config.num_layers * config.num_kv_heads * per_vector
-    return num_rows * (per_slot * num_slots + 4 * (num_slots // BLOCK))
-
-
-def baseline_bytes(
-    config: ModelConfig,
-    *,
-    draft: ModelConfig | None = None,
-    itemsize: int = 2,
-    num_rows: int = 1,
-    context: int | None = None,
-    prompt_tokens: int,
-    num_heads: int = 0,
-    num_nodes: int,
-    num_leaves: int = 1,
-    depth: int,
-) -> dict[str, int]:
-    """Generation memory of the policy that Medusa's and EAGLE's published code have, by part.
-
-    KV is allocated for the model's full context, the head (and every Medusa head) runs on all
-    positions of the prompt, of which one is used, and the logits of a tree are copied out once per
-    path. A next turn reads the whole history again, so its prompt is the history. The prompts of
-    several rows are counted one at a time.
-
-    Args:
-      config: of the target.
-      draft: of a draft model, whose KV and prompt logits are treated alike.
-      itemsize: bytes of a number.
-      num_rows: rows at a time.
-      context: slots that are allocated; default the model's.
-      prompt_tokens: P, of the longest prompt.
-      num_heads: Medusa heads besides the model's own.
-      num_nodes: of the tree, the root counted.
-      num_leaves: paths of the tree.
-      depth: of the tree, the root not counted.
-    """
-    context = config.max_length if context is None else context
-    models = [config] if draft is None else [config, draft]
-    per_position = (1 + num_heads) * config.vocab_size * itemsize
-    found = {
-        name: num_rows
-        * 2
-        * model.num_layers
-        * model.num_kv_heads
-        * model.head_size
-        * itemsize
-        * context
-        for name, model in zip(("target_kv_bytes", "draft_kv_bytes"), models, strict=False)
-    }
-    of_draft = 0 if draft is None else prompt_tokens * draft.vocab_size * itemsize
-    return found | {
-        "prefill_logits_bytes": prompt_tokens * per_position + of_draft,
-        "verify_logits_bytes": num_rows * num_nodes * per_position,
-        "duplicated_logits_bytes": num_rows * num_leaves * (depth + 1) * per_position,
-    }

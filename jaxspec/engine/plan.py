@@ -7,7 +7,6 @@ model, which stands above this room.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -19,10 +18,9 @@ from jaxspec.cache.pages import KvDtype
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.memory import Parts, in_units
 from jaxspec.errors import SettingError
-from jaxspec.models.base import LanguageModel, Model, kv_dtype_of
+from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.runtime.compilation import shapes_at
 
 # How the temporaries of a plan are known; see `PlanBytes`.
@@ -68,7 +66,7 @@ class PlanSettings:
         return self.kv_dtype is not None
 
     def options_of(self, owner: str) -> dict[str, Any]:
-        """The arguments that say these settings to one of `KNOBS`' owners, defaults left out."""
+        """These settings as arguments of one of `KNOBS`' owners, defaults left out."""
         found = {
             knob.argument: getattr(self, field)
             for field, knob in KNOBS.items()
@@ -100,7 +98,7 @@ class PlanSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """How a setting is said to the part that it belongs to.
+    """How a setting is passed to the part that it belongs to.
 
     Attributes:
       owner: `engine`, `target` (where it is loaded), `draft` (likewise) or `drafter`.
@@ -113,8 +111,7 @@ class Knob:
     option: str | None = None
 
 
-# By field of `PlanSettings`. A setting that this version's models or drafters do not take is not
-# searched; see `is_available`.
+# By field of `PlanSettings`.
 KNOBS: Mapping[str, Knob] = {
     "batch_size": Knob("engine", "batch_size", "--batch-size"),
     "max_length": Knob("engine", "max_length", "--max-length"),
@@ -125,14 +122,6 @@ KNOBS: Mapping[str, Knob] = {
     "draft_kv_dtype": Knob("drafter", "kv_dtype", "--draft-kv-dtype"),
     "draft_kv_window": Knob("drafter", "kv_window", "--draft-kv-window"),
 }
-_TAKERS: Mapping[str, Any] = {"target": LanguageModel, "drafter": DraftModel}
-
-
-def is_available(field: str) -> bool:
-    """Whether models and drafters of this version take a setting."""
-    knob = KNOBS[field]
-    taker = _TAKERS.get(knob.owner)
-    return taker is None or knob.argument in inspect.signature(taker).parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,7 +288,7 @@ class MemoryPlan:
       cheaper: the fastest of those that take fewer bytes than the chosen one; None if none does.
       faster: the cheapest of those predicted to be faster, whether it fits or not.
       baseline_bytes: what the baseline policy takes for the same rows, by part; see
-        `analysis.planner.baseline_bytes`.
+        `analysis.baseline`.
       programs: compiled for the chosen settings.
       formulas: by part of `engine.memory.Parts`, how its bytes come about, in words.
       num_candidates: settings that were looked at.
