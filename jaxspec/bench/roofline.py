@@ -1,4 +1,4 @@
-"""What the hardware can do at best: copy and read bandwidth, and the rate of matrix products.
+"""What the hardware can do at best: the bandwidth of reading, and the rate of matrix products.
 
 The roofline of a forward pass is what it must read (weights and live KV) over the bandwidth, or
 what it must compute over the rate of products, whichever takes longer. Both ceilings are measured
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxspec.analysis.cost import Pair, Pass, Timed
 from jaxspec.bench.measure import Repeated, Stage
-from jaxspec.kernels.base import precision_of
+from jaxspec.kernels.registry import default_kernels, get_kernels
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import PyTree
@@ -27,25 +27,19 @@ class Ceilings:
     """Measured ceilings of one device.
 
     Attributes:
-      num_bytes: working set of the two bandwidths. One that fits a cache is as fast as the cache,
-        so it should be that of the model it is compared with.
-      copy_bytes_per_s: bytes read and bytes written by a copy, together, over its seconds.
-      read_bytes_per_s: bytes read by a product of a matrix and a vector over its seconds: what
-        decoding one token does with weights.
-      matmul_flops_per_s: of square products in `dtype`, two per multiply-add.
-      dtype: of the products and of the matrix that is read.
+      num_bytes: working set of the bandwidth. One that fits a cache is as fast as the cache, so it
+        should be that of the model it is compared with.
+      bytes_per_s: bytes read by a product of a matrix and a vector, in fp32, over its seconds. A
+        copy may move more, as it writes while it reads, which decoding does not do with weights.
+      matmul_flops_per_s: of square products in `dtype`, two per multiply-add: XLA's or those of the
+        kernels that are this device's default, whichever are faster.
+      dtype: of the products.
     """
 
     num_bytes: int
-    copy_bytes_per_s: float
-    read_bytes_per_s: float
+    bytes_per_s: float
     matmul_flops_per_s: float
     dtype: str
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The larger of the two bandwidths: no program here read or wrote faster."""
-        return max(self.copy_bytes_per_s, self.read_bytes_per_s)
 
     @property
     def round_s(self) -> float:
@@ -100,22 +94,19 @@ def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:
     """Ceilings of the default device, medians of `repeats`.
 
     Args:
-      num_bytes: working set of the bandwidths, rounded down to whole rows.
+      num_bytes: working set of the bandwidth, rounded down to whole rows.
       dtype: of the model.
     """
     dtype, width = jnp.dtype(dtype), 1024
-    rows = max(num_bytes // (width * dtype.itemsize), 1)
+    kernels = get_kernels(default_kernels())
+    rows = max(num_bytes // (width * 4), 1)
     sizes = (512, 1024) if jax.default_backend() == "cpu" else (4096, 8192)
 
-    def copy(_params, _fixed, array):
-        return -array, ()  # read, and written back with the other sign
-
     def read(matrix, _fixed, vector):
-        out = jnp.matmul(vector, matrix, precision=precision_of(dtype))
-        return vector + jnp.resize(out[:, :1], vector.shape) * jnp.asarray(1e-6, dtype), out
+        return jnp.resize(matrix @ vector, vector.shape) / width, ()
 
     def product(right, _fixed, left):
-        return jnp.matmul(left, right, precision=precision_of(dtype)), ()
+        return kernels.product(left, right), ()
 
     def seconds(stage: Stage, params: PyTree, moving: PyTree) -> float:
         run = Repeated(stage, params, (), moving)
@@ -124,14 +115,16 @@ def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:
     def constant(*shape: int) -> jax.Array:
         return jnp.ones(shape, dtype) / jnp.asarray(shape[0], dtype)
 
-    num_floats = max(num_bytes // 4, 1)
-    copy_s = seconds(copy, (), jnp.ones((num_floats,), jnp.float32))
-    read_s = seconds(read, constant(width, rows), jnp.ones((1, width), dtype))
-    rates = [2.0 * n**3 / seconds(product, constant(n, n), constant(n, n)) for n in sizes]
+    matrix, vector = jnp.ones((rows, width), jnp.float32), jnp.ones((width,), jnp.float32)
+    read_s = seconds(read, matrix, vector)
+    rates = [
+        2.0 * n**3 / seconds(product, weight, constant(n, n))
+        for n in sizes
+        for weight in (constant(n, n), kernels.pack(constant(n, n)))  # by XLA, and by the kernels
+    ]
     return Ceilings(
         num_bytes=num_bytes,
-        copy_bytes_per_s=2 * 4 * num_floats / copy_s,
-        read_bytes_per_s=width * rows * dtype.itemsize / read_s,
+        bytes_per_s=matrix.nbytes / read_s,
         matmul_flops_per_s=max(rates),
         dtype=dtype.name,
     )

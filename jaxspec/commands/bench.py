@@ -119,7 +119,6 @@ class DecodeCommand(DecodeOptions):
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
         """How to read the tables, and whether outputs are plain decoding's."""
         ceilings, fits = document["ceilings"]["target"], document["cost_model"]["fits"]
-        bandwidth = max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"])
         errors = "; ".join(
             f"{name} {fit['held_out_error_median']:.0%} and {fit['held_out_error_worst']:.0%}"
             for name, fit in fits.items()
@@ -127,8 +126,8 @@ class DecodeCommand(DecodeOptions):
         sentences = [
             "Speed-ups are over window-1 plain decoding, medians over turns; those of rounds leave "
             "out prefill and rows that wait for others.",
-            f"Roofline: {bandwidth / 1e9:.0f} GB/s and {ceilings['matmul_flops_per_s'] / 1e9:.0f} "
-            "GFLOP/s, both measured here.",
+            f"Roofline: {ceilings['bytes_per_s'] / 1e9:.0f} GB/s and "
+            f"{ceilings['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s, both measured here.",
             f"Cost model, relative error on held-out passes, median and worst: {errors}; on whole "
             "rounds, none of which was fitted: {median:.0%} and {worst:.0%}.".format_map(
                 document["round_error"]

@@ -23,16 +23,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import jax
 
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import COMPILED_DIRECTORY, cache_directory
+from jaxspec.runtime.host_limits import usable_cpus
 
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0  # compilations that take less are not reported
+MOST_AT_A_TIME = 4  # compilations; each takes memory of its own
 CACHE_MAX_BYTES = 2 * 2**30  # of the persistent cache
 CACHE_FROM_S = 0.3  # compilations that take less are not worth keeping
 
@@ -196,13 +199,27 @@ def numbered(*programs: Program) -> tuple[Program, ...]:
 def warm_up(
     arguments: Mapping[Program, tuple[Any, ...]], on_program: OnProgram | None = None
 ) -> tuple[Compiled, ...]:
-    """Compiles programs for these arguments (see `Program.compile`), one after the other, each
-    after a call of `on_program`."""
-    compiled = []
-    for program, args in arguments.items():
-        if on_program is not None:
-            on_program(program)
-        compiled.append(program.compile(*args))
+    """Compiles programs for these arguments (see `Program.compile`), as many at a time as there
+    are CPUs, at most `MOST_AT_A_TIME`. `on_program` is called with each in turn when its end is
+    waited for.
+
+    Programs are compiled in threads of their own. What a `with` of JAX's configuration changes in
+    the thread of the caller does not hold there; a program that is called under it is compiled for
+    it then.
+    """
+    with ThreadPoolExecutor(min(usable_cpus(), MOST_AT_A_TIME)) as threads:
+        started = {
+            program: threads.submit(program.compile, *args) for program, args in arguments.items()
+        }
+        try:
+            compiled = []
+            for program, result in started.items():
+                if on_program is not None:
+                    on_program(program)
+                compiled.append(result.result())
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     return tuple(compiled)
 
 

@@ -681,7 +681,7 @@ class Running:
             times,
             self.target.config,
             draft.model_config(self.target.vocab_size),
-            most_bytes_per_s=max(ceilings["copy_bytes_per_s"], ceilings["read_bytes_per_s"]),
+            most_bytes_per_s=ceilings["bytes_per_s"],
             most_flops_per_s=ceilings["matmul_flops_per_s"],
             block=block_read_by(self.target),
         )
