@@ -54,11 +54,15 @@ PROMPT_TOKENS = 64  # of rows whose rounds are timed
 
 
 def _interval(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Of a row's field, which may be null."""
+    """Of a row's field, which may be null; of a single prompt no interval is known."""
 
     def shown(found: Mapping[str, Any]) -> str:
         field = found[name]
-        return "" if field is None else "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(field)
+        if field is None:
+            return ""
+        has_ends = field["low"] is not None
+        ends = " [{low:+.3f} .. {high:+.3f}]" if has_ends else ""
+        return f"{{mean:+.3f}}{ends}".format_map(field)
 
     return shown
 
