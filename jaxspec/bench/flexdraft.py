@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -42,6 +42,7 @@ from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.turns import take_turns
 from jaxspec.types import PyTree
 
 Part: TypeAlias = Literal["acceptance", "ablation", "rounds", "speeds", "predicted"]
@@ -50,23 +51,36 @@ LARGE = "qwen3-8b"  # of the authors' release, for which rounds are predicted
 DEVICE = "a100"  # likewise
 TIMED_ROUNDS = 16
 PROMPT_TOKENS = 64  # of rows whose rounds are timed
+
+
+def _interval(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Of a row's field, which may be null; of a single prompt no interval is known."""
+
+    def shown(found: Mapping[str, Any]) -> str:
+        field = found[name]
+        if field is None:
+            return ""
+        has_ends = field["low"] is not None
+        ends = " [{low:+.3f} .. {high:+.3f}]" if has_ends else ""
+        return f"{{mean:+.3f}}{ends}".format_map(field)
+
+    return shown
+
+
 ACCEPTANCE: Columns = {
     "drafter": "{drafter}",
     "emitted\n/round": "{emitted_per_round:.3f}",
-    "difference per prompt": lambda found: "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(
-        found["difference"]
-    ),
+    "difference per prompt": _interval("difference"),
     "equals\nplain": lambda found: "yes" if found["is_equal"] else "NO",
 }
 ABLATION: Columns = {
     "parts": "{parts}",
     "emitted\n/round": "{emitted_per_round:.3f}",
-    "over the step before": lambda found: "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(
-        found["gain"]
-    ),
+    "over the step before": _interval("emitted_gain"),
     "drafted\n/round": "{drafted_per_round:.2f}",
     "tokens/s": "{tokens_per_s:.0f}",
-    "speed-up": "{speedup:.2f}x",
+    "speed-up": "{speedup[mean]:.3f}x",
+    "speed-up over\nthe step before": _interval("speedup_gain"),
 }
 ROUNDS: Columns = {
     "batch": "{batch_size}",
@@ -111,7 +125,8 @@ class FlexDraftBench(PairBench):
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     draft_length: int = 3
-    """Drafts per round in the comparison of modes; `auto` and the ablation choose their own."""
+    """Drafts per round in the comparison of modes; `auto` chooses its own, and the ablation has as
+    many as a block."""
     round_lengths: tuple[int, ...] = (1, 3, 7)
     """Draft lengths of the rounds that are timed; those that a block has no room for are left
     out."""
@@ -169,7 +184,7 @@ class FlexDraftBench(PairBench):
         """One for each part, and tokens per round by domain."""
         columns = {
             "acceptance": ("tokens per round", ACCEPTANCE),
-            "ablation": ("what the parts bring, batch 1", ABLATION),
+            "ablation": ("what the parts bring, batch 1, sequential", ABLATION),
             "rounds": ("a round in both modes", ROUNDS),
             "crossings": ("where the modes cross", CROSSINGS),
             "speeds": ("speed, prefill included", SPEEDS),
@@ -191,9 +206,9 @@ class FlexDraftBench(PairBench):
         """What the columns mean, and whether outputs are plain decoding's."""
         found = [
             (
-                "Differences in tokens per round are means over prompts with their 95% bootstrap "
-                "intervals; those of the first table are to FlexDraft. Crossings have the range "
-                "of the turns.",
+                "Differences, and speed-ups of parts, are means over prompts with their 95% "
+                "bootstrap intervals; differences of the first table are to FlexDraft. Crossings "
+                "have the range of the turns.",
                 "dim",
             )
         ]
@@ -246,41 +261,59 @@ class FlexDraftBench(PairBench):
     def _ablation(
         self, target: LanguageModel, drafter: FlexDraft, lines: Sequence[PromptLine]
     ) -> tuple[list[dict[str, Any]], bool]:
-        """The parts in the paper's order, at batch 1."""
+        """The parts in the paper's order, at batch 1 and in sequential rounds, which are the faster
+        ones on a CPU. Every prompt is timed by itself, all engines taking turns on it."""
+        drafter = configured(drafter, mode="sequential")
+        whole = configured(drafter, confidence=0.0)
         steps = {
-            "attention tuning": without_calibration(configured(drafter, confidence=0.0)),
-            "+ calibration": configured(drafter, confidence=0.0),
+            "attention tuning": without_calibration(whole),
+            "+ calibration": whole,
             "+ selective verification": drafter,
         }
-        shape: dict[str, Any] = {"batch_size": 1, "max_length": 512, "draft_length": "auto"}
-        engines = {"plain": Engine(target, batch_size=1, max_length=512)}
-        engines |= {label: Engine(target, each, **shape) for label, each in steps.items()}
-        plain, *found = self._run(engines, [line.prompt for line in lines], repeats=self.repeats)
-        # Tokens per round with every draft: what `auto` drafts depends on the machine.
-        whole = {**shape, "draft_length": drafter.num_nodes, "batch_size": 8}
-        engines = {
-            label: Engine(target, configured(each, mode="sequential"), **whole)
-            for label, each in steps.items()
+        shape: dict[str, Any] = {"batch_size": 1, "max_length": 512}
+        engines = {"plain": Engine(target, **shape)}
+        for label, each in steps.items():
+            engines[label] = Engine(target, each, draft_length=drafter.num_nodes, **shape)
+        prompts = [line.prompt for line in lines]
+        found = self._run(engines, prompts, repeats=1)
+        turns = take_turns(
+            {
+                (label, index): lambda engine=engine, prompt=prompt: engine.generate(
+                    [prompt], self._params
+                )
+                for index, prompt in enumerate(prompts)
+                for label, engine in engines.items()
+            },
+            self.repeats,
+        )
+        seconds = {
+            label: np.array([turns.median_s((label, index)) for index in range(len(prompts))])
+            for label in engines
         }
-        rounds = self._run(engines, [line.prompt for line in lines], repeats=1)
         before, results = None, []
-        for own, own_rounds in zip(found, rounds, strict=True):
-            emitted = own_rounds.values("emitted per round")
-            gain = emitted - (emitted if before is None else before)
-            total = own_rounds.acceptance
+        for own in found[1:]:
+            metrics = {
+                "emitted": own.values("emitted per round"),
+                "speedup": seconds["plain"] / seconds[own.label],
+            }
+            total = own.acceptance
             results.append(
                 {
                     "parts": own.label,
                     "emitted_per_round": total.emitted_per_round,
                     "drafted_per_round": total.num_draft_tokens / max(total.num_rounds, 1),
-                    "gain": mean_interval(gain).to_json(),
-                    "tokens_per_s": own.tokens_per_s,
-                    "speedup": float(np.median(own.speedups(plain))),
-                    "speedups": own.speedups(plain).tolist(),
+                    "tokens_per_s": total.num_emitted_tokens / float(seconds[own.label].sum()),
+                    "speedup": mean_interval(metrics["speedup"]).to_json(),
+                    **{
+                        f"{name}_gain": None
+                        if before is None
+                        else mean_interval(values - before[name]).to_json()
+                        for name, values in metrics.items()
+                    },
                 }
             )
-            before = emitted
-        return results, all(own.holds for own in (plain, *found, *rounds))
+            before = metrics
+        return results, all(own.holds for own in found)
 
     def _rounds(self, target: LanguageModel, drafter: FlexDraft) -> list[dict[str, Any]]:
         """Milliseconds of rounds of both modes and of plain steps, in turns."""

@@ -126,6 +126,8 @@ class DrafterBase:
         another cost. Variant 0 is the drafter itself, variant i + 1 is `variants[i]`. Where
         the output does not depend on it, an engine with `draft_length="auto"` measures all of them
         and uses the fastest; others use what `choose_variant` says.
+      drafts_at_once: whether a chain is drafted as a whole, so that a shorter one costs the same in
+        the same window. Then an engine with `draft_length="auto"` tries only those that fill one.
       drafts_last_token: whether it may draft the last token that a row may still emit, which is the
         target's own in any case unless the verifier adds no bonus token.
     """
@@ -143,6 +145,7 @@ class DrafterBase:
     uses_target_cache: bool = False
     score_keeps_bits: bool = False
     variants: tuple[DrafterBase, ...] = ()
+    drafts_at_once: bool = False
     drafts_last_token: bool = False
 
     def check(self, target: Model) -> None:

@@ -4,14 +4,15 @@ A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
 3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds,
 including the round's share of the drafter's prompt prefill. The controller picks the n with the
-highest `E(n) / t(n)`. Of a drafter with variants that draft the same, t(n) is the least of theirs.
-It estimates `a_j` from the running rows, and forgets old rounds slowly. The time of a round is
-measured before the first request, with the engine's own programs, at a short and at a long context;
-shapes are static, so a round costs the same however many rows are running.
+highest `E(n) / t(n)`. Variants of a drafter draft the same, so E is the same for all of them, and t
+is each one's own; the controller picks one together with n. It estimates `a_j` from the running
+rows, and forgets old rounds slowly. The time of a round is measured before the first request, with
+the engine's own programs, at a short and at a long context; shapes are static, so a round costs the
+same however many rows are running.
 
 On a shared machine that measurement may fall into a bad moment. So the rounds that requests run are
-timed too, and correct it; now and then a few rounds of another draft length are run to learn what
-those cost by now. Given all these times, the same acceptance leads to the same choices.
+timed too, and correct it; now and then a few rounds of another draft length or variant are run to
+learn what those cost by now. Given all these times, the same acceptance leads to the same choices.
 
 Of a tree n is a number of nodes. They are in the order of their worth, so what n of them would have
 emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be
@@ -19,7 +20,7 @@ on the accepted path. Trees are large, and only as many nodes are tried as fill 
 
 Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
 only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
-are worth their while: at batch 1 eight rounds of one request say little. And another draft length
+are worth their while: at batch 1 eight rounds of one request say little. And another kind of round
 than the chosen one is tried only when the whole trial costs a small share of the time spent since
 the last one.
 """
@@ -32,7 +33,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
 TRIAL_SHARE = 0.01  # of the time spent since the last trial: what a trial may cost
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
-RETIMED_AFTER = 256  # rounds since a draft length was run: what it costs may have changed
+RETIMED_AFTER = 256  # rounds since a kind of round was run: what it costs may have changed
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
@@ -63,6 +64,17 @@ SHORTEST_S = 1e-6  # a clock may measure nothing at all
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
 
 
+class RoundKind(NamedTuple):
+    """What tells rounds of one engine apart: tokens drafted (0 is plain decoding) and the variant
+    of the drafter (0 where there is one only, and of plain decoding)."""
+
+    draft_length: int
+    variant: int = 0
+
+
+PLAIN = RoundKind(0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundTimes:
     """Seconds per round for each draft length, measured at two contexts, linear in between.
@@ -74,7 +86,7 @@ class RoundTimes:
       long_s: at the second.
       chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
       call_s: seconds that a call takes besides its rounds.
-      others: of the drafter's other variants, which draft the same: rounds take the least of all.
+      others: of the drafter's other variants, which draft the same.
     """
 
     short_context: int
@@ -90,29 +102,26 @@ class RoundTimes:
         """Those that were measured, 0 among them, ascending."""
         return tuple(self.short_s)
 
-    def of(self, draft_length: int, context: int) -> float:
+    @property
+    def kinds(self) -> tuple[RoundKind, ...]:
+        """Plain decoding, then every draft length of each variant."""
+        variants = range(1 + len(self.others))
+        return (PLAIN, *(RoundKind(n, v) for v in variants for n in self.draft_lengths if n))
+
+    def of(self, draft_length: int, context: int, variant: int = 0) -> float:
         """Seconds per round where the longest row has `context` committed tokens."""
-        return min(self._of_variants(draft_length, context))
-
-    def fastest(self, draft_length: int, context: int) -> int:
-        """Which variant that is: 0, or 1 and more for `others`."""
-        seconds = self._of_variants(draft_length, context)
-        return seconds.index(min(seconds))
-
-    def _of_variants(self, draft_length: int, context: int) -> list[float]:
-        return [times._own(draft_length, context) for times in (self, *self.others)]
-
-    def _own(self, draft_length: int, context: int) -> float:
+        if variant > 0:
+            return self.others[variant - 1].of(draft_length, context)
         span = max(self.long_context - self.short_context, 1)
         share = min(max((context - self.short_context) / span, 0.0), 1.0)
         short_s, long_s = self.short_s[draft_length], self.long_s[draft_length]
         return short_s + share * (long_s - short_s)
 
 
-def draft_lengths_to_try(longest: int, *, is_chain: bool) -> tuple[int, ...]:
-    """Draft lengths between which the controller chooses, ascending from 0: every one of a chain,
-    and those that fill a window bucket of a tree."""
-    if is_chain:
+def draft_lengths_to_try(longest: int, *, drafts_one_by_one: bool) -> tuple[int, ...]:
+    """Draft lengths between which the controller chooses, ascending from 0: every one where each
+    draft costs something, and otherwise those that fill a window bucket."""
+    if drafts_one_by_one:
         return tuple(range(longest + 1))
     return tuple(window - 1 for window in window_buckets(longest + 1))
 
@@ -199,26 +208,34 @@ class Choice:
     """What to do next.
 
     Attributes:
-      draft_length: tokens to draft per round; 0 decodes plainly.
+      kind: of the rounds.
       num_rounds: after how many rounds to choose again.
-      variant: of the drafter, for `Executor.run`.
     """
 
-    draft_length: int
+    kind: RoundKind
     num_rounds: int
-    variant: int = 0
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens to draft per round; 0 decodes plainly."""
+        return self.kind.draft_length
+
+    @property
+    def variant(self) -> int:
+        """Of the drafter, for `Executor.run`."""
+        return self.kind.variant
 
 
 class DraftLengthController:
-    """Chooses among the draft lengths that `times` knows of.
+    """Chooses among the kinds of rounds that `times` knows of.
 
     Args:
       times: of the engine's rounds, as far as they are known before any is run.
       is_chain: whether a drafted token can be accepted only after the one before it. The nodes of a
         tree are in the order of their worth, and the probability of each is that it is on the
         accepted path, whether the node before it is or not.
-      corrects_times: whether `note` says how long rounds took; then draft lengths that were not run
-        for long are tried, in case they cost less than they did.
+      corrects_times: whether `note` says how long rounds took; then kinds that were not run for
+        long are tried, in case they cost less than they did.
       num_rows: of the batch.
     """
 
@@ -235,34 +252,40 @@ class DraftLengthController:
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
         longest = max(times.draft_lengths)
         # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
-        # j): how many, and how many of them accepted position j too.
+        # j): how many, and how many of them accepted position j too. All variants count, for they
+        # draft the same.
         self._reached, self._accepted = [0.0] * longest, [0.0] * longest
         self._num_known = 0.0
-        self._current: int | None = None
+        self._current: RoundKind | None = None
         self._is_trial = False
         self._since_trial_s = 0.0
         # What rounds took lately, over what `times` says.
         self._time_ratios = {
-            n: collections.deque[float](maxlen=REMEMBERED_CALLS) for n in times.draft_lengths
+            kind: collections.deque[float](maxlen=REMEMBERED_CALLS) for kind in times.kinds
         }
-        # Rounds since each was last run; what was never run is to be tried soon.
-        self._rounds_since = dict.fromkeys(times.draft_lengths, RETIMED_AFTER)
+        # Rounds and seconds since each was last run; what was never run is to be tried soon.
+        self._rounds_since = dict.fromkeys(times.kinds, RETIMED_AFTER)
+        self._since_run_s = dict.fromkeys(times.kinds, 0.0)
 
     @property
     def draft_length(self) -> int | None:
         """The current choice, ignoring trials; None before the first."""
-        return self._current
+        return None if self._current is None else self._current.draft_length
 
     def acceptance(self, doubt: float = 0.0, *, is_cautious: bool = False) -> tuple[float, ...]:
         """Probability that the draft at each position is accepted, of a chain with all before it. A
         position that was seldom reached is assumed to be like the one before it.
 
         Args:
-          doubt: standard errors to be added to what was found.
+          doubt: standard errors to be added to what was found. The error meant is that of the sum
+            up to a position, which is what the choice depends on; errors of the positions add up to
+            more than that.
           is_cautious: assume of the n-th node of a tree that it has (n - 1) / n of the chance of
             the one before it.
         """
-        found, all_before, chance, variance = [], 1.0, PRIOR_ACCEPTANCE, 0.0
+        found, chances, variances = [], [], []
+        slopes: list[float] = []  # by how much the sum so far grows with each of the chances
+        chance, all_before, error_before = PRIOR_ACCEPTANCE, 1.0, 0.0
         for index, (reached, accepted) in enumerate(
             zip(self._reached, self._accepted, strict=True)
         ):
@@ -270,40 +293,51 @@ class DraftLengthController:
             falls = is_cautious and not self.is_chain and index > 0
             prior = chance * index / (index + 1) if falls else chance
             chance = (accepted + PRIOR_ROUNDS * prior) / weight
-            own = chance * (1 - chance) / weight
+            own = all_before * chance
+            if doubt > 0:
+                chances.append(chance)
+                variances.append(chance * (1 - chance) / weight)
+                slopes.append(0.0 if self.is_chain else 1.0)
+                if self.is_chain:
+                    slopes = [s + own / each for s, each in zip(slopes, chances, strict=True)]
+                error = math.sqrt(
+                    sum(s**2 * each for s, each in zip(slopes, variances, strict=True))
+                )
+                found.append(min(own + doubt * (error - error_before), 1.0))
+                error_before = error
+            else:
+                found.append(own)
             if self.is_chain:
-                all_before *= min(chance + doubt * math.sqrt(own), 1.0)
-                found.append(all_before)
-            else:  # errors of the nodes add up as independent ones do
-                error = math.sqrt(variance + own) - math.sqrt(variance)
-                found.append(min(chance + doubt * error, 1.0))
-                variance += own
+                all_before = own
         return tuple(found)
 
-    def round_s(self, draft_length: int, context: int) -> float:
+    def round_s(self, kind: RoundKind, context: int) -> float:
         """Seconds per round where the longest row has `context` committed tokens, as the rounds run
         lately say."""
-        ratios = self._time_ratios[draft_length]
+        ratios = self._time_ratios[kind]
         measured = () if len(ratios) >= FEW_CALLS else (1.0,)
-        return self.times.of(draft_length, context) * min((*ratios, *measured))
+        return self._measured_s(kind, context) * min((*ratios, *measured))
 
-    def must_time(self, draft_length: int) -> bool:
-        """Whether little is known of what rounds of this draft length take by now."""
-        return self._is_trial or len(self._time_ratios[draft_length]) < FEW_CALLS
+    def _measured_s(self, kind: RoundKind, context: int) -> float:
+        return self.times.of(kind.draft_length, context, kind.variant)
+
+    def must_time(self, kind: RoundKind) -> bool:
+        """Whether little is known of what rounds of this kind take by now."""
+        return self._is_trial or len(self._time_ratios[kind]) < FEW_CALLS
 
     def tokens_per_s(
-        self,
-        draft_length: int,
-        context: int,
-        chunks_per_token: float = 0.0,
-        **assumed: Any,
-    ) -> float:
-        """Expected, of one row; `chunks_per_token` as in `choose`, `assumed` as in `acceptance`."""
-        emitted = 1.0 + sum(self.acceptance(**assumed)[:draft_length])
-        seconds = self.round_s(draft_length, context)
-        if draft_length > 0:
-            seconds += emitted * chunks_per_token * self.times.chunk_s
-        return emitted / seconds
+        self, context: int, chunks_per_token: float = 0.0, **assumed: Any
+    ) -> dict[RoundKind, float]:
+        """Expected of each kind of round, of one row; `chunks_per_token` as in `choose`, `assumed`
+        as in `acceptance`."""
+        acceptance, rates = self.acceptance(**assumed), {}
+        for kind in self.times.kinds:
+            emitted = 1.0 + sum(acceptance[: kind.draft_length])
+            seconds = self.round_s(kind, context)
+            if kind != PLAIN:
+                seconds += emitted * chunks_per_token * self.times.chunk_s
+            rates[kind] = emitted / seconds
+        return rates
 
     def choose(
         self,
@@ -313,7 +347,7 @@ class DraftLengthController:
         count_unprefilled: Callable[[], int],
         chunks_per_token: float = 0.0,
     ) -> Choice:
-        """The draft length of the next rounds.
+        """The kind of the next rounds.
 
         Args:
           context: committed tokens of the longest running row.
@@ -323,70 +357,85 @@ class DraftLengthController:
           chunks_per_token: prompt chunks that the drafter reads per token that a row emits, summed
             over the rows.
         """
-        lengths = self.times.draft_lengths
-
-        def rates_if(**assumed: Any) -> dict[int, float]:
-            return {n: self.tokens_per_s(n, context, chunks_per_token, **assumed) for n in lengths}
-
-        rates = rates_if()
+        rates_if = functools.partial(self.tokens_per_s, context, chunks_per_token)
         if self._current is not None and not self._is_trial:
             # Nodes that were never drafted would look best for ever, and a trial of so many of
             # them may never be affordable.
-            likely = rates_if(is_cautious=True) if self._current == 0 else rates
+            likely = rates_if(is_cautious=self._current == PLAIN)
             other = self._affordable_trial(likely, context, count_unprefilled)
             if other is not None:
                 self._is_trial = True
-                return Choice(draft_length=other, num_rounds=min(num_rounds, TRIAL_ROUNDS))
-            if self._current == 0:
-                return Choice(draft_length=0, num_rounds=num_rounds)
-        worth = _worth(rates)
-        if self._current != 0 and worth[0] == max(worth.values()):
+                return Choice(kind=other, num_rounds=min(num_rounds, TRIAL_ROUNDS))
+            if self._current == PLAIN:
+                return Choice(kind=PLAIN, num_rounds=num_rounds)
+        worth = _worth(rates_if())
+        if self._current != PLAIN and worth[PLAIN] == max(worth.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
             worth = _worth(rates_if(doubt=DOUBT))
-        best = max(lengths, key=worth.__getitem__)
-        needed = 1.0 if best == 0 else 1 + CLEAR_GAIN
+        best = max(worth, key=worth.__getitem__)
+        needed = 1.0 if best == PLAIN else 1 + CLEAR_GAIN
         if self._current is None or worth[best] > needed * worth[self._current]:
             self._current = best
-        if self._is_trial or self._current == 0:
+        if self._is_trial or self._current == PLAIN:
             self._is_trial, self._since_trial_s = False, 0.0
-        if self._current == 0:
+        if self._current == PLAIN:
             # Let a later trial outweigh the evidence by which drafting lost.
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
         elif self._num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
-        return Choice(draft_length=self._current, num_rounds=num_rounds)
+        return Choice(kind=self._current, num_rounds=num_rounds)
 
     def _affordable_trial(
-        self, rates: Mapping[int, float], context: int, count_unprefilled: Callable[[], int]
-    ) -> int | None:
-        """Another draft length than the current one that a few rounds should be spent on, if what
-        they lose is a small share of the time since the last trial; arguments as in `choose`."""
+        self,
+        rates: Mapping[RoundKind, float],
+        context: int,
+        count_unprefilled: Callable[[], int],
+    ) -> RoundKind | None:
+        """Another kind than the current one that a few rounds should be spent on, if what they lose
+        is a small share of the time that went by; arguments as in `choose`.
+
+        From rest, what seems the best way to draft is tried for the sake of its acceptance. Others
+        are tried for the sake of their times, each as often as its own part of that share allows,
+        so that an expensive one does not keep the cheap ones waiting.
+        """
         current = self._current
         assert current is not None, "what is current comes before what may be tried"
-        if current == 0:
-            other = max(self.times.draft_lengths[1:], key=rates.__getitem__)
-            lost_s = self.round_s(other, context) - self.round_s(0, context)
-        else:
-            other = max(rates, key=lambda n: (self._rounds_since[n], rates[n]))
-            if not self.corrects_times or self._rounds_since[other] < RETIMED_AFTER:
-                return None
-            lost_s = self.round_s(other, context) * (1 - rates[other] / rates[current])
-        left_s = TRIAL_SHARE * self._since_trial_s - TRIAL_ROUNDS * max(lost_s, 0.0)
-        if left_s < 0:
-            return None
-        # What the drafter has to read when it drafts again.
-        num_chunks = 0
-        if current == 0:
-            num_chunks = count_unprefilled()
-        elif other == 0:
-            num_chunks = self.num_rows
-        return other if num_chunks * self.times.chunk_s <= left_s else None
+        budgets: dict[RoundKind, float] = {}
+        others = [kind for kind in rates if kind != current]
+        if current == PLAIN:
+            best = max(others, key=rates.__getitem__)
+            budgets[best] = TRIAL_SHARE * self._since_trial_s
+            others = [kind for kind in others if kind.variant != best.variant]
+        if self.corrects_times:
+            others.sort(key=lambda kind: (self._rounds_since[kind], rates[kind]), reverse=True)
+            for kind in others:
+                if self._rounds_since[kind] >= RETIMED_AFTER:
+                    budgets[kind] = TRIAL_SHARE * self._since_run_s[kind] / len(rates)
+        for kind, budget_s in budgets.items():
+            lost_s = self.round_s(kind, context)
+            if current == PLAIN:
+                lost_s -= self.round_s(PLAIN, context)
+            else:
+                lost_s *= 1 - rates[kind] / rates[current]
+            left_s = budget_s - TRIAL_ROUNDS * max(lost_s, 0.0)
+            if left_s < 0:
+                continue
+            # What the drafter has to read when it drafts again.
+            num_chunks = 0
+            if current == PLAIN:
+                num_chunks = count_unprefilled()
+            elif kind == PLAIN:
+                num_chunks = self.num_rows
+            if num_chunks * self.times.chunk_s <= left_s:
+                return kind
+        return None
 
     def note(
         self,
         *,
         draft_length: int,
+        variant: int = 0,
         context: int,
         num_rounds: int,
         num_row_rounds: int,
@@ -397,21 +446,25 @@ class DraftLengthController:
 
         Args:
           draft_length: as chosen.
+          variant: likewise.
           context: committed tokens of the longest row.
           num_rounds: rounds that were run.
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
           num_accepted_at: of these, those that accepted position j (of a chain: and all before).
           seconds: that the rounds took, with one call; None if that is not known.
         """
+        kind = RoundKind(draft_length, variant)
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
-        expected_s = self.times.of(draft_length, context)
         if self.corrects_times and seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
             per_round_s = max(seconds - self.times.call_s, SHORTEST_S) / num_rounds
-            self._time_ratios[draft_length].append(per_round_s / expected_s)
-        for n in self._rounds_since:
-            self._rounds_since[n] = 0 if n == draft_length else self._rounds_since[n] + num_rounds
-        self._since_trial_s += num_rounds * self.round_s(draft_length, context)
-        if draft_length == 0:
+            self._time_ratios[kind].append(per_round_s / self._measured_s(kind, context))
+        spent_s = num_rounds * self.round_s(kind, context)
+        self._since_trial_s += spent_s
+        for each in self.times.kinds:
+            self._rounds_since[each] += num_rounds
+            self._since_run_s[each] += spent_s
+        self._rounds_since[kind], self._since_run_s[kind] = 0, 0.0
+        if kind == PLAIN:
             return
         self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
         self._num_known += num_row_rounds
@@ -429,10 +482,9 @@ class DraftLengthController:
         self._accepted = [share_kept * accepted for accepted in self._accepted]
 
 
-def _worth(rates: Mapping[int, float]) -> dict[int, float]:
-    """Rates by draft length as they are compared: plain decoding's is certain, and drafting must
-    beat it clearly."""
-    return {n: rate / (1 + CLEAR_GAIN) if n else rate for n, rate in rates.items()}
+def _worth(rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
+    """Rates as they are compared: plain decoding is certain, and drafting must beat it clearly."""
+    return {kind: rate / (1 + CLEAR_GAIN * (kind != PLAIN)) for kind, rate in rates.items()}
 
 
 class AdaptiveDrafting:
@@ -466,12 +518,15 @@ class AdaptiveDrafting:
             requests = MadeUpRequests(
                 self._executor, draft_length=self._draft_length, on_answer=on_answer
             )
-            is_chain = self._executor.loop.drafter.is_chain
-            lengths = draft_lengths_to_try(self._draft_length, is_chain=is_chain)
+            drafter = self._executor.loop.drafter
+            lengths = draft_lengths_to_try(
+                self._draft_length,
+                drafts_one_by_one=drafter.is_chain and not drafter.drafts_at_once,
+            )
             times, *others = (
                 measure_round_times(
                     dataclasses.replace(requests, variant=variant),
-                    draft_lengths=lengths,
+                    draft_lengths=lengths if variant == 0 else lengths[1:],
                     room=self._executor.longest_prompt,
                 )
                 for variant in self._executor.variants
@@ -480,7 +535,7 @@ class AdaptiveDrafting:
             self._executor.reset()
             self.controller = DraftLengthController(
                 times,
-                is_chain=is_chain,
+                is_chain=drafter.is_chain,
                 corrects_times=True,
                 num_rows=self._executor.shape.batch_size,
             )
@@ -517,8 +572,6 @@ class AdaptiveDrafting:
                 for one in drafting
             ),
         )
-        variant = controller.times.fastest(choice.draft_length, context)
-        choice = dataclasses.replace(choice, variant=variant)
         # A drafter that neither rested nor was left out of plain steps has seen everything.
         must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
         if must_read:
@@ -532,7 +585,7 @@ class AdaptiveDrafting:
         self._choice = choice
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device.
-        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.draft_length):
+        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind):
             executor.wait()
         is_timed = executor.is_idle
         self._started_s = time.perf_counter() if is_timed else None
@@ -569,6 +622,7 @@ class AdaptiveDrafting:
         ]
         self.controller.note(
             draft_length=choice.draft_length,
+            variant=choice.variant,
             context=_longest_context(tickets),
             num_rounds=int(np.max(num_rounds - before_these)),
             num_row_rounds=sum(now.num_rounds - then.num_rounds for then, now in new),

@@ -1,5 +1,6 @@
 """Committed results: of today's code, and complete."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -38,6 +39,23 @@ def test_a_cited_result_is_of_todays_code(path):
 def test_results_name_no_directory_of_a_machine(path):
     text = path.read_text(encoding="utf-8")
     assert not re.search(r'"(/|~)[^"]*/', text)
+
+
+def test_the_parts_of_flexdraft_are_compared_in_the_papers_order():
+    document = json.loads((ROOT / "docs/results/flexdraft-cpu.json").read_text(encoding="utf-8"))
+    steps = document["ablation"]
+    assert [step["parts"] for step in steps] == [
+        "attention tuning",
+        "+ calibration",
+        "+ selective verification",
+    ]
+    for before, step in itertools.pairwise(steps):
+        gain = step["emitted_gain"]
+        assert gain["low"] <= gain["mean"] <= gain["high"]
+        assert gain["num_prompts"] == document["num_prompts"]
+        assert step["drafted_per_round"] <= before["drafted_per_round"]
+    assert steps[1]["emitted_gain"]["low"] > 0  # as docs/flexdraft.md says
+    assert all(step["tokens_per_s"] > 0 for step in steps)
 
 
 CODE = '''"""A module."""

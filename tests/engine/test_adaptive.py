@@ -16,7 +16,7 @@ import jaxspec
 from jaxspec.decode.buckets import window_buckets
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.engine import adaptive
-from jaxspec.engine.adaptive import DraftLengthController, RoundTimes
+from jaxspec.engine.adaptive import DraftLengthController, RoundKind, RoundTimes
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
@@ -39,8 +39,9 @@ def times(plain=1.0, step=0.1, window=0.05, chunk=1.0, long=1.0):
 class World:
     """Rows whose drafts are accepted with a given chance, decoded as a controller chooses.
 
-    Rounds take what the controller was told, or as long as `true_s` says; then a shared machine
-    makes some calls longer by up to a half, and one in ten three times as long.
+    Rounds take what the controller was told, or as long as `true_s` says, by variant and draft
+    length; then a shared machine makes some calls longer by up to a half, and one in ten three
+    times as long.
     """
 
     def __init__(self, controller, *, num_rows=8, seed=0, true_s=None):
@@ -61,12 +62,15 @@ class World:
             right = self.random.random((rounds, self.num_rows, n)) < chance
             accepted = np.cumprod(right, axis=2)
             emitted += rounds * self.num_rows + int(accepted.sum())
-            round_s = controller.times.of(n, 100) if self.true_s is None else self.true_s[n]
+            round_s = controller.times.of(n, 100, choice.variant)
+            if self.true_s is not None:
+                round_s = self.true_s[choice.variant][n]
             seconds += rounds * round_s
             seconds += chunks * controller.times.chunk_s if n else 0
             self.lag = 0 if n else min(self.lag + rounds, 512)  # rows end, others come
             controller.note(
                 draft_length=n,
+                variant=choice.variant,
                 context=100,
                 num_rounds=rounds,
                 num_row_rounds=rounds * self.num_rows,
@@ -105,7 +109,7 @@ def test_nodes_of_a_tree_count_for_themselves():
 @pytest.mark.parametrize(("second", "best"), [(0.01, 8), (0.06, 4), (0.3, 0)])
 def test_a_tree_is_as_large_as_pays(second, best):
     """A round costs 0.2 plain ones for drafting at all, and `second` for each node."""
-    lengths = adaptive.draft_lengths_to_try(8, is_chain=False)
+    lengths = adaptive.draft_lengths_to_try(8, drafts_one_by_one=False)
     assert lengths == (0, 2, 4, 8)
     worth = [0.4, 0.3, 0.15, 0.1, 0.06, 0.06, 0.05, 0.05]
     seconds = {n: 1.0 + second * n + 0.2 * (n > 0) for n in lengths}
@@ -265,9 +269,9 @@ def share_of_the_best(*, wrong, factor, corrects_times=True, num_rounds_before=2
     wrong_times = dataclasses.replace(times(chunk=0.1), short_s=measured, long_s=measured)
     best = max(sum(0.6**j for j in range(n + 1)) / s for n, s in true_s.items())
     found = []
-    for seed in range(4):
+    for seed in range(12):
         controller = DraftLengthController(wrong_times, corrects_times=corrects_times, num_rows=8)
-        world = World(controller, true_s=true_s, seed=seed)
+        world = World(controller, true_s=(true_s,), seed=seed)
         world.decode(0.6, num_rounds_before)
         emitted, seconds = world.decode(0.6, 4000)
         found.append(emitted / seconds / (world.num_rows * best))
@@ -295,12 +299,170 @@ def test_a_plain_step_that_was_timed_in_a_bad_moment_is_timed_again():
     measured = {n: s * (2 if n == 0 else 1) for n, s in true_s.items()}
     wrong_times = dataclasses.replace(times(chunk=0.1), short_s=measured, long_s=measured)
     controller = DraftLengthController(wrong_times, corrects_times=True, num_rows=8)
-    world = World(controller, true_s=true_s)
+    world = World(controller, true_s=(true_s,))
     world.decode(0.2, 12000)
     assert world.controller.draft_length == 0
-    stubborn = World(DraftLengthController(wrong_times), true_s=true_s)
+    stubborn = World(DraftLengthController(wrong_times), true_s=(true_s,))
     stubborn.decode(0.2, 12000)
     assert stubborn.controller.draft_length > 0
+
+
+# Rounds of two cores at batch 1, plain decoding's being 1, for drafts that are seldom accepted: by
+# draft length, in FlexDraft's parallel mode and in its sequential one (see flexdraft-cpu.json).
+MODES_S = ({0: 1.0, 2: 3.1, 4: 3.4, 7: 3.8}, {0: 1.0, 2: 2.0, 4: 2.1, 7: 2.1})
+
+
+def of_modes(*seconds, chunk=0.0):
+    """Round times of variants, by draft length each."""
+    first, *others = (
+        dataclasses.replace(times(chunk=chunk), short_s=each, long_s=each) for each in seconds
+    )
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def share_of_plain(seed):
+    """Tokens per second beside plain decoding's, of the first 48 requests. They are of four kinds,
+    of which none is drafted so well that drafts pay for more than a few requests."""
+    controller = DraftLengthController(of_modes(*MODES_S), corrects_times=True)
+    random, num_tokens, total_s = np.random.default_rng(seed), 48, 0.0
+    chances = np.repeat([0.52, 0.25, 0.43, 0.38], 12)
+    for chance in chances:
+        odds = chance / (1 - chance) * np.exp(random.normal(scale=0.5))
+        left = num_tokens
+        while left > 0:
+            choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
+            n, rounds, accepted = choice.draft_length, 0, np.zeros((choice.draft_length,), int)
+            while left > 0 and rounds < choice.num_rounds:
+                right = np.cumprod(random.random(n) < odds / (1 + odds))
+                accepted += right
+                left -= 1 + int(right.sum())
+                rounds += 1
+            seconds = rounds * MODES_S[choice.variant][n]
+            total_s += seconds
+            controller.note(
+                draft_length=n,
+                variant=choice.variant,
+                context=100,
+                num_rounds=rounds,
+                num_row_rounds=rounds,
+                num_accepted_at=accepted.tolist(),
+                seconds=seconds * random.uniform(1.0, 1.3),
+            )
+    return len(chances) * num_tokens / total_s
+
+
+def test_with_drafts_that_do_not_pay_it_is_about_as_fast_as_plain_decoding():
+    assert np.mean([share_of_plain(seed) for seed in range(8)]) > 0.97
+
+
+def with_errors_of_every_position(self, doubt=0.0, *, is_cautious=False):
+    """Each chance of a chain is as high as may be, all at once."""
+    found, chance, all_before = [], adaptive.PRIOR_ACCEPTANCE, 1.0
+    for reached, accepted in zip(self._reached, self._accepted, strict=True):
+        weight = reached + adaptive.PRIOR_ROUNDS
+        chance = (accepted + adaptive.PRIOR_ROUNDS * chance) / weight
+        all_before *= min(chance + doubt * np.sqrt(chance * (1 - chance) / weight), 1.0)
+        found.append(all_before)
+    return tuple(found)
+
+
+def test_the_check_above_sees_doubts_that_add_up(monkeypatch):
+    monkeypatch.setattr(DraftLengthController, "acceptance", with_errors_of_every_position)
+    assert np.mean([share_of_plain(seed) for seed in range(8)]) < 0.97
+
+
+def test_doubt_adds_the_error_of_the_tokens_of_a_round():
+    """It is linear in the errors of the chances, which are independent."""
+    controller = DraftLengthController(times())
+    controller.note(
+        draft_length=4,
+        context=100,
+        num_rounds=50,
+        num_row_rounds=50,
+        num_accepted_at=(30, 15, 9, 3),
+    )
+    reached = np.array([50, 30, 15, 9])
+    found, doubtful = (np.array(controller.acceptance(doubt)) for doubt in (0.0, 1.0))
+    chances = found / np.array([1.0, *found[:-1]])
+    variances = chances * (1 - chances) / (reached + adaptive.PRIOR_ROUNDS)
+    for n in range(1, LONGEST + 1):
+        slopes = []
+        for index in range(LONGEST):
+            moved = chances + 1e-6 * (np.arange(LONGEST) == index)
+            slopes.append((np.cumprod(moved)[:n].sum() - found[:n].sum()) / 1e-6)
+        error = np.sqrt(np.sum(np.square(slopes) * variances))
+        assert doubtful[:n].sum() - found[:n].sum() == pytest.approx(error, rel=1e-3)
+
+
+DRAFTS_S = {0: 1.0, 1: 1.15, 2: 1.3, 3: 1.6, 4: 2.0}
+
+
+def scaled(factor):
+    return {n: seconds * (factor if n else 1) for n, seconds in DRAFTS_S.items()}
+
+
+def share_of_the_best_mode(*, true, measured, chance=0.6, num_rounds_before=40000):
+    """Tokens per second beside those of the best fixed length and variant, where the variants'
+    rounds take `true` times `DRAFTS_S`, and seemed to take `measured` times that."""
+    true_s = [scaled(factor) for factor in true]
+    seemed = [scaled(a * b) for a, b in zip(true, measured, strict=True)]
+    rates = [
+        sum(chance**j for j in range(n + 1)) / seconds[n] for seconds in true_s for n in seconds
+    ]
+    found = []
+    for seed in range(4):
+        controller = DraftLengthController(
+            of_modes(*seemed, chunk=0.1), corrects_times=True, num_rows=8
+        )
+        world = World(controller, true_s=true_s, seed=seed)
+        world.decode(chance, num_rounds_before)
+        emitted, seconds = world.decode(chance, 4000)
+        found.append(emitted / seconds / (world.num_rows * max(rates)))
+    return np.mean(found)
+
+
+@pytest.mark.parametrize(
+    ("true", "measured"),
+    [
+        ((1.0, 0.8), (1.0, 2.0)),  # the faster one seemed slow
+        ((1.0, 1.3), (1.0, 0.5)),  # the slower one seemed fast
+        ((1.0, 1.3), (1.0, 1.0)),
+        ((2.5, 1.0), (1.0, 3.0)),  # no drafts seemed to pay
+    ],
+)
+def test_the_faster_mode_is_found_whatever_was_measured(true, measured):
+    assert share_of_the_best_mode(true=true, measured=measured) > 0.96
+
+
+def test_the_check_above_sees_a_mode_that_is_never_tried(monkeypatch):
+    real = DraftLengthController._affordable_trial
+
+    def of_the_first(self, rates, *arguments):
+        return real(
+            self, {kind: rate for kind, rate in rates.items() if not kind.variant}, *arguments
+        )
+
+    monkeypatch.setattr(DraftLengthController, "_affordable_trial", of_the_first)
+    assert share_of_the_best_mode(true=(2.5, 1.0), measured=(1.0, 3.0)) < 0.9
+
+
+def test_the_check_above_sees_times_that_modes_share(monkeypatch):
+    """What one mode's rounds took is taken for the other's, too."""
+    real = DraftLengthController._measured_s
+    monkeypatch.setattr(
+        DraftLengthController,
+        "round_s",
+        lambda self, kind, context: (
+            real(self, kind, context)
+            * min(
+                (
+                    1.0,
+                    *(r for v in (0, 1) for r in self._time_ratios.get(RoundKind(kind[0], v), ())),
+                )
+            )
+        ),
+    )
+    assert share_of_the_best_mode(true=(1.0, 1.3), measured=(1.0, 0.5)) < 0.9
 
 
 def test_prompts_that_the_drafter_must_read_count_against_drafts():
@@ -522,7 +684,7 @@ def test_the_host_works_ahead_of_the_device_except_to_time_rounds(adaptive_engin
     made.update_params(draft=wrong().params)
     made.adaptive.controller = DraftLengthController(FIXED, corrects_times=True)
     for n in FIXED.draft_lengths:  # enough is known of all
-        made.adaptive.controller._time_ratios[n].extend([1.0] * 9)
+        made.adaptive.controller._time_ratios[RoundKind(n)].extend([1.0] * 9)
     monkeypatch.setattr(
         type(made.executor), "is_idle", property(lambda self: "wait" in events[-1:])
     )

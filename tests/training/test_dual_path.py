@@ -37,9 +37,9 @@ BLOCK = flex.BLOCK
 
 
 @functools.cache
-def target():
+def target(windows=()):
     with jax.ensure_compile_time_eval():
-        return flex.target(kernels="xla")
+        return flex.target(kernels="xla", sliding_windows=windows)
 
 
 def random_text(num_prompt, num_output, seed=0):
@@ -77,9 +77,10 @@ def hidden_in_drafting(model, drafter, tokens):
     return run
 
 
-def test_mask_rows_compute_in_training_what_they_compute_in_drafting():
+@pytest.mark.parametrize("windows", [(), (9, 3, 5)], ids=["no windows", "sliding windows"])
+def test_mask_rows_compute_in_training_what_they_compute_in_drafting(windows):
     """Of the second text of a row, beside the same text alone."""
-    model = target()
+    model = target(windows)
     drafter = flex.random_flex(model)
     first, second = random_text(3, 4, seed=1), random_text(3, 12, seed=2)
     tokens = [*second.prompt, *second.output]

@@ -105,6 +105,7 @@ class FlexDraft(DrafterBase):
     uses_target: ClassVar[bool] = True
     uses_target_cache: ClassVar[bool] = True
     score_keeps_bits: ClassVar[bool] = True
+    drafts_at_once: ClassVar[bool] = True
     # Whether drafts of sampled rows are drawn with the noise of the target's own draws, where the
     # verifier shares it. Otherwise they are the likeliest tokens, and no distribution comes along.
     shares_noise: ClassVar[bool] = True
