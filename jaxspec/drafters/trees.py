@@ -388,8 +388,7 @@ class BudgetTree:
         flat = jnp.where(is_good, worth, -jnp.inf).reshape(worth.shape[0], -1)
         num_left = self.nodes - jnp.sum(before > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
         best, place = lax.top_k(flat, min(self.nodes, flat.shape[1]))
-        # As good as the last one that is within. (Marking those that are takes a scatter, which
-        # XLA:CPU runs as a loop.)
+        # As good as the last one that is within, which is cheaper to tell than to mark them.
         last = jnp.clip(num_left - 1, 0, best.shape[1] - 1)[:, None]
         worst, last_place = (jnp.take_along_axis(of, last, axis=1) for of in (best, place))
         is_first = jnp.arange(flat.shape[1], dtype=jnp.int32)[None] <= last_place

@@ -111,9 +111,7 @@ def apply_head(
         connection = params["connections"][0 if config.shares_connection else index]
         embedded = _unit(embedded)
         if config.connection == "attention":
-            mixed = attention_decoder(
-                config, connection, hidden, embedded, product=target.product
-            )
+            mixed = attention_decoder(config, connection, hidden, embedded, product=target.product)
         else:
             normed = rms_norm(hidden, connection["norm"], config.norm_epsilon)
             both = jnp.concatenate([normed, embedded], axis=-1)

@@ -295,9 +295,7 @@ def _product_or_xla(x: jax.Array, weight: jax.Array | PackedWeight, **settings) 
     return xla_product(x, weight, **settings)
 
 
-def _highest_or_xla(
-    scores: jax.Array, count: int, sharpness: jax.Array | None = None
-) -> Highest:
+def _highest_or_xla(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
     find = xla_highest if _is_split() else highest
     return find(scores, count, sharpness)
 
@@ -316,6 +314,4 @@ def _is_split() -> bool:
     return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
 
 
-NATIVE = NativeKernels(
-    product=_product_or_xla, highest=_highest_or_xla, is_width_invariant=True
-)
+NATIVE = NativeKernels(product=_product_or_xla, highest=_highest_or_xla, is_width_invariant=True)
