@@ -28,7 +28,7 @@ from jaxspec.drafters.growth import (
     index_of,
     num_offsets,
 )
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, kernels_of
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, Window
 
@@ -98,6 +98,7 @@ def draft_tree(
         num_levels=num_levels,
         greedy_sharpness=GREEDY_SHARPNESS,
         sampled_sharpness=SAMPLED_SHARPNESS,
+        kernels=kernels_of(model),
     )
     lags = (num_levels > 0) & (num_seen < rows.num_committed - 1)
     growth, cache = _Reader(model, params, grower).grow(cache, lags)

@@ -13,6 +13,7 @@ All children are candidates, and the tree says which of them are the draft's nod
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +22,8 @@ from flax import struct
 from jax import lax
 
 from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
-from jaxspec.runtime.environment import loops_run_on_host
+from jaxspec.kernels.base import XLA, Kernels
+from jaxspec.kernels.highest import Highest
 from jaxspec.sampling import (
     Stream,
     adjust,
@@ -36,7 +38,6 @@ from jaxspec.sampling import (
 from jaxspec.types import BatchView, Draft, DraftContext, EngineShape
 
 Tree: TypeAlias = BeamTree | BudgetTree | StaticTree
-BLOCK = 64  # scores of which the maximum is taken before the highest are looked for
 
 
 class Growth(struct.PyTreeNode, kw_only=True):
@@ -113,6 +114,7 @@ class Grower:
       greedy_sharpness: what a greedy row's scores are multiplied by before they become
         probabilities, whose product along a path is its worth.
       sampled_sharpness: a sampled row's.
+      kernels: what finds the highest scores.
     """
 
     tree: Tree
@@ -121,6 +123,7 @@ class Grower:
     num_levels: jax.Array
     greedy_sharpness: float
     sampled_sharpness: float
+    kernels: Kernels = XLA
 
     def start(self) -> Growth:
         """Nothing has grown yet."""
@@ -237,15 +240,28 @@ class Grower:
         )
         numbers = self.tree.key_numbers(level)[None, :num_nodes]
         numbers = jnp.broadcast_to(numbers, (num_rows, num_nodes))
-        scores, q = _draw_scores(logits, self.rows, context, numbers, self.shape)
-        best, tokens = highest(scores, self.tree.num_children)
+        best, q = _draw(logits, self.rows, context, numbers, self.shape, self._highest)
         if not self.tree.ranks_paths:
-            return tokens, jnp.where(jnp.isfinite(best), jnp.float32(0), -jnp.inf), q
-        if self.greedy_sharpness != 1 or self.sampled_sharpness != 1:
-            is_greedy_row = (self.rows.sampling.temperature == 0)[:, None, None]
-            sharpness = jnp.where(is_greedy_row, self.greedy_sharpness, self.sampled_sharpness)
-            scores, best = sharpness * scores, sharpness * best
-        return tokens, best - jax.nn.logsumexp(scores, axis=-1, keepdims=True), q
+            share = jnp.where(jnp.isfinite(best.scores), jnp.float32(0), -jnp.inf)
+            return best.places, share, q
+        scores, sharpness = best.scores, self._sharpness
+        if sharpness is not None:
+            scores = sharpness[:, None, None] * scores
+        return best.places, scores - best.log_total[..., None], q
+
+    def _highest(self, scores: jax.Array) -> Highest:
+        """The children of each node, of all the `scores` `[B, n, V]` of tokens after it."""
+        return self.kernels.highest(scores, self.tree.num_children, self._sharpness)
+
+    @property
+    def _sharpness(self) -> jax.Array | None:
+        """`[B]` fp32, each row's; None if all have 1, or if it decides nothing."""
+        is_one = self.greedy_sharpness == 1 and self.sampled_sharpness == 1
+        if is_one or not self.tree.ranks_paths:
+            return None
+        is_greedy_row = self.rows.sampling.temperature == 0
+        greedy, sampled = jnp.float32(self.greedy_sharpness), jnp.float32(self.sampled_sharpness)
+        return jnp.where(is_greedy_row, greedy, sampled)
 
     def draft(self, growth: Growth, wanted: jax.Array) -> tuple[Draft, jax.Array]:
         """The draft of `shape.num_nodes` nodes, of which each row wants the first `wanted` `[B]`,
@@ -269,18 +285,20 @@ class Grower:
         return draft, kept
 
 
-def _draw_scores(
+def _draw(
     logits: jax.Array,
     rows: BatchView,
     context: DraftContext,
     numbers: jax.Array,
     shape: EngineShape,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Scores `[B, n, V]` fp32 whose highest are the children of each of n nodes, and q `[B, n, V]`.
+    choose: Callable[[jax.Array], Highest],
+) -> tuple[Highest, jax.Array | None]:
+    """What `choose` finds in the scores `[B, n, V]` fp32 of the children of n nodes, and q
+    `[B, n, V]`.
 
-    Of a sampled row these are log-probabilities with Gumbel noise: the highest one is a sample, and
-    in falling order they are samples without replacement. With shared noise all nodes of a depth
-    have that by which the target will draw the token there.
+    Of a sampled row scores are log-probabilities with Gumbel noise: the highest one is a sample,
+    and in falling order they are samples without replacement. With shared noise all nodes of a
+    depth have that by which the target will draw the token there.
 
     Args:
       logits: `[B, n, V]` fp32.
@@ -288,6 +306,7 @@ def _draw_scores(
       context: of the n tokens to be drawn.
       numbers: `[B, n]` int32, keys of the noise that is not shared.
       shape: `is_noise_shared`, `needs_draft_probs`, `needs_greedy_probs` of it.
+      choose: called where the scores are made, so that XLA need not copy them out of a conditional.
     """
     vocab_size = logits.shape[-1]
 
@@ -300,7 +319,8 @@ def _draw_scores(
             keys = round_keys(rows, numbers, Stream.DRAFT)
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         scores = jnp.where(is_sampled, drawn_from + gumbel(keys, vocab_size), adjusted)
-        return scores, jax.nn.softmax(drawn_from, axis=-1) if shape.needs_draft_probs else None
+        q = jax.nn.softmax(drawn_from, axis=-1) if shape.needs_draft_probs else None
+        return choose(scores), q
 
     def take_highest():
         q = None
@@ -308,30 +328,9 @@ def _draw_scores(
             q = jax.nn.softmax(filtered_logits(logits, rows.sampling), axis=-1)
         elif shape.needs_draft_probs:
             q = jnp.zeros_like(logits)
-        return logits, q
+        return choose(logits), q
 
     return lax.cond(is_greedy(rows), take_highest, draw)
-
-
-def highest(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` highest of `scores` `[B, n, V]` in falling order, and their tokens, as
-    `lax.top_k`: of equals the first.
-
-    XLA:CPU's `top_k` handles one score at a time, and the maximum of a block of them at once. The
-    highest scores are in the blocks of the highest maxima, so it need look at no others.
-    """
-    vocab_size = scores.shape[-1]
-    num_blocks = -(-vocab_size // BLOCK)
-    if loops_run_on_host() or num_blocks <= 2 * count:
-        return lax.top_k(scores, count)
-    missing = num_blocks * BLOCK - vocab_size
-    scores = jnp.pad(scores, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
-    blocks = scores.reshape(*scores.shape[:2], num_blocks, BLOCK)
-    chosen = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), count)[1], axis=-1)
-    looked_at = jnp.take_along_axis(blocks, chosen[..., None], axis=2)
-    best, index = lax.top_k(looked_at.reshape(*scores.shape[:2], count * BLOCK), count)
-    of_block = jnp.take_along_axis(chosen, index // BLOCK, axis=-1)
-    return best, of_block * BLOCK + index % BLOCK
 
 
 def flat(values: jax.Array) -> jax.Array:

@@ -387,13 +387,14 @@ class BudgetTree:
         is_good &= share >= jnp.float32(self.min_ratio) * share[..., :1]
         flat = jnp.where(is_good, worth, -jnp.inf).reshape(worth.shape[0], -1)
         num_left = self.nodes - jnp.sum(before > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
-        best = lax.top_k(flat, min(self.nodes, flat.shape[1]))[1]
-        is_within = jnp.arange(best.shape[1], dtype=jnp.int32)[None] < num_left[:, None]
-
-        def mark(best: jax.Array, is_within: jax.Array) -> jax.Array:
-            return jnp.zeros(flat.shape[1], bool).at[best].set(is_within)
-
-        return jnp.where(jax.vmap(mark)(best, is_within), flat, -jnp.inf).reshape(worth.shape)
+        best, place = lax.top_k(flat, min(self.nodes, flat.shape[1]))
+        # As good as the last one that is within, which is cheaper to tell than to mark them.
+        last = jnp.clip(num_left - 1, 0, best.shape[1] - 1)[:, None]
+        worst, last_place = (jnp.take_along_axis(of, last, axis=1) for of in (best, place))
+        is_first = jnp.arange(flat.shape[1], dtype=jnp.int32)[None] <= last_place
+        is_within = (flat > worst) | ((flat == worst) & is_first)
+        is_within &= num_left[:, None] > 0
+        return jnp.where(is_within, flat, -jnp.inf).reshape(worth.shape)
 
     def keep(self, worth: jax.Array) -> jax.Array:
         """The nodes `[B, N]` int32 among the candidates of all levels, best first; `worth` is

@@ -17,6 +17,7 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache import pages as kv
+from jaxspec.kernels.highest import Highest, highest
 from jaxspec.kernels.xla import Attention, block_attention
 from jaxspec.types import PyTree, Window
 
@@ -84,6 +85,7 @@ def unpacked(tree: PyTree) -> PyTree:
 
 
 Product: TypeAlias = Callable[..., jax.Array]  # a backend with the signature of `product`
+FindHighest: TypeAlias = Callable[..., Highest]  # one with the signature of `highest`
 
 
 def product(
@@ -170,18 +172,20 @@ def attention_inputs(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The expensive parts of a layer. A backend brings its own `attention` or `product`, or
+    """The expensive parts of a layer, and of growing a tree. A backend brings its own functions, or
     overrides `attend` to do a layer's attention from the projections on.
 
     Attributes:
       attention: see `block_attention`.
       product: see `product`.
+      highest: see `jaxspec.kernels.highest.highest`.
       is_width_invariant: whether a token gets the same bits in windows of every width, wherever
         these kernels leave no product to XLA. Engines try it before they rely on it.
     """
 
     attention: Attention = block_attention
     product: Product = product
+    highest: FindHighest = highest
     is_width_invariant: bool = False
 
     def pack(self, weight: jax.Array | PackedWeight, num_input_axes: int = 1) -> Any:

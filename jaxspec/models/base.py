@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.base import rms_norm, unpacked
+from jaxspec.kernels.base import XLA, Kernels, rms_norm, unpacked
 from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -365,3 +365,8 @@ class LanguageModel:
     def head_rows(self, params, tokens):
         """The weights `[..., E]` that the head gives each of `tokens` `[...]`."""
         return decoder.head_rows(self.config, params, tokens)
+
+
+def kernels_of(model: Model | None) -> Kernels:
+    """What a model computes with, where it is one of the package's own; otherwise XLA's kernels."""
+    return get_kernels(model.kernels) if isinstance(model, LanguageModel) else XLA

@@ -34,10 +34,9 @@ from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
 from jaxspec.drafters.heads.formulas import TargetParts
 from jaxspec.drafters.trees import BudgetTree, StaticTree
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.base import XLA, Kernels, unpacked
-from jaxspec.kernels.registry import get_kernels
+from jaxspec.kernels.base import Kernels, PackedWeight, unpacked
 from jaxspec.models import decoder
-from jaxspec.models.base import LAST, HeadedModel, LanguageModel, Model
+from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.kinds import first_mismatch, kinds_of
@@ -53,6 +52,7 @@ from jaxspec.types import (
 )
 
 DEFAULT_NODES = 4  # Clover's budget, at which it found that more nodes hardly pay in large batches
+PRODUCTS = frozenset({"weight", "query", "key", "value", "head"})  # weights, of a head's parameters
 Carry = TypeVar("Carry")
 
 
@@ -106,9 +106,10 @@ class Expanded(NamedTuple):
         # Where there are fewer children, the others are none of these nodes' and are not used.
         parent = jnp.minimum(chosen.parent, hidden.shape[1] - 1)[..., None]
         path = jnp.take_along_axis(self.path, parent, axis=1)
+        is_here = jnp.arange(path.shape[2], dtype=jnp.int32) == level
         return Expanded(
             hidden=jnp.take_along_axis(hidden, parent, axis=1),
-            path=path.at[:, :, level].set(chosen.tokens),
+            path=jnp.where(is_here[None, None], chosen.tokens[..., None], path),
             worth=chosen.worth,
         )
 
@@ -226,17 +227,26 @@ class Heads(DrafterBase):
         return bound
 
     def pack(self, params: PyTree) -> PyTree:
-        """The heads' parameters, the block's as its kernels read them best; see
-        `LanguageModel.pack`."""
+        """The heads' parameters, their products' weights as the target's kernels read them best;
+        see `LanguageModel.pack`."""
+
+        def pack(path: tuple[Any, ...], leaf: Any) -> Any:
+            is_of_product = getattr(path[-1], "key", None) in PRODUCTS
+            return self._kernels.pack(leaf) if is_of_product else leaf
+
+        packed = jax.tree_util.tree_map_with_path(
+            pack,
+            {name: leaves for name, leaves in params.items() if name != "layers"},
+            is_leaf=lambda node: isinstance(node, PackedWeight),
+        )
         if "layers" not in params:
-            return params
-        return {**params, **decoder.pack_params({"layers": params["layers"]}, self._kernels)}
+            return packed
+        return {**packed, **decoder.pack_params({"layers": params["layers"]}, self._kernels)}
 
     @property
     def _kernels(self) -> Kernels:
         """The target's, where it is one of the package's own models."""
-        target = self.target
-        return get_kernels(target.kernels) if isinstance(target, LanguageModel) else XLA
+        return kernels_of(self.target)
 
     @property
     def _dtype(self) -> jnp.dtype:
@@ -253,6 +263,7 @@ class Heads(DrafterBase):
             final_norm=functools.partial(self.target.final_norm, target_params),
             head=functools.partial(self.target.head, target_params),
             head_rows=functools.partial(self.target.head_rows, target_params),
+            product=self._kernels.product,
         )
 
     def init(self, shape: EngineShape) -> HeadsState:
@@ -494,6 +505,7 @@ class Heads(DrafterBase):
             num_levels=num_levels,
             greedy_sharpness=self.greedy_sharpness,
             sampled_sharpness=self.sampled_sharpness,
+            kernels=self._kernels,
         )
 
         def grow(level: int, carry: tuple[Growth, Expanded]) -> tuple[Growth, Expanded]:

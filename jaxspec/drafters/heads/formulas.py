@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafters.heads.config import HeadsConfig
-from jaxspec.kernels.base import product, rms_norm
+from jaxspec.kernels.base import Product, product, rms_norm
 
 Params: TypeAlias = Mapping[str, Any]
 RunBlock: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -27,11 +27,13 @@ class TargetParts(NamedTuple):
       final_norm: hidden states `[..., E]`, normed as before the head.
       head: logits `[..., V]` fp32 of normed hidden states.
       head_rows: of tokens `[...]`, the weights `[..., E]` that the head gives each of them.
+      product: how its kernels multiply; the heads' own weights are packed for it, or plain.
     """
 
     final_norm: Callable[[jax.Array], jax.Array]
     head: Callable[[jax.Array], jax.Array]
     head_rows: Callable[[jax.Array], jax.Array]
+    product: Product = product
 
 
 def anchor(
@@ -54,7 +56,10 @@ def anchor(
     """
     if config.kind == "clover2":
         embedded = target.head_rows(next_tokens)
-        mixed = features + attention_decoder(config, params["first"], features, embedded)
+        first = params["first"]
+        mixed = features + attention_decoder(
+            config, first, features, embedded, product=target.product
+        )
         return rms_norm(run_block(mixed), params["norm"], config.norm_epsilon)
     if config.kind == "clover":
         return features if config.block is None else run_block(features)
@@ -86,29 +91,34 @@ def apply_head(
             flat = embedded.reshape(*tokens.shape[:-1], -1)
             inputs = jnp.concatenate([hidden, flat], axis=-1)
         for block in params["heads"][index]["blocks"]:
-            inputs = output = output + jax.nn.silu(_linear(block, inputs))
+            inputs = output = output + jax.nn.silu(_linear(block, inputs, target.product))
         return hidden, output
 
     embedded = target.head_rows(tokens[..., -1])
     if config.kind == "clover2":
         if index == 0:
-            made = _linear(params["head"], hidden)
+            made = _linear(params["head"], hidden, target.product)
         else:
-            hidden = hidden + attention_decoder(config, params["connection"], hidden, embedded)
-            made = _linear(params["next"], jnp.concatenate([hidden, embedded], axis=-1))
+            connection = params["connection"]
+            hidden = hidden + attention_decoder(
+                config, connection, hidden, embedded, product=target.product
+            )
+            both = jnp.concatenate([hidden, embedded], axis=-1)
+            made = _linear(params["next"], both, target.product)
         return hidden, rms_norm(made, params["head_norm"], config.norm_epsilon)
 
     if config.connection != "none":
         connection = params["connections"][0 if config.shares_connection else index]
         embedded = _unit(embedded)
         if config.connection == "attention":
-            mixed = attention_decoder(config, connection, hidden, embedded)
+            mixed = attention_decoder(config, connection, hidden, embedded, product=target.product)
         else:
             normed = rms_norm(hidden, connection["norm"], config.norm_epsilon)
-            mixed = jax.nn.silu(_linear(connection, jnp.concatenate([normed, embedded], axis=-1)))
+            both = jnp.concatenate([normed, embedded], axis=-1)
+            mixed = jax.nn.silu(_linear(connection, both, target.product))
         hidden = hidden + mixed
     normed = target.final_norm(hidden)
-    return hidden, normed + jax.nn.silu(_linear(params["heads"][index], normed))
+    return hidden, normed + jax.nn.silu(_linear(params["heads"][index], normed, target.product))
 
 
 def head_logits(
@@ -117,7 +127,7 @@ def head_logits(
     """Logits `[..., V]` fp32 of what head `index` made, `[..., E]`."""
     if config.shares_head:
         return target.head(output)
-    logits = product(output, params["heads"][index]["head"], dtype=jnp.float32)
+    logits = target.product(output, params["heads"][index]["head"], dtype=jnp.float32)
     if config.num_head_tokens is None:
         return logits
     none = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, jnp.float32)
@@ -125,7 +135,12 @@ def head_logits(
 
 
 def attention_decoder(
-    config: HeadsConfig, params: Params, hidden: jax.Array, embedded: jax.Array
+    config: HeadsConfig,
+    params: Params,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    *,
+    product: Product,
 ) -> jax.Array:
     """What the token `embedded` adds to `hidden`, both `[..., E]` (Clover, 2405.00263, eq. 1 and 2,
     figure 5; Clover-2's released code).
@@ -133,16 +148,15 @@ def attention_decoder(
     The query comes from the hidden states, key and value from the token. With this one key a
     softmax would always be one, so each part of the value is gated by how query and key agree.
     """
-    normed = rms_norm(hidden, params["norm"], config.norm_epsilon)
 
-    def project(name: str, x: jax.Array) -> jax.Array:
-        made = product(x, params[name])
+    def project(name: str, x: jax.Array, **norm: Any) -> jax.Array:
+        made = product(x, params[name], **norm)
         if f"{name}_bias" in params:
             made = _add_bias(made, params[f"{name}_bias"])
         return made.reshape(*made.shape[:-1], config.num_gate_heads, -1)
 
-    query, key = project("query", normed), project("key", embedded)
-    value = project("value", embedded)
+    query = project("query", hidden, norm=params["norm"], epsilon=config.norm_epsilon)
+    key, value = project("key", embedded), project("value", embedded)
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     gate = jnp.sum(query * key, axis=-1, keepdims=True)
     if config.gate == "cosine":
@@ -157,7 +171,7 @@ def attention_decoder(
     return mixed.reshape(*hidden.shape)
 
 
-def _linear(params: Params, x: jax.Array) -> jax.Array:
+def _linear(params: Params, x: jax.Array, product: Product) -> jax.Array:
     return _add_bias(product(x, params["weight"]), params["bias"])
 
 

@@ -4,8 +4,8 @@ A decoding round multiplies every weight by a few rows: one for a single request
 batch. XLA:CPU runs such products far below the speed of cores and memory, copies the KV that
 attention reads, and starts some thirty small programs per layer. `kernels.cc` runs a layer as five:
 four products with the norms, gates and sums around them, and attention from the projections on.
-`product` and `attend` call it through JAX's foreign function interface. Weights are packed when a
-model is loaded, so that a product reads them from end to end.
+`product`, `attend` and `highest` call it through JAX's foreign function interface. Weights are
+packed when a model is loaded, so that a product reads them from end to end.
 
 The machine's C++ compiler builds the kernels for its own processor when a model is first loaded on
 a CPU; the library is kept in the cache directory. Without a compiler, `problem` says so, and models
@@ -34,6 +34,8 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Angles, Kernels, PackedWeight, unpacked
 from jaxspec.kernels.base import product as xla_product
 from jaxspec.kernels.cpu import build
+from jaxspec.kernels.highest import Highest
+from jaxspec.kernels.highest import highest as xla_highest
 from jaxspec.runtime.host_limits import usable_cpus
 from jaxspec.types import Window
 
@@ -130,6 +132,30 @@ def product(
         is_gated=is_gated,
     )
     return made.reshape(*leading, *weight.output_shape)
+
+
+def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
+    """As `jaxspec.kernels.highest.highest`; of a row with a NaN or an infinite score all scores are
+    NaN."""
+    _load()
+    *leading, size = scores.shape
+    num_rows = math.prod(leading)
+    of_rows = jnp.zeros((0,), jnp.float32)
+    if sharpness is not None:
+        of_rows = jnp.repeat(sharpness, num_rows // sharpness.shape[0])
+    best, places, log_total = jax.ffi.ffi_call(
+        "jaxspec_highest",
+        (
+            jax.ShapeDtypeStruct((num_rows, count), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, count), jnp.int32),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ),
+    )(scores.reshape(num_rows, size), of_rows)
+    return Highest(
+        scores=best.reshape(*leading, count),
+        places=places.reshape(*leading, count),
+        log_total=log_total.reshape(*leading),
+    )
 
 
 def is_attention_supported(
@@ -269,6 +295,11 @@ def _product_or_xla(x: jax.Array, weight: jax.Array | PackedWeight, **settings) 
     return xla_product(x, weight, **settings)
 
 
+def _highest_or_xla(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
+    find = xla_highest if _is_split() else highest
+    return find(scores, count, sharpness)
+
+
 def _can_pack(weight: Any, num_input_axes: int) -> bool:
     is_matrix = weight.dtype in _DTYPES and weight.ndim > num_input_axes and weight.size > 0
     sharding = getattr(weight, "sharding", None)
@@ -283,4 +314,4 @@ def _is_split() -> bool:
     return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
 
 
-NATIVE = NativeKernels(product=_product_or_xla, is_width_invariant=True)
+NATIVE = NativeKernels(product=_product_or_xla, highest=_highest_or_xla, is_width_invariant=True)

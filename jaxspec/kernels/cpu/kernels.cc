@@ -4,6 +4,7 @@
 //   jaxspec_pack       a weight in the order in which products read it
 //   jaxspec_product    a product with what stands before and behind it in a decoder layer
 //   jaxspec_attention  attention of a window over a row's own live KV, read where it lies
+//   jaxspec_highest    the highest scores of rows, and what all scores of a row add up to
 //
 // An output's bits depend on its own row's numbers only. Every sum runs in one order, over the inputs
 // of a product, the components of a head, the slots of a row from first to last, whatever the number
@@ -16,6 +17,7 @@
 #include <string>
 
 #include "attention.h"
+#include "highest.h"
 #include "product.h"
 #include "threads.h"
 #include "vectors.h"
@@ -178,7 +180,27 @@ ffi::Error CodedAttentionHandler(
                    settings);
 }
 
-// What both take first.
+// Without a sharpness of each row it is 1.
+ffi::Error HighestHandler(ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::F32> sharpness,
+                          ffi::Result<ffi::Buffer<ffi::F32>> highest,
+                          ffi::Result<ffi::Buffer<ffi::S32>> places,
+                          ffi::Result<ffi::Buffer<ffi::F32>> totals) {
+  const int64_t num_rows = scores.dimensions()[0], size = scores.dimensions()[1];
+  const int64_t count = highest->dimensions()[1];
+  if (count < 1 || count > size) {
+    return ffi::Error::InvalidArgument(std::to_string(count) + " of " + std::to_string(size) +
+                                       " scores were asked for");
+  }
+  const float* const of_rows = sharpness.element_count() == 0 ? nullptr : sharpness.typed_data();
+  Team::Get().For(num_rows, [&](int64_t row) {
+    Highest(ScoresOfRow(scores.typed_data() + row * size, size), count,
+            of_rows == nullptr ? 1.0f : of_rows[row], highest->typed_data() + row * count,
+            places->typed_data() + row * count, totals->typed_data() + row);
+  });
+  return ffi::Error::Success();
+}
+
+// What both kinds of attention take first.
 auto AttentionArguments() {
   return xla::ffi::Ffi::Bind()
       .Arg<xla::ffi::AnyBuffer>()
@@ -231,6 +253,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_coded_attention, jaxspec::CodedAttentionHa
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_highest, jaxspec::HighestHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 extern "C" int jaxspec_num_lanes() { return jaxspec::kLanes; }
 

@@ -1,0 +1,58 @@
+"""The highest scores of a row, and what all of its scores add up to: the children of a tree's
+node."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.runtime.environment import loops_run_on_host
+
+BLOCK = 64  # scores of which the maximum is taken before the highest are looked for
+
+
+class Highest(NamedTuple):
+    """The highest scores of some rows.
+
+    Attributes:
+      scores: `[..., n]` fp32, in falling order.
+      places: `[..., n]` int32, where they stand in the row.
+      log_total: `[...]` fp32, the logarithm of the sum of `exp(sharpness * score)` over the row.
+    """
+
+    scores: jax.Array
+    places: jax.Array
+    log_total: jax.Array
+
+
+def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
+    """The `count` highest of `scores` `[B, ..., V]` fp32, of equals the first.
+
+    XLA:CPU's `top_k` handles one score at a time, and the maximum of a block of them at once. The
+    highest scores are in the blocks of the highest maxima, so it need look at no others.
+
+    Args:
+      scores: they may be -inf. The `log_total` of a row with a NaN is NaN, and what else is
+        returned of it is unspecified, but for places that exist.
+      count: at most V.
+      sharpness: `[B]` fp32, above 0; None is 1.
+    """
+    *leading, size = scores.shape
+    scaled = scores
+    if sharpness is not None:
+        scaled = jnp.expand_dims(sharpness, range(1, scores.ndim)) * scores
+    log_total = jax.nn.logsumexp(scaled, axis=-1)
+    num_blocks = -(-size // BLOCK)
+    if loops_run_on_host() or num_blocks <= 2 * count:
+        return Highest(*lax.top_k(scores, count), log_total)
+    padding = [*[(0, 0)] * len(leading), (0, num_blocks * BLOCK - size)]
+    blocks = jnp.pad(scores, padding, constant_values=-jnp.inf)
+    blocks = blocks.reshape(*leading, num_blocks, BLOCK)
+    chosen = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), count)[1], axis=-1)
+    looked_at = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
+    best, index = lax.top_k(looked_at.reshape(*leading, count * BLOCK), count)
+    of_block = jnp.take_along_axis(chosen, index // BLOCK, axis=-1)
+    return Highest(best, of_block * BLOCK + index % BLOCK, log_total)
