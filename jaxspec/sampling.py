@@ -343,12 +343,17 @@ def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
     return jnp.where(is_finite, chosen, -1)
 
 
+def num_drawn_together(num_positions: int) -> int:
+    """Positions of a window of so many that `choose` draws at a time."""
+    return -(-num_positions // NUM_PARTS)
+
+
 def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """The arg max `[B, T]` of `scores`, some positions at a time. Noise, penalties and filters need
     ten arrays of the size of their logits; so these are not the logits of the whole window. A score
     depends on the logits of its own position only, so it has the same bits either way."""
     num_rows, num_positions, vocab_size = logits.shape
-    size = -(-num_positions // NUM_PARTS)
+    size = num_drawn_together(num_positions)
     if size == num_positions:
         return greedy_tokens(scores(logits, rows, prefix))[0]
     by_depth = _noise_by_depth(rows.sampling, prefix, vocab_size)

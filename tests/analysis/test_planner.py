@@ -286,6 +286,17 @@ def test_a_draft_window_takes_its_pages_in_flight_besides():
     assert exactly < parts.draft_kv_bytes <= 2 * exactly
 
 
+def test_temporaries_are_estimated_through_the_programs_that_were_compiled():
+    """Of rounds of other proportions too: short windows need more for a token that they score."""
+    made = make_planner(target=toy.config(vocab_size=4096, num_layers=2), draft=DRAFT)
+    estimate = made.bytes.temporaries
+    for each in (settings(batch_size=6, draft_length=1), settings(batch_size=6, draft_length=3)):
+        rounds, prefill = made.bytes.programs(each, "short")
+        measured = max(rounds.added_bytes, prefill.added_bytes)
+        assert estimate.added_bytes(each) == pytest.approx(measured, rel=0.1)
+        assert estimate.added_bytes(each) == pytest.approx(rounds.added_bytes, rel=0.1)
+
+
 # ------------------------------------------------------------------------------------ the choice
 
 

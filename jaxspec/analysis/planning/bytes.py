@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.analysis.planning.request import Described, PlanRequest
@@ -25,6 +26,7 @@ from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.shapes import ShapeModel, shape_model, shortened
+from jaxspec.sampling import num_drawn_together
 from jaxspec.verifiers import make_verifier
 
 Compiles: TypeAlias = Literal["whole", "short"]
@@ -154,14 +156,19 @@ class LoopBytes:
 
     @functools.cached_property
     def temporaries(self) -> Estimate:
-        """Temporaries of one device, from short programs of two sizes."""
+        """Temporaries of one device, from short programs of a few sizes."""
         candidates = list(self.request.candidates())
         longest = max(candidates, key=lambda each: (each.draft_length, each.batch_size))
         chunks = sorted({each.prefill_chunk for each in candidates})
         small = dataclasses.replace(longest, batch_size=1, prefill_chunk=chunks[0])
         large = dataclasses.replace(longest, batch_size=4, prefill_chunk=max(2 * chunks[0], 128))
+        sizes = [small, large]
+        drafting = [each for each in candidates if 0 < each.draft_length < longest.draft_length]
+        if drafting:  # a round of other proportions
+            shortest = min(drafting, key=lambda each: each.draft_length)
+            sizes.append(dataclasses.replace(shortest, batch_size=4, prefill_chunk=chunks[0]))
         points = []
-        for settings in (small, large):
+        for settings in sizes:
             one = dataclasses.replace(settings, num_data_shards=1, num_model_shards=1)
             self.say(f"compiling short programs of {one.sentence}")
             rounds, prefill = self.programs(one, "short")
@@ -225,45 +232,58 @@ class LoopBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What programs need besides their arguments, as straight lines through two of them: a round's
-    by the tokens that it scores, a prefill's by the tokens of its chunk. Neither the layers nor the
-    context matter: a layer's temporaries are used again by the next, and attention reads KV block
-    by block.
+    """What programs need besides their arguments, as linear functions that go through a few of
+    them: of a round the tokens that it scores and those that it draws at a time
+    (`sampling.choose`), of a prefill the tokens of its chunk. Neither the layers nor the context
+    matter: a layer's temporaries are used again by the next, and attention reads KV block by block.
 
     Attributes:
-      round_bytes: constant, and per token.
-      prefill_bytes: likewise.
+      round_bytes: constant, per token scored, and per token drawn at a time.
+      prefill_bytes: constant, and per token.
     """
 
-    round_bytes: tuple[float, float]
-    prefill_bytes: tuple[float, float]
+    round_bytes: tuple[float, ...]
+    prefill_bytes: tuple[float, ...]
 
     @classmethod
     def through(cls, *points: tuple[PlanSettings, int, int]) -> Estimate:
-        """The lines through two settings and the bytes that their round and prefill added."""
-        small, large = points
+        """The functions through two or three settings (a prefill's through the first two) and the
+        bytes that their round and prefill added."""
+
+        def solve(sizes: list[tuple[int, ...]], added: list[int]) -> tuple[float, ...]:
+            # Two points of a round: the settings are alike in what cannot be told apart.
+            found = np.linalg.lstsq(np.array(sizes, float), np.array(added, float), rcond=None)
+            return tuple(found[0].tolist())
+
         return cls(
-            round_bytes=_line(*((_num_scored(point[0]), point[1]) for point in (small, large))),
-            prefill_bytes=_line(*((point[0].prefill_chunk, point[2]) for point in (small, large))),
+            round_bytes=solve(
+                [_round_sizes(each) for each, _, _ in points], [added for _, added, _ in points]
+            ),
+            prefill_bytes=solve(
+                [_prefill_sizes(each) for each, _, _ in points[:2]],
+                [added for _, _, added in points[:2]],
+            ),
         )
 
     def added_bytes(self, settings: PlanSettings) -> float:
         """Of the larger program, on one device. Of devices that split a model it is an upper
         bound."""
-        lines = (self.round_bytes, self.prefill_bytes)
-        sizes = (_num_scored(settings), settings.prefill_chunk)
-        return max(max(a + b * size, 1.0) for (a, b), size in zip(lines, sizes, strict=True))
+        pairs = (
+            (self.round_bytes, _round_sizes(settings)),
+            (self.prefill_bytes, _prefill_sizes(settings)),
+        )
+        return max(max(float(np.dot(each, sizes)), 1.0) for each, sizes in pairs)
 
 
-def _num_scored(settings: PlanSettings) -> int:
-    """Tokens that a round of a shard scores."""
-    return settings.batch_size // settings.num_data_shards * (settings.draft_length + 1)
+def _round_sizes(settings: PlanSettings) -> tuple[int, ...]:
+    """One, and the tokens that a round of a shard scores, and draws at a time."""
+    rows, length = settings.batch_size // settings.num_data_shards, settings.draft_length + 1
+    return 1, rows * length, rows * num_drawn_together(length)
 
 
-def _line(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
-    """Constant and slope of the line through two points."""
-    slope = (second[1] - first[1]) / (second[0] - first[0])
-    return first[1] - slope * first[0], slope
+def _prefill_sizes(settings: PlanSettings) -> tuple[int, ...]:
+    """One, and the tokens of a chunk."""
+    return 1, settings.prefill_chunk
 
 
 def _weights_in_words(config: ModelConfig, dtype: str) -> str:
