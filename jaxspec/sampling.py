@@ -31,6 +31,7 @@ from jaxspec.types import BatchView, DraftContext, RowSampling
 
 _IMPL = "threefry2x32"
 BLOCK = 128  # committed tokens counted at a time
+NUM_PARTS = 8  # at most, in which the positions of a window are drawn
 
 
 class Stream(enum.IntEnum):
@@ -299,11 +300,15 @@ def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
     return lax.fori_loop(0, 32, with_bit, zero)
 
 
-def scores(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
+def scores(
+    logits: jax.Array, rows: BatchView, prefix: DraftContext, noise: jax.Array | None = None
+) -> jax.Array:
     """`[B, T, V]` fp32 whose arg max is the token that a request draws at each position: adjusted
-    logits at temperature 0, else `filtered_logits` plus the position's noise."""
+    logits at temperature 0, else `filtered_logits` plus the position's noise (drawn here unless it
+    is given)."""
     adjusted = adjust(logits, rows, prefix)
-    noise = _position_noise(rows.sampling, prefix, logits.shape[-1])
+    if noise is None:
+        noise = _position_noise(rows.sampling, prefix, logits.shape[-1])
     is_sampled = (rows.sampling.temperature > 0)[:, None, None]
     return jnp.where(is_sampled, filtered_logits(adjusted, rows.sampling) + noise, adjusted)
 
@@ -311,25 +316,65 @@ def scores(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
 def _position_noise(sampling: RowSampling, prefix: DraftContext, vocab_size: int) -> jax.Array:
     """Gumbel noise `[B, T, V]` of the positions. Where a tree has several nodes at one, it is drawn
     once for each depth and shared among them."""
-    position, num_depths = prefix.position, prefix.position.shape[1]
-    if prefix.max_depth is not None:
-        num_depths = min(prefix.max_depth + 1, num_depths)
-    if num_depths == position.shape[1]:
+    position = prefix.position
+    by_depth = _noise_by_depth(sampling, prefix, vocab_size)
+    if by_depth is None:
         return gumbel(position_keys(sampling, position), vocab_size)
-    first = position[:, :1]
-    at_depth = first + jnp.arange(num_depths, dtype=jnp.int32)[None]
-    noise = gumbel(position_keys(sampling, at_depth), vocab_size)
-    return jnp.take_along_axis(noise, (position - first)[..., None], axis=1)
+    return jnp.take_along_axis(by_depth, (position - position[:, :1])[..., None], axis=1)
+
+
+def _noise_by_depth(
+    sampling: RowSampling, prefix: DraftContext, vocab_size: int
+) -> jax.Array | None:
+    """Noise `[B, D + 1, V]` of the depths of a tree; None where there are as many as nodes."""
+    num_positions = prefix.position.shape[1]
+    num_depths = num_positions if prefix.max_depth is None else prefix.max_depth + 1
+    if num_depths >= num_positions:
+        return None
+    depth = jnp.arange(num_depths, dtype=jnp.int32)[None]
+    return gumbel(position_keys(sampling, prefix.position[:, :1] + depth), vocab_size)
 
 
 def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """The token `[B, T]` int32 that plain decoding would emit at each position, -1 where the logits
     `[B, T, V]` are not finite."""
     greedy, is_finite = greedy_tokens(logits)
-    chosen = lax.cond(
-        is_greedy(rows), lambda: greedy, lambda: greedy_tokens(scores(logits, rows, prefix))[0]
-    )
+    chosen = lax.cond(is_greedy(rows), lambda: greedy, lambda: _draw(logits, rows, prefix))
     return jnp.where(is_finite, chosen, -1)
+
+
+def num_drawn_together(num_positions: int) -> int:
+    """Positions of a window of so many that `choose` draws at a time."""
+    return -(-num_positions // NUM_PARTS)
+
+
+def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
+    """The arg max `[B, T]` of `scores`, some positions at a time. Noise, penalties and filters need
+    ten arrays of the size of their logits; so these are not the logits of the whole window. A score
+    depends on the logits of its own position only, so it has the same bits either way."""
+    num_rows, num_positions, vocab_size = logits.shape
+    size = num_drawn_together(num_positions)
+    if size == num_positions:
+        return greedy_tokens(scores(logits, rows, prefix))[0]
+    by_depth = _noise_by_depth(rows.sampling, prefix, vocab_size)
+
+    def draw_part(index: jax.Array, tokens: jax.Array) -> jax.Array:
+        # The last part begins earlier, where it would end beyond the last position.
+        start = jnp.minimum(index * size, num_positions - size)
+
+        def part(values: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(values, start, size, axis=1)
+
+        position, noise = part(prefix.position), None
+        if by_depth is not None:
+            depth = position - prefix.position[:, :1]
+            noise = jnp.take_along_axis(by_depth, depth[..., None], axis=1)
+        here = prefix.replace(is_before=part(prefix.is_before), position=position, max_depth=None)
+        drawn = greedy_tokens(scores(part(logits), rows, here, noise))[0]
+        return lax.dynamic_update_slice_in_dim(tokens, drawn, start, axis=1)
+
+    num_parts = -(-num_positions // size)
+    return lax.fori_loop(0, num_parts, draw_part, jnp.zeros((num_rows, num_positions), jnp.int32))
 
 
 def distribution(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:

@@ -462,6 +462,58 @@ def test_noise_of_a_tree_is_drawn_once_for_each_depth(monkeypatch):
     assert drawn == [(2, 3)]
 
 
+MANY_KINDS = (
+    {},
+    {"temperature": 0.8, "top_p": 0.7},
+    {"temperature": 1.1, "top_k": 4, "min_p": 0.1},
+    {"temperature": 0.9, **ASKING},
+)
+
+
+def window_of(num_positions: int, max_depth: int | None):
+    """Rows of all kinds, their logits, and what precedes each position; nodes of a tree lie at
+    depths 0, 1, 2, ..., `max_depth`, 1, 2, ..."""
+    rows = batch(*MANY_KINDS, tokens=[[1, 2, 3], [4, 4], [5], [1, 1, 2]], stop_tokens=[[4]] * 4)
+    random = np.random.default_rng(num_positions)
+    logits = jnp.asarray(3 * random.standard_normal((4, num_positions, 61)), jnp.float32)
+    drafted = jnp.asarray(random.integers(0, 61, (4, num_positions - 1)), jnp.int32)
+    prefix = sampling.chain_prefix(rows, drafted)
+    if max_depth is not None:
+        depth = np.minimum(np.arange(num_positions), 1 + (np.arange(num_positions) - 1) % max_depth)
+        position = rows.num_committed[:, None] + jnp.asarray(depth, jnp.int32)[None]
+        prefix = prefix.replace(position=position, max_depth=max_depth)
+    return logits, rows, prefix
+
+
+@pytest.mark.parametrize("max_depth", [None, 3])
+@pytest.mark.parametrize("num_positions", [2, 5, 11, 17])
+def test_positions_are_drawn_in_parts_as_if_at_once(num_positions, max_depth):
+    logits, rows, prefix = window_of(num_positions, max_depth)
+    at_once = jnp.argmax(scores_of(logits, rows, prefix), axis=-1)
+    found = choose(logits, rows, prefix)
+    np.testing.assert_array_equal(found, at_once)
+    # Drawing decides: the rows that sample do not get the likeliest tokens.
+    assert np.any(np.asarray(found[1:]) != np.asarray(jnp.argmax(logits, axis=-1)[1:]))
+
+
+def test_a_part_with_the_noise_of_another_position_would_be_seen():
+    logits, rows, prefix = window_of(11, None)
+    shifted = prefix.replace(position=prefix.position + 2)
+    assert np.any(choose(logits, rows, shifted) != choose(logits, rows, prefix))
+
+
+def test_drawing_needs_a_part_of_the_memory_that_all_scores_take():
+    rows = batch(*MANY_KINDS)
+    logits = jax.ShapeDtypeStruct((4, 6, 4096), jnp.float32)
+    prefix = sampling.chain_prefix(rows, jnp.zeros((4, 5), jnp.int32))
+
+    def arrays_of_logits(function) -> float:
+        memory = function.lower(logits, rows, prefix).compile().memory_analysis()
+        return memory.temp_size_in_bytes / (4 * 6 * 4096 * 4)
+
+    assert arrays_of_logits(choose) < 3 < arrays_of_logits(scores_of)
+
+
 def test_counting_the_buffer_instead_of_the_path_would_be_seen():
     rows = batch(ASKING, tokens=[[1, 2, 3]])
     tokens = jnp.asarray([[3, 3, 0, 1]], jnp.int32)

@@ -23,6 +23,7 @@ from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.bench.heads import HeadsBench
 from jaxspec.bench.hf import HuggingFace, compare, exported
 from jaxspec.bench.kernels import KernelsBench
+from jaxspec.bench.kv import KvBench
 from jaxspec.bench.measure import (
     ROUND,
     Bench,
@@ -35,6 +36,7 @@ from jaxspec.bench.memory import MemoryBench
 from jaxspec.bench.plots import plot_decode
 from jaxspec.bench.prefill import PrefillBench
 from jaxspec.bench.program import ProgramBench
+from jaxspec.bench.sessions import SessionsBench
 from jaxspec.bench.step_cost import StepCostBench
 from jaxspec.bench.trace_cost import TraceCostBench
 from jaxspec.bench.trees import TreesBench
@@ -390,8 +392,10 @@ class BenchCommand:
         | Annotated[HeadsBench, tyro.conf.subcommand("heads")]
         | Annotated[FlexDraftBench, tyro.conf.subcommand("flexdraft")]
         | Annotated[MemoryBench, tyro.conf.subcommand("memory")]
+        | Annotated[SessionsBench, tyro.conf.subcommand("sessions")]
         | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
         | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
+        | Annotated[KvBench, tyro.conf.subcommand("kv")]
         | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
         | Annotated[StepCostBench, tyro.conf.subcommand("step-cost")]
         | Annotated[TraceCostBench, tyro.conf.subcommand("trace-cost")]

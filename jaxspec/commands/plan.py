@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 from rich.console import Console
 
-from jaxspec.analysis.planner import Search, plan_memory
+from jaxspec.analysis.planner import plan_memory
+from jaxspec.analysis.planning.request import Search
 from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.engine.memory import in_units
@@ -63,7 +64,10 @@ class PlanCommand(JsonOption):
     target: str
     """A preset such as `qwen3-8b`, or any model that `load_model` takes."""
     draft: str | None = None
-    """Its draft model, named alike; without one plain decoding is planned."""
+    """Its draft model, named alike. Without one or a drafter, plain decoding is planned."""
+    drafter: str | None = None
+    """What drafts instead: `ngram`, `ngram[4]` or `heads:NAME`, as in `jaxspec generate`. It is
+    planned as it is. Draft lengths of a tree are numbers of nodes, and need --per-position."""
     budget: str
     """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
     batch: int = 8
@@ -80,7 +84,8 @@ class PlanCommand(JsonOption):
     acceptance: float = 0.7
     """Chance that a drafted token is accepted, alike at every position."""
     per_position: tuple[float, ...] = ()
-    """Measured chances that at least 1, 2, ... drafted tokens are accepted, instead."""
+    """Measured chances that at least 1, 2, ... drafted tokens are accepted, instead; of a tree,
+    that its first, second, ... node is."""
     dtype: DtypeName | None = None
     """Of the weights; default bfloat16, on a CPU float32."""
     verifier: VerifierName = "coupled"
@@ -137,6 +142,7 @@ class PlanCommand(JsonOption):
                 self.target,
                 self.draft,
                 budget_bytes,
+                drafter=self.drafter,
                 batch=self.batch,
                 context=self.context,
                 prompt_tokens=self.prompt_tokens,

@@ -48,10 +48,20 @@ class StoredRow:
         """Of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.pages, self.rest)))
 
-    def on_host(self) -> StoredRow:
-        """The same in the host's memory, as NumPy arrays."""
-        # A copy: on a CPU `device_get` returns views of the device's arrays.
-        pages, rest = jax.tree.map(np.array, jax.device_get((self.pages, self.rest)))
+    def on_host(self, place: jax.sharding.Sharding | None = None) -> StoredRow:
+        """The same in the host's memory.
+
+        Args:
+          place: memory of the host that the device copies to and from directly; None makes NumPy
+            arrays.
+        """
+        parts = self.pages, self.rest
+        if place is not None:
+            # Waits, so that a lack of memory shows here.
+            pages, rest = jax.block_until_ready(jax.device_put(parts, place))
+        else:
+            # A copy: on a CPU `device_get` returns views of the device's arrays.
+            pages, rest = jax.tree.map(np.array, jax.device_get(parts))
         return StoredRow(pages=pages, rest=rest)
 
 

@@ -24,6 +24,7 @@ DraftLength: TypeAlias = int | Literal["auto"]
 DEFAULT_DRAFT_LENGTH = 4
 LARGEST_NUM_SLOTS = 2**30  # of all rows; the device counts in int32
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
+PINNED = "pinned_host"  # JAX's name of that kind of memory
 
 
 def make_loop(
@@ -190,3 +191,13 @@ def home_of(params: PyTree) -> jax.sharding.Sharding | None:
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     homes = {device for array in arrays for device in array.devices()}
     return jax.sharding.SingleDeviceSharding(*homes) if len(homes) == 1 else None
+
+
+def pinned_memory(home: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+    """Memory of the host that the one device of `home` copies to and from directly; None where it
+    has none, and on a CPU, which is the host."""
+    [device] = home.device_set
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform == "cpu" or PINNED not in kinds:
+        return None
+    return home.with_memory_kind(PINNED)

@@ -89,6 +89,9 @@ class Engine:
         rows are per shard.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
         round of a row needs `verify_length` slots.
+      budget_bytes: what weights, state and compiled programs may take together, per device. Then
+        `batch_size` is the most rows, and fewer are taken where these would not fit; see
+        `engine.budget`. None: all that is free on the device. `plan_memory` chooses more settings.
       prefill_chunk: prompt tokens read per call.
       rounds_per_sync: most rounds between two looks of the host.
       max_queue: requests that may wait for a row; `submit` refuses more.
@@ -143,6 +146,7 @@ class Engine:
         tree_depth: int | None = None,
         batch_size: int = 8,
         max_length: int = 1024,
+        budget_bytes: int | None = None,
         prefill_chunk: int = 128,
         rounds_per_sync: int = 32,
         max_queue: int = 1024,
@@ -182,6 +186,7 @@ class Engine:
             trace=trace,
             check_invariants=check_invariants,
             mesh=mesh,
+            budget_bytes=budget_bytes,
         )
         self.layout, self.max_logprobs, self.logprobs_mode = layout, max_logprobs, logprobs_mode
         self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue

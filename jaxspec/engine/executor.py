@@ -41,10 +41,12 @@ from jaxspec.decode.settings import (
     default_draft_length,
     home_of,
     make_loop,
+    pinned_memory,
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
+from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
@@ -360,6 +362,18 @@ class Executor:
             return home_of(self.loop.params)
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
+    @functools.cached_property
+    def parking_place(self) -> jax.sharding.Sharding | None:
+        """Where copies of rows are kept on the host: in memory that the device copies to and from
+        directly; None is in NumPy arrays. So it is on a mesh, where each device would have a copy,
+        and on a CPU, whose own memory is the host's."""
+        home = self._home_of_copies if self.mesh is None else None
+        return None if home is None else pinned_memory(home)
+
+    def park_row(self, row: int, num_slots: int) -> StoredRow:
+        """A copy of a row's first slots on the host; the row stays as it is."""
+        return self.take_row(row, num_slots).on_host(self.parking_place)
+
     def take_row(self, row: int, num_slots: int) -> StoredRow:
         """A copy of a row's first slots, on the device; the row stays as it is."""
         state, programs = self.state, self.programs
@@ -603,6 +617,7 @@ def make_executor(
     trace: TraceLevel | None = None,
     check_invariants: bool = False,
     mesh: jax.sharding.Mesh | None = None,
+    budget_bytes: int | None = None,
 ) -> Executor:
     """The executor of an engine with these settings; see `Engine` for what they mean.
 
@@ -643,6 +658,8 @@ def make_executor(
         logprobs=logprobs,
         trace=None if trace is None else TraceConfig(level=trace),
     )
+    if budget_bytes is not None:
+        loop = fit_rows(loop, budget_bytes, mesh=mesh)
     executor = Executor(
         loop,
         exactness=exactness,

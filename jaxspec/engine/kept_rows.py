@@ -221,7 +221,7 @@ class KeptRows:
         num_bytes += sum(_num_bytes(prefix) for prefix in self.prefixes)
         try:
             if num_bytes <= self.max_bytes and conversation.num_slots > 0:
-                stored = self._executor.take_row(row, conversation.num_slots).on_host()
+                stored = self._executor.park_row(row, conversation.num_slots)
                 conversation.stored = stored
         except (MemoryError, RuntimeError) as error:
             if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):

@@ -39,7 +39,7 @@ class PlanSettings:
       kv_dtype: of the target's KV; None is the model's dtype.
       draft_kv_dtype: of the draft model's KV, likewise.
       draft_kv_window: tokens whose KV the draft model keeps; None keeps all.
-      draft_dtype: of the draft model's weights.
+      draft_dtype: of the draft model's weights; None where what drafts is planned as it is.
       num_data_shards: devices of the mesh axis `data`.
       num_model_shards: devices of the mesh axis `model`.
     """
@@ -51,7 +51,7 @@ class PlanSettings:
     kv_dtype: KvDtype | None = None
     draft_kv_dtype: KvDtype | None = None
     draft_kv_window: int | None = None
-    draft_dtype: str
+    draft_dtype: str | None
     num_data_shards: int = 1
     num_model_shards: int = 1
 
@@ -87,7 +87,7 @@ class PlanSettings:
             f"chunks of {self.prefill_chunk}",
             *(f"{dtype} KV of the {name}" for name, dtype in kv.items() if dtype is not None),
         ]
-        if self.draft_length:
+        if self.draft_length and self.draft_dtype is not None:
             found.append(f"draft weights in {self.draft_dtype}")
         if self.draft_kv_window is not None:
             found.append(f"draft KV of {self.draft_kv_window} tokens")
@@ -277,6 +277,7 @@ class MemoryPlan:
     Attributes:
       target: name of the target.
       draft: name of the draft model; None without one.
+      drafter: name of what drafts instead of a draft model; None without.
       dtype: of the target's weights, compute and (unless `kv_dtype` says otherwise) KV.
       scheduler: its name.
       verifier: its name.
@@ -298,6 +299,7 @@ class MemoryPlan:
 
     target: str
     draft: str | None
+    drafter: str | None = None
     dtype: str
     scheduler: str
     verifier: str
@@ -341,7 +343,9 @@ class MemoryPlan:
         of_target = {"dtype": self.dtype, **settings.options_of("target")}
         lines = [f"target = {call('jaxspec.load_model', repr(self.target), **of_target)}"]
         arguments = ["target"]
-        if settings.draft_length:
+        if settings.draft_length and self.drafter is not None:
+            arguments.append(repr(self.drafter))
+        elif settings.draft_length:
             loaded = call("jaxspec.load_model", repr(self.draft), **settings.options_of("draft"))
             drafter = call("jaxspec.DraftModel", loaded, **settings.options_of("drafter"))
             lines.append(f"drafter = {drafter}")
@@ -360,11 +364,13 @@ class MemoryPlan:
         settings = self.settings
         if settings.num_devices > 1 or settings.prefill_chunk != 128:
             return None
-        if settings.draft_length and settings.draft_dtype != self.dtype:
+        if settings.draft_length and settings.draft_dtype not in (None, self.dtype):
             return None
         words = ["jaxspec generate --target", self.target, "--dtype", self.dtype]
         if settings.draft_length:
-            words += ["--draft", str(self.draft), "--verifier", self.verifier]
+            name = self.draft if self.drafter is None else self.drafter
+            words += ["--draft" if self.drafter is None else "--drafter", str(name)]
+            words += ["--verifier", self.verifier]
         words += ["--scheduler", self.scheduler]
         for field, knob in KNOBS.items():
             value = getattr(settings, field)
@@ -377,8 +383,9 @@ class MemoryPlan:
         settings = self.settings
         if settings.draft_length and drafter is None:
             raise SettingError(
-                f"The plan drafts {settings.draft_length} tokens with {self.draft}, and no drafter "
-                "was given; give one, or plan without a draft model."
+                f"The plan drafts {settings.draft_length} tokens with "
+                f"{self.drafter or self.draft}, and no drafter was given; give one, or plan "
+                "without one."
             )
         pairs = {("target", "kv_dtype"): (settings.kv_dtype, kv_dtype_of(target))}
         if settings.draft_length:

@@ -7,27 +7,28 @@ import gc
 import inspect
 import json
 
+import heads
 import jax
 import jax.numpy as jnp
 import pytest
 import toy
 
 import jaxspec
-from jaxspec.analysis import planner as planning
 from jaxspec.analysis.baseline import baseline_bytes
-from jaxspec.analysis.planner import (
-    Planner,
+from jaxspec.analysis.planner import Planner, choose, plan_memory
+from jaxspec.analysis.planning import bytes as planned_bytes
+from jaxspec.analysis.planning.request import (
+    PlanRequest,
     Search,
-    choose,
     describe,
     doubling,
     model_axes,
-    plan_memory,
 )
 from jaxspec.cache.pages import BLOCK
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.trees import StaticTree
 from jaxspec.engine import memory, plan
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
@@ -59,9 +60,9 @@ def make_planner(target=TARGET, draft=DRAFT, **changes):
         "mesh": None,
         "num_devices": 1,
         "search": SMALL,
-        "say": lambda stage: None,
     }
-    return Planner(**{**fields, **changes})
+    request = PlanRequest(**{**fields, **changes})
+    return Planner(request=request, say=lambda stage: None)
 
 
 def settings(**changes):
@@ -100,14 +101,14 @@ def kv_bytes(config, *, num_rows, num_slots, kv_dtype, itemsize):
 @pytest.mark.parametrize("verifier", [Coupled(), Rejection()], ids=lambda each: each.name)
 def test_the_formula_is_what_the_loop_allocates(each, verifier):
     made = make_planner(verifier=verifier)
-    parts = measure_parts(made.loop(each))
-    rows = made.scheduler.num_residents(each.batch_size)
+    parts = measure_parts(made.bytes.loop(each))
+    rows = made.request.scheduler.num_residents(each.batch_size)
     shared = {"num_rows": rows, "num_slots": each.max_length}
     assert parts.target_kv_bytes == kv_bytes(TARGET, kv_dtype=each.kv_dtype, itemsize=4, **shared)
     itemsize = jnp.dtype(each.draft_dtype).itemsize
     wanted = kv_bytes(DRAFT, kv_dtype=each.draft_kv_dtype, itemsize=itemsize, **shared)
     assert parts.draft_kv_bytes == (wanted if each.draft_length else 0)
-    made_here = expected_round_bytes(made.loop(each))
+    made_here = expected_round_bytes(made.bytes.loop(each))
     assert made_here == (parts.logits_bytes, parts.draft_probs_bytes)
     has_probs = each.draft_length > 0 and verifier.needs_draft_probs
     assert (parts.draft_probs_bytes > 0) == has_probs
@@ -134,7 +135,7 @@ def expected_round_bytes(loop):
 
 
 def test_a_planner_that_forgets_q_is_caught(monkeypatch):
-    loop = make_planner(verifier=Rejection()).loop(settings())
+    loop = make_planner(verifier=Rejection()).bytes.loop(settings())
     expected = expected_round_bytes(loop)
     monkeypatch.setattr(memory, "draft_probs_bytes", lambda shape: 0)
     parts = measure_parts(loop)
@@ -149,7 +150,7 @@ def live_bytes():
 def check_live_arrays(each, *, verifier):
     """The state of a real engine takes what was predicted, before and after a round."""
     made = make_planner(verifier=verifier)
-    predicted = measure_parts(made.loop(each))
+    predicted = measure_parts(made.bytes.loop(each))
     target = toy.model(num_layers=3, **_kv(each.kv_dtype))
     drafter = None
     if each.draft_length:
@@ -178,7 +179,7 @@ def _kv(kv_dtype):
 
 
 def test_live_arrays_are_what_was_predicted(monkeypatch):
-    monkeypatch.setattr(planning, "default_kernels", lambda: "xla")
+    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
     check_live_arrays(settings(), verifier=Rejection())
 
 
@@ -211,14 +212,14 @@ MANY = [
 @pytest.mark.parametrize("verifier", [Coupled(), Rejection()], ids=lambda each: each.name)
 def test_predicted_against_measured(verifier, monkeypatch):
     """Of 34 runs: arrays to the byte, compiled programs within 5 %."""
-    monkeypatch.setattr(planning, "default_kernels", lambda: "xla")
+    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
     search = dataclasses.replace(SMALL, draft_lengths=(0, 8), prefill_chunks=(32, 256))
     made = make_planner(verifier=verifier, search=search, device="a fitted device")
     for each in MANY:
         check_live_arrays(each, verifier=verifier)
-        parts = measure_parts(made.loop(each))
-        estimated = made._estimated(each)
-        programs = {program.name: program for program in made.programs(each, "whole")}
+        parts = measure_parts(made.bytes.loop(each))
+        estimated = made.bytes.estimated(each)
+        programs = {program.name: program for program in made.bytes.programs(each, "whole")}
         rounds = programs["round"]
         assert rounds.argument_bytes == pytest.approx(
             parts.weights_bytes + parts.state_bytes, abs=64
@@ -261,7 +262,7 @@ def test_the_published_pair_takes_what_was_reckoned(changes, gigabytes):
     each = settings(
         batch_size=64, max_length=8192, draft_length=5, draft_dtype="bfloat16", **changes
     )
-    parts = measure_parts(made.loop(each))
+    parts = measure_parts(made.bytes.loop(each))
     total = parts.weights_bytes + parts.state_bytes + parts.logits_bytes
     q_bytes = 64 * 5 * 151936 * 4  # which the reckoning has, and coupled decoding has not
     assert (total + q_bytes) / 1e9 == pytest.approx(gigabytes, rel=0.01)
@@ -278,18 +279,29 @@ def test_a_draft_window_takes_its_pages_in_flight_besides():
         draft_kv_window=512,
         prefill_chunk=128,
     )
-    parts = measure_parts(made.loop(each))
+    parts = measure_parts(made.bytes.loop(each))
     total = parts.weights_bytes + parts.state_bytes + parts.logits_bytes
     exactly = 64 * 512 * 112 * 1024
     assert (total - parts.draft_kv_bytes + exactly) / 1e9 == pytest.approx(99, rel=0.01)
     assert exactly < parts.draft_kv_bytes <= 2 * exactly
 
 
+def test_temporaries_are_estimated_through_the_programs_that_were_compiled():
+    """Of rounds of other proportions too: short windows need more for a token that they score."""
+    made = make_planner(target=toy.config(vocab_size=4096, num_layers=2), draft=DRAFT)
+    estimate = made.bytes.temporaries
+    for each in (settings(batch_size=6, draft_length=1), settings(batch_size=6, draft_length=3)):
+        rounds, prefill = made.bytes.programs(each, "short")
+        measured = max(rounds.added_bytes, prefill.added_bytes)
+        assert estimate.added_bytes(each) == pytest.approx(measured, rel=0.1)
+        assert estimate.added_bytes(each) == pytest.approx(rounds.added_bytes, rel=0.1)
+
+
 # ------------------------------------------------------------------------------------ the choice
 
 
 def run(tokens_per_s, total, **changes):
-    parts = measure_parts(make_planner().loop(settings()))
+    parts = measure_parts(make_planner().bytes.loop(settings()))
     count = total - parts.weights_bytes
     nothing = {field.name: 0 for field in dataclasses.fields(parts)}
     weights = {"target_weights_bytes": parts.weights_bytes}
@@ -405,9 +417,9 @@ def test_verifiers_that_need_q_cost_its_bytes():
     each = settings(draft_length=3)
     for verifier, num_drafts in ((Coupled(), 0), (Rejection(), 3)):
         made = make_planner(verifier=verifier)
-        parts = measure_parts(made.loop(each))
+        parts = measure_parts(made.bytes.loop(each))
         assert parts.draft_probs_bytes == each.batch_size * num_drafts * TARGET.vocab_size * 4
-        assert ("draft_probs_bytes" in made.formulas(each)) == (num_drafts > 0)
+        assert ("draft_probs_bytes" in made.bytes.formulas(each)) == (num_drafts > 0)
 
 
 # ---------------------------------------------------------------------------------------- meshes
@@ -417,7 +429,7 @@ def test_a_model_axis_splits_the_target_and_leaves_a_small_draft_whole():
     made = make_planner("llama-2-70b", "vicuna-68m", given_dtype="bfloat16", mesh=(1, 8))
     whole = settings(max_length=4096, draft_dtype="bfloat16")
     split = dataclasses.replace(whole, num_model_shards=8)
-    one, each = (measure_parts(made.loop(one)) for one in (whole, split))
+    one, each = (measure_parts(made.bytes.loop(one)) for one in (whole, split))
     assert each.target_kv_bytes == pytest.approx(one.target_kv_bytes / 8, rel=1e-3)
     assert each.target_weights_bytes == pytest.approx(one.target_weights_bytes / 8, rel=1e-2)
     assert each.draft_weights_bytes == one.draft_weights_bytes  # 12 heads: replicated
@@ -428,7 +440,7 @@ def test_an_axis_that_does_not_fit_is_refused_with_those_that_do():
     with pytest.raises(SettingError, match=r"8 KV heads.*Up to 16 devices, 1, 2, 4, 8 work"):
         plan_memory("llama-2-70b", "vicuna-68m", GIB, mesh=(1, 16))
     assert model_axes(PRESETS["glm-4-9b"], 8) == [1, 2]
-    assert make_planner("llama-2-70b", None, num_devices=8).meshes == [
+    assert make_planner("llama-2-70b", None, num_devices=8).request.meshes == [
         (8, 1),
         (4, 2),
         (2, 4),
@@ -454,7 +466,9 @@ def test_ten_rows_are_predicted_to_bring_what_the_paper_measured():
     )
     one, ten = (
         max(
-            made.speeds(settings(batch_size=rows, draft_length=length, draft_dtype="bfloat16"))[1]
+            made.speed.tokens_per_s(
+                settings(batch_size=rows, draft_length=length, draft_dtype="bfloat16")
+            )[1]
             for length in range(1, 9)
         )
         for rows in (1, 10)
@@ -471,7 +485,7 @@ def test_the_planner_allocates_no_weights(monkeypatch):
     monkeypatch.setattr(jaxspec.models.decoder, "init_params", refuse)
     before = live_bytes()
     made = make_planner("qwen3-8b", "qwen3-0.6b", given_dtype="bfloat16")
-    measure_parts(made.loop(settings(draft_dtype="bfloat16")))
+    measure_parts(made.bytes.loop(settings(draft_dtype="bfloat16")))
     assert live_bytes() - before < 2**20
 
 
@@ -487,3 +501,75 @@ def test_knobs_name_arguments_that_exist():
         assert knob.argument in inspect.signature(owners[knob.owner]).parameters
         option = (knob.option or "--target").removeprefix("--").replace("-", "_")
         assert option in {each.name for each in dataclasses.fields(GenerateCommand)}
+
+
+# --------------------------------------------------------------------- drafters without a model
+
+
+NODES = Search(draft_lengths=(0, 3, 8), prefill_chunks=(32,), kv_dtypes=(None,))
+BY_NODE = (0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
+
+
+def plan_with(drafter, **changes):
+    options = {
+        "batch": 2,
+        "context": 200,
+        "dtype": "float32",
+        "search": NODES,
+        "scheduler": "static",
+        "compiles": "short",
+        **changes,
+    }
+    return plan_memory(toy.model(num_layers=3), None, GIB, drafter=drafter, **options)
+
+
+@pytest.mark.parametrize("name", ["ngram:1-3", "ngram[2]:1-3", "clover2"])
+def test_drafters_without_a_draft_model_are_planned_as_they_are(name):
+    """To the byte what their engine takes."""
+    drafter = name
+    if name == "clover2":
+        drafter = heads.random_heads(
+            "clover2", toy.model(num_layers=3), tree=StaticTree(choices=((0,), (1,), (0, 0)))
+        )
+    search = dataclasses.replace(NODES, draft_lengths=(3,))
+    found = plan_with(drafter, acceptance=BY_NODE, search=search)
+    assert found.settings.draft_length == 3
+    assert str(found.drafter) in found.code
+    engine = Engine.from_plan(found, toy.model(num_layers=3), drafter)
+    parts = found.chosen.bytes.parts
+    assert engine.memory.state_bytes == parts.state_bytes
+    assert engine.memory.weights_bytes == parts.weights_bytes
+    [done] = engine.generate([[1, 2, 3]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(done.token_ids) == 5
+    json.dumps(found.to_json())
+
+
+def test_a_tree_is_as_large_as_its_nodes_are_worth():
+    """More nodes emit more, and cost more; without any gain from them, none are drafted."""
+    rich = plan_with("ngram[4]", acceptance=BY_NODE, keep=1.0)
+    poor = plan_with("ngram[4]", acceptance=(1e-6,) * 8, keep=1.0)
+    assert rich.settings.draft_length > 0 == poor.settings.draft_length
+    assert "'ngram[4]:1-4'" in rich.code
+
+
+def test_heads_are_predicted_to_cost_what_is_read_for_them():
+    request = dataclasses.replace(make_planner(draft=None).request, acceptance=0.7)
+    each = settings(draft_length=3, draft_dtype=None)
+
+    def tokens_per_s(drafter):
+        planned = dataclasses.replace(request, drafter=drafter)
+        return Planner(request=planned, say=lambda stage: None).speed.tokens_per_s(each)[1]
+
+    chain = heads.random_heads("medusa", toy.model(num_layers=3), tree="chain")
+    assert 0 < tokens_per_s(chain) < tokens_per_s(jaxspec.NGram())
+
+
+def test_drafters_that_cannot_be_planned_are_refused():
+    with pytest.raises(SettingError, match="Both a draft model and a drafter"):
+        plan_memory(TARGET, DRAFT, GIB, drafter="ngram")
+    with pytest.raises(SettingError, match=r"acceptance of 0\.7 was given for the tree of ngram"):
+        plan_with("ngram[4]")
+    with pytest.raises(SettingError, match="give a draft model as `draft`"):
+        plan_with(DraftModel(toy.model(seed=1, num_layers=1)))
+    with pytest.raises(SettingError, match="The drafter none was given"):
+        plan_with("none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import types
 
 import heads
 import jax
@@ -25,6 +26,7 @@ from jaxspec import (
     SamplingParams,
     SettingError,
 )
+from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.executor import SESSION_PROGRAMS
 
@@ -350,7 +352,7 @@ def test_what_does_not_fit_on_the_host_is_read_again(target, monkeypatch, how):
     engine = Engine(target, NGram(1, 3), session_bytes=limit, **SHAPE)
     if how == "memory":
 
-        def exhausted(self):
+        def exhausted(self, place):
             raise MemoryError("no more")
 
         monkeypatch.setattr("jaxspec.decode.kept.StoredRow.on_host", exhausted)
@@ -364,6 +366,40 @@ def test_what_does_not_fit_on_the_host_is_read_again(target, monkeypatch, how):
     assert metrics["num_reread_tokens"] == metrics["num_dropped_tokens"] == len(FIRST) + 12
     assert engine.memory.num_reread_tokens == len(FIRST) + 12
     check_chat(engine, [second])
+
+
+def test_kv_is_parked_in_pinned_memory_where_the_device_has_it(target, monkeypatch):
+    engine = Engine(target, DraftModel(toy.model(seed=1, num_layers=1)), **SHAPE)
+    assert engine.executor.parking_place is None  # a CPU is the host
+    pinned = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    monkeypatch.setattr(engine.executor, "parking_place", pinned)
+    session = engine.session()
+    first = session.generate(FIRST, GREEDY)
+    stored = engine.executor.park_row(session.row, session.num_kept_tokens)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((stored.pages, stored.rest))}
+    assert kinds == {"pinned_host"}
+    engine.generate([OTHER] * engine.num_residents, GREEDY)
+    assert session.place == "host"
+    assert engine.memory.parked_bytes == stored.num_bytes
+    second = session.generate([*FIRST, *first.token_ids, *SECOND], GREEDY)
+    assert second.num_reused_tokens == len(FIRST) + 12
+    check_chat(engine, [second])
+    assert engine.executor.compile_counts()["run"] == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "kinds", "expected"),
+    [
+        ("gpu", ("device", "pinned_host"), "pinned_host"),
+        ("gpu", ("device",), None),
+        ("cpu", ("device", "pinned_host", "unpinned_host"), None),
+    ],
+)
+def test_which_devices_have_pinned_memory(platform, kinds, expected):
+    memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+    device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+    home = types.SimpleNamespace(device_set=[device], with_memory_kind=lambda kind: kind)
+    assert pinned_memory(home) == expected
 
 
 def test_the_least_recently_used_is_dropped_first(target):

@@ -23,6 +23,7 @@ from jaxspec import sampling
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.verifiers import coupled
 
 WINDOW = 7
 LENGTHS = (1, 2, 30, 129, 5, 77)
@@ -209,13 +210,14 @@ def test_shared_noise_is_what_makes_sampling_drafts_acceptable(setting):
 # Sabotage.
 
 
-def keys_of_the_round(rows_sampling, position, *, real=sampling.position_keys):
+def choose_by_place(logits, rows, prefix):
     """Noise by place within the window, not by position."""
-    return real(rows_sampling, position - position[:, :1])
+    place = prefix.position - prefix.position[:, :1]
+    return sampling.choose(logits, rows, prefix.replace(position=place))
 
 
 def test_sabotage_is_caught(monkeypatch, setting):
-    monkeypatch.setattr(sampling, "position_keys", keys_of_the_round)
+    monkeypatch.setattr(coupled, "choose", choose_by_place)
     engine = engine_for(setting.target, jaxspec.Oracle(toy.sequences(setting.witness)))
     plain = engine.generate(setting.prompts, PARAMS, speculate=False)
     engine.update_params(draft=jaxspec.Oracle(toy.sequences(plain)).params)

@@ -1,0 +1,1 @@
+"""What the planner is made of: what is asked for, the bytes of settings, and their speed."""

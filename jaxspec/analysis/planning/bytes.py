@@ -1,0 +1,291 @@
+"""The bytes of settings: read off decode loops of shapes, and off XLA's compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxspec.analysis.planning.request import Described, PlanRequest
+from jaxspec.cache.pages import BLOCK, KvDtype
+from jaxspec.checkpoint.format import parse_dtype
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.settings import make_loop
+from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.memory import Parts, measure_parts
+from jaxspec.engine.plan import PlanBytes, PlanSettings, ProgramBytes, compile_programs
+from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.shapes import ShapeModel, shape_model, shortened
+from jaxspec.sampling import num_drawn_together
+from jaxspec.verifiers import make_verifier
+
+Compiles: TypeAlias = Literal["whole", "short"]
+Say: TypeAlias = Callable[[str], None]
+
+SHORT_LAYERS = 2  # of each model, where programs are compiled to estimate temporaries
+DEFAULT_CHUNK = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoopBytes:
+    """The bytes of an engine by its settings.
+
+    Attributes:
+      request: what is planned for.
+      say: called with what is being compiled.
+    """
+
+    request: PlanRequest
+    say: Say
+
+    def loop(
+        self,
+        settings: PlanSettings,
+        *,
+        num_layers: int | None = None,
+        dtype: str | None = None,
+        on: Any = None,
+    ) -> DecodeLoop | ShardedLoop:
+        """The decode loop of an engine with these settings, of shapes only.
+
+        Args:
+          settings: of the engine.
+          num_layers: of each model at most.
+          dtype: of all weights, instead of the settings'.
+          on: a mesh; by default one without devices, of the settings' axes.
+        """
+        loop = self._loop(settings, num_layers, dtype)
+        if settings.num_devices == 1:
+            return loop
+        if on is None:
+            axes = (settings.num_data_shards, settings.num_model_shards)
+            on = AbstractMesh(axes, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+        return ShardedLoop(loop=loop, mesh=on)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def _loop(
+        self, settings: PlanSettings, num_layers: int | None, dtype: str | None
+    ) -> DecodeLoop:
+        request = self.request
+        target = self._model(
+            request.target, dtype or request.dtype, settings, num_layers, kv_dtype=settings.kv_dtype
+        )
+        drafter = None
+        if settings.draft_length and request.draft is not None:
+            draft_dtype = dtype or settings.draft_dtype or request.dtype
+            draft = self._model(request.draft, draft_dtype, settings, num_layers)
+            drafter = DraftModel(draft, **settings.options_of("drafter"))
+        elif settings.draft_length:
+            drafter = request.drafter
+        return make_loop(
+            target,
+            drafter,
+            verifier=request.verifier if settings.draft_length else make_verifier("coupled"),
+            scheduler=request.scheduler,
+            draft_length=settings.draft_length,
+            verify_length=None,
+            batch_size=settings.batch_size // settings.num_data_shards,
+            max_length=settings.max_length,
+            prefill_chunk=settings.prefill_chunk,
+        )
+
+    def _model(
+        self,
+        model: Described,
+        dtype: str,
+        settings: PlanSettings,
+        num_layers: int | None,
+        *,
+        kv_dtype: KvDtype | None = None,
+    ) -> ShapeModel:
+        config = model.config if num_layers is None else shortened(model.config, num_layers)
+        kernels: KernelsName = "xla"
+        if self.request.is_here and settings.num_model_shards == 1:
+            kernels = model.kernels or default_kernels()
+        return shape_model(
+            config,
+            name=model.name,
+            dtype=parse_dtype(dtype),
+            kernels=kernels,
+            is_packed=self.request.is_here,
+            kv_dtype=kv_dtype,
+        )
+
+    def parts(self, settings: PlanSettings) -> Parts:
+        """Where the bytes are. The chunk changes only the pages of a draft model's window of KV."""
+        if settings.draft_kv_window is None:
+            settings = dataclasses.replace(settings, prefill_chunk=DEFAULT_CHUNK)
+        return self._parts_at_chunk(settings)
+
+    @functools.cache  # noqa: B019
+    def _parts_at_chunk(self, settings: PlanSettings) -> Parts:
+        return measure_parts(self.loop(settings))
+
+    @functools.cached_property
+    def _programs_dtype(self) -> str | None:
+        """In which programs are compiled: as they are, or, for a device of another kind, in
+        float32. XLA:CPU turns whole weights in fewer bytes into float32 ones, a GPU does not. The
+        parameters of a drafter that is planned as it is have the dtype that they have."""
+        is_own = self.request.is_here or self.request.drafter is not None
+        return None if is_own else "float32"
+
+    def programs(self, settings: PlanSettings, compiles: Compiles) -> tuple[ProgramBytes, ...]:
+        """The compiled programs of these settings; those of a mesh need its devices."""
+        num_layers = SHORT_LAYERS if compiles == "short" else None
+        mesh = None
+        if settings.num_devices > 1:
+            axes = (settings.num_data_shards, settings.num_model_shards)
+            mesh = jax.make_mesh(
+                axes,
+                (DATA, MODEL),
+                axis_types=(AxisType.Auto, AxisType.Auto),
+                devices=jax.devices()[: settings.num_devices],
+            )
+        loop = self.loop(settings, num_layers=num_layers, dtype=self._programs_dtype, on=mesh)
+        return compile_programs(loop)
+
+    @functools.cached_property
+    def temporaries(self) -> Estimate:
+        """Temporaries of one device, from short programs of a few sizes."""
+        candidates = list(self.request.candidates())
+        longest = max(candidates, key=lambda each: (each.draft_length, each.batch_size))
+        chunks = sorted({each.prefill_chunk for each in candidates})
+        small = dataclasses.replace(longest, batch_size=1, prefill_chunk=chunks[0])
+        large = dataclasses.replace(longest, batch_size=4, prefill_chunk=max(2 * chunks[0], 128))
+        sizes = [small, large]
+        drafting = [each for each in candidates if 0 < each.draft_length < longest.draft_length]
+        if drafting:  # a round of other proportions
+            shortest = min(drafting, key=lambda each: each.draft_length)
+            sizes.append(dataclasses.replace(shortest, batch_size=4, prefill_chunk=chunks[0]))
+        points = []
+        for settings in sizes:
+            one = dataclasses.replace(settings, num_data_shards=1, num_model_shards=1)
+            self.say(f"compiling short programs of {one.sentence}")
+            rounds, prefill = self.programs(one, "short")
+            points.append((one, rounds.added_bytes, prefill.added_bytes))
+        return Estimate.through(*points)
+
+    def estimated(self, settings: PlanSettings, *, correction: float = 1.0) -> PlanBytes:
+        """The bytes of settings whose programs have not been compiled.
+
+        Args:
+          settings: of the engine.
+          correction: what the estimate is multiplied by.
+        """
+        added = correction * self.temporaries.added_bytes(settings)
+        return PlanBytes.of_programs(self.parts(settings), math.ceil(added), "estimated")
+
+    def formulas(self, settings: PlanSettings) -> dict[str, str]:
+        """By part of `Parts`, how its bytes come about."""
+        request = self.request
+        rows = settings.batch_size // settings.num_data_shards
+        residents = request.scheduler.num_residents(rows)
+        vocab_size = request.target.config.vocab_size
+
+        def of_kv(config: ModelConfig, kv_dtype: KvDtype | None, dtype: str, slots: int) -> str:
+            itemsize, scale = (1, " + 4") if kv_dtype else (jnp.dtype(dtype).itemsize, "")
+            return (
+                f"{residents} rows x {slots} slots x 2 x {config.num_layers} layers x "
+                f"{config.num_kv_heads} heads x ({config.head_size} x {itemsize}{scale}) B"
+            )
+
+        target = request.target.config
+        found = {
+            "target_weights_bytes": _weights_in_words(target, request.dtype),
+            "target_kv_bytes": of_kv(target, settings.kv_dtype, request.dtype, settings.max_length),
+            "logits_bytes": (
+                f"{rows} rows x {settings.draft_length + 1} tokens x {vocab_size} x 4 B"
+            ),
+        }
+        if request.draft is not None and settings.draft_length:
+            draft, dtype = request.draft.config, settings.draft_dtype or request.dtype
+            loop = self._loop(settings, None, None)
+            state = jax.eval_shape(lambda: loop.drafter.init(loop.shape))
+            slots = state.cache.layers[0].k.shape[0] * BLOCK // rows
+            found["draft_weights_bytes"] = _weights_in_words(draft, dtype)
+            found["draft_kv_bytes"] = of_kv(draft, settings.draft_kv_dtype, dtype, slots)
+        elif settings.draft_length and request.drafter is not None:
+            found["draft_weights_bytes"] = f"parameters of {request.drafter.name}"
+        if settings.draft_length and request.verifier.needs_draft_probs:
+            found["draft_probs_bytes"] = (
+                f"{rows} rows x {settings.draft_length} drafts x {vocab_size} x 4 B"
+            )
+        if settings.num_model_shards > 1:
+            found = {
+                name: words + f", split over {settings.num_model_shards} devices where it is split"
+                if name.startswith("target")
+                else words
+                for name, words in found.items()
+            }
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What programs need besides their arguments, as linear functions that go through a few of
+    them: of a round the tokens that it scores and those that it draws at a time
+    (`sampling.choose`), of a prefill the tokens of its chunk. Neither the layers nor the context
+    matter: a layer's temporaries are used again by the next, and attention reads KV block by block.
+
+    Attributes:
+      round_bytes: constant, per token scored, and per token drawn at a time.
+      prefill_bytes: constant, and per token.
+    """
+
+    round_bytes: tuple[float, ...]
+    prefill_bytes: tuple[float, ...]
+
+    @classmethod
+    def through(cls, *points: tuple[PlanSettings, int, int]) -> Estimate:
+        """The functions through two or three settings (a prefill's through the first two) and the
+        bytes that their round and prefill added."""
+
+        def solve(sizes: list[tuple[int, ...]], added: list[int]) -> tuple[float, ...]:
+            # Two points of a round: the settings are alike in what cannot be told apart.
+            found = np.linalg.lstsq(np.array(sizes, float), np.array(added, float), rcond=None)
+            return tuple(found[0].tolist())
+
+        return cls(
+            round_bytes=solve(
+                [_round_sizes(each) for each, _, _ in points], [added for _, added, _ in points]
+            ),
+            prefill_bytes=solve(
+                [_prefill_sizes(each) for each, _, _ in points[:2]],
+                [added for _, _, added in points[:2]],
+            ),
+        )
+
+    def added_bytes(self, settings: PlanSettings) -> float:
+        """Of the larger program, on one device. Of devices that split a model it is an upper
+        bound."""
+        pairs = (
+            (self.round_bytes, _round_sizes(settings)),
+            (self.prefill_bytes, _prefill_sizes(settings)),
+        )
+        return max(max(float(np.dot(each, sizes)), 1.0) for each, sizes in pairs)
+
+
+def _round_sizes(settings: PlanSettings) -> tuple[int, ...]:
+    """One, and the tokens that a round of a shard scores, and draws at a time."""
+    rows, length = settings.batch_size // settings.num_data_shards, settings.draft_length + 1
+    return 1, rows * length, rows * num_drawn_together(length)
+
+
+def _prefill_sizes(settings: PlanSettings) -> tuple[int, ...]:
+    """One, and the tokens of a chunk."""
+    return 1, settings.prefill_chunk
+
+
+def _weights_in_words(config: ModelConfig, dtype: str) -> str:
+    num_params = decoder.num_params(config) / 1e9
+    return f"{num_params:.3g} billion parameters x {jnp.dtype(dtype).itemsize} B"
