@@ -32,6 +32,7 @@ from jaxspec.types import BatchView, DraftContext, RowSampling
 _IMPL = "threefry2x32"
 BLOCK = 128  # committed tokens counted at a time
 NUM_PARTS = 8  # at most, in which the positions of a window are drawn
+SMALLEST_PART = 8  # tokens of all rows
 
 
 class Stream(enum.IntEnum):
@@ -343,9 +344,13 @@ def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
     return jnp.where(is_finite, chosen, -1)
 
 
-def num_drawn_together(num_positions: int) -> int:
-    """Positions of a window of so many that `choose` draws at a time."""
-    return -(-num_positions // NUM_PARTS)
+def num_drawn_together(num_rows: int, num_positions: int) -> int:
+    """Positions of a window that `choose` draws at a time: all of them for few tokens, which take
+    longer in parts, and on a GPU, where a part would be launches of its own."""
+    if loops_run_on_host():
+        return num_positions
+    size = max(-(-num_positions // NUM_PARTS), -(-SMALLEST_PART // num_rows))
+    return min(size, num_positions)
 
 
 def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
@@ -353,7 +358,7 @@ def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array
     ten arrays of the size of their logits; so these are not the logits of the whole window. A score
     depends on the logits of its own position only, so it has the same bits either way."""
     num_rows, num_positions, vocab_size = logits.shape
-    size = num_drawn_together(num_positions)
+    size = num_drawn_together(num_rows, num_positions)
     if size == num_positions:
         return greedy_tokens(scores(logits, rows, prefix))[0]
     by_depth = _noise_by_depth(rows.sampling, prefix, vocab_size)

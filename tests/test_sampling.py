@@ -503,15 +503,20 @@ def test_a_part_with_the_noise_of_another_position_would_be_seen():
 
 
 def test_drawing_needs_a_part_of_the_memory_that_all_scores_take():
-    rows = batch(*MANY_KINDS)
-    logits = jax.ShapeDtypeStruct((4, 6, 4096), jnp.float32)
-    prefix = sampling.chain_prefix(rows, jnp.zeros((4, 5), jnp.int32))
+    rows = batch(*MANY_KINDS, *MANY_KINDS)
+    logits = jax.ShapeDtypeStruct((8, 6, 4096), jnp.float32)
+    prefix = sampling.chain_prefix(rows, jnp.zeros((8, 5), jnp.int32))
 
     def arrays_of_logits(function) -> float:
         memory = function.lower(logits, rows, prefix).compile().memory_analysis()
-        return memory.temp_size_in_bytes / (4 * 6 * 4096 * 4)
+        return memory.temp_size_in_bytes / (8 * 6 * 4096 * 4)
 
     assert arrays_of_logits(choose) < 3 < arrays_of_logits(scores_of)
+
+
+def test_few_tokens_are_drawn_at_once():
+    assert [sampling.num_drawn_together(rows, 5) for rows in (1, 2, 4, 8, 64)] == [5, 4, 2, 1, 1]
+    assert sampling.num_drawn_together(64, 17) == 3
 
 
 def test_counting_the_buffer_instead_of_the_path_would_be_seen():

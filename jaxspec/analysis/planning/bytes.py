@@ -278,7 +278,7 @@ class Estimate:
 def _round_sizes(settings: PlanSettings) -> tuple[int, ...]:
     """One, and the tokens that a round of a shard scores, and draws at a time."""
     rows, length = settings.batch_size // settings.num_data_shards, settings.draft_length + 1
-    return 1, rows * length, rows * num_drawn_together(length)
+    return 1, rows * length, rows * num_drawn_together(rows, length)
 
 
 def _prefill_sizes(settings: PlanSettings) -> tuple[int, ...]:
