@@ -16,6 +16,7 @@ from jaxspec.analysis.cost import Device, Pair
 from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
 from jaxspec.analysis.scaling.batch import fit_pair, predict_times
 from jaxspec.analysis.scaling.power import recover
+from jaxspec.analysis.scaling.report import findings
 from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
@@ -211,6 +212,18 @@ def test_the_best_draft_length_is_that_of_the_most_tokens_per_second():
     assert best[0] > best[-1]
     assert found["fit"]["b"] < 0
     assert found["prediction"] is None
+
+
+def test_times_of_a_busy_machine_are_marked():
+    rows, measured = of_one_rate(), times(load_average=1.9, cpu_count=2)
+    document = analyse(rows, measured, num_draws=100)
+    assert [cell["load_average"] for cell in document["batch"][0]["batches"]] == [1.9] * 5
+    assert "not to be trusted" not in " ".join(findings(document))
+    measured.loc[measured.batch == 4, "load_average"] = 3.5
+    text = " ".join(findings(analyse(rows, measured, num_draws=100)))
+    assert "load average up to 3.5 on 2 CPUs). That concerns batch 4." in text
+    unknown = analyse(rows, times(load_average=None, cpu_count=2), num_draws=100)
+    assert "load_average" not in unknown["batch"][0]["batches"][0]
 
 
 def test_the_cost_model_predicts_what_it_made():
