@@ -75,7 +75,7 @@ def quiet():
     return Console(quiet=True)
 
 
-def rows_by_name(rows):
+def as_records(rows):
     """A dictionary for every row, without where it was made."""
     records = rows.drop(columns=["commit", "version"]).to_dict("records")
     for record in records:
@@ -169,10 +169,10 @@ def test_an_interrupted_study_is_resumed_and_extended(
     drafters = {name: cells[name] for name in cells if "-seed" in name}
     running.store.run(drafters, say=lambda _: None)
     whole = pd.read_parquet(studied[0].out / "rows.parquet")
-    found = rows_by_name(tables.rows_table(running.store.cells))
-    assert found == rows_by_name(whole)
+    found = as_records(tables.rows_table(running.store.cells))
+    assert found == as_records(whole)
     found[0]["rounds"] += 1  # sabotage: other counts are noticed
-    assert found != rows_by_name(whole)
+    assert found != as_records(whole)
     with pytest.raises(SettingError, match="its config is another"):
         scaling.Running(dataclasses.replace(grown, max_tokens=9))
     running.drafters.settings = dataclasses.replace(grown, learning_rate=1e-3)
@@ -267,4 +267,4 @@ def test_the_quick_study_ends_with_the_same_rows_after_kills(tmp_path):
     )  # fmt: skip
     whole.run(quiet())
     expected = pd.read_parquet(whole.out / "rows.parquet")
-    assert rows_by_name(rows[rows.drafter == "2x128"])[: len(expected)] == rows_by_name(expected)
+    assert as_records(rows[rows.drafter == "2x128"])[: len(expected)] == as_records(expected)
