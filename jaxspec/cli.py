@@ -27,7 +27,10 @@ COMMANDS = {
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed"),
     "plan": ("commands.plan:PlanCommand", "settings that fit a memory budget"),
-    "study": ("commands.study:StudyCommand", "grids of runs: how acceptance scales; the published study"),
+    "study": (
+        "commands.study:StudyCommand",
+        "grids of runs: how acceptance scales; the published study",
+    ),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": (
         "commands.train:TrainCommand",

@@ -107,7 +107,10 @@ def best_widths(
             cell |= _predicted(cell, of_batch)
         if all(name in times and times[name].notna().all() for name in LOAD):
             busiest = times[times.batch == batch][list(LOAD)].max()
-            cell |= {"load_average": float(busiest.load_average), "cpu_count": int(busiest.cpu_count)}
+            cell |= {
+                "load_average": float(busiest.load_average),
+                "cpu_count": int(busiest.cpu_count),
+            }
         found.append(cell)
         best.append(width)
         drawn_best.append(draws)
