@@ -25,9 +25,12 @@ COMMANDS = {
     "chat": ("commands.chat:ChatCommand", "chat in the terminal; KV stays between turns"),
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
-    "bench": ("commands.bench:BenchCommand", "measure speed; run the published study"),
+    "bench": ("commands.bench:BenchCommand", "measure speed"),
     "plan": ("commands.plan:PlanCommand", "settings that fit a memory budget"),
-    "study": ("commands.study:StudyCommand", "train drafters, and see how acceptance scales"),
+    "study": (
+        "commands.study:StudyCommand",
+        "grids of runs: how acceptance scales; the published study",
+    ),
     "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
     "train": (
         "commands.train:TrainCommand",

@@ -72,12 +72,14 @@ class Bench:
     """The options of a bench, and its document.
 
     Attributes:
+      COMMAND: that it is a subcommand of.
       NAME: of the subcommand.
       MEASURES: modules and folders whose code the figures are of; see `runtime.freshness`.
       TITLE: of the table of results.
       COLUMNS: of that table.
     """
 
+    COMMAND: ClassVar[str] = "bench"
     NAME: ClassVar[str]
     MEASURES: ClassVar[tuple[str, ...]] = ()
     TITLE: ClassVar[str] = ""
@@ -118,7 +120,9 @@ class Bench:
 
     def document(self, **fields: Any) -> dict[str, Any]:
         """The JSON document. It names no directory of this machine."""
-        document = make_document(f"bench {self.NAME}", self, measures=self.MEASURES, **fields)
+        document = make_document(
+            f"{self.COMMAND} {self.NAME}", self, measures=self.MEASURES, **fields
+        )
         config = {
             name: public_name(value) if isinstance(value, str) else value
             for name, value in document["config"].items()

@@ -53,7 +53,6 @@ from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.confusion import ConfusionBench
 from jaxspec.studies.rounds import SchedulersBench
-from jaxspec.studies.study import Study
 
 RANDOM = "random:"  # what the name of a preset with random weights begins with
 
@@ -378,12 +377,11 @@ class GpuCommand(Bench):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchCommand:
     """Measure speed (`decode`; on a GPU `gpu`), predict it (`predict`; from compiled programs
-    `program`), repeat the published study (`study`), or measure one part alone."""
+    `program`), or measure one part alone."""
 
     bench: Annotated[
         Annotated[DecodeCommand, tyro.conf.subcommand("decode")]
         | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
-        | Annotated[Study, tyro.conf.subcommand("study")]
         | Annotated[GpuCommand, tyro.conf.subcommand("gpu")]
         | Annotated[ProgramBench, tyro.conf.subcommand("program")]
         | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]

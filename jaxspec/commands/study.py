@@ -18,7 +18,7 @@ from jaxspec.studies.study import Study
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyCommand:
     """How acceptance grows with a drafter's training tokens and capacity (`scaling`), and the
-    published study of batched speculative decoding (`published`, also `jaxspec bench study`)."""
+    published study of batched speculative decoding (`published`)."""
 
     study: Annotated[
         Annotated[ScalingStudy, tyro.conf.subcommand("scaling")]

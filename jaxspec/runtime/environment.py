@@ -137,6 +137,17 @@ def devices_sentence(found: dict[str, Any]) -> str:
     return f"using {used} {name}s"
 
 
+def load_remark(load_average: float, num_cpus: int) -> str | None:
+    """A warning about times that were taken while the machine had half as much again to run as it
+    has CPUs, or None: a bench of ours keeps no more than these busy."""
+    if load_average <= 1.5 * num_cpus:
+        return None
+    return (
+        "Times are not to be trusted: other work ran on this machine (load average up to "
+        f"{load_average:.1f} on {num_cpus} CPUs)."
+    )
+
+
 def commit() -> str | None:
     """Commit of the checkout that this package runs from, with `+` if it was changed; elsewhere the
     one that the installed distribution was built from; None where neither is known."""

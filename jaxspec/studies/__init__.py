@@ -1,1 +1,1 @@
-"""The published study of 2510.22876, repeated."""
+"""Studies, grids of many runs: the published one of 2510.22876, and how acceptance scales."""

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
+from jaxspec.runtime.environment import load_remark
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.report import Plot, TextTable, new_figure, write_page
 from jaxspec.studies import published_figures as theirs
@@ -168,11 +169,8 @@ def findings(cells: Cells) -> list[str]:
         )
     busiest = max((cell.get("load_average") or 0.0 for cell in cells.values()), default=0.0)
     num_cpus = next(iter(cells.values()))["provenance"]["devices"]["cpu_count"] if cells else 1
-    if busiest > 2 * num_cpus:
-        found.append(
-            f"Times are not to be trusted: other work ran on this machine (load average up to "
-            f"{busiest:.1f} on {num_cpus} CPUs). Rounds, positions and tokens do not depend on it."
-        )
+    if (remark := load_remark(busiest, num_cpus)) is not None:
+        found.append(f"{remark} Rounds, positions and tokens do not depend on it.")
     replays = cells.get("grouping", {}).get("replays")
     if replays:
         agrees = all(replay["compiled"] == replay["replayed"] for replay in replays)

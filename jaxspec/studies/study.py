@@ -1,6 +1,6 @@
 """The study of 2510.22876 on the user's own machine: layouts x schedulers x batch sizes.
 
-    jaxspec bench study --quick --out study
+    jaxspec study published --quick --out study
 
 EQSPEC and EXSPEC run as published (`studies.published`): the aligned layout, with static batches or
 with the same-length pool, and the drafting and verification of their code. All six combinations of
@@ -36,7 +36,8 @@ CELLS = "cells.json"  # in the output directory
 class Study(WorkloadOptions):
     """Repeat the published study of batched speculative decoding, and compare it with jaxspec."""
 
-    NAME: ClassVar[str] = "study"
+    COMMAND: ClassVar[str] = "study"
+    NAME: ClassVar[str] = "published"
     MEASURES: ClassVar[tuple[str, ...]] = (
         "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "schedulers",
         "drafters/draft_model.py", "verifiers/coupled.py", "engine/engine.py", "engine/executor.py",

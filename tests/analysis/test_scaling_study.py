@@ -16,6 +16,7 @@ from jaxspec.analysis.cost import Device, Pair
 from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
 from jaxspec.analysis.scaling.batch import fit_pair, predict_times
 from jaxspec.analysis.scaling.power import recover
+from jaxspec.analysis.scaling.report import findings
 from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
 from jaxspec.errors import SettingError
 from jaxspec.models.registry import PRESETS
@@ -213,6 +214,18 @@ def test_the_best_draft_length_is_that_of_the_most_tokens_per_second():
     assert found["prediction"] is None
 
 
+def test_times_of_a_busy_machine_are_marked():
+    rows, measured = of_one_rate(), times(load_average=1.9, cpu_count=2)
+    document = analyse(rows, measured, num_draws=100)
+    assert [cell["load_average"] for cell in document["batch"][0]["batches"]] == [1.9] * 5
+    assert "not to be trusted" not in " ".join(findings(document))
+    measured.loc[measured.batch == 4, "load_average"] = 3.5
+    text = " ".join(findings(analyse(rows, measured, num_draws=100)))
+    assert "load average up to 3.5 on 2 CPUs). That concerns batch 4." in text
+    unknown = analyse(rows, times(load_average=None, cpu_count=2), num_draws=100)
+    assert "load_average" not in unknown["batch"][0]["batches"][0]
+
+
 def test_the_cost_model_predicts_what_it_made():
     device = Device(
         name="made", bytes_per_s=1e12, kv_bytes_per_s=1e12, flops_per_s=1e14, step_s=1e-5,
@@ -351,3 +364,51 @@ def test_the_shipped_figures_follow_from_the_shipped_rows():
     names = ("axes", "joint", "acceptance_by_position", "batch", "notes")
     assert not list(differences({name: found[name] for name in names},
                                 {name: expected[name] for name in names}))  # fmt: skip
+
+
+def interval(found):
+    return f"{found['value']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}]"
+
+
+def figures_of_the_page(document):
+    """What docs/scaling.md says of the shipped study, made from its document."""
+    is_greedy = {"prompt_set": "prompts", "verifier": "coupled", "temperature": 0, "draft_length": 8}
+    main = [axis for axis in document["axes"] if axis["is_main"]]
+    greedy = [axis for axis in document["axes"] if axis["decoding"] == is_greedy]
+
+    def row(axis, name, form=".2f"):
+        return " | ".join(f"{point[name]:{form}}".removeprefix("0") for point in axis["points"])
+
+    for axis in main:
+        yield row(axis, "tau")
+        if axis["axis"] == "tokens" and "all seeds" not in axis["title"]:
+            yield row(axis, "overlap", ".3f")
+        if "all seeds" not in axis["title"]:
+            yield row(axis, "held_out_loss")
+        yield interval(axis["slope_per_decade"])
+        if axis["axis"] == "tokens":
+            yield interval(axis["curvature"])
+            for fit in axis["fits"]:
+                yield f"{fit['held_out']['predicted']:.2f}"
+    for axis in greedy:
+        yield row(axis, "tau")
+        yield interval(axis["slope_per_decade"])
+    for found in document["batch"]:
+        for cell in found["batches"]:
+            yield f"{cell['best']} ({cell['speedup']:.2f}x" if cell["best"] else "| 0"
+        yield f"off by {found['prediction']['round_error_median'] * 100:.0f} % in the median"
+        yield f"{found['prediction']['round_error_worst'] * 100:.0f} % at worst"
+    checks = document["checks"]
+    yield f"All {checks['num_compared_with_plain']:,} greedy and coupled outputs"
+    assert checks["num_compared_with_plain"] == checks["num_equal_to_plain"]
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="this checkout has no shipped study")
+def test_the_page_has_the_shipped_figures():
+    page = " ".join((SHIPPED.parents[1] / "scaling.md").read_text().split())
+    document = json.loads((SHIPPED / "scaling.json").read_text())
+    missing = [figure for figure in figures_of_the_page(document) if figure not in page]
+    assert not missing
+    # Sabotage: a figure that is another is noticed.
+    document["axes"][0]["points"][0]["tau"] += 0.01
+    assert any(figure not in page for figure in figures_of_the_page(document))

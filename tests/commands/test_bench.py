@@ -57,16 +57,16 @@ def document(models, tmp_path_factory):
 @pytest.mark.parametrize(
     "args",
     [
-        ("predict", "--target", "qwen3-0.6b", "--draft", "qwen3-0.6b"),
-        ("study", "--quick"),
-        ("gpu", "--dry-run"),
+        ("bench", "predict", "--target", "qwen3-0.6b", "--draft", "qwen3-0.6b"),
+        ("study", "published", "--quick"),
+        ("bench", "gpu", "--dry-run"),
     ],
 )
 def test_the_second_run_into_one_place_is_told_of_the_first(refused, tmp_path, args):
     out = tmp_path / "results" / "out"
     out.parent.mkdir()
     with only_writer(out, during="run"):
-        told = refused("bench", *args, "--out", out)
+        told = refused(*args, "--out", out)
     assert f"results/out is being written by process {os.getpid()} on" in told
     assert list(out.parent.iterdir()) == []
 

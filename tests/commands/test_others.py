@@ -36,7 +36,7 @@ def test_help_names_every_command_and_preset(cli):
     for name in COMMANDS:
         assert f"\n  {name} " in result.out
     benches = re.findall(r"• ([a-z-]+) ", cli("bench", "--help").out)
-    assert {"decode", "predict", "study", "compile-time"} <= {*benches}
+    assert {"decode", "predict", "gpu", "compile-time"} <= {*benches}
     for words in [
         *((name,) for name in COMMANDS if name not in ("bench", "study", "train")),
         *(("bench", b) for b in benches),

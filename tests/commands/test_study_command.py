@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import pathlib
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -13,8 +17,10 @@ from training.test_training import tiny, write_corpus
 from jaxspec import cli
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.studies import scaling
-from jaxspec.training import lm
+from jaxspec.studies.scaling import tables
+from jaxspec.training import lm, runs
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOKENS = (512, 768, 1024)
 
 
@@ -69,6 +75,15 @@ def quiet():
     return Console(quiet=True)
 
 
+def as_records(rows):
+    """A dictionary for every row, without where it was made."""
+    records = rows.drop(columns=["commit", "version"]).to_dict("records")
+    for record in records:
+        for name in ("offered_at", "accepted_at"):
+            record[name] = list(record[name])
+    return records
+
+
 @pytest.fixture(scope="module")
 def studied(tmp_path_factory, corpora, target, prompts):
     """A finished study: its options and its document."""
@@ -107,7 +122,7 @@ def test_tokens_and_rounds_are_the_same_at_every_batch_size(studied):
     options, document = studied
     cells = json.loads((options.out / scaling.CELLS).read_text())["cells"]
     for batch_size in options.batch_sizes:
-        cell = cells[f"batch-{batch_size}"]
+        cell = cells[f"batch-{batch_size}-{TOKENS[-1]}"]
         assert cell["num_compared"] == 6  # three prompts, greedy and sampled
         assert cell["num_equal_to_plain"] == cell["num_same_counts"] == 6
     checks = document["checks"]
@@ -118,11 +133,12 @@ def test_other_tokens_and_counts_are_noticed(studied):
     """Sabotage: one output that is not the target's, one row that took other rounds."""
     options, _ = studied
     running = scaling.Running(dataclasses.replace(options, resume=True))
-    assert running.holds
+    cells, target = running.store.cells, running.target
+    assert tables.holds(cells, target)
     for name in ("num_equal_to_plain", "num_same_counts"):
-        running.store.cells["batch-1"][name] -= 1
-        assert not running.holds
-        running.store.cells["batch-1"][name] += 1
+        cells["batch-1-1024"][name] -= 1
+        assert not tables.holds(cells, target)
+        cells["batch-1-1024"][name] += 1
 
 
 def test_an_interrupted_study_is_resumed_and_extended(
@@ -152,29 +168,27 @@ def test_an_interrupted_study_is_resumed_and_extended(
     cells = running.cells()
     drafters = {name: cells[name] for name in cells if "-seed" in name}
     running.store.run(drafters, say=lambda _: None)
-    found, expected = (
-        each.drop(columns=["commit", "version"])
-        for each in (running.rows(), pd.read_parquet(studied[0].out / "rows.parquet"))
-    )
-    for name in ("offered_at", "accepted_at"):
-        found[name], expected[name] = found[name].map(list), expected[name].map(list)
-    pd.testing.assert_frame_equal(found, expected)
+    whole = pd.read_parquet(studied[0].out / "rows.parquet")
+    found = as_records(tables.rows_table(running.store.cells))
+    assert found == as_records(whole)
+    found[0]["rounds"] += 1  # sabotage: other counts are noticed
+    assert found != as_records(whole)
     with pytest.raises(SettingError, match="its config is another"):
         scaling.Running(dataclasses.replace(grown, max_tokens=9))
-    running.options = dataclasses.replace(grown, learning_rate=1e-3)
+    running.drafters.settings = dataclasses.replace(grown, learning_rate=1e-3)
     with pytest.raises(CheckpointError, match="other values of learning_rate"):
-        running.trained(options.reference, 0, TOKENS[0])
+        running.drafters.trained(options.reference, 0, TOKENS[0])
 
 
 def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
     options, _ = studied
     running = scaling.Running(dataclasses.replace(options, resume=True))
-    drafters = [running.drafter(options.reference, seed, TOKENS[0]) for seed in (0, 1)]
+    drafters = [running.drafters.model(options.reference, seed, TOKENS[0]) for seed in (0, 1)]
     given = running.given
     outputs, counts = [], []
     for draft in drafters:
-        engine = running.engine(draft, "coupled", 2)
-        done = engine.generate(given.token_ids, running.params(given, 1.0))
+        engine = running.decoder.engine(draft, "coupled", 2)
+        done = engine.generate(given.token_ids, running.decoder.params(given, 1.0))
         outputs.append([each.token_ids for each in done])
         counts.append(engine.executor.compile_counts())
     assert counts[0] == counts[1]
@@ -216,13 +230,41 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
     assert "error:" in capsys.readouterr().err
 
 
+def run_until(is_there, *arguments):
+    """Kills the program as soon as it has come so far."""
+    process = subprocess.Popen([sys.executable, "-m", "jaxspec", *arguments], cwd=ROOT)
+    try:
+        while not is_there():
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.slow
-def test_the_quick_study(tmp_path):
-    """Three sizes and four numbers of tokens, on the standard library's source."""
-    assert cli.main(["study", "scaling", "--quick", "--out", str(tmp_path / "out")]) == 0
-    document = json.loads((tmp_path / "out" / "scaling.json").read_text())
-    rows = pd.read_parquet(tmp_path / "out" / "rows.parquet")
+@pytest.mark.as_shipped
+@pytest.mark.timeout(1800)
+def test_the_quick_study_ends_with_the_same_rows_after_kills(tmp_path):
+    """Three sizes and four numbers of tokens, on the standard library's source; killed in its first
+    trunk and in its second cell."""
+    out, trunk = tmp_path / "out", tmp_path / "out" / "trunks" / "2x128-seed0"
+    command = ["study", "scaling", "--quick", "--out", str(out)]
+    run_until((trunk / "branches" / "62500" / "result.json").is_file, *command)
+    assert not (trunk / runs.RESULT).exists()
+    run_until((out / scaling.CELLS).is_file, *command, "--resume")
+    assert cli.main([*command, "--resume"]) == 0
+    document = json.loads((out / "scaling.json").read_text())
+    rows = pd.read_parquet(out / "rows.parquet")
     assert document["holds"]
     assert rows.groupby(["drafter", "training_tokens"]).ngroups == 12
-    overlap = rows.groupby("training_tokens").overlap.mean()
-    assert overlap.is_monotonic_increasing
+    assert rows.groupby("training_tokens").overlap.mean().is_monotonic_increasing
+    # The first drafters once more, without an interruption.
+    whole = scaling.ScalingStudy(quick=True, out=tmp_path / "whole").made_quick()
+    whole = dataclasses.replace(
+        whole, quick=False, layers=(2,), tokens=whole.tokens[:3], batch_sizes=(4,),
+        time_draft_lengths=(1,),
+    )  # fmt: skip
+    whole.run(quiet())
+    expected = pd.read_parquet(whole.out / "rows.parquet")
+    assert as_records(rows[rows.drafter == "2x128"])[: len(expected)] == as_records(expected)

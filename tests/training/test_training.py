@@ -128,7 +128,7 @@ def optimizer_of(**overrides):
         "clip_norm": 1.0,
         "num_steps": 100,
     }
-    return lm.make_optimizer(**(settings | overrides))
+    return runs.make_optimizer(**(settings | overrides))
 
 
 def test_bit_equality_notices_one_other_row(trained):
@@ -137,7 +137,7 @@ def test_bit_equality_notices_one_other_row(trained):
 
     def after(windows):
         params = jax.tree.map(jnp.copy, run.params)  # the step donates them
-        state = lm.TrainState(params=params, optimizer=optimizer.init(params))
+        state = runs.TrainState(params=params, optimizer=optimizer.init(params))
         for _ in range(2):  # the first step's rate is zero
             batch = data.pack(windows, 0)
             state, _ = lm.train_step(state, batch, model=run.config, optimizer=optimizer)
@@ -354,7 +354,7 @@ def test_exported_model_has_our_logits(tmp_path, trained):
 def test_checkpoint_survives_an_interrupted_write(tmp_path, trained, monkeypatch):
     run = lm.load_run(trained[0])
     path = tmp_path / "checkpoint.msgpack"
-    state = lm.TrainState(params=run.params, optimizer={})
+    state = runs.TrainState(params=run.params, optimizer={})
     lm.save_checkpoint(path, run.config, state, 3, {})
     before = path.read_bytes()
 

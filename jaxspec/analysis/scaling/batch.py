@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("drafter", "batch", "draft_length", "plain_s", "round_s")
 PREDICTED = ("predicted_plain_s", "predicted_round_s")
+LOAD = ("load_average", "cpu_count")  # where they are known
 
 
 def check_times(times: pandas.DataFrame, drafters: Sequence[str]) -> None:
@@ -104,6 +105,12 @@ def best_widths(
         }  # fmt: skip
         if has_predictions:
             cell |= _predicted(cell, of_batch)
+        if all(name in times and times[name].notna().all() for name in LOAD):
+            busiest = times[times.batch == batch][list(LOAD)].max()
+            cell |= {
+                "load_average": float(busiest.load_average),
+                "cpu_count": int(busiest.cpu_count),
+            }
         found.append(cell)
         best.append(width)
         drawn_best.append(draws)

@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxspec.analysis.plots import BLUE, GREY, ORANGE
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
+from jaxspec.runtime.environment import load_remark
 from jaxspec.runtime.report import GOOD as GREEN
 from jaxspec.runtime.report import NONE, Columns, Plot, TextTable, new_figure, write_page
 
@@ -100,6 +101,8 @@ def findings(document: Document) -> list[str]:
         listed = ", ".join(f"{each['best']} at batch {each['batch']}" for each in cell["batches"])
         how = "falls" if cell["falls"] else "does not fall"
         found.append(f"{cell['drafter']}: the best draft length {how} with the batch: {listed}.")
+        if (remark := _about_load(cell["batches"])) is not None:
+            found.append(f"{cell['drafter']}: {remark}")
         if cell["prediction"] is not None:
             found.append(
                 "The cost model's rounds are off by {round_error_median:.0%} in the median and "
@@ -110,6 +113,20 @@ def findings(document: Document) -> list[str]:
     notes = [*document["notes"], *(f"{axis['title']}: {note}" for axis in main_axes(document)
                                    for note in axis["notes"])]  # fmt: skip
     return [*found, *dict.fromkeys(notes)]
+
+
+def _about_load(batches: Sequence[dict[str, Any]]) -> str | None:
+    """Which of the times were taken while other work ran."""
+    known = [each for each in batches if "load_average" in each]
+    loaded = {
+        each["batch"]: remark
+        for each in sorted(known, key=lambda each: each["load_average"])
+        if (remark := load_remark(each["load_average"], each["cpu_count"])) is not None
+    }
+    if not loaded:
+        return None
+    *_, busiest = loaded.values()
+    return f"{busiest} That concerns batch {', '.join(map(str, sorted(loaded)))}."
 
 
 def _about(axis: Axis) -> str:
@@ -212,6 +229,7 @@ def batch_table(found: Sequence[dict[str, Any]]) -> TextTable:
         "speed-up": "{speedup:.2f}",
         "predicted": "{predicted_best}",
         "lost by the prediction": "{lost_by_prediction:.1%}",
+        "load average": "{load_average:.1f}",
     }
     return TextTable.of_columns("The draft length that pays, by batch size", columns, rows)
 

@@ -1,0 +1,63 @@
+"""The study as a command: from its settings to its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
+from jaxspec.bench.measure import only_run_into
+from jaxspec.runtime.extras import import_extra
+from jaxspec.studies.scaling import tables
+from jaxspec.studies.scaling.cells import Running
+from jaxspec.studies.scaling.settings import ScalingSettings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalingStudy(ScalingSettings):
+    """Train drafters of several sizes on several numbers of tokens, and see how acceptance scales.
+
+    Without --corpora they are trained on the source of the Python standard library.
+    """
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Trains and measures what is missing, writes rows and report; returns the document."""
+        import_extra("pandas", "a scaling study")
+        import_extra("pyarrow", "a scaling study")
+        if self.rows is not None:
+            return self._report(console, self.rows, self.times)
+        settings = self.made_quick() if self.quick else self
+        settings.check()
+        started_s = time.perf_counter()
+        with only_run_into(settings.out):
+            running = Running(settings)
+            running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
+            cells, target, out = running.store.cells, running.target, settings.out
+            rows = tables.write_table(tables.rows_table(cells), out / "rows.parquet")
+            times = tables.times_table(cells, settings, target)
+            return settings._report(
+                console,
+                rows,
+                tables.write_table(times, out / "times.parquet"),
+                models=running.models,
+                inputs=running.inputs,
+                checks=tables.checks(cells),
+                holds=tables.holds(cells, target),
+                elapsed_s=time.perf_counter() - started_s,
+            )
+
+    def _report(
+        self, console: Console, rows: pathlib.Path, times: pathlib.Path | None, **fields: Any
+    ) -> dict[str, Any]:
+        """Fits the rows, writes the report and prints it; returns the document."""
+        found = analyse(read_rows(rows), None if times is None else read_rows(times))
+        document = self.document(**fields, **found)
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_report(document, self.out)
+        print_report(document, console)
+        console.print(f"report written to {self.out}", markup=False, highlight=False)
+        return document

@@ -1,0 +1,174 @@
+"""A run of several ends: a trunk at a constant rate, and a branch for every number of tokens."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.errors import SettingError
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.training import data, runs, trunk
+from jaxspec.training.lm.saved import COMMAND, TOKENIZER, save_checkpoint
+from jaxspec.training.lm.settings import TrainConfig, decisive_settings
+from jaxspec.training.lm.task import Task
+from jaxspec.training.runs import OnStep, TrainState, make_unscheduled_optimizer
+from jaxspec.types import PyTree
+
+
+def branch_directory(out: pathlib.Path, tokens: int) -> pathlib.Path:
+    """Of the finished model of so many tokens, in a trunk's directory."""
+    return out / "branches" / str(tokens)
+
+
+def train_trunk(task: Task, on_step: OnStep | None) -> dict[str, Any]:
+    """A run without an end of its own, and every branch as soon as the trunk has come to it."""
+    config, branches = task.config, task.config.planned_branches()
+    optimizer = make_unscheduled_optimizer(
+        weight_decay=config.weight_decay, clip_norm=config.clip_norm
+    )
+    plan = data.plan_rows(
+        [len(stream) for stream in task.streams],
+        [domain.weight for domain in task.domains],
+        num_steps=branches[-1].num_steps,
+        num_rows=config.num_rows,
+        length=config.sequence_length,
+        seed=(config.seed,),
+        is_extensible=True,
+    )
+    _check_epochs(task, plan)
+    fingerprint = task.fingerprint
+    program = task.step(optimizer)
+    teacher_hidden = _teacher_hidden(task, plan)
+    step_tokens = plan.start.shape[1] * plan.length
+
+    def advance(
+        out: pathlib.Path, state: TrainState, steps: range, branch: trunk.Branch | None
+    ) -> tuple[TrainState, dict[str, float]]:
+        def step(state: TrainState, index: int) -> tuple[TrainState, dict[str, jax.Array]]:
+            rate = trunk.rate_at(
+                index,
+                learning_rate=config.learning_rate,
+                warmup_steps=config.warmup_steps,
+                branch=branch,
+            )
+            return program(
+                state,
+                task.batch(plan, index),
+                teacher_hidden=None if teacher_hidden is None else teacher_hidden(index),
+                rate=np.float32(rate),
+            )
+
+        return task.run_steps(
+            out,
+            state,
+            steps,
+            step=step,
+            step_tokens=lambda _: step_tokens,
+            fingerprint=fingerprint if branch is None else fingerprint | {"branch": branch.tokens},
+            on_step=on_step,
+        )
+
+    state, num_done = task.initial_state(config.out, optimizer, fingerprint, resume=config.resume)
+    results = {}
+    for branch in branches:
+        out = branch_directory(config.out, branch.tokens)
+        of_branch = fingerprint | {"branch": branch.tokens}
+        if not (out / runs.CHECKPOINT).is_file():
+            if num_done > branch.leaves_at:
+                raise SettingError(
+                    f"The trunk in {config.out} has taken {num_done} steps, and a branch of "
+                    f"{branch.tokens} tokens leaves it after {branch.leaves_at}; add later "
+                    "branches, or train this one in another directory."
+                )
+            state, _ = advance(config.out, state, range(num_done, branch.leaves_at), None)
+            num_done = branch.leaves_at
+            write_atomically(out / TOKENIZER, task.tokenizer.to_str(pretty=True).encode())
+            save_checkpoint(out / runs.CHECKPOINT, task.model, state, num_done, of_branch)
+        if (out / runs.RESULT).is_file():
+            results[branch.name] = runs.read_result(out)
+            continue
+        start_s = time.perf_counter()
+        ending, first_step = task.initial_state(out, optimizer, of_branch, resume=True)
+        ending, metrics = advance(out, ending, range(first_step, branch.num_steps), branch)
+        results[branch.name] = task.finish(
+            out,
+            ending.params,
+            length=config.sequence_length,
+            num_tokens=config.evaluate_tokens,
+            steps=branch.num_steps,
+            tokens=branch.num_steps * step_tokens,
+            train_loss=metrics["loss"],
+        ) | {"wall_s": time.perf_counter() - start_s}
+        runs.write_result(out, results[branch.name])
+    num_steps = branches[-1].leaves_at + sum(
+        branch.num_steps - branch.leaves_at for branch in branches
+    )
+    return {"steps": num_steps, "tokens": num_steps * step_tokens, "branches": results}
+
+
+def _check_epochs(task: Task, plan: data.Plan) -> None:
+    """Raises `SettingError` if a domain has too little text for the rows of a plan."""
+    if (epochs := task.config.epochs) is None:
+        return
+    for index, (domain, stream) in enumerate(zip(task.domains, task.streams, strict=True)):
+        needed = plan.length * int(np.sum(plan.stream == index))
+        if needed > epochs * len(stream):
+            raise SettingError(
+                f"The branch of {task.config.branches[-1]} tokens takes {needed} of the domain "
+                f"{domain.name}, which has {len(stream)}; give it more text or a lower weight, or "
+                f"set epochs to {-(-needed // len(stream))} to let it be read so often."
+            )
+
+
+def _teacher_hidden(task: Task, plan: data.Plan) -> Callable[[int], np.ndarray] | None:
+    """The teacher's last hidden states `[B, T, E]` of a step, from a file where one is given."""
+    if (teacher := task.teacher) is None:
+        return None
+    last = Program(_last_hidden, "the teacher's hidden states")
+
+    def compute(index: int) -> np.ndarray:
+        batch = task.batch(plan, index)
+        return np.asarray(last(teacher.config, teacher.params, batch.inputs, batch.segments))
+
+    if task.config.teacher_states is None:
+        return compute
+    decisive = ("seed", "domains", "sequence_length", "token_checksums", "teacher_checksum")
+    return trunk.HiddenStates(
+        task.config.teacher_states,
+        shape=(plan.start.shape[1], plan.length, teacher.config.width),
+        origin={name: task.fingerprint[name] for name in decisive},
+        compute=compute,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_hidden(teacher: ModelConfig, params: PyTree, tokens: jax.Array, segments: jax.Array):
+    features = decoder.training_features(teacher, params, tokens, segments, (teacher.num_layers,))
+    return features[:, :, 0]
+
+
+def finished_branches(config: TrainConfig) -> dict[str, Any] | None:
+    """The results of the branches of a trunk (see `train_lm`) that is finished, else None. Settings
+    are compared, texts and teacher are not read.
+
+    Raises:
+      CheckpointError: the run had other settings, or is damaged.
+    """
+    outs = {
+        branch: branch_directory(config.out, branch.tokens) for branch in config.planned_branches()
+    }
+    if not all((out / runs.RESULT).is_file() for out in outs.values()):
+        return None
+    last = list(outs.values())[-1]
+    record = runs.read_checkpoint(last / runs.CHECKPOINT, command=COMMAND)
+    runs.check_fingerprint(config.out, record, decisive_settings(config))
+    return {branch.name: runs.read_result(out) for branch, out in outs.items()}
