@@ -372,7 +372,7 @@ def interval(found):
 
 def figures_of_the_page(document):
     """What docs/scaling.md says of the shipped study, made from its document."""
-    is_greedy = {"prompt_set": "prompts", "verifier": "coupled", "temperature": 0, "draft_length": 8}
+    is_greedy = document["main_decoding"] | {"verifier": "coupled", "temperature": 0}
     main = [axis for axis in document["axes"] if axis["is_main"]]
     greedy = [axis for axis in document["axes"] if axis["decoding"] == is_greedy]
 
