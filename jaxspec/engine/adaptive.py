@@ -22,7 +22,7 @@ Three rules limit the cost of a wrong choice. The controller drafts, and changes
 only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
 are worth their while: at batch 1 eight rounds of one request say little. And another kind of round
 than the chosen one is tried only when the whole trial costs a small share of the time spent since
-the last one.
+the last one. That share is larger at first after drafting was ended, which may have been bad luck.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from jaxspec.telemetry.counters import Acceptance
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
 TRIAL_SHARE = 0.01  # of the time spent since the last trial: what a trial may cost
+EARLY_TRIAL_SHARES = (0.04, 0.02)  # instead, for the first trials since drafting was ended
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
 RETIMED_AFTER = 256  # rounds since a kind of round was run: what it costs may have changed
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
@@ -259,6 +260,7 @@ class DraftLengthController:
         self._current: RoundKind | None = None
         self._is_trial = False
         self._since_trial_s = 0.0
+        self._num_trials = 0  # that did not pay, since drafting was ended
         # What rounds took lately, over what `times` says.
         self._time_ratios = {
             kind: collections.deque[float](maxlen=REMEMBERED_CALLS) for kind in times.kinds
@@ -373,11 +375,13 @@ class DraftLengthController:
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
             worth = _worth(rates_if(doubt=DOUBT))
+        was_resting = self._current == PLAIN
         best = max(worth, key=worth.__getitem__)
         needed = 1.0 if best == PLAIN else 1 + CLEAR_GAIN
         if self._current is None or worth[best] > needed * worth[self._current]:
             self._current = best
         if self._is_trial or self._current == PLAIN:
+            self._num_trials = self._num_trials + 1 if was_resting else 0
             self._is_trial, self._since_trial_s = False, 0.0
         if self._current == PLAIN:
             # Let a later trial outweigh the evidence by which drafting lost.
@@ -405,7 +409,8 @@ class DraftLengthController:
         others = [kind for kind in rates if kind != current]
         if current == PLAIN:
             best = max(others, key=rates.__getitem__)
-            budgets[best] = TRIAL_SHARE * self._since_trial_s
+            early = EARLY_TRIAL_SHARES[self._num_trials :]
+            budgets[best] = (early[0] if early else TRIAL_SHARE) * self._since_trial_s
             others = [kind for kind in others if kind.variant != best.variant]
         if self.corrects_times:
             others.sort(key=lambda kind: (self._rounds_since[kind], rates[kind]), reverse=True)
