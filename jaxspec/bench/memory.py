@@ -48,7 +48,7 @@ class MemoryBench(PairBench):
     MEASURES: ClassVar[tuple[str, ...]] = (
         *ROUND, "drafters/draft_model.py", "engine/plan.py", "engine/memory.py",
         "analysis/planner.py", "analysis/planning", "analysis/baseline.py", "analysis/cost.py",
-        "bench/memory.py",
+        "analysis/devices.py", "analysis/passes.py", "bench/memory.py",
     )  # fmt: skip
     TITLE: ClassVar[str] = "generation memory and speed"
     COLUMNS: ClassVar[Columns] = {

@@ -93,23 +93,24 @@ def _percentiles(of: str) -> Columns:
 def make_tables(cells: Cells) -> list[TextTable]:
     """All tables, ours and the published ones; those of which the study has no cell are left
     out."""
-    decoded = of_kind(cells, "decode-")
-    compared = [cell | cell["equivalence"] for cell in decoded] + [
+    tables = [
+        TextTable.of_columns("Rounds and token-positions", ROUNDS, rounds_rows(cells)),
+        *_equivalence_tables(cells),
+        *_throughput_tables(cells),
+        _grouping_table(cells),
+        *_serving_tables(cells),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _equivalence_tables(cells: Cells) -> list[TextTable]:
+    compared = [cell | cell["equivalence"] for cell in of_kind(cells, "decode-")] + [
         {"system": f"control: {name}", "batch_size": cell["batch_size"], **found}
         for cell in of_kind(cells, "controls-")
         for name, found in cell["systems"].items()
     ]
-    grouping = cells.get("grouping", {"rates": []})
-    window = paper_window(grouping) if grouping["rates"] else 0
-    rates = [
-        rate | {"published": theirs.GROUPING[rate["lengths"]].get(rate["batch_size"])}
-        for rate in grouping["rates"]
-        if rate["window_size"] == window
-    ]
-    of = TextTable.of_columns
-    tables = [
-        of("Rounds and token-positions", ROUNDS, rounds_rows(cells)),
-        of(
+    return [
+        TextTable.of_columns(
             "Equivalence with batch-1 plain decoding: the paper's E / P on text, then tokens",
             {
                 **SYSTEM,
@@ -121,7 +122,7 @@ def make_tables(cells: Cells) -> list[TextTable]:
             },
             compared,
         ),
-        of(
+        TextTable.of_columns(
             f"Published: equivalence, E / P % ({theirs.HARDWARE})",
             {
                 "method": lambda found: found[0],
@@ -135,7 +136,12 @@ def make_tables(cells: Cells) -> list[TextTable]:
             theirs.EQUIVALENCE.items(),
             is_quoted=True,
         ),
-        of(
+    ]
+
+
+def _throughput_tables(cells: Cells) -> list[TextTable]:
+    return [
+        TextTable.of_columns(
             "Throughput (whole runs, prefill included) and rounds",
             {
                 **SYSTEM,
@@ -147,9 +153,9 @@ def make_tables(cells: Cells) -> list[TextTable]:
                 "ideal": "{ideal_rounds}",
                 "realignments": "{schedule[num_realignments]}",
             },
-            decoded,
+            of_kind(cells, "decode-"),
         ),
-        of(
+        TextTable.of_columns(
             "Time breakdown. Milliseconds per call: parts compiled alone, timed on a state from "
             "the middle of the run. Shares of the wall time, %: draft, verify, align and regroup "
             "are calls times milliseconds; rounds, prefill and host are timed in the run itself",
@@ -173,7 +179,7 @@ def make_tables(cells: Cells) -> list[TextTable]:
             },
             broken_down(cells),
         ),
-        of(
+        TextTable.of_columns(
             "Published: time breakdown (Vicuna-7B, A100, batch 4)",
             {
                 "system": "{system}",
@@ -186,20 +192,35 @@ def make_tables(cells: Cells) -> list[TextTable]:
             [{"system": name, **found} for name, found in theirs.TIME_BREAKDOWN.items()],
             is_quoted=True,
         ),
-        of(
-            f"Grouping rate of a pool of {window} rows, and the published one (Multi30k, window "
-            "50, other models)",
-            {
-                "prompts": "{lengths}",
-                "layout": "{layout}",
-                "batch": "{batch_size}",
-                "by calls": "{by_calls:.1%}",
-                "by rows": "{by_rows:.1%}",
-                "published, by calls": "{published:.1f}%",
-            },
-            rates,
-        ),
-        of(
+    ]
+
+
+def _grouping_table(cells: Cells) -> TextTable:
+    grouping = cells.get("grouping", {"rates": []})
+    window = paper_window(grouping) if grouping["rates"] else 0
+    rates = [
+        rate | {"published": theirs.GROUPING[rate["lengths"]].get(rate["batch_size"])}
+        for rate in grouping["rates"]
+        if rate["window_size"] == window
+    ]
+    return TextTable.of_columns(
+        f"Grouping rate of a pool of {window} rows, and the published one (Multi30k, window "
+        "50, other models)",
+        {
+            "prompts": "{lengths}",
+            "layout": "{layout}",
+            "batch": "{batch_size}",
+            "by calls": "{by_calls:.1%}",
+            "by rows": "{by_rows:.1%}",
+            "published, by calls": "{published:.1f}%",
+        },
+        rates,
+    )
+
+
+def _serving_tables(cells: Cells) -> list[TextTable]:
+    return [
+        TextTable.of_columns(
             "Request latency under Poisson arrivals: the same arrivals for all",
             {
                 **SYSTEM,
@@ -210,7 +231,7 @@ def make_tables(cells: Cells) -> list[TextTable]:
             },
             of_kind(cells, "serving-"),
         ),
-        of(
+        TextTable.of_columns(
             "Published: simulated serving (A100)",
             {**SYSTEM, "tokens/s": "{latency_s[tokens_per_s]:.1f}", **_percentiles("latency_s")},
             [
@@ -221,4 +242,3 @@ def make_tables(cells: Cells) -> list[TextTable]:
             is_quoted=True,
         ),
     ]
-    return [table for table in tables if table.rows]

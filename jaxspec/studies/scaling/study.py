@@ -12,9 +12,15 @@ from rich.console import Console
 from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
 from jaxspec.bench.measure import only_run_into
 from jaxspec.runtime.extras import import_extra
-from jaxspec.studies.scaling import tables
 from jaxspec.studies.scaling.cells import Running
 from jaxspec.studies.scaling.settings import ScalingSettings
+from jaxspec.studies.scaling.tables import (
+    checks,
+    holds,
+    rows_table,
+    times_table,
+    write_table,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,16 +43,16 @@ class ScalingStudy(ScalingSettings):
             running = Running(settings)
             running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
             cells, target, out = running.store.cells, running.target, settings.out
-            rows = tables.write_table(tables.rows_table(cells), out / "rows.parquet")
-            times = tables.times_table(cells, settings, target)
+            rows = write_table(rows_table(cells), out / "rows.parquet")
+            times = times_table(cells, settings, target)
             return settings._report(
                 console,
                 rows,
-                tables.write_table(times, out / "times.parquet"),
+                write_table(times, out / "times.parquet"),
                 models=running.models,
                 inputs=running.inputs,
-                checks=tables.checks(cells),
-                holds=tables.holds(cells, target),
+                checks=checks(cells),
+                holds=holds(cells, target),
                 elapsed_s=time.perf_counter() - started_s,
             )
 

@@ -1,0 +1,115 @@
+"""Forward passes as the cost model sees them: bytes, FLOPs, and steps that wait for each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol
+
+from jaxspec.models.config import ModelConfig
+
+LOGITS_PASSES = 2  # fp32 logits are written once and read once
+
+
+class Work(Protocol):
+    """What a device takes time for; a `Pass`, or another sequence of kernels."""
+
+    @property
+    def num_steps(self) -> int:
+        """What runs one after the other."""
+        ...
+
+    def kernels(self) -> tuple[tuple[float, float], ...]:
+        """Bytes and FLOPs of the layers' products, of the head, and of attention."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of a model, head included.
+
+    Attributes:
+      config: the model's.
+      batch: B, rows.
+      window: T, tokens of each row.
+      context: S, live slots of each row, the window's own included.
+      itemsize: bytes of a parameter and of a component of the KV cache.
+      block: slots that attention reads at a time, one block after the other, so that partly filled
+        ones are counted whole; None where one kernel reads them all.
+      kv_itemsize: bytes of a component of the KV cache, scales included, where it is not
+        `itemsize`.
+    """
+
+    config: ModelConfig
+    batch: int
+    window: int
+    context: float
+    itemsize: int = 2
+    block: int | None = None
+    kv_itemsize: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all rows."""
+        return self.batch * self.window
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of the products of all layers."""
+        c = self.config
+        attention = c.width * (2 * c.num_query_heads + 2 * c.num_kv_heads) * c.head_size
+        return c.num_layers * (attention + 3 * c.width * c.feed_forward_width)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the product with the head."""
+        return self.config.width * self.config.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that the pass reads; of the embedding only B T rows, which are not counted."""
+        return (self.layer_params + self.head_params) * self.itemsize
+
+    @property
+    def kv_bytes(self) -> float:
+        """Live KV that the pass reads, and the window's that it writes."""
+        c = self.config
+        itemsize = self.itemsize if self.kv_itemsize is None else self.kv_itemsize
+        per_slot = 2 * c.num_layers * c.num_kv_heads * c.head_size * itemsize
+        return per_slot * (self.batch * self._slots + self.num_tokens)
+
+    @property
+    def num_bytes(self) -> float:
+        """Weights and live KV: what must be read."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def num_flops(self) -> float:
+        """FLOPs of all products, two per multiply-add."""
+        return sum(flops for _, flops in self.kernels())
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of KV that attention reads one after the other; 0 where one kernel reads all."""
+        return math.ceil(self.context / self.block) if self.block else 0
+
+    @property
+    def num_steps(self) -> int:
+        """What runs one after the other: layers, the blocks of each, the head."""
+        return self.config.num_layers * (1 + self.num_blocks) + 1
+
+    @property
+    def _slots(self) -> float:
+        return self.num_blocks * self.block if self.block else self.context
+
+    def kernels(self) -> tuple[tuple[float, float], ...]:
+        """Bytes and FLOPs of the layers' products, of the head, and of attention."""
+        c, num_tokens = self.config, self.num_tokens
+        logits_bytes = LOGITS_PASSES * 4 * num_tokens * c.vocab_size
+        head_bytes = self.head_params * self.itemsize + logits_bytes
+        attention_flops = 4 * num_tokens * self._slots * c.num_query_heads * c.head_size
+        return (
+            (self.layer_params * self.itemsize, 2.0 * self.layer_params * num_tokens),
+            (head_bytes, 2.0 * self.head_params * num_tokens),
+            (self.kv_bytes, attention_flops * c.num_layers),
+        )
