@@ -72,12 +72,14 @@ class HeadsCommand(JsonOption):
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
         results = train_heads(self.config)
-        shown = {name: each for name, each in results.items() if name not in ("held_out", "trees")}
-        console.print(results_table(shown))
-        console.print(accuracy_table(results["held_out"]))
+        ends = list(results["branches"].values()) if self.config.branches else [results]
+        for end in ends:
+            shown = {name: each for name, each in end.items() if name not in ("held_out", "trees")}
+            console.print(results_table(shown))
+            console.print(accuracy_table(end["held_out"]))
         console.print(
             f"Try them: jaxspec generate --target {self.config.target} "
-            f"--drafter {self.config.kind}:{results['heads']} --prompt TEXT",
+            f"--drafter {self.config.kind}:{ends[-1]['heads']} --prompt TEXT",
             soft_wrap=True,
             markup=False,
         )

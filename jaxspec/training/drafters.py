@@ -13,7 +13,6 @@ import xxhash
 
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.training import runs
-from jaxspec.training.runs import OnStep, TrainState
 from jaxspec.training.text_rows import fill_rows
 from jaxspec.training.texts import Text, check_writer, read_texts
 
@@ -83,11 +82,10 @@ class DrafterTrainConfig:
         self.check_positive("tokens", "batch_tokens", "sequence_length", *every)
         if not 0 <= self.warmup_fraction <= 1:
             raise SettingError(f"warmup_fraction is {self.warmup_fraction}; it must lie in [0, 1].")
-        step_tokens = self.num_rows * self.sequence_length
-        if self.tokens < step_tokens:
+        if self.tokens < self.step_tokens:
             raise SettingError(
-                f"{self.tokens} tokens are less than one step of {step_tokens}; raise tokens, or "
-                "lower batch_tokens and sequence_length."
+                f"{self.tokens} tokens are less than one step of {self.step_tokens}; raise tokens, "
+                "or lower batch_tokens and sequence_length."
             )
 
     def check_positive(self, *names: str) -> None:
@@ -103,9 +101,14 @@ class DrafterTrainConfig:
         return max(1, self.batch_tokens // self.sequence_length)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, its rows filled up."""
+        return self.num_rows * self.sequence_length
+
+    @property
     def num_steps(self) -> int:
         """Steps of the run."""
-        return self.tokens // (self.num_rows * self.sequence_length)
+        return self.tokens // self.step_tokens
 
 
 class Split(NamedTuple):
@@ -123,18 +126,17 @@ class Split(NamedTuple):
 
 
 def check_run(
-    config: DrafterTrainConfig, written: Mapping[str, Callable[[pathlib.Path], bool]]
+    config: DrafterTrainConfig, written: Mapping[pathlib.Path, Callable[[pathlib.Path], bool]]
 ) -> None:
     """Raises `CheckpointError` where the run, or what it makes, could not be written.
 
     Args:
       config: the run.
-      written: directories in `config.out` that the run writes at its end, each with whether one
-        that exists may be replaced.
+      written: directories that the run writes at its end, each with whether one that exists may be
+        replaced.
     """
     runs.check_out(config.out, resume=config.resume)
-    for name, may_replace in written.items():
-        directory = config.out / name
+    for directory, may_replace in written.items():
         if directory.exists() and not may_replace(directory):
             raise CheckpointError(
                 f"{directory} exists, and the trained drafter would be written there; name another "
@@ -189,9 +191,10 @@ def read_split(
     return Split(training, held_out, num_skipped)
 
 
-def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text]) -> list[list[int]]:
-    """The texts, by index, of every row of the run: pass after pass over all of them."""
-    num_rows = config.num_steps * config.num_rows
+def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text], num_steps: int) -> list[list[int]]:
+    """The texts, by index, of every row of so many steps: pass after pass over all of them. More
+    steps begin with the same rows."""
+    num_rows = num_steps * config.num_rows
     lengths = text_lengths(texts, config.sequence_length)
     rows: list[list[int]] = []
     num_passes = 0
@@ -223,41 +226,3 @@ def fingerprint(
     written = json.dumps([[text.prompt, text.output] for text in texts]).encode()
     kept |= {**decisive, "texts": xxhash.xxh3_128(written).hexdigest()}
     return json.loads(json.dumps(kept))
-
-
-def run_steps(
-    config: DrafterTrainConfig,
-    state: TrainState,
-    first_step: int,
-    *,
-    step: Callable[[TrainState, int], tuple[TrainState, Mapping[str, Any]]],
-    evaluate: Callable[[Any], dict[str, float]],
-    fingerprint: dict[str, Any],
-    described: dict[str, Any],
-    on_step: OnStep | None = None,
-) -> tuple[TrainState, dict[str, float]]:
-    """The state after the last step of a run, and that step's metrics; checkpoints and log are
-    written on the way.
-
-    Args:
-      config: the run.
-      state: after `first_step` steps.
-      first_step: steps that were taken before.
-      step: takes the state and the index of a step, from 0.
-      evaluate: metrics of parameters on some held-out texts.
-      fingerprint: what decides the run's result.
-      described: what the parameters are of, as JSON values of the checkpoint.
-      on_step: called after every step with the number of steps taken and the step's metrics.
-    """
-    return runs.run_steps(
-        config,
-        config.out,
-        state,
-        range(first_step, config.num_steps),
-        step=step,
-        step_tokens=lambda _: config.num_rows * config.sequence_length,
-        evaluate=evaluate,
-        fingerprint=fingerprint,
-        described=described,
-        on_step=on_step,
-    )

@@ -241,7 +241,7 @@ def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -
         run's; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
-        drafters.check_run(config, {"flexdraft": holds_flexdraft})
+        drafters.check_run(config, {config.out / "flexdraft": holds_flexdraft})
         return _train(config, on_step)
 
 
@@ -258,8 +258,8 @@ def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         lambda text: _has_draft(text, config.sequence_length),
         needs="a token after its prompt that could be drafted",
     )
-    plan = drafters.plan_rows(config, split.training)
     num_steps = config.num_steps
+    plan = drafters.plan_rows(config, split.training, num_steps)
     optimizer = make_flex_optimizer(
         learning_rate=config.learning_rate,
         new_learning_rate=config.new_learning_rate,
@@ -317,11 +317,13 @@ def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
         }
 
     config.out.mkdir(parents=True, exist_ok=True)
-    state, metrics = drafters.run_steps(
+    state, metrics = runs.run_steps(
         config,
+        config.out,
         state,
-        first_step,
+        range(first_step, num_steps),
         step=step,
+        step_tokens=lambda _: config.step_tokens,
         evaluate=evaluate,
         fingerprint=fingerprint,
         described={"flexdraft": flex.to_json()},
@@ -332,7 +334,7 @@ def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
     save_drafter(drafter, directory, target=target, overwrite=True)
     result = {
         "steps": num_steps,
-        "tokens": num_steps * config.num_rows * config.sequence_length,
+        "tokens": num_steps * config.step_tokens,
         "train_loss": metrics["loss"],
         "num_params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "num_texts": len(split.training),

@@ -86,27 +86,27 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """AdamW on gradients that are clipped by global norm, or with `clip_value` each to that size;
     only matrices decay. Equal settings give the same object."""
-    return _adamw(
-        learning_rate_schedule(learning_rate, warmup_fraction, num_steps),
-        optax.clip_by_global_norm(clip_norm) if clip_value is None else optax.clip(clip_value),
-        weight_decay,
-    )
+    schedule = learning_rate_schedule(learning_rate, warmup_fraction, num_steps)
+    return _adamw(schedule, weight_decay, clip_norm, clip_value)
 
 
 @functools.lru_cache
 def make_unscheduled_optimizer(
-    *, weight_decay: float, clip_norm: float
+    *, weight_decay: float, clip_norm: float, clip_value: float | None = None
 ) -> optax.GradientTransformation:
     """`make_optimizer` at the rate 1, for steps that are given theirs (`apply_gradients`): runs of
     any schedule then share one compiled step."""
-    return _adamw(1.0, optax.clip_by_global_norm(clip_norm), weight_decay)
+    return _adamw(1.0, weight_decay, clip_norm, clip_value)
 
 
 def _adamw(
-    learning_rate: float | optax.Schedule, clip: optax.GradientTransformation, weight_decay: float
+    learning_rate: float | optax.Schedule,
+    weight_decay: float,
+    clip_norm: float,
+    clip_value: float | None,
 ) -> optax.GradientTransformation:
     return optax.chain(
-        clip,
+        optax.clip_by_global_norm(clip_norm) if clip_value is None else optax.clip(clip_value),
         optax.adamw(
             learning_rate,
             b1=0.9,

@@ -16,13 +16,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.training import runs
+from jaxspec.training.runs import TrainState
 
 # Share of a finished model's tokens over which its rate is lowered: 20 % of those before.
 DECAY_SHARE = 1 / 6
@@ -81,6 +84,141 @@ def rate_at(step: int, *, learning_rate: float, warmup_steps: int, branch: Branc
         return learning_rate * min(1.0, (step + 1) / max(1, warmup_steps))
     done = (step + 1 - branch.leaves_at) / (branch.num_steps - branch.leaves_at)
     return learning_rate * (1.0 - 0.9 * done)
+
+
+def check_schedule(schedule: str, branches: Sequence[int]) -> None:
+    """Raises `SettingError` unless a trunk has branches, and only a trunk."""
+    if bool(branches) != (schedule == "trunk"):
+        raise SettingError(
+            f"schedule {schedule} was given with {len(branches)} branches; give branches with the "
+            "schedule trunk, and only with it."
+        )
+
+
+def branch_directory(out: pathlib.Path, tokens: int) -> pathlib.Path:
+    """Of the finished model of so many tokens, in a trunk's directory."""
+    return out / "branches" / str(tokens)
+
+
+class TrunkSettings(Protocol):
+    """What a trunk needs of a run's settings: its directory, whether it is continued, its rate, the
+    steps of its warm-up."""
+
+    @property
+    def out(self) -> pathlib.Path: ...  # noqa: D102
+
+    @property
+    def resume(self) -> bool: ...  # noqa: D102
+
+    @property
+    def learning_rate(self) -> float: ...  # noqa: D102
+
+    @property
+    def warmup_steps(self) -> int: ...  # noqa: D102
+
+
+class Trained(Protocol):
+    """What a trunk needs of that which it trains. `fingerprint` is what decides the result."""
+
+    def initial_state(
+        self, out: pathlib.Path, fingerprint: dict[str, Any], *, resume: bool
+    ) -> tuple[TrainState, int]:
+        """The state to start from, and the steps that were taken before it."""
+        ...
+
+    def run_steps(
+        self,
+        out: pathlib.Path,
+        state: TrainState,
+        steps: range,
+        *,
+        rate: Callable[[int], np.float32],
+        fingerprint: dict[str, Any],
+    ) -> tuple[TrainState, dict[str, float]]:
+        """The state after these steps, each with its learning rate, and the last one's metrics."""
+        ...
+
+    def begin(
+        self, out: pathlib.Path, state: TrainState, step: int, fingerprint: dict[str, Any]
+    ) -> None:
+        """Writes a branch's first checkpoint, and what else its directory needs."""
+        ...
+
+    def finish(
+        self, out: pathlib.Path, state: TrainState, branch: Branch, metrics: dict[str, float]
+    ) -> dict[str, Any]:
+        """Writes what a branch has made; returns its result."""
+        ...
+
+
+def train_trunk(
+    config: TrunkSettings,
+    branches: Sequence[Branch],
+    fingerprint: dict[str, Any],
+    trained: Trained,
+) -> tuple[dict[str, Any], int]:
+    """A run without an end of its own, and every branch as soon as the trunk has come to it.
+
+    Args:
+      config: of the run.
+      branches: as `plan_branches` gives them.
+      fingerprint: what decides the trunk's result, of which no branch is a part.
+      trained: what is trained.
+
+    Returns:
+      The results of the branches by name, and the steps of trunk and branches together.
+
+    Raises:
+      SettingError: the trunk has gone further than a branch that it has not had.
+    """
+
+    def advance(
+        out: pathlib.Path,
+        state: TrainState,
+        steps: range,
+        branch: Branch | None,
+        fingerprint: dict[str, Any],
+    ) -> tuple[TrainState, dict[str, float]]:
+        def rate(index: int) -> np.float32:
+            of_trunk = {
+                "learning_rate": config.learning_rate,
+                "warmup_steps": config.warmup_steps,
+            }
+            return np.float32(rate_at(index, branch=branch, **of_trunk))
+
+        return trained.run_steps(out, state, steps, rate=rate, fingerprint=fingerprint)
+
+    state, num_done = trained.initial_state(config.out, fingerprint, resume=config.resume)
+    results = {}
+    for branch in branches:
+        out = branch_directory(config.out, branch.tokens)
+        of_branch = fingerprint | {"branch": branch.tokens}
+        if not (out / runs.CHECKPOINT).is_file():
+            if num_done > branch.leaves_at:
+                raise SettingError(
+                    f"The trunk in {config.out} has taken {num_done} steps, and a branch of "
+                    f"{branch.tokens} tokens leaves it after {branch.leaves_at}; add later "
+                    "branches, or train this one in another directory."
+                )
+            steps = range(num_done, branch.leaves_at)
+            state, _ = advance(config.out, state, steps, None, fingerprint)
+            num_done = branch.leaves_at
+            trained.begin(out, state, num_done, of_branch)
+        if (out / runs.RESULT).is_file():
+            results[branch.name] = runs.read_result(out)
+            continue
+        start_s = time.perf_counter()
+        ending, first_step = trained.initial_state(out, of_branch, resume=True)
+        steps = range(first_step, branch.num_steps)
+        ending, metrics = advance(out, ending, steps, branch, of_branch)
+        results[branch.name] = trained.finish(out, ending, branch, metrics) | {
+            "wall_s": time.perf_counter() - start_s
+        }
+        runs.write_result(out, results[branch.name])
+    num_steps = branches[-1].leaves_at + sum(
+        branch.num_steps - branch.leaves_at for branch in branches
+    )
+    return results, num_steps
 
 
 class HiddenStates:

@@ -12,11 +12,12 @@ own, equal to the bit to what a run with this branch alone makes.
 
 from __future__ import annotations
 
-from jaxspec.training.lm.branches import branch_directory, finished_branches
+from jaxspec.training.lm.branches import finished_branches
 from jaxspec.training.lm.saved import Run, load_run, load_teacher, save_checkpoint
 from jaxspec.training.lm.settings import TrainConfig
 from jaxspec.training.lm.steps import distillation_loss, held_out_loss, train_step
 from jaxspec.training.lm.train import train_lm
+from jaxspec.training.trunk import branch_directory
 
 __all__ = [
     "Run",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +20,13 @@ from jaxspec.training.lm.saved import COMMAND, TOKENIZER, save_checkpoint
 from jaxspec.training.lm.settings import TrainConfig, decisive_settings
 from jaxspec.training.lm.task import Task
 from jaxspec.training.runs import OnStep, TrainState, make_unscheduled_optimizer
+from jaxspec.training.trunk import branch_directory
 from jaxspec.types import PyTree
-
-
-def branch_directory(out: pathlib.Path, tokens: int) -> pathlib.Path:
-    """Of the finished model of so many tokens, in a trunk's directory."""
-    return out / "branches" / str(tokens)
 
 
 def train_trunk(task: Task, on_step: OnStep | None) -> dict[str, Any]:
     """A run without an end of its own, and every branch as soon as the trunk has come to it."""
     config, branches = task.config, task.config.planned_branches()
-    optimizer = make_unscheduled_optimizer(
-        weight_decay=config.weight_decay, clip_norm=config.clip_norm
-    )
     plan = data.plan_rows(
         [len(stream) for stream in task.streams],
         [domain.weight for domain in task.domains],
@@ -45,74 +37,76 @@ def train_trunk(task: Task, on_step: OnStep | None) -> dict[str, Any]:
         is_extensible=True,
     )
     _check_epochs(task, plan)
-    fingerprint = task.fingerprint
-    program = task.step(optimizer)
-    teacher_hidden = _teacher_hidden(task, plan)
-    step_tokens = plan.start.shape[1] * plan.length
+    model = _Model(task, plan, on_step)
+    results, num_steps = trunk.train_trunk(config, branches, task.fingerprint, model)
+    return {"steps": num_steps, "tokens": num_steps * model.step_tokens, "branches": results}
 
-    def advance(
-        out: pathlib.Path, state: TrainState, steps: range, branch: trunk.Branch | None
+
+class _Model:
+    """The model that a trunk trains, as `trunk.Trained`."""
+
+    def __init__(self, task: Task, plan: data.Plan, on_step: OnStep | None):
+        config = task.config
+        self._task, self._plan, self._on_step = task, plan, on_step
+        self._optimizer = make_unscheduled_optimizer(
+            weight_decay=config.weight_decay, clip_norm=config.clip_norm
+        )
+        self._program = task.step(self._optimizer)
+        self._teacher_hidden = _teacher_hidden(task, plan)
+        self.step_tokens = plan.start.shape[1] * plan.length
+
+    def initial_state(
+        self, out: pathlib.Path, fingerprint: dict[str, Any], *, resume: bool
+    ) -> tuple[TrainState, int]:
+        return self._task.initial_state(out, self._optimizer, fingerprint, resume=resume)
+
+    def run_steps(
+        self,
+        out: pathlib.Path,
+        state: TrainState,
+        steps: range,
+        *,
+        rate: Callable[[int], np.float32],
+        fingerprint: dict[str, Any],
     ) -> tuple[TrainState, dict[str, float]]:
         def step(state: TrainState, index: int) -> tuple[TrainState, dict[str, jax.Array]]:
-            rate = trunk.rate_at(
-                index,
-                learning_rate=config.learning_rate,
-                warmup_steps=config.warmup_steps,
-                branch=branch,
-            )
-            return program(
+            hidden = self._teacher_hidden
+            return self._program(
                 state,
-                task.batch(plan, index),
-                teacher_hidden=None if teacher_hidden is None else teacher_hidden(index),
-                rate=np.float32(rate),
+                self._task.batch(self._plan, index),
+                teacher_hidden=None if hidden is None else hidden(index),
+                rate=rate(index),
             )
 
-        return task.run_steps(
+        return self._task.run_steps(
             out,
             state,
             steps,
             step=step,
-            step_tokens=lambda _: step_tokens,
-            fingerprint=fingerprint if branch is None else fingerprint | {"branch": branch.tokens},
-            on_step=on_step,
+            step_tokens=lambda _: self.step_tokens,
+            fingerprint=fingerprint,
+            on_step=self._on_step,
         )
 
-    state, num_done = task.initial_state(config.out, optimizer, fingerprint, resume=config.resume)
-    results = {}
-    for branch in branches:
-        out = branch_directory(config.out, branch.tokens)
-        of_branch = fingerprint | {"branch": branch.tokens}
-        if not (out / runs.CHECKPOINT).is_file():
-            if num_done > branch.leaves_at:
-                raise SettingError(
-                    f"The trunk in {config.out} has taken {num_done} steps, and a branch of "
-                    f"{branch.tokens} tokens leaves it after {branch.leaves_at}; add later "
-                    "branches, or train this one in another directory."
-                )
-            state, _ = advance(config.out, state, range(num_done, branch.leaves_at), None)
-            num_done = branch.leaves_at
-            write_atomically(out / TOKENIZER, task.tokenizer.to_str(pretty=True).encode())
-            save_checkpoint(out / runs.CHECKPOINT, task.model, state, num_done, of_branch)
-        if (out / runs.RESULT).is_file():
-            results[branch.name] = runs.read_result(out)
-            continue
-        start_s = time.perf_counter()
-        ending, first_step = task.initial_state(out, optimizer, of_branch, resume=True)
-        ending, metrics = advance(out, ending, range(first_step, branch.num_steps), branch)
-        results[branch.name] = task.finish(
+    def begin(
+        self, out: pathlib.Path, state: TrainState, step: int, fingerprint: dict[str, Any]
+    ) -> None:
+        write_atomically(out / TOKENIZER, self._task.tokenizer.to_str(pretty=True).encode())
+        save_checkpoint(out / runs.CHECKPOINT, self._task.model, state, step, fingerprint)
+
+    def finish(
+        self, out: pathlib.Path, state: TrainState, branch: trunk.Branch, metrics: dict[str, float]
+    ) -> dict[str, Any]:
+        config = self._task.config
+        return self._task.finish(
             out,
-            ending.params,
+            state.params,
             length=config.sequence_length,
             num_tokens=config.evaluate_tokens,
             steps=branch.num_steps,
-            tokens=branch.num_steps * step_tokens,
+            tokens=branch.num_steps * self.step_tokens,
             train_loss=metrics["loss"],
-        ) | {"wall_s": time.perf_counter() - start_s}
-        runs.write_result(out, results[branch.name])
-    num_steps = branches[-1].leaves_at + sum(
-        branch.num_steps - branch.leaves_at for branch in branches
-    )
-    return {"steps": num_steps, "tokens": num_steps * step_tokens, "branches": results}
+        )
 
 
 def _check_epochs(task: Task, plan: data.Plan) -> None:

@@ -128,11 +128,7 @@ class TrainConfig:
         for name in ("long_fraction", "warmup_fraction", "total_variation_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; it must lie in [0, 1].")
-        if bool(self.branches) != (self.schedule == "trunk"):
-            raise SettingError(
-                f"schedule {self.schedule} was given with {len(self.branches)} branches; give "
-                "branches with the schedule trunk, and only with it."
-            )
+        trunk.check_schedule(self.schedule, self.branches)
         if self.teacher_states is not None and (self.teacher is None or not self.branches):
             raise SettingError(
                 "teacher_states was given without a teacher and a trunk; leave it out, or give "
