@@ -11,8 +11,8 @@ A forward pass of a model with L layers over B rows, a window of T tokens and S 
 and a speculative round N draft passes, the first of two tokens and the others of one (of a tree one
 pass per level, of the tokens that it expands), a target pass of N + 1, and `round_s` for verifying
 and committing. A sum of maxima per kind of kernel is tighter than one maximum of sums (Williams et
-al. 2009 for the roofline; Yuan et al., 2402.16363, for its use on decoding). The
-constants come from a measured grid of passes (`fit_device`) or from a datasheet (`DEVICES`).
+al. 2009 for the roofline; Yuan et al., 2402.16363, for its use on decoding). The constants come
+from a measured grid of passes (`fit_device`) or from a datasheet (`DEVICES`).
 
 Speed-ups follow Leviathan et al., 2211.17192: with a the chance that a drafted token is accepted, a
 round of N drafts emits (1 - a^(N + 1)) / (1 - a). Measured acceptance by position takes its place
