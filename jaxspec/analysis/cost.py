@@ -8,11 +8,11 @@ A forward pass of a model with L layers over B rows, a window of T tokens and S 
     + (L (1 + S / block) + 1) step_s                    what runs one after the other: the layers,
                                                         their blocks of KV, the head
 
-and a speculative round N draft passes, the first of two tokens and the others of one, a target pass
-of N + 1, and `round_s` for verifying and committing. A sum of maxima per kind of kernel is tighter
-than one maximum of sums (Williams et al. 2009 for the roofline; Yuan et al., 2402.16363, for its
-use on decoding). The constants come from a measured grid of passes (`fit_device`) or from a
-datasheet (`DEVICES`).
+and a speculative round N draft passes, the first of two tokens and the others of one (of a tree one
+pass per level, of the tokens that it expands), a target pass of N + 1, and `round_s` for verifying
+and committing. A sum of maxima per kind of kernel is tighter than one maximum of sums (Williams et
+al. 2009 for the roofline; Yuan et al., 2402.16363, for its use on decoding). The constants come
+from a measured grid of passes (`fit_device`) or from a datasheet (`DEVICES`).
 
 Speed-ups follow Leviathan et al., 2211.17192: with a the chance that a drafted token is accepted, a
 round of N drafts emits (1 - a^(N + 1)) / (1 - a). Measured acceptance by position takes its place
@@ -39,6 +39,7 @@ from jaxspec.analysis.devices import (
 )
 from jaxspec.analysis.flexdraft import FlexPair, FlexPass
 from jaxspec.analysis.passes import LOGITS_PASSES, Pass, Work
+from jaxspec.drafters.growth import Tree
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 
@@ -102,6 +103,7 @@ class Pair:
       kv_itemsize: of the target, see `Pass`.
       draft_kv_itemsize: of the draft model, likewise.
       draft_context: slots that the draft model keeps at most; None keeps all.
+      tree: what the draft model drafts, level by level; None for chains.
     """
 
     target: ModelConfig
@@ -115,6 +117,7 @@ class Pair:
     kv_itemsize: float | None = None
     draft_kv_itemsize: float | None = None
     draft_context: int | None = None
+    tree: Tree | None = None
 
     def target_s(self, *, batch: int, window: int, context: float) -> float:
         """Seconds of a target pass over `window` tokens after `context` slots."""
@@ -139,14 +142,25 @@ class Pair:
         return step_s + self.target_device.round_s
 
     def round_s(self, *, batch: int, draft_length: int, context: float) -> float:
-        """Seconds of a speculative round. Its first draft step reads two tokens: the newest, and
-        the one before it, which a fully accepted draft leaves unread."""
+        """Seconds of a speculative round of `draft_length` drafts, of a tree its nodes."""
         target_s = self.target_s(batch=batch, window=draft_length + 1, context=context)
-        draft_s = self.drafter_s
-        if draft_length:
-            draft_s += self.draft_step_s(batch=batch, context=context, window=2)
-            draft_s += (draft_length - 1) * self.draft_step_s(batch=batch, context=context)
+        draft_s = self.drafter_s + sum(
+            self.draft_step_s(batch=batch, context=context, window=num_tokens)
+            for num_tokens in self.draft_windows(draft_length)
+        )
         return draft_s + target_s + self.target_device.round_s
+
+    def draft_windows(self, draft_length: int) -> tuple[int, ...]:
+        """Tokens per row that each draft step of a round reads. The first reads two: the newest,
+        and the one before it, which a fully accepted draft leaves unread. The others read the
+        token before, or the tokens that a level of the tree expands."""
+        if not draft_length:
+            return ()
+        if self.tree is None:
+            return (2, *(draft_length - 1) * (1,))
+        within = self.tree.within(draft_length)
+        num_levels = min(within.max_depth, draft_length)
+        return (2, *(num_levels - 1) * (within.num_expanded,))
 
     def speed_up(self, *, batch: int, context: float, cumulative: Sequence[float]) -> float:
         """Over window-1 plain decoding, at the draft length `len(cumulative)`."""

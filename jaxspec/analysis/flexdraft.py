@@ -24,6 +24,7 @@ class FlexPass:
       context: S, live slots of each row.
       itemsize: bytes of a parameter and of a component of the KV cache.
       block: see `Pass`.
+      kv_itemsize: see `Pass`.
     """
 
     config: FlexConfig
@@ -34,6 +35,7 @@ class FlexPass:
     context: float
     itemsize: int = 2
     block: int | None = None
+    kv_itemsize: float | None = None
 
     @property
     def layer_rows(self) -> int:
@@ -61,7 +63,8 @@ class FlexPass:
         calibrator = (2 * c.width + c.vocab_size) * self.config.rank
         heads = (self._pass.head_params + calibrator) * (self.num_drafts > 0)
         drafts = self.batch * self.num_drafts
-        per_slot = 2 * c.num_kv_heads * c.head_size * self.itemsize
+        kv_itemsize = self.itemsize if self.kv_itemsize is None else self.kv_itemsize
+        per_slot = 2 * c.num_kv_heads * c.head_size * kv_itemsize
         num_slots = self._pass.num_blocks * self.block if self.block else self.context
         return (
             (
@@ -87,6 +90,7 @@ class FlexPass:
             context=self.context,
             itemsize=self.itemsize,
             block=self.block,
+            kv_itemsize=self.kv_itemsize,
         )
 
 
@@ -99,12 +103,14 @@ class FlexPair:
       device: constants for all passes, and `round_s`.
       itemsize: bytes of a parameter.
       block: see `Pass`.
+      kv_itemsize: see `Pass`.
     """
 
     config: FlexConfig
     device: Device
     itemsize: int = 2
     block: int | None = None
+    kv_itemsize: float | None = None
 
     def passes(
         self, mode: str, *, batch: int, draft_length: int, context: float
@@ -122,6 +128,7 @@ class FlexPair:
             "context": context + window,
             "itemsize": self.itemsize,
             "block": self.block,
+            "kv_itemsize": self.kv_itemsize,
         }
         scored = FlexPass(window=window, **shared)
         if mode == "parallel":
@@ -146,6 +153,7 @@ class FlexPair:
             context=context + 1,
             itemsize=self.itemsize,
             block=self.block,
+            kv_itemsize=self.kv_itemsize,
         )
         return self.device.pass_s(step) + self.device.round_s
 

@@ -29,15 +29,19 @@ import jax.numpy as jnp
 from jaxspec.analysis.baseline import baseline_bytes
 from jaxspec.analysis.planning.bytes import Compiles, LoopBytes, Say
 from jaxspec.analysis.planning.request import (
+    NO_WEIGHTS,
+    DescribedDraft,
     PlanRequest,
     Search,
     describe,
+    describe_draft,
     find_drafter,
     model_axes,
 )
 from jaxspec.analysis.planning.speed import SpeedPrediction
 from jaxspec.decode.settings import check_at_least_one
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import in_units
 from jaxspec.engine.plan import (
     MemoryPlan,
@@ -87,8 +91,11 @@ def plan_memory(
       target: a model, an architecture, or a name; see `planning.request.describe`.
       draft: the draft model, likewise; None plans plain decoding, unless there is a drafter.
       budget_bytes: that weights, state and temporaries may take together, per device.
-      drafter: what drafts instead of a draft model, as `Engine` takes it: n-grams, heads, or a
-        drafter of your own. It is planned as it is. Draft lengths of a tree are numbers of nodes.
+      drafter: what drafts instead of `draft`, as `Engine` takes it: n-grams, heads, FlexDraft, a
+        draft model with a tree or other settings, or a drafter of your own. A draft model that is
+        named (presets too, as in `draft_model[4x4:12]:qwen3-0.6b`) is planned like `draft`, with
+        what the name says; everything else is planned as it is. `flexdraft` without a name of
+        weights has the paper's sizes for the target. Draft lengths of a tree are numbers of nodes.
       batch: rows wanted at a time, over all devices; fewer are tried too, if the budget is small.
       context: tokens of a request, prompt and output.
       prompt_tokens: of these, the prompt's; by default half of them.
@@ -129,10 +136,14 @@ def plan_memory(
         )
     if drafter is not None and draft is not None:
         raise SettingError("Both a draft model and a drafter were given; plan with one of them.")
-    described = describe(target)
+    described, search = describe(target), Search() if search is None else search
+    drafting = None if draft is None else DescribedDraft(model=describe(draft))
+    if drafter is not None:
+        drafting = describe_draft(drafter)
     request = PlanRequest(
         target=described,
-        draft=None if draft is None else describe(draft),
+        draft=None if drafting is None else drafting.model,
+        draft_options={} if drafting is None else drafting.options,
         batch=batch,
         context=context,
         prompt_tokens=prompt_tokens,
@@ -143,16 +154,16 @@ def plan_memory(
         scheduler=make_scheduler(scheduler),
         mesh=mesh,
         num_devices=num_devices,
-        search=Search() if search is None else search,
+        search=search if drafting is None else dataclasses.replace(search, **drafting.fixed),
     )
-    if drafter is not None:
+    if drafter is not None and drafting is None:
         found = find_drafter(drafter, described, request.dtype)
-        if not found.is_chain and isinstance(acceptance, (int, float)):
-            raise SettingError(
-                f"An acceptance of {acceptance:g} was given for the tree of {found.name}, whose "
-                "nodes are not alike; give the measured chances of its nodes, in their order."
-            )
         request = dataclasses.replace(request, drafter=found)
+    if request.drafts_trees and isinstance(acceptance, (int, float)):
+        raise SettingError(
+            f"An acceptance of {acceptance:g} was given for the tree of {request.drafter_name}, "
+            "whose nodes are not alike; give the measured chances of its nodes, in their order."
+        )
     planner = Planner(request=request, say=say)
     return planner.plan(budget_bytes, keep=keep, compiles=compiles)
 
@@ -237,9 +248,9 @@ class Planner:
 
     def _correction(self, compiled: dict[PlanSettings, tuple[PlanBytes, Any]]) -> float:
         """What estimates are multiplied by: as much as compiled programs needed more."""
-        estimate = self.bytes.temporaries
         ratios = [
-            max(each.added_bytes for each in programs) / estimate.added_bytes(settings)
+            max(each.added_bytes for each in programs)
+            / self.bytes.temporaries(settings).added_bytes(settings)
             for settings, (_, programs) in compiled.items()
             if programs
         ]
@@ -266,6 +277,7 @@ class Planner:
         return MemoryPlan(
             target=request.target.name,
             draft=None if request.draft is None else request.draft.name,
+            draft_options=request.draft_options,
             drafter=None if request.drafter is None else request.drafter.name,
             dtype=request.dtype,
             scheduler=request.scheduler.name,
@@ -283,7 +295,7 @@ class Planner:
                 num_rows=settings.batch_size,
                 prompt_tokens=request.prompt_tokens,
                 num_nodes=settings.draft_length + 1,
-                depth=settings.draft_length,
+                depth=request.draft_depth(settings.draft_length),
             ),
             programs=programs,
             formulas=self.bytes.formulas(settings),
@@ -314,14 +326,39 @@ class Planner:
                 f"Rounding the target's KV to {chosen.settings.kv_dtype} changes the output a "
                 "little, of plain and speculative decoding alike; `jaxspec audit` says how much."
             )
-        if self.request.drafter is not None:
+        found += self._remarks_on_drafts(chosen.settings)
+        return tuple(found)
+
+    def _remarks_on_drafts(self, settings: PlanSettings) -> list[str]:
+        request, found = self.request, []
+        if not settings.draft_length:
+            return found
+        if isinstance(request.drafter, FlexDraft):
+            if request.drafter.mode == "auto":
+                found.append(
+                    f"At {settings.batch_size // settings.num_data_shards} rows FlexDraft drafts "
+                    f"in its {request.flex_mode_at(settings)} mode."
+                )
+            if request.drafter.label == NO_WEIGHTS:
+                found.append(
+                    "FlexDraft has the paper's sizes for this target here; name your weights in "
+                    f"the place of {NO_WEIGHTS}, and plan with them if their sizes differ."
+                )
+        elif request.drafter is not None:
             found.append("Drafting is taken to cost no more than reading the drafter's weights.")
-        if chosen.settings.draft_kv_window or chosen.settings.draft_kv_dtype:
+        if "min_confidence" in request.draft_options:
+            found.append("Rounds are predicted as if no draft ended early.")
+        if request.tree is not None and settings.draft_length < request.tree.num_nodes:
+            found.append(
+                f"The {settings.draft_length} nodes that are drafted here are predicted to be "
+                f"accepted as the first of {request.tree.num_nodes} are."
+            )
+        if settings.draft_kv_window or settings.draft_kv_dtype:
             found.append(
                 "The acceptance is taken to be that of a draft model with all of its KV; measure "
                 "it with `jaxspec compare`."
             )
-        return tuple(found)
+        return found
 
     def _check_weights(self, candidates: Sequence[PlanSettings], budget_bytes: int) -> None:
         """Raises `SettingError` if the budget is below the weights of all settings."""

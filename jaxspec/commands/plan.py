@@ -66,8 +66,10 @@ class PlanCommand(JsonOption):
     draft: str | None = None
     """Its draft model, named alike. Without one or a drafter, plain decoding is planned."""
     drafter: str | None = None
-    """What drafts instead: `ngram`, `ngram[4]` or `heads:NAME`, as in `jaxspec generate`. It is
-    planned as it is. Draft lengths of a tree are numbers of nodes, and need --per-position."""
+    """What drafts instead, as in `jaxspec generate`: `ngram`, `ngram[4]`, `heads:NAME`,
+    `flexdraft:NAME`, or `draft_model[4x4:12]:MODEL`, whose KV and weights are searched as those of
+    --draft. Plain `flexdraft` has the paper's sizes for the target. Draft lengths of a tree are
+    numbers of nodes, and need --per-position."""
     budget: str
     """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
     batch: int = 8
@@ -96,8 +98,9 @@ class PlanCommand(JsonOption):
     """Axes of a mesh, such as `data=1,model=8`."""
     num_devices: int = 1
     """Devices that a plan may split rows and models over as it likes."""
-    draft_lengths: tuple[int, ...] = Search.draft_lengths
-    """Draft lengths to try; 0 is plain decoding."""
+    draft_lengths: tuple[int, ...] | None = None
+    """Draft lengths to try; 0 is plain decoding. Default 0 to 8; of trees and FlexDraft what fills
+    the windows up to theirs (0, 2, 4, 8, ...)."""
     prefill_chunks: tuple[int, ...] = Search.prefill_chunks
     """Prefill chunks to try."""
     kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
 from jaxspec.cache.pages import KvDtype, check_kv_dtype
@@ -31,10 +32,25 @@ _DRAFT_MODEL = re.compile(
     r"(draft_model(?:\[([^\]]*)\]|@([^:~]*))?(?:~([^:]*))?)(?::(.*))?", re.DOTALL
 )
 _BEGINS_DRAFT_MODEL = re.compile(r"draft_model([:@~\[]|$)")
+_BEGINS_OTHER = re.compile(r"(ngram|heads|medusa|hydra|clover2?|flexdraft)([:\[]|$)")
 _KV_WINDOW = re.compile(r"(\d{1,9})(?:\+(\d{1,9}))?", re.ASCII)
 _HEADS = re.compile(r"(heads|medusa|hydra|clover2?)(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FLEXDRAFT = re.compile(r"flexdraft(?:\[([^\]]*)\])?(?::(.*))?", re.DOTALL)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModelName:
+    """What the name of a draft model says; see `choose_drafter`.
+
+    Attributes:
+      model: as `load_model` takes it.
+      options: arguments of `DraftModel` that the name gives: `min_confidence`, `tree`, `kv_window`
+        and `kv_sinks`.
+    """
+
+    model: str
+    options: Mapping[str, Any]
 
 
 def choose_drafter(
@@ -73,14 +89,12 @@ def choose_drafter(
         return None
     if re.match(r"ngram([:\[]|$)", name):
         return _ngram(name)
-    if _BEGINS_DRAFT_MODEL.match(name):
+    if names_draft_model(name):
         return _draft_model(name, load)
     if re.match(r"(heads|medusa|hydra|clover2?)([:\[]|$)", name):
         return _heads(name, verify=verify)
-    if re.match(r"flexdraft([:\[]|$)", name):
+    if names_flexdraft(name):
         return _flexdraft(name, verify=verify)
-    if _is_model(name):
-        return lambda target: DraftModel(load(name))
     if not _FACTORY.fullmatch(name):
         raise SettingError(
             f"There is no drafter {name!r}; choose none, ngram, ngram:MIN-MAX, draft_model:MODEL, "
@@ -113,26 +127,40 @@ def _ngram(name: str) -> MakeDrafter:
 
 
 def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
+    parsed = parse_draft_model(name)
+    return lambda target: DraftModel(load(parsed.model), **parsed.options)
+
+
+def parse_draft_model(name: str) -> DraftModelName:
+    """What a name says for which `names_draft_model` is true. No model is loaded.
+
+    Raises:
+      SettingError: the name is malformed, or one of its numbers is out of range.
+    """
+    if not _BEGINS_DRAFT_MODEL.match(name):
+        return DraftModelName(model=name, options={})
     match = _DRAFT_MODEL.fullmatch(name)
     kind, tree, confidence, kept, model = (
         (name, "", None, None, None) if match is None else match.groups()
     )
-    min_confidence = 0.0
+    options: dict[str, Any] = {}
     if confidence is not None:
         try:
-            min_confidence = float(confidence)
+            options["min_confidence"] = float(confidence)
         except ValueError:
-            min_confidence = -1.0
-        if not 0 <= min_confidence <= 1:
+            options["min_confidence"] = -1.0
+        if not 0 <= options["min_confidence"] <= 1:
             raise SettingError(
                 f"The drafter {name!r} was given; write draft_model@MIN_CONFIDENCE:MODEL with a "
                 "probability, as in draft_model@0.4:MODEL."
             )
-    beam = None if tree is None else _beam_tree(name, tree)
-    kv_window = () if kept is None else _kv_window(name, kept)
+    if tree is not None:
+        options["tree"] = _beam_tree(name, tree)
+    if kept is not None:
+        options |= _kv_window(name, kept)
     if not model:
         raise SettingError(f"The drafter {name!r} was given without a model; write {kind}:MODEL.")
-    return lambda target: DraftModel(load(model), min_confidence, beam, *kv_window)
+    return DraftModelName(model=model, options=options)
 
 
 def _heads(name: str, *, verify: bool) -> MakeDrafter:
@@ -155,6 +183,22 @@ def _heads(name: str, *, verify: bool) -> MakeDrafter:
 
 
 def _flexdraft(name: str, *, verify: bool) -> MakeDrafter:
+    mode, weights = parse_flexdraft(name)
+    if weights is None:
+        raise SettingError(
+            f"The drafter {name!r} was given without a name of weights; write flexdraft:NAME with "
+            "a directory, a hub id or demo-flexdraft."
+        )
+    return lambda target: load_drafter(weights, target, kind="flexdraft", mode=mode, verify=verify)
+
+
+def parse_flexdraft(name: str) -> tuple[Mode | None, str | None]:
+    """The mode and the weights that a name says for which `names_flexdraft` is true, each None if
+    it does not say.
+
+    Raises:
+      SettingError: the name is malformed.
+    """
     match = _FLEXDRAFT.fullmatch(name)
     modes = get_args(Mode)
     mode, weights = (None, None) if match is None else match.groups()
@@ -163,15 +207,8 @@ def _flexdraft(name: str, *, verify: bool) -> MakeDrafter:
             f"The drafter {name!r} was given; write flexdraft:NAME or flexdraft[MODE]:NAME, where "
             f"MODE is one of {', '.join(modes)}."
         )
-    if not weights:
-        raise SettingError(
-            f"The drafter {name!r} was given without a name of weights; write flexdraft:NAME with "
-            "a directory, a hub id or demo-flexdraft."
-        )
     chosen: Any = mode
-    return lambda target: load_drafter(
-        weights, target, kind="flexdraft", mode=chosen, verify=verify
-    )
+    return chosen, weights or None
 
 
 def _beam_tree(name: str, tree: str) -> BeamTree:
@@ -186,7 +223,14 @@ def _beam_tree(name: str, tree: str) -> BeamTree:
 
 def names_draft_model(name: str) -> bool:
     """Whether `choose_drafter` makes a `DraftModel` of this name."""
+    if _BEGINS_OTHER.match(name):
+        return False
     return bool(_BEGINS_DRAFT_MODEL.match(name)) or _is_model(name)
+
+
+def names_flexdraft(name: str) -> bool:
+    """Whether `choose_drafter` makes FlexDraft of this name."""
+    return bool(re.match(r"flexdraft([:\[]|$)", name))
 
 
 def _is_model(name: str) -> bool:
@@ -196,7 +240,7 @@ def _is_model(name: str) -> bool:
     return name in DEMO_MODELS or name.startswith("random:") or is_path
 
 
-def _kv_window(name: str, kept: str) -> tuple[int, ...]:
+def _kv_window(name: str, kept: str) -> dict[str, int]:
     """`kv_window`, and `kv_sinks` if they are named."""
     match = _KV_WINDOW.fullmatch(kept)
     if match is None:
@@ -206,7 +250,7 @@ def _kv_window(name: str, kept: str) -> tuple[int, ...]:
         )
     sizes = tuple(int(size) for size in match.groups() if size is not None)
     check_kv_window(*sizes)
-    return sizes
+    return dict(zip(("kv_window", "kv_sinks"), sizes, strict=False))
 
 
 def _of_factory(name: str) -> MakeDrafter:

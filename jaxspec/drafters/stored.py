@@ -33,6 +33,7 @@ from jaxspec.convert.mapping import Leaf
 from jaxspec.errors import JaxspecWarning
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.shapes import ShapeModel
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.types import PyTree
 
@@ -222,7 +223,8 @@ def read_weights(
     }
     with verified(directory, manifest.files if verify else {}, again=again):
         stored = read_params(directory, wanted, what=what, again=again)
-    if manifest.target_weights is not None and isinstance(target, LanguageModel):
+    has_values = isinstance(target, LanguageModel) and not isinstance(target, ShapeModel)
+    if manifest.target_weights is not None and has_values:
         if manifest.target_weights != weights_digest(target.params):
             warn_of_other_weights(plural, directory, manifest.target or "a model", target)
     return as_params(shapes, lambda path: at_path(stored, tuple(map(str, path))))

@@ -277,6 +277,8 @@ class MemoryPlan:
     Attributes:
       target: name of the target.
       draft: name of the draft model; None without one.
+      draft_options: arguments of `DraftModel` that were not searched: a `tree`, a `min_confidence`,
+        `kv_sinks`.
       drafter: name of what drafts instead of a draft model; None without.
       dtype: of the target's weights, compute and (unless `kv_dtype` says otherwise) KV.
       scheduler: its name.
@@ -299,6 +301,7 @@ class MemoryPlan:
 
     target: str
     draft: str | None
+    draft_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter: str | None = None
     dtype: str
     scheduler: str
@@ -337,7 +340,10 @@ class MemoryPlan:
         settings = self.settings
 
         def call(function: str, *arguments: str, **options: Any) -> str:
-            named = [f"{name}={value!r}" for name, value in options.items()]
+            shown = {name: repr(value) for name, value in options.items()}
+            if options.get("tree") is not None:
+                shown["tree"] = f"jaxspec.{shown['tree']}"
+            named = [f"{name}={value}" for name, value in shown.items()]
             return f"{function}({', '.join([*arguments, *named])})"
 
         of_target = {"dtype": self.dtype, **settings.options_of("target")}
@@ -347,7 +353,8 @@ class MemoryPlan:
             arguments.append(repr(self.drafter))
         elif settings.draft_length:
             loaded = call("jaxspec.load_model", repr(self.draft), **settings.options_of("draft"))
-            drafter = call("jaxspec.DraftModel", loaded, **settings.options_of("drafter"))
+            options = {**self.draft_options, **settings.options_of("drafter")}
+            drafter = call("jaxspec.DraftModel", loaded, **options)
             lines.append(f"drafter = {drafter}")
             arguments.append("drafter")
         if settings.num_devices > 1:
@@ -368,8 +375,10 @@ class MemoryPlan:
             return None
         words = ["jaxspec generate --target", self.target, "--dtype", self.dtype]
         if settings.draft_length:
-            name = self.draft if self.drafter is None else self.drafter
-            words += ["--draft" if self.drafter is None else "--drafter", str(name)]
+            if self.drafter is not None:
+                words += ["--drafter", self.drafter]
+            else:
+                words += ["--draft", str(self.draft), *self._option_words]
             words += ["--verifier", self.verifier]
         words += ["--scheduler", self.scheduler]
         for field, knob in KNOBS.items():
@@ -377,6 +386,18 @@ class MemoryPlan:
             if knob.option is not None and value:
                 words += [knob.option, str(value)]
         return " ".join(words)
+
+    @property
+    def _option_words(self) -> list[str]:
+        """`draft_options` on a command line. A chain ends early or a tree is drafted, not both."""
+        options, words = self.draft_options, []
+        if "tree" in options:
+            words += ["--drafter", f"draft_model[{options['tree'].name}]"]
+        elif "min_confidence" in options:
+            words += ["--drafter", f"draft_model@{options['min_confidence']:g}"]
+        if "kv_sinks" in options and self.settings.draft_kv_window is not None:
+            words += ["--draft-kv-sinks", str(options["kv_sinks"])]
+        return words
 
     def check(self, target: Model, drafter: Drafter | None) -> None:
         """Raises `SettingError` unless models and drafter are as the plan has them."""
@@ -387,7 +408,9 @@ class MemoryPlan:
                 f"{self.drafter or self.draft}, and no drafter was given; give one, or plan "
                 "without one."
             )
-        pairs = {("target", "kv_dtype"): (settings.kv_dtype, kv_dtype_of(target))}
+        pairs: dict[tuple[str, str], tuple[Any, Any]] = {
+            ("target", "kv_dtype"): (settings.kv_dtype, kv_dtype_of(target))
+        }
         if settings.draft_length:
             pairs |= {
                 ("drafter", "kv_dtype"): (
@@ -399,6 +422,9 @@ class MemoryPlan:
                     getattr(drafter, "kv_window", None),
                 ),
             }
+        if settings.draft_length and self.drafter is None:
+            planned = self.draft_options.get("tree")
+            pairs[("drafter", "tree")] = (planned, getattr(drafter, "tree", None))
         for (what, argument), (planned, given) in pairs.items():
             if planned != given:
                 raise SettingError(
@@ -416,11 +442,15 @@ class MemoryPlan:
         others = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in (*runs, "programs", "remarks", "baseline_bytes", "formulas")
+            if field.name
+            not in (*runs, "draft_options", "programs", "remarks", "baseline_bytes", "formulas")
         }
         return {
             **others,
             **runs,
+            "draft_options": {
+                name: getattr(value, "name", value) for name, value in self.draft_options.items()
+            },
             "baseline_bytes": dict(self.baseline_bytes),
             "formulas": dict(self.formulas),
             "programs": [

@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 
+import flex
 import heads
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,16 @@ from jaxspec.analysis.planning.request import (
     Search,
     describe,
     doubling,
+    find_drafter,
     model_axes,
 )
 from jaxspec.cache.pages import BLOCK
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.trees import StaticTree
+from jaxspec.drafters.trees import BeamTree, StaticTree
 from jaxspec.engine import memory, plan
+from jaxspec.engine.budget import bytes_of
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import measure_parts, num_bytes
@@ -289,7 +292,7 @@ def test_a_draft_window_takes_its_pages_in_flight_besides():
 def test_temporaries_are_estimated_through_the_programs_that_were_compiled():
     """Of rounds of other proportions too: short windows need more for a token that they score."""
     made = make_planner(target=toy.config(vocab_size=4096, num_layers=2), draft=DRAFT)
-    estimate = made.bytes.temporaries
+    estimate = made.bytes.temporaries(settings())
     for each in (settings(batch_size=6, draft_length=1), settings(batch_size=6, draft_length=3)):
         rounds, prefill = made.bytes.programs(each, "short")
         measured = max(rounds.added_bytes, prefill.added_bytes)
@@ -544,6 +547,95 @@ def test_drafters_without_a_draft_model_are_planned_as_they_are(name):
     json.dumps(found.to_json())
 
 
+BEAM = BeamTree(width=2, depth=3, nodes=6)
+
+
+def draft_model(tree=BEAM, **options):
+    draft = jaxspec.random_model(DRAFT, dtype="float32", kernels="xla")
+    return DraftModel(draft, tree=tree, **options)
+
+
+def check_whole(found, target, drafter):
+    """State and weights of the engine to the byte; compiled programs within 5 % of the estimate."""
+    engine = Engine.from_plan(found, target, drafter)
+    parts = found.chosen.bytes.parts
+    assert engine.memory.state_bytes == parts.state_bytes
+    assert engine.memory.weights_bytes == parts.weights_bytes
+    before = live_bytes()
+    assert num_bytes(engine.executor.state) == parts.state_bytes
+    assert live_bytes() - before == parts.state_bytes
+    [done] = engine.generate([[1, 2, 3]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(done.token_ids) == 5
+    compiled = bytes_of(engine.executor.loop)
+    assert found.chosen.bytes.total_bytes == pytest.approx(compiled.total_bytes, rel=0.05)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("options", [{}, {"kv_window": 128}, {"kv_dtype": "int8"}], ids=str)
+def test_trees_of_a_draft_model_are_planned(options, monkeypatch):
+    """With the draft cache's extra slots, in a window for all nodes and in one for fewer."""
+    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
+    target = toy.model(num_layers=3)
+    for length in (6, 4, 2):
+        search = dataclasses.replace(NODES, draft_lengths=(length,))
+        found = plan_with(draft_model(**options), acceptance=BY_NODE, search=search, context=300)
+        assert found.settings.draft_length == length
+        assert "tree=jaxspec.BeamTree(width=2, depth=3, nodes=6)" in found.code
+        check_whole(found, target, draft_model(**options))
+        json.dumps(found.to_json())
+    with pytest.raises(SettingError, match="The plan has tree="):
+        Engine.from_plan(found, target, draft_model(tree=None, **options))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("mode", ["auto", "parallel", "sequential"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_flexdraft_is_planned_with_its_scratch_slots(mode, batch, monkeypatch):
+    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
+    target = flex.target(kernels="xla")
+    drafter = flex.random_flex(target, mode=mode, block_size=16)
+    search = dataclasses.replace(NODES, draft_lengths=(15,))
+    found = plan_memory(
+        target,
+        None,
+        GIB,
+        drafter=drafter,
+        batch=batch,
+        context=100,
+        dtype="float32",
+        search=search,
+        scheduler="static",
+        compiles="short",
+        device="a100",
+    )
+    check_whole(found, target, drafter)
+    is_parallel = mode == "parallel" or (mode == "auto" and found.settings.batch_size <= 2)
+    num_slots = found.settings.max_length + (256 if is_parallel else 128)
+    assert f"x {num_slots} slots" in found.formulas["target_kv_bytes"]
+
+
+def test_nodes_are_searched_over_the_windows():
+    request = dataclasses.replace(make_planner().request, search=Search())
+    assert request.draft_lengths == tuple(range(9))
+    trees = dataclasses.replace(request, draft_options={"tree": BeamTree()})
+    assert trees.draft_lengths == (0, 2, 4, 8, 12)
+    drafter = find_drafter("flexdraft", describe(TARGET), "float32")
+    assert drafter.name == "flexdraft[auto]:WEIGHTS"
+    flexible = dataclasses.replace(request, draft=None, drafter=drafter)
+    assert flexible.draft_lengths == (0, 2, 4, 8, 15)
+
+
+def test_a_tree_costs_one_pass_per_level():
+    def tokens_per_s(tree):
+        options = {} if tree is None else {"tree": tree}
+        made = make_planner(acceptance=BY_NODE, draft_options=options)
+        return made.speed.tokens_per_s(settings(draft_length=6))[1]
+
+    deep, shallow = BeamTree(width=2, depth=6, nodes=6), BeamTree(width=4, depth=2, nodes=6)
+    assert tokens_per_s(None) == pytest.approx(tokens_per_s(deep), rel=0.02)
+    assert tokens_per_s(shallow) > 1.2 * tokens_per_s(deep)
+
+
 def test_a_tree_is_as_large_as_its_nodes_are_worth():
     """More nodes emit more, and cost more; without any gain from them, none are drafted."""
     rich = plan_with("ngram[4]", acceptance=BY_NODE, keep=1.0)
@@ -569,7 +661,7 @@ def test_drafters_that_cannot_be_planned_are_refused():
         plan_memory(TARGET, DRAFT, GIB, drafter="ngram")
     with pytest.raises(SettingError, match=r"acceptance of 0\.7 was given for the tree of ngram"):
         plan_with("ngram[4]")
-    with pytest.raises(SettingError, match="give a draft model as `draft`"):
-        plan_with(DraftModel(toy.model(seed=1, num_layers=1)))
+    with pytest.raises(SettingError, match=r"acceptance of 0\.7 was given for the tree of draft_m"):
+        plan_with(f"draft_model[{BEAM.name}]:random:llama-65m")
     with pytest.raises(SettingError, match="The drafter none was given"):
         plan_with("none")

@@ -14,12 +14,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.analysis.planning.request import Described, PlanRequest
-from jaxspec.cache.pages import BLOCK, KvDtype
+from jaxspec.cache.pages import BLOCK, KVCache, KvDtype
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.settings import make_loop
 from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.flexdraft.shapes import ShapeFlexDraft
 from jaxspec.engine.memory import Parts, measure_parts
 from jaxspec.engine.plan import PlanBytes, PlanSettings, ProgramBytes, compile_programs
 from jaxspec.kernels.registry import KernelsName, default_kernels
@@ -32,7 +33,11 @@ from jaxspec.verifiers import make_verifier
 Compiles: TypeAlias = Literal["whole", "short"]
 Say: TypeAlias = Callable[[str], None]
 
-SHORT_LAYERS = 2  # of each model, where programs are compiled to estimate temporaries
+# Where programs are compiled to estimate temporaries: layers of each model, and rows, of which the
+# fewest and the most are taken that draft in one way.
+SHORT_LAYERS = 2
+SHORT_BATCHES = (1, 2, 3, 4)
+PLAIN = "plain"
 DEFAULT_CHUNK = 128
 
 
@@ -84,9 +89,12 @@ class LoopBytes:
         if settings.draft_length and request.draft is not None:
             draft_dtype = dtype or settings.draft_dtype or request.dtype
             draft = self._model(request.draft, draft_dtype, settings, num_layers)
-            drafter = DraftModel(draft, **settings.options_of("drafter"))
+            options = {**request.draft_options, **settings.options_of("drafter")}
+            drafter = DraftModel(draft, **options)
         elif settings.draft_length:
-            drafter = request.drafter
+            drafter = request.drafter_at(settings)
+        if isinstance(drafter, ShapeFlexDraft):
+            drafter = drafter.resized(num_layers=num_layers, dtype=target.dtype)
         return make_loop(
             target,
             drafter,
@@ -135,8 +143,10 @@ class LoopBytes:
     def _programs_dtype(self) -> str | None:
         """In which programs are compiled: as they are, or, for a device of another kind, in
         float32. XLA:CPU turns whole weights in fewer bytes into float32 ones, a GPU does not. The
-        parameters of a drafter that is planned as it is have the dtype that they have."""
-        is_own = self.request.is_here or self.request.drafter is not None
+        parameters of a drafter that is planned as it is have the dtype that they have, but
+        FlexDraft's are shapes."""
+        drafter = self.request.drafter
+        is_own = self.request.is_here or not isinstance(drafter, (ShapeFlexDraft, type(None)))
         return None if is_own else "float32"
 
     def programs(self, settings: PlanSettings, compiles: Compiles) -> tuple[ProgramBytes, ...]:
@@ -154,25 +164,50 @@ class LoopBytes:
         loop = self.loop(settings, num_layers=num_layers, dtype=self._programs_dtype, on=mesh)
         return compile_programs(loop)
 
-    @functools.cached_property
-    def temporaries(self) -> Estimate:
-        """Temporaries of one device, from short programs of a few sizes."""
-        candidates = list(self.request.candidates())
+    def temporaries(self, settings: PlanSettings) -> Estimate:
+        """Temporaries of one device, from short programs of a few sizes, for settings in which what
+        drafts does it in the same way."""
+        return self._temporaries(self._way(settings))
+
+    def _way(self, settings: PlanSettings) -> str | None:
+        """What tells apart rounds whose temporaries are no one function of their sizes: FlexDraft's
+        modes, and plain decoding beside them. None where nothing does."""
+        drafter = self.request.drafter_at(settings)
+        if not isinstance(drafter, ShapeFlexDraft):
+            return None
+        return drafter.name if settings.draft_length else PLAIN
+
+    @functools.cache  # noqa: B019
+    def _temporaries(self, way: str | None) -> Estimate:
+        candidates = [
+            dataclasses.replace(each, num_data_shards=1, num_model_shards=1)
+            for each in self.request.candidates()
+        ]
         longest = max(candidates, key=lambda each: (each.draft_length, each.batch_size))
+        if way == PLAIN:
+            longest = dataclasses.replace(longest, draft_length=0)
+        batches = [
+            batch
+            for batch in SHORT_BATCHES
+            if self._way(dataclasses.replace(longest, batch_size=batch)) == way
+        ]
         chunks = sorted({each.prefill_chunk for each in candidates})
-        small = dataclasses.replace(longest, batch_size=1, prefill_chunk=chunks[0])
-        large = dataclasses.replace(longest, batch_size=4, prefill_chunk=max(2 * chunks[0], 128))
+        small = dataclasses.replace(longest, batch_size=batches[0], prefill_chunk=chunks[0])
+        large = dataclasses.replace(
+            longest, batch_size=batches[-1], prefill_chunk=max(2 * chunks[0], 128)
+        )
         sizes = [small, large]
         drafting = [each for each in candidates if 0 < each.draft_length < longest.draft_length]
         if drafting:  # a round of other proportions
             shortest = min(drafting, key=lambda each: each.draft_length)
-            sizes.append(dataclasses.replace(shortest, batch_size=4, prefill_chunk=chunks[0]))
+            sizes.append(
+                dataclasses.replace(shortest, batch_size=batches[-1], prefill_chunk=chunks[0])
+            )
         points = []
-        for settings in sizes:
-            one = dataclasses.replace(settings, num_data_shards=1, num_model_shards=1)
-            self.say(f"compiling short programs of {one.sentence}")
-            rounds, prefill = self.programs(one, "short")
-            points.append((one, rounds.added_bytes, prefill.added_bytes))
+        for each in sizes:
+            self.say(f"compiling short programs of {each.sentence}")
+            rounds, prefill = self.programs(each, "short")
+            points.append((each, rounds.added_bytes, prefill.added_bytes))
         return Estimate.through(*points)
 
     def estimated(self, settings: PlanSettings, *, correction: float = 1.0) -> PlanBytes:
@@ -182,7 +217,7 @@ class LoopBytes:
           settings: of the engine.
           correction: what the estimate is multiplied by.
         """
-        added = correction * self.temporaries.added_bytes(settings)
+        added = correction * self.temporaries(settings).added_bytes(settings)
         return PlanBytes.of_programs(self.parts(settings), math.ceil(added), "estimated")
 
     def formulas(self, settings: PlanSettings) -> dict[str, str]:
@@ -199,21 +234,27 @@ class LoopBytes:
                 f"{config.num_kv_heads} heads x ({config.head_size} x {itemsize}{scale}) B"
             )
 
-        target = request.target.config
+        target, loop = request.target.config, self._loop(settings, None, None)
+        state = jax.eval_shape(lambda: loop.empty(loop.shape))
+
+        def num_slots(cache: KVCache) -> int:
+            return cache.layers[0].k.shape[0] * BLOCK // rows
+
         found = {
             "target_weights_bytes": _weights_in_words(target, request.dtype),
-            "target_kv_bytes": of_kv(target, settings.kv_dtype, request.dtype, settings.max_length),
+            "target_kv_bytes": of_kv(
+                target, settings.kv_dtype, request.dtype, num_slots(state.cache)
+            ),
             "logits_bytes": (
                 f"{rows} rows x {settings.draft_length + 1} tokens x {vocab_size} x 4 B"
             ),
         }
         if request.draft is not None and settings.draft_length:
             draft, dtype = request.draft.config, settings.draft_dtype or request.dtype
-            loop = self._loop(settings, None, None)
-            state = jax.eval_shape(lambda: loop.drafter.init(loop.shape))
-            slots = state.cache.layers[0].k.shape[0] * BLOCK // rows
             found["draft_weights_bytes"] = _weights_in_words(draft, dtype)
-            found["draft_kv_bytes"] = of_kv(draft, settings.draft_kv_dtype, dtype, slots)
+            found["draft_kv_bytes"] = of_kv(
+                draft, settings.draft_kv_dtype, dtype, num_slots(state.drafter.cache)
+            )
         elif settings.draft_length and request.drafter is not None:
             found["draft_weights_bytes"] = f"parameters of {request.drafter.name}"
         if settings.draft_length and request.verifier.needs_draft_probs:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,21 @@ from jaxspec.analysis import cost
 from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.checkpoint.resolve import load_model
+from jaxspec.decode.buckets import window_buckets
 from jaxspec.decode.settings import check_at_least_one
 from jaxspec.drafters.base import Drafter, DrafterBase, with_defaults
-from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.names import make_drafter
+from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel
+from jaxspec.drafters.flexdraft.config import flex_config
+from jaxspec.drafters.flexdraft.drafter import FlexDraft
+from jaxspec.drafters.flexdraft.shapes import as_shapes, shape_flexdraft
+from jaxspec.drafters.growth import Tree
+from jaxspec.drafters.names import (
+    make_drafter,
+    names_draft_model,
+    names_flexdraft,
+    parse_draft_model,
+    parse_flexdraft,
+)
 from jaxspec.engine.plan import PlanSettings
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName
@@ -28,7 +39,10 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model
 from jaxspec.schedulers import Scheduler
+from jaxspec.types import EngineShape
 from jaxspec.verifiers import Verifier
+
+NO_WEIGHTS = "WEIGHTS"  # the name of weights that a plan does without
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +50,8 @@ class Search:
     """Which settings are tried; see `PlanSettings`. One value each fixes a setting.
 
     Attributes:
-      draft_lengths: 0 is plain decoding.
+      draft_lengths: 0 is plain decoding; None is 0 to 8, and for what drafts so many nodes unless
+        it is told otherwise (trees, FlexDraft) what fills the windows up to theirs: 0, 2, 4, 8, ...
       kv_dtypes: of the target's KV. Another dtype than the model's changes the output, so it is
         chosen only where nothing else fits, unless it is the only one.
       draft_kv_dtypes: of the draft model's KV.
@@ -46,7 +61,7 @@ class Search:
       prefill_chunks: tokens per call.
     """
 
-    draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+    draft_lengths: tuple[int, ...] | None = None
     kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
     draft_kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
     draft_kv_windows: tuple[int | None, ...] = (None, 512)
@@ -87,8 +102,52 @@ def describe(model: LanguageModel | ModelConfig | str) -> Described:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescribedDraft:
+    """A draft model as the planner knows it.
+
+    Attributes:
+      model: itself.
+      options: arguments of `DraftModel` that are not searched: `min_confidence`, `tree` and
+        `kv_sinks`, where they are given.
+      fixed: settings of `Search` that are not searched either, because they were given.
+    """
+
+    model: Described
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def describe_draft(drafter: Drafter | str) -> DescribedDraft | None:
+    """The draft model that an object or a name as in `jaxspec generate` stands for; None if it
+    stands for another drafter."""
+    if isinstance(drafter, DraftModel) and isinstance(drafter.model, LanguageModel):
+        given: dict[str, Any] = {
+            "min_confidence": drafter.min_confidence,
+            "tree": drafter.tree,
+            "kv_sinks": drafter.kv_sinks,
+        }
+        defaults = {"min_confidence": 0.0, "tree": None, "kv_sinks": NUM_SINKS}
+        return DescribedDraft(
+            model=describe(drafter.model),
+            options={name: value for name, value in given.items() if value != defaults[name]},
+            fixed={
+                "draft_kv_windows": (drafter.kv_window,),
+                "draft_kv_dtypes": (drafter.model.kv_dtype,),
+            },
+        )
+    if not isinstance(drafter, str) or not names_draft_model(drafter):
+        return None
+    name = parse_draft_model(drafter)
+    options, fixed = dict(name.options), {}
+    if "kv_window" in options:
+        fixed["draft_kv_windows"] = (options.pop("kv_window"),)
+    return DescribedDraft(model=describe(name.model), options=options, fixed=fixed)
+
+
 def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> DrafterBase:
-    """A drafter that is planned as it is, of an object or a name.
+    """A drafter that is planned as it is, of an object or a name. FlexDraft comes as shapes; named
+    without weights it has the paper's sizes.
 
     Args:
       drafter: see `plan_memory`.
@@ -99,24 +158,35 @@ def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> Draft
       SettingError: it is none that can be planned.
     """
     model = shape_model(target.config, name=target.name, dtype=parse_dtype(dtype))
+    if isinstance(drafter, str) and names_flexdraft(drafter):
+        mode, weights = parse_flexdraft(drafter)
+        if weights is None:
+            config = flex_config(target.config)
+            return shape_flexdraft(config, dtype=model.dtype, mode=mode or "auto", name=NO_WEIGHTS)
     made = make_drafter(drafter, model)
+    if isinstance(made, FlexDraft):
+        return as_shapes(made, dtype=model.dtype)
     found = None if made is None else with_defaults(made)
     if found is None or isinstance(found, DraftModel) or found.uses_target_cache:
         name = "none" if found is None else found.name
         raise SettingError(
-            f"The drafter {name} was given to be planned as it is, which n-grams, heads and "
-            "drafters of your own can be; give a draft model as `draft`, and leave out what drafts "
-            "with the layers of its target."
+            f"The drafter {name} was given; draft models of jaxspec's own architecture, n-grams, "
+            "heads, FlexDraft, and drafters of your own that leave the target's cache alone can be "
+            "planned, so name one of these, or none to plan plain decoding."
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What a plan is made for; see `plan_memory`."""
+    """What a plan is made for; see `plan_memory`.
+
+    `draft_options` are arguments of `DraftModel` besides those that are searched.
+    """
 
     target: Described
     draft: Described | None
+    draft_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter: DrafterBase | None = None
     batch: int
     context: int
@@ -170,12 +240,71 @@ class PlanRequest:
         """Whether anything can be drafted."""
         return self.draft is not None or self.drafter is not None
 
+    @property
+    def tree(self) -> Tree | None:
+        """The tree that a draft model drafts; None where it drafts chains."""
+        return self.draft_options.get("tree")
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Those to be tried; see `Search`."""
+        if self.search.draft_lengths is not None:
+            return self.search.draft_lengths
+        num_nodes = None if self.drafter is None else self.drafter.num_nodes
+        if self.tree is not None:
+            num_nodes = self.tree.num_nodes
+        if num_nodes is None:
+            return tuple(range(9))
+        return tuple(length - 1 for length in window_buckets(num_nodes + 1))
+
+    def drafter_at(self, settings: PlanSettings) -> DrafterBase | None:
+        """The drafter that is planned as it is, in the variant that an engine with these settings
+        uses (`DrafterBase.choose_variant`)."""
+        if self.drafter is None:
+            return None
+        shape = EngineShape(
+            batch_size=settings.batch_size // settings.num_data_shards,
+            max_length=settings.max_length,
+            verify_length=settings.draft_length + 1,
+            prefill_chunk=settings.prefill_chunk,
+            vocab_size=self.target.config.vocab_size,
+        )
+        return (self.drafter, *self.drafter.variants)[self.drafter.choose_variant(shape)]
+
+    def flex_mode_at(self, settings: PlanSettings) -> str:
+        """In which of its modes FlexDraft drafts there."""
+        mode = getattr(self.drafter_at(settings), "mode", None)
+        return "sequential" if mode == "sequential" else "parallel"
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether nodes are not alike, as those of a chain may be taken to be."""
+        if self.drafter is not None:
+            return not self.drafter.is_chain
+        return self.tree is not None and not self.tree.is_chain
+
+    @property
+    def drafter_name(self) -> str | None:
+        """Of what is planned besides the target, for people; None of plain decoding."""
+        if self.drafter is not None:
+            return self.drafter.name
+        if self.draft is None:
+            return None
+        tree = "" if self.tree is None else f"[{self.tree.name}]"
+        return f"draft_model{tree}:{self.draft.name}"
+
+    def draft_depth(self, draft_length: int) -> int:
+        """How deep drafts of so many nodes may be."""
+        deepest = self.tree if self.drafter is None else self.drafter
+        max_depth = None if deepest is None else deepest.max_depth
+        return draft_length if max_depth is None else min(max_depth, draft_length)
+
     def candidates(self) -> Iterator[PlanSettings]:
         """All settings to be tried."""
         search, batches = self.search, sorted({*doubling(self.batch)})
         longest = None if isinstance(self.acceptance, (int, float)) else len(tuple(self.acceptance))
         for (data, model), batch, draft_length, chunk in itertools.product(
-            self.meshes, batches, search.draft_lengths, search.prefill_chunks
+            self.meshes, batches, self.draft_lengths, search.prefill_chunks
         ):
             if batch % data or (draft_length and not self.has_drafter):
                 continue

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxspec.analysis import cost
 from jaxspec.analysis.planning.request import PlanRequest, model_axes
 from jaxspec.cache.pages import KvDtype
+from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import num_bytes
 from jaxspec.engine.plan import PlanSettings
 from jaxspec.models.config import ModelConfig
@@ -70,13 +71,33 @@ class SpeedPrediction:
             ),
             draft_context=settings.draft_kv_window,
             drafter_s=self._drafter_s(of_target) if settings.draft_length else 0.0,
+            tree=request.tree,
         )
+
+    def round_s(self, settings: PlanSettings, *, batch: int, context: float) -> float:
+        """Seconds of a round of one data shard."""
+        pair, draft_length = self.pair(settings), settings.draft_length
+        drafter = self.request.drafter
+        if not draft_length:
+            return pair.plain_s(batch=batch, context=context)
+        where: dict[str, Any] = {"batch": batch, "draft_length": draft_length, "context": context}
+        if not isinstance(drafter, FlexDraft):
+            return pair.round_s(**where)
+        flex = cost.FlexPair(
+            config=dataclasses.replace(drafter.config, block_size=drafter.block_size),
+            device=self._devices_of(settings)[0],
+            itemsize=pair.itemsize,
+            block=pair.block,
+            kv_itemsize=pair.kv_itemsize,
+        )
+        return flex.round_s(self.request.flex_mode_at(settings), **where)
 
     def _drafter_s(self, device: cost.Device) -> float:
         """Seconds per round of a drafter that is planned as it is: its weights are read once, and
-        the head of the target once for each level, if it uses that."""
+        the head of the target once for each level, if it uses that. FlexDraft has rounds of its
+        own, see `round_s`."""
         request, drafter = self.request, self.request.drafter
-        if drafter is None:
+        if drafter is None or isinstance(drafter, FlexDraft):
             return 0.0
         num_levels = drafter.max_depth or drafter.num_nodes or 1
         read_bytes = num_bytes(drafter.params)
@@ -93,13 +114,12 @@ class SpeedPrediction:
         rows = settings.batch_size // settings.num_data_shards
         num_output = request.context - request.prompt_tokens
         where: dict[str, Any] = {"batch": rows, "context": request.prompt_tokens + num_output / 2}
-        emitted, round_s = 1.0, pair.plain_s(**where)
+        emitted, round_s = 1.0, self.round_s(settings, **where)
         if draft_length:
             chances = request.acceptance
             if isinstance(chances, (int, float)):
                 chances = cost.geometric(chances, draft_length)
             emitted = cost.emitted_per_round(tuple(chances)[:draft_length])
-            round_s = pair.round_s(draft_length=draft_length, **where)
         chunk = cost.Pass(
             config=pair.target,
             batch=1,

@@ -17,7 +17,7 @@ prompt, or after plain steps) gets them as in the sequential mode, whatever the 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,7 @@ class FlexDraft(DrafterBase):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def _with(self, **changes: Any) -> FlexDraft:
+    def _with(self, **changes: Any) -> Self:
         """A copy with some attributes changed."""
         made = object.__new__(type(self))
         made._set(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
