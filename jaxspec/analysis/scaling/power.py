@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.analysis.scaling.axes import LINE, axes_of, fit_axis
-from jaxspec.analysis.scaling.estimators import check_rows, estimate
-from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
+from jaxspec.analysis.scaling.axes import LINE, Axis, axes_of, fit_axis
+from jaxspec.analysis.scaling.estimators import check_rows, estimate, estimates_at
+from jaxspec.analysis.scaling.fits import least_squares, resample, weights_of
+from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation, Truth
 from jaxspec.errors import named
 
 
@@ -53,7 +54,7 @@ def recover(
     of = named("truth", truth, TRUTHS)
     found = []
     for seed in range(num_studies):
-        [axis], _ = axes_of(estimate(check_rows(simulation.rows(of, seed=seed))))
+        axis = _simulated(of, simulation, seed)
         fitted = fit_axis(
             axis,
             num_draws=num_draws,
@@ -80,6 +81,61 @@ def recover(
     gates = {name[6:]: share for name, share in shares.items() if name.startswith("gate: ")}
     names = ("law", "slope", "largest", "extrapolated")
     return Recovery(num_studies=num_studies, gates=gates, **{name: shares[name] for name in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Shares of simulated studies whose 95 % interval holds the truth.
+
+    Attributes:
+      num_studies: that were simulated.
+      slope: of the slope of the line through the true means.
+      largest: of the true mean of the largest point.
+    """
+
+    num_studies: int
+    slope: float
+    largest: float
+
+
+def coverage(
+    truth: str, simulation: Simulation, *, num_studies: int = 2000, num_draws: int = 1000
+) -> Coverage:
+    """How often the intervals hold the truth. Only the line is fitted, so that thousands of studies
+    take a minute: 0.95 of 200 studies has a standard error of 0.015, of 2000 one of 0.005.
+
+    Args:
+      truth: of `simulate.TRUTHS`.
+      simulation: the size of a study, and what varies in it.
+      num_studies: with seeds from 0 up.
+      num_draws: of the bootstrap of each.
+
+    Raises:
+      SettingError: there is no such truth.
+    """
+    of = named("truth", truth, TRUTHS)
+    num_slopes = num_largest = 0
+    for seed in range(num_studies):
+        axis = _simulated(of, simulation, seed)
+        values, x, _, _ = estimates_at(axis.rows, axis.column, "tau")
+        draws = resample(values, num_draws=num_draws, random=np.random.default_rng(seed))
+        means = of(x / x[0])
+        to_slope = least_squares(LINE.design(x), weights_of(values))[1]
+        slope = draws.interval(lambda each, to_slope=to_slope: each @ to_slope)
+        largest = draws.interval(lambda each: each[..., -1])
+        num_slopes += slope.low <= means @ to_slope <= slope.high
+        num_largest += largest.low <= means[-1] <= largest.high
+    return Coverage(
+        num_studies=num_studies,
+        slope=float(num_slopes / num_studies),
+        largest=float(num_largest / num_studies),
+    )
+
+
+def _simulated(of: Truth, simulation: Simulation, seed: int) -> Axis:
+    """The one axis of a simulated study."""
+    [axis], _ = axes_of(estimate(check_rows(simulation.rows(of, seed=seed))))
+    return axis
 
 
 def _holds(interval: dict[str, Any], value: float) -> bool:

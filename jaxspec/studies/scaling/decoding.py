@@ -146,7 +146,6 @@ def rows_of(
     draft_length: int,
 ) -> list[dict[str, Any]]:
     """A row for every prompt, without what is its drafter's."""
-    """A row for every prompt, without what is its drafter's."""
     rows = []
     for index, (done, domain) in enumerate(zip(completions, prompts.domains, strict=True)):
         counts = done.acceptance
