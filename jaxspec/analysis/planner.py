@@ -238,6 +238,8 @@ class Planner:
         self, run: PlannedRun, compiles: Compiles
     ) -> tuple[PlanBytes, tuple[ProgramBytes, ...]]:
         settings = run.settings
+        if isinstance(self.request.drafter, FlexDraft) and settings.draft_length:
+            compiles = "whole"  # what its sequential mode needs grows with its layers
         source: Source = "compiled" if compiles == "whole" else "compiled short"
         if settings.num_devices > len(jax.devices()):
             return run.bytes, ()
