@@ -40,6 +40,9 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     token was never emitted."""
     num_emitted = info.emission.num_emitted
     is_counted = num_emitted > 0
+    if info.draft.tokens.shape[1] == 0:  # plain steps, also of engines whose other rounds draft
+        num_rounds = state.counts.num_rounds + is_counted.astype(jnp.int32)
+        return state.counts.replace(num_rounds=num_rounds)
     num_nodes = jnp.sum(info.draft.is_node, axis=1, dtype=jnp.int32)
     num_drafted = jnp.where(is_counted, num_nodes, 0)
     num_accepted = jnp.minimum(info.verdict.num_accepted, num_emitted)
