@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxspec.analysis.cost import Device, Pair
 from jaxspec.analysis.scaling import analyse, print_report, read_rows, write_report
 from jaxspec.analysis.scaling.batch import fit_pair, predict_times
-from jaxspec.analysis.scaling.power import recover
+from jaxspec.analysis.scaling.power import coverage, recover
 from jaxspec.analysis.scaling.report import findings
 from jaxspec.analysis.scaling.simulate import TRUTHS, Simulation
 from jaxspec.errors import SettingError
@@ -119,6 +119,15 @@ def test_two_hundred_studies_are_recovered():
     for found in (straight, bent):
         # 0.95 less twice the error of a share of 200.
         assert min(found.slope, found.largest, found.extrapolated) >= 0.92
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", ["log-linear", "saturating"])
+def test_two_thousand_studies_hold_the_truth_as_often_as_they_say(truth):
+    # The standard error of a share of 2000 is 0.005.
+    found = coverage(truth, Simulation(), first_seed=200_000)
+    assert 0.94 <= found.slope <= 0.96
+    assert 0.94 <= found.largest <= 0.97
 
 
 def test_a_saturated_chain_is_fitted_by_its_rate():
