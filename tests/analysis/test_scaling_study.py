@@ -390,12 +390,12 @@ def figures_of_the_page(document):
 
     for axis in main:
         yield row(axis, "tau")
-        if axis["axis"] == "tokens" and "all seeds" not in axis["title"]:
+        if axis["axis"] == "tokens" and axis["curvature"] and "all seeds" not in axis["title"]:
             yield row(axis, "overlap", ".3f")
         if "all seeds" not in axis["title"]:
             yield row(axis, "held_out_loss")
         yield interval(axis["slope_per_decade"])
-        if axis["axis"] == "tokens":
+        if axis["axis"] == "tokens" and axis["curvature"]:  # not of the sizes with few points
             yield interval(axis["curvature"])
             for fit in axis["fits"]:
                 yield f"{fit['held_out']['predicted']:.2f}"
