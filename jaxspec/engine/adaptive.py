@@ -251,7 +251,18 @@ class DraftLengthController:
         self.times, self.is_chain = times, is_chain
         self.corrects_times, self.num_rows = corrects_times, num_rows
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
-        longest = max(times.draft_lengths)
+        self.forget_acceptance()
+        # What rounds took lately, over what `times` says.
+        self._time_ratios = {
+            kind: collections.deque[float](maxlen=REMEMBERED_CALLS) for kind in times.kinds
+        }
+        # Rounds and seconds since each was last run; what was never run is to be tried soon.
+        self._rounds_since = dict.fromkeys(times.kinds, RETIMED_AFTER)
+        self._since_run_s = dict.fromkeys(times.kinds, 0.0)
+
+    def forget_acceptance(self) -> None:
+        """Starts again without evidence, as new weights ask for. What rounds take is kept."""
+        longest = max(self.times.draft_lengths)
         # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
         # j): how many, and how many of them accepted position j too. All variants count, for they
         # draft the same.
@@ -261,13 +272,6 @@ class DraftLengthController:
         self._is_trial = False
         self._since_trial_s = 0.0
         self._num_trials = 0  # that did not pay, since drafting was ended
-        # What rounds took lately, over what `times` says.
-        self._time_ratios = {
-            kind: collections.deque[float](maxlen=REMEMBERED_CALLS) for kind in times.kinds
-        }
-        # Rounds and seconds since each was last run; what was never run is to be tried soon.
-        self._rounds_since = dict.fromkeys(times.kinds, RETIMED_AFTER)
-        self._since_run_s = dict.fromkeys(times.kinds, 0.0)
 
     @property
     def draft_length(self) -> int | None:

@@ -514,7 +514,8 @@ class Engine:
         """Replaces the weights of the target, the draft model or both by others like
         `engine.target.params` and `engine.drafter.params`; nothing is compiled again. KV that
         sessions and common prefixes have is dropped, and a warning is logged that says how much;
-        sessions read it again with their next turn.
+        sessions read it again with their next turn. With `draft_length="auto"` the acceptance seen
+        so far is forgotten, and drafting begins again.
 
         Raises:
           RequestError: requests are being decoded; their KV is the old weights'.
@@ -527,6 +528,8 @@ class Engine:
                     "KV is the old weights'; finish or cancel them first."
                 )
             self.executor.update_params(target=target, drafter=draft)
+            if self.adaptive is not None and self.adaptive.controller is not None:
+                self.adaptive.controller.forget_acceptance()
             num_bytes = self._core.kept.parked_bytes
             if num_dropped := self._core.kept.clear():
                 _log.warning(
