@@ -682,13 +682,25 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     assert {n: made.adaptive.controller.num_rounds[n] for n in num_rounds} == num_rounds
 
     made.adaptive.controller.times = FIXED
-    made.update_params(draft=target.params)
+    made.executor.update_params(drafter=target.params)  # the controller is not told
     check(made.generate(PROMPTS * 4, long))
     assert made.adaptive.controller.draft_length == 2
     assert made.adaptive.controller.acceptance()[0] > 0.9
     counts = made.executor.compile_counts()
     narrow = [count for name, count in counts.items() if name.startswith("run_")]
     assert {*narrow, counts["catch_up"], counts["prefill_target"]} == {1}
+
+
+def test_new_weights_are_tried_at_once(make, target):
+    """What was seen of the old weights says nothing of the new ones."""
+    made, long = make(wrong(), draft_length="auto", exactness="ties"), SamplingParams(max_tokens=64)
+    made.generate(PROMPTS, long)
+    assert made.adaptive.is_resting
+    num_plain = made.rounds_by_draft_length[0]
+    made.update_params(draft=target.params)
+    made.generate(PROMPTS, long)
+    assert made.adaptive.controller.draft_length == 2
+    assert made.rounds_by_draft_length[0] == num_plain
 
 
 @pytest.mark.parametrize("drafts", ["right", pytest.param("wrong", marks=pytest.mark.system)])
