@@ -224,7 +224,8 @@ class PlanCommand(JsonOption):
         rows.append(["in all, without weights", in_units(sum(baseline.values()))])
         rows.append(["chosen, without weights", in_units(found["generation_bytes"])])
         console.print(TextTable(title="the baseline policy", header=("", "bytes"), rows=rows))
-        remarks = [f"{saved:.0%} less generation memory than the baseline policy's."]
+        direction = "less" if saved >= 0 else "more"
+        remarks = [f"{abs(saved):.0%} {direction} generation memory than the baseline policy's."]
         for program in plan["programs"]:
             remarks.append(
                 "The {name} was lowered in {lower_s:.1f} s and compiled in {compile_s:.1f} s."
