@@ -47,12 +47,13 @@ class DecodeOptions(Bench):
 
     NAME: ClassVar[str] = "decode"
     MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "engine/engine.py", "engine/executor.py", "drafters/draft_model.py",
-        "verifiers/coupled.py", "bench/decode.py",
+        *ROUND, "engine/engine.py", "engine/executor.py", "engine/adaptive.py",
+        "drafters/draft_model.py", "verifiers/coupled.py", "bench/decode.py",
     )  # fmt: skip
 
     target: str = "demo-target"
-    """Any model that `load_model` takes; with --against hf a Hugging Face directory."""
+    """Any model that `load_model` takes; with --against hf a Hugging Face directory, one of the
+    embedded pair or `random:PRESET`."""
     draft: str | None = None
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None

@@ -116,7 +116,8 @@ class HeadsBench(PairBench):
 
     NAME: ClassVar[str] = "heads"
     MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "drafters", "verifiers/coupled.py", "training/head_accuracy.py", "bench/heads.py",
+        *ROUND, "drafters", "verifiers/coupled.py", "engine/adaptive.py",
+        "training/head_accuracy.py", "bench/heads.py",
     )  # fmt: skip
 
     heads: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """`transformers` on the same weights, prompt ids and limits: greedy, assisted, prompt lookup.
 
-One Hugging Face directory serves both sides: `load_model` converts it, torch loads it as it is. A
-random preset is written as one (`exported`). Needs the `parity` extra (torch).
+One Hugging Face directory serves both sides: `load_model` converts it, torch loads it as it is. The
+embedded pair and random presets are written as one (`exported`). Needs the `parity` extra (torch).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from jaxspec.bench.step_cost import StepCostBench
 from jaxspec.bench.trace_cost import TraceCostBench
 from jaxspec.bench.trees import TreesBench
 from jaxspec.bench.verifiers import VerifiersBench
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
@@ -172,11 +172,11 @@ class DecodeCommand(DecodeOptions):
         if self.against == "hf":
             for name in filter(None, (self.target, draft if self.oracle is None else None)):
                 is_directory = (pathlib.Path(name) / "config.json").is_file()
-                if not is_directory and not name.startswith(RANDOM):
+                if not is_directory and not _is_exported(name):
                     raise SettingError(
-                        f"--against hf was given with the model {name}, which is neither a Hugging "
-                        "Face directory nor random:PRESET; name directories with a config.json, so "
-                        "that both sides read the same weights."
+                        f"--against hf was given with the model {name}, which is no Hugging Face "
+                        "directory, not of the embedded pair and not random:PRESET; name "
+                        "directories with a config.json, so that both sides read the same weights."
                     )
             if self.temperature:
                 raise SettingError(
@@ -198,7 +198,7 @@ class DecodeCommand(DecodeOptions):
         with contextlib.ExitStack() as directories:
 
             def source(name: str, part: str) -> str:
-                if not name.startswith(RANDOM):
+                if not _is_exported(name):
                     return name
                 return directories.enter_context(exported(bench.models[part]))
 
@@ -508,6 +508,11 @@ GRID: Columns = {
     "tokens/s": "{drafted[tokens_per_s]:.0f}",
     "speed-up": "{drafted[speedup]:.2f}x",
 }
+
+
+def _is_exported(name: str) -> bool:
+    """Whether a model is written as a Hugging Face directory for `transformers` to read."""
+    return name in DEMO_MODELS or name.startswith(RANDOM)
 
 
 def grouped(

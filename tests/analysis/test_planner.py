@@ -44,6 +44,19 @@ from jaxspec.verifiers import Coupled, Rejection
 
 TARGET = toy.config(num_layers=3)
 DRAFT = toy.config(num_layers=1, width=16, feed_forward_width=24, num_query_heads=2)
+GLM_TARGET = toy.config(
+    family="glm4",
+    vocab_size=251,
+    width=48,
+    num_layers=5,
+    num_query_heads=6,
+    num_kv_heads=3,
+    has_qkv_bias=True,
+    has_qk_norm=False,
+    has_sandwich_norms=True,
+)
+GLM_DRAFT = toy.config(vocab_size=251, num_layers=2, width=24, num_kv_heads=1, is_tied=True)
+PAIRS = {"qwen3": (TARGET, DRAFT), "glm4": (GLM_TARGET, GLM_DRAFT)}
 GIB = 2**30
 SMALL = Search(draft_lengths=(0, 1, 3), prefill_chunks=(32, 128))
 
@@ -150,14 +163,15 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def check_live_arrays(each, *, verifier):
+def check_live_arrays(each, *, verifier, pair="qwen3"):
     """The state of a real engine takes what was predicted, before and after a round."""
-    made = make_planner(verifier=verifier)
+    made = make_planner(*PAIRS[pair], verifier=verifier)
     predicted = measure_parts(made.bytes.loop(each))
-    target = toy.model(num_layers=3, **_kv(each.kv_dtype))
+    config, draft_config = PAIRS[pair]
+    target = jaxspec.random_model(config, dtype="float32", kernels="xla", kv_dtype=each.kv_dtype)
     drafter = None
     if each.draft_length:
-        draft = jaxspec.random_model(DRAFT, dtype=each.draft_dtype, kernels="xla")
+        draft = jaxspec.random_model(draft_config, dtype=each.draft_dtype, kernels="xla")
         drafter = DraftModel(draft, **each.options_of("drafter"))
     executor = make_executor(
         target,
@@ -175,10 +189,6 @@ def check_live_arrays(each, *, verifier):
     executor.run(1)
     executor.wait()
     assert live_bytes() - before == predicted.state_bytes
-
-
-def _kv(kv_dtype):
-    return {} if kv_dtype is None else {"kv_dtype": kv_dtype}
 
 
 def test_live_arrays_are_what_was_predicted(monkeypatch):
@@ -212,14 +222,15 @@ MANY = [
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("verifier", [Coupled(), Rejection()], ids=lambda each: each.name)
-def test_predicted_against_measured(verifier, monkeypatch):
-    """Of 34 runs: arrays to the byte, compiled programs within 5 %."""
+def test_predicted_against_measured(verifier, pair, monkeypatch):
+    """Of 68 runs: arrays to the byte, compiled programs within 5 %."""
     monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
     search = dataclasses.replace(SMALL, draft_lengths=(0, 8), prefill_chunks=(32, 256))
-    made = make_planner(verifier=verifier, search=search, device="a fitted device")
+    made = make_planner(*PAIRS[pair], verifier=verifier, search=search, device="a fitted device")
     for each in MANY:
-        check_live_arrays(each, verifier=verifier)
+        check_live_arrays(each, verifier=verifier, pair=pair)
         parts = measure_parts(made.bytes.loop(each))
         estimated = made.bytes.estimated(each)
         programs = {program.name: program for program in made.bytes.programs(each, "whole")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,21 @@ def test_an_oracle_drafts_for_random_weights_at_the_cost_of_a_draft_model(monkey
     assert any("synthetic" in sentence for sentence, _ in command.remarks(found))
 
 
+def test_the_embedded_pair_is_written_for_transformers_to_read():
+    pytest.importorskip("torch")
+    command = bench.DecodeCommand(against="hf")
+    command._check("demo-draft")
+    target = load_model("demo-target", dtype="float32")
+    models = {"target": target, "draft": load_model("demo-draft", dtype="float32")}
+    hf = command._load_hf(SimpleNamespace(models=models))
+    prompt = [3, 1, 4, 1, 5]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    [done] = Engine(target, batch_size=1).generate([prompt], params)
+    assert hf.greedy([prompt], max_new_tokens=12) == [list(done.token_ids)]
+    assisted = hf.assisted([prompt], draft_length=3, max_new_tokens=12)
+    assert assisted == [list(done.token_ids)]
+
+
 def test_an_oracle_needs_a_draft_model_to_cost_what_it_does():
     command = bench.DecodeCommand(target="random:llama-635m", drafter="ngram", oracle=0.8)
     with pytest.raises(SettingError, match="--oracle was given without a draft model"):
@@ -294,7 +310,10 @@ def test_batches_that_make_no_sense_are_refused(text):
         (["--batch-sizes", "0"], "--batch-sizes 0"),
         (["--draft-lengths", "0"], "--draft-lengths 0"),
         (["--repeats", "0"], "--repeats 0"),
-        (["--against", "hf"], "neither a Hugging Face directory nor random:PRESET"),
+        (
+            ["--against", "hf", "--target", "Qwen/Qwen3-8B", "--drafter", "ngram"],
+            "is no Hugging Face directory, not of the embedded pair and not random:PRESET",
+        ),
     ],
 )
 def test_decode_refuses(refused, options, expected):
