@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import subprocess
 from typing import Any
 
@@ -113,8 +114,8 @@ def is_hopper() -> bool:
 
 
 def devices(num_used: int = 1) -> dict[str, Any]:
-    """Platform, kinds and number of devices, how many of them an engine uses, and the kernels
-    (`noted_kernels`)."""
+    """Platform, kinds and number of devices, how many of them an engine uses, the host's processor,
+    and the kernels (`noted_kernels`)."""
     local = jax.local_devices()
     return {
         "platform": jax.default_backend(),
@@ -122,9 +123,20 @@ def devices(num_used: int = 1) -> dict[str, Any]:
         "num_devices": len(local),
         "num_used": num_used,
         "host": f"{platform.system()} {platform.machine()}",
+        "cpu_model": _cpu_model(),
         "cpu_count": os.cpu_count(),
         **noted_kernels(),
     }
+
+
+def _cpu_model() -> str | None:
+    """What the host's processor calls itself, e.g. `AMD EPYC`; None where nobody says."""
+    with contextlib.suppress(OSError):
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        found = re.search(r"^model name\s*:\s*(\S.*)$", text, flags=re.MULTILINE)
+        if found is not None:
+            return found[1].strip()
+    return platform.processor() or None
 
 
 def devices_sentence(found: dict[str, Any]) -> str:

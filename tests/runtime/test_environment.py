@@ -177,3 +177,12 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
     num_hits, kept_later = run()
     assert num_hits > 0
     assert set(kept) <= set(kept_later)
+
+
+def test_a_result_names_the_processor(monkeypatch):
+    named = environment.devices()["cpu_model"]
+    assert named is None or named.strip()
+    monkeypatch.setattr(
+        pathlib.Path, "read_text", lambda *_, **__: "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n"
+    )
+    assert environment.devices()["cpu_model"] == "Some CPU @ 2 GHz"
