@@ -72,12 +72,15 @@ template <typename T>
 constexpr int kVectors = (std::is_same_v<T, float> ? 2 : 1) * kPanel / kLanes;
 
 template <typename T>
-constexpr int kTileRows = std::min(kNumSums / kVectors<T>, 12);
+constexpr int kTileSums = std::is_same_v<T, float> ? kNumSums : kNumSumsOfPairs;
+
+template <typename T>
+constexpr int kTileRows = std::min(kTileSums<T> / kVectors<T>, 12);
 
 // Panels of a tile of so many rows, as many as registers hold.
 template <typename T>
 constexpr int PanelsOf(int num_rows) {
-  const int most = kNumSums / (num_rows * kVectors<T>);
+  const int most = kTileSums<T> / (num_rows * kVectors<T>);
   return most >= kGroup ? kGroup : most >= 2 ? 2 : 1;
 }
 
@@ -88,19 +91,43 @@ void Tile(const T* x, const T* packed, int64_t num_inputs, float* sums) {
   using Pair = std::conditional_t<std::is_same_v<T, float>, uint64_t, uint32_t>;
   using Pairs = typename VectorOf<Pair, sizeof(Vector) / sizeof(Pair)>::type;
   Vector of[kRows][kSums] = {};
+  const auto inputs_of = [&](int r, int64_t input) {
+    Pair pair;
+    std::memcpy(&pair, x + r * num_inputs + input, sizeof(pair));
+    Numbers<T> inputs = Bits<Numbers<T>>(Pairs{} + pair);
+    Keep(inputs);
+    return inputs;
+  };
+  const auto weights_of = [&](int i, int64_t input) {
+    const T* const from = packed + (i / kPerPanel * num_inputs + input) * kPanel +
+                          i % kPerPanel * kNumbers<T>;
+    if (i * sizeof(Vector) % 64 == 0) __builtin_prefetch(from + kAheadBytes / sizeof(T));
+    return LoadNumbers(from);
+  };
+  // Registers hold the sums and the fewer of the rows' inputs and the weights. GCC unrolls loops over
+  // registers where it is told to; if it does not, it keeps them in memory.
   for (int64_t input = 0; input < num_inputs; input += 2) {
-    Numbers<T> weights[kSums];
-    for (int i = 0; i < kSums; ++i) {
-      const T* const from = packed + (i / kPerPanel * num_inputs + input) * kPanel +
-                            i % kPerPanel * kNumbers<T>;
-      std::memcpy(&weights[i], from, sizeof(Numbers<T>));
-      __builtin_prefetch(from + kAheadBytes / sizeof(T));
-    }
-    for (int r = 0; r < kRows; ++r) {
-      Pair pair;
-      std::memcpy(&pair, x + r * num_inputs + input, sizeof(pair));
-      const Numbers<T> inputs = Bits<Numbers<T>>(Pairs{} + pair);
-      for (int i = 0; i < kSums; ++i) of[r][i] = AddPairs(inputs, weights[i], of[r][i]);
+    if constexpr (kRows < kSums) {
+      Numbers<T> inputs[kRows];
+#pragma GCC unroll 64
+      for (int r = 0; r < kRows; ++r) inputs[r] = inputs_of(r, input);
+#pragma GCC unroll 64
+      for (int i = 0; i < kSums; ++i) {
+        Numbers<T> weights = weights_of(i, input);
+        Keep(weights);
+#pragma GCC unroll 64
+        for (int r = 0; r < kRows; ++r) of[r][i] = AddPairs(inputs[r], weights, of[r][i]);
+      }
+    } else {
+      Numbers<T> weights[kSums];
+#pragma GCC unroll 64
+      for (int i = 0; i < kSums; ++i) weights[i] = weights_of(i, input);
+#pragma GCC unroll 64
+      for (int r = 0; r < kRows; ++r) {
+        const Numbers<T> inputs = inputs_of(r, input);
+#pragma GCC unroll 64
+        for (int i = 0; i < kSums; ++i) of[r][i] = AddPairs(inputs, weights[i], of[r][i]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r) {

@@ -19,14 +19,16 @@ inline int64_t RoundUp(int64_t count, int64_t multiple) {
   return (count + multiple - 1) / multiple * multiple;
 }
 
+// Of a product, registers that hold sums of floats, and of pairs of bfloat16, which may have to be taken
+// apart.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kNumSums = 24;  // of 32 registers, those that hold a product's sums
+constexpr int kLanes = 16, kNumSums = 24, kNumSumsOfPairs = 24;  // of 32 registers
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kNumSums = 12;  // of 16
+constexpr int kLanes = 8, kNumSums = 12, kNumSumsOfPairs = 8;  // of 16
 #elif defined(__aarch64__)
-constexpr int kLanes = 4, kNumSums = 24;
+constexpr int kLanes = 4, kNumSums = 24, kNumSumsOfPairs = 24;
 #else
-constexpr int kLanes = 4, kNumSums = 8;
+constexpr int kLanes = 4, kNumSums = 8, kNumSumsOfPairs = 8;
 #endif
 
 template <typename T, int n>
@@ -225,6 +227,15 @@ inline Vector AddPairs(Unsigned a, Unsigned b, Vector c) {
   return _mm512_dpbf16_ps(c, Bits<__m512bh>(a), Bits<__m512bh>(b));
 #else
   return MulAdd(Part<1>(a), Part<1>(b), MulAdd(Part<0>(a), Part<0>(b), c));
+#endif
+}
+
+// Keeps a vector in its register. With only 16 of them GCC would load it again wherever it is used, and
+// shift the halves of a pair before it is copied to all lanes.
+template <typename V>
+inline void Keep(V& x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  asm("" : "+x"(x));
 #endif
 }
 
