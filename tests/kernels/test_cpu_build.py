@@ -5,6 +5,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from test_cpu import CASES, attention_inputs, product_inputs, run
 
 from jaxspec.kernels import cpu
+from jaxspec.kernels.cpu.build import OPTIONS, SOURCE
 from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
 
 pytestmark = pytest.mark.skipif(cpu.problem() is not None, reason=f"{cpu.problem()}")
@@ -334,6 +336,66 @@ def test_a_command_that_loads_no_model_compiles_nothing(tmp_path):
         check=True,
     )
     assert not (tmp_path / ".kernels").exists()
+
+
+PRODUCTS = """
+#include "product.h"
+
+namespace jaxspec {
+template void Product<float, float>(const float*, const float*, float, bool, const float*,
+                                    const float*, float*, int64_t, int64_t, int64_t, int64_t);
+template void Product<uint16_t, uint16_t>(const uint16_t*, const uint16_t*, float, bool,
+                                          const uint16_t*, const uint16_t*, uint16_t*, int64_t,
+                                          int64_t, int64_t, int64_t);
+}  // namespace jaxspec
+"""
+PROCESSORS = ("haswell", "znver3", "skylake-avx512", "icelake-server", "sapphirerapids")
+PRODUCT = re.compile(r"\tv(fmadd|dpbf16)")
+STORE = re.compile(r"\tvmov\w+\t%[yz]mm\d+, .*\(")
+
+
+def count(pattern, lines):
+    return sum(pattern.match(line) is not None for line in lines)
+
+
+def loops_of_tiles(assembly):
+    """Of each function of a product's tile, its loop with the most products, as lines."""
+    found, function, lines, start, loops = {}, "", [], {}, []
+    for line in [*assembly.splitlines(), "end:"]:
+        if (label := re.match(r"(\w+):", line)) is not None:
+            if "4TileI" in function:
+                found[function] = max(loops, key=lambda loop: count(PRODUCT, loop))
+            function, lines, start, loops = label[1], [], {}, []
+        lines.append(line)
+        if (label := re.match(r"(\.L\w+):", line)) is not None:
+            start[label[1]] = len(lines)
+        jump = re.match(r"\tj\w+\t(\.L\w+)", line)
+        if jump is not None and jump[1] in start:
+            loops.append(lines[start[jump[1]] :])
+    return found
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_the_sums_of_a_product_stay_in_registers(tmp_path, processor):
+    """A compiler that does not unroll the loops over them stores all of them after every input, and
+    a product takes four times as long."""
+    if platform.machine() != "x86_64":
+        pytest.skip("this reads the assembly of x86-64")
+    source, made = tmp_path / "products.cc", tmp_path / "products.s"
+    source.write_text(PRODUCTS)
+    options = [option for option in OPTIONS if option not in ("-march=native", "-shared")]
+    options += [f"-march={processor}", f"-I{SOURCE.parent}", "-S", "-o", str(made)]
+    done = subprocess.run(
+        ["c++", *options, str(source)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"this compiler does not know {processor}")
+    tiles = loops_of_tiles(made.read_text())
+    assert len(tiles) >= 8
+    for name, loop in tiles.items():
+        num_products = count(PRODUCT, loop)
+        assert num_products > 0, name
+        assert count(STORE, loop) < num_products / 4, name
 
 
 # Options that leave a processor's newer instructions out, and the family that is left on x86.

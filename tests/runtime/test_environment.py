@@ -183,6 +183,8 @@ def test_a_result_names_the_processor(monkeypatch):
     named = environment.devices()["cpu_model"]
     assert named is None or named.strip()
     monkeypatch.setattr(
-        pathlib.Path, "read_text", lambda *_, **__: "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n"
+        pathlib.Path,
+        "read_text",
+        lambda *_, **__: "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n",
     )
     assert environment.devices()["cpu_model"] == "Some CPU @ 2 GHz"
