@@ -230,8 +230,8 @@ inline Vector AddPairs(Unsigned a, Unsigned b, Vector c) {
 #endif
 }
 
-// Keeps a vector in its register. With only 16 of them GCC would load it again wherever it is used, and
-// shift the halves of a pair before it is copied to all lanes.
+// Keeps a vector in its register. With only 16 registers GCC would load it again wherever it is used, and
+// would take pairs apart one by one before it copies them to all lanes.
 template <typename V>
 inline void Keep(V& x) {
 #if defined(__AVX__) && !defined(__AVX512F__)
