@@ -20,6 +20,7 @@ from jaxspec.analysis.scaling.fits import (
     RejectionPower,
     Saturating,
     aicc,
+    bca_shares,
     hc3_errors,
     resample,
 )
@@ -239,6 +240,20 @@ def test_one_seed_has_the_intervals_of_its_prompts():
     interval = draws.interval(lambda means: means[..., 0])
     error = values[0, 0].std(ddof=1) / np.sqrt(40)
     assert interval.high - interval.low == pytest.approx(2 * 2.0227 * error, rel=0.07)
+
+
+def test_draws_that_tie_with_the_value_are_ties_on_every_processor():
+    # Means of few prompts, summed in two orders, as two processors sum them.
+    thirds = np.array([0.1, 0.2, 0.3])
+    value, draws = float(np.mean(thirds)), np.repeat([0.1, 0.2, 0.3], [40, 30, 30])
+    rounded_down, rounded_up = (
+        np.where(draws == 0.2, value * (1 + e), draws) for e in (-1e-15, 1e-15)
+    )
+    assert (rounded_down < value).sum() != (rounded_up < value).sum()  # without care they differ
+    shares = bca_shares(rounded_down, value, thirds)
+    np.testing.assert_array_equal(shares, bca_shares(rounded_up, value, thirds))
+    # A draw that is apart counts on its own side.
+    assert (bca_shares(np.where(draws == 0.2, 0.21, draws), value, thirds) < shares).all()
 
 
 PASSING = {
