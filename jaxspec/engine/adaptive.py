@@ -4,36 +4,34 @@ A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
 3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds,
 including the round's share of the drafter's prompt prefill. The controller picks the n with the
-highest `E(n) / t(n)`. Variants of a drafter draft the same, so E is the same for all of them, and t
-is each one's own; the controller picks one together with n. It estimates `a_j` from the running
-rows, and forgets old rounds slowly. The time of a round is measured before the first request, with
-the engine's own programs, at a short and at a long context; shapes are static, so a round costs the
-same however many rows are running.
+highest `E(n) / t(n)`. Variants of a drafter draft the same tokens, so they share E, but each has a
+t of its own; the controller picks the variant together with n. It estimates `a_j` from the running
+rows, and forgets old rounds slowly. Round times are measured before the first request, with the
+engine's own programs, and corrected by the rounds that requests run (`engine.round_times`). Shapes
+are static, so a round costs the same however many rows are running.
 
-On a shared machine that measurement may fall into a bad moment. So the rounds that requests run are
-timed too, and correct it; now and then a few rounds of another draft length or variant are run to
-learn what those cost by now. Given all these times, the same acceptance leads to the same choices.
-
-Of a tree n is a number of nodes. They are in the order of their worth, so what n of them would have
+For a tree, n is the number of nodes. Nodes are ordered by their worth, so what n of them would have
 emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be
-on the accepted path. Trees are large, and only as many nodes are tried as fill a window bucket.
+on the accepted path. Trees are large, and only the numbers of nodes that fill a window bucket are
+considered.
 
 Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
-only for a clear gain. It ends drafting only when the acceptance seen makes it unlikely that drafts
-are worth their while: at batch 1 eight rounds of one request say little. And another kind of round
-than the chosen one is tried only when the whole trial costs a small share of the time spent since
-the last one. That share is larger at first after drafting was ended, which may have been bad luck.
+only for a clear gain. It stops drafting only when the acceptance seen makes it unlikely that drafts
+pay: at batch 1, eight rounds of one request say little. And it tries another kind of round only
+when the whole trial costs a small share of the time spent since the last one. While it rests, that
+share starts high, because the end of drafting may have been bad luck, and halves with each trial
+that does not pay. While it drafts, it tries only those kinds that may be faster, given how
+uncertain their times are.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,82 +39,31 @@ import numpy as np
 from jaxspec.decode.buckets import window_buckets
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
+from jaxspec.engine.round_times import (
+    PLAIN,
+    LearnedTimes,
+    RoundKind,
+    RoundTimes,
+    measure_round_times,
+)
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
 
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
-TRIAL_SHARE = 0.01  # of the time spent since the last trial: what a trial may cost
-EARLY_TRIAL_SHARES = (0.04, 0.02)  # instead, for the first trials since drafting was ended
+# Of the time since the last trial, what one may cost: while nothing is drafted, where the share
+# halves with each trial that does not pay; and of a kind whose time is uncertain.
+FIRST_TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.04, 0.005
+RETIMING_SHARE, RETIMED_AFTER = 0.01, 128  # such trials are at least so many rounds apart
+OPTIMISM = 2.0  # standard errors by which such a kind may be faster than it seems
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
-RETIMED_AFTER = 256  # rounds since a kind of round was run: what it costs may have changed
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
-MEASURED_ROUNDS = 9  # of every draft length, in each measurement
-MEASUREMENTS, MOST_MEASUREMENTS = 3, 8  # more than the first only while a noisy machine needs them
-CLEARLY_FASTER = 0.03  # a measurement that finds a round faster by this is followed by another
-# Calls whose rounds are remembered, by draft length; the fastest of them counts. The first few do
-# not yet outweigh what was measured, and calls of few rounds say little.
-REMEMBERED_CALLS, FEW_CALLS, FEWEST_TIMED_ROUNDS = 64, 4, 4
+FEW_CALLS, FEWEST_TIMED_ROUNDS = 4, 4  # calls of few rounds say little
 UNTIMED_CALLS = 8  # in a row; the next is timed, although the device has to be waited for
-SHORTEST_S = 1e-6  # a clock may measure nothing at all
-WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
-
-
-class RoundKind(NamedTuple):
-    """What tells rounds of one engine apart: tokens drafted (0 is plain decoding) and the variant
-    of the drafter (0 where there is one only, and of plain decoding)."""
-
-    draft_length: int
-    variant: int = 0
-
-
-PLAIN = RoundKind(0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundTimes:
-    """Seconds per round for each draft length, measured at two contexts, linear in between.
-
-    Attributes:
-      short_context: committed tokens of the longest row, of the first measurement.
-      long_context: of the second.
-      short_s: seconds per round by draft length, from 0 to the longest, at the first.
-      long_s: at the second.
-      chunk_s: seconds in which the drafter reads a chunk of one row that it has not seen.
-      call_s: seconds that a call takes besides its rounds.
-      others: of the drafter's other variants, which draft the same.
-    """
-
-    short_context: int
-    long_context: int
-    short_s: Mapping[int, float]
-    long_s: Mapping[int, float]
-    chunk_s: float
-    call_s: float = 0.0
-    others: tuple[RoundTimes, ...] = ()
-
-    @property
-    def draft_lengths(self) -> tuple[int, ...]:
-        """Those that were measured, 0 among them, ascending."""
-        return tuple(self.short_s)
-
-    @property
-    def kinds(self) -> tuple[RoundKind, ...]:
-        """Plain decoding, then every draft length of each variant."""
-        variants = range(1 + len(self.others))
-        return (PLAIN, *(RoundKind(n, v) for v in variants for n in self.draft_lengths if n))
-
-    def of(self, draft_length: int, context: int, variant: int = 0) -> float:
-        """Seconds per round where the longest row has `context` committed tokens."""
-        if variant > 0:
-            return self.others[variant - 1].of(draft_length, context)
-        span = max(self.long_context - self.short_context, 1)
-        share = min(max((context - self.short_context) / span, 0.0), 1.0)
-        short_s, long_s = self.short_s[draft_length], self.long_s[draft_length]
-        return short_s + share * (long_s - short_s)
+LOOK_AGAIN = 0.05  # of the time since the last trial: while no trial is affordable, when to look
 
 
 def draft_lengths_to_try(longest: int, *, drafts_one_by_one: bool) -> tuple[int, ...]:
@@ -125,83 +72,6 @@ def draft_lengths_to_try(longest: int, *, drafts_one_by_one: bool) -> tuple[int,
     if drafts_one_by_one:
         return tuple(range(longest + 1))
     return tuple(window - 1 for window in window_buckets(longest + 1))
-
-
-def measure_round_times(
-    rounds: MadeUpRequests, *, draft_lengths: Sequence[int], room: int
-) -> RoundTimes:
-    """Seconds per round of some draft lengths, at a short context and at a long one.
-
-    Each is the minimum of a few measurements, taken in turns, of many rounds less one round; the
-    difference leaves out the overhead of a call. There are more of them as long as they still find
-    a round that is clearly faster than it seemed.
-
-    The second context is as long as there is room for. It is skipped if that is short, because a
-    row of a few blocks costs little more than one of a single block. Only one row is that long,
-    which is enough for our own attention: it reads as many blocks as the longest row has. A kernel
-    that reads only each row's own blocks is faster than these times suggest.
-
-    Args:
-      rounds: runs them.
-      draft_lengths: to measure, ascending from 0.
-      room: tokens of the longest prompt.
-    """
-    lengths = sorted(draft_lengths, reverse=True)  # plain decoding last: the drafter lags after it
-    sizes = (1, MEASURED_ROUNDS)
-    num_tokens = {length: sum(sizes) * (length + 1) for length in lengths}
-    chunk_s: list[float] = []
-
-    def timed(draft_length: int, num_rounds: int) -> float:
-        started_s = time.perf_counter()
-        rounds.run(draft_length, num_rounds)
-        return time.perf_counter() - started_s
-
-    def measure(prompt_length: int) -> dict[tuple[int, int], float]:
-        """The least seconds found of each draft length and number of rounds."""
-        least: dict[tuple[int, int], float] = {}
-        for index in range(MOST_MEASUREMENTS if prompt_length == 1 else MEASUREMENTS):
-            is_settled = index >= MEASUREMENTS - 1
-            for length in lengths:
-                if prompt_length == 1:
-                    rounds.fill(prompt_length)
-                for size in sizes:
-                    seconds, key = timed(length, size), (length, size)
-                    is_settled &= seconds > least.get(key, math.inf) * (1 - CLEARLY_FASTER)
-                    least[key] = min(seconds, least.get(key, math.inf))
-            started_s = time.perf_counter()
-            num_chunks = rounds.catch_up()
-            if num_chunks:
-                chunk_s.append((time.perf_counter() - started_s) / num_chunks)
-            if is_settled:
-                break
-        return least
-
-    def per_round(least: Mapping[tuple[int, int], float]) -> dict[int, float]:
-        more = MEASURED_ROUNDS - 1
-        return {
-            n: max(least[n, MEASURED_ROUNDS] - least[n, 1], SHORTEST_S) / more
-            for n in reversed(lengths)
-        }
-
-    rounds.fill(1)
-    for length in lengths:  # compiles the programs
-        rounds.run(length, 1)
-    rounds.catch_up()
-    least = measure(1)
-    short_s = long_s = per_round(least)
-    short_context = max(num_tokens.values()) // 2
-    long_context = room - MEASUREMENTS * sum(num_tokens.values())
-    if long_context >= WORTH_MEASURING:
-        rounds.fill(long_context)
-        long_s = per_round(measure(long_context))
-    return RoundTimes(
-        short_context=short_context,
-        long_context=max(long_context, short_context),
-        short_s=short_s,
-        long_s=long_s,
-        chunk_s=min(chunk_s, default=0.0),
-        call_s=max(min(least[n, 1] - short_s[n] for n in lengths), 0.0),
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,47 +101,34 @@ class DraftLengthController:
     """Chooses among the kinds of rounds that `times` knows of.
 
     Args:
-      times: of the engine's rounds, as far as they are known before any is run.
+      times: of the engine's rounds, as measured before any request.
       is_chain: whether a drafted token can be accepted only after the one before it. The nodes of a
         tree are in the order of their worth, and the probability of each is that it is on the
         accepted path, whether the node before it is or not.
-      corrects_times: whether `note` says how long rounds took; then kinds that were not run for
-        long are tried, in case they cost less than they did.
       num_rows: of the batch.
     """
 
-    def __init__(
-        self,
-        times: RoundTimes,
-        *,
-        is_chain: bool = True,
-        corrects_times: bool = False,
-        num_rows: int = 1,
-    ):
-        self.times, self.is_chain = times, is_chain
-        self.corrects_times, self.num_rows = corrects_times, num_rows
+    def __init__(self, times: RoundTimes, *, is_chain: bool = True, num_rows: int = 1):
+        self.times = LearnedTimes(times)
+        self.is_chain, self.num_rows = is_chain, num_rows
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
+        self._longest = times.longest
+        self._spent_s, self._rounds_since_retiming = 0.0, 0
         self.forget_acceptance()
-        # What rounds took lately, over what `times` says.
-        self._time_ratios = {
-            kind: collections.deque[float](maxlen=REMEMBERED_CALLS) for kind in times.kinds
-        }
-        # Rounds and seconds since each was last run; what was never run is to be tried soon.
-        self._rounds_since = dict.fromkeys(times.kinds, RETIMED_AFTER)
-        self._since_run_s = dict.fromkeys(times.kinds, 0.0)
 
     def forget_acceptance(self) -> None:
         """Starts again without evidence, as new weights ask for. What rounds take is kept."""
-        longest = max(self.times.draft_lengths)
         # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
         # j): how many, and how many of them accepted position j too. All variants count, for they
         # draft the same.
-        self._reached, self._accepted = [0.0] * longest, [0.0] * longest
+        self._reached, self._accepted = [0.0] * self._longest, [0.0] * self._longest
         self._num_known = 0.0
         self._current: RoundKind | None = None
         self._is_trial = False
-        self._since_trial_s = 0.0
         self._num_trials = 0  # that did not pay, since drafting was ended
+        # When, by the seconds spent: the last trial; the last of a kind for its time's sake; and
+        # the next look at what is affordable.
+        self._tried_at_s = self._retimed_at_s = self._look_at_s = self._spent_s
 
     @property
     def draft_length(self) -> int | None:
@@ -317,19 +174,9 @@ class DraftLengthController:
                 all_before = own
         return tuple(found)
 
-    def round_s(self, kind: RoundKind, context: int) -> float:
-        """Seconds per round where the longest row has `context` committed tokens, as the rounds run
-        lately say."""
-        ratios = self._time_ratios[kind]
-        measured = () if len(ratios) >= FEW_CALLS else (1.0,)
-        return self._measured_s(kind, context) * min((*ratios, *measured))
-
-    def _measured_s(self, kind: RoundKind, context: int) -> float:
-        return self.times.of(kind.draft_length, context, kind.variant)
-
     def must_time(self, kind: RoundKind) -> bool:
         """Whether little is known of what rounds of this kind take by now."""
-        return self._is_trial or len(self._time_ratios[kind]) < FEW_CALLS
+        return self._is_trial or self.times.num_timed(kind) < FEW_CALLS
 
     def tokens_per_s(
         self, context: int, chunks_per_token: float = 0.0, **assumed: Any
@@ -339,7 +186,7 @@ class DraftLengthController:
         acceptance, rates = self.acceptance(**assumed), {}
         for kind in self.times.kinds:
             emitted = 1.0 + sum(acceptance[: kind.draft_length])
-            seconds = self.round_s(kind, context)
+            seconds = self.times.round_s(kind, context)
             if kind != PLAIN:
                 seconds += emitted * chunks_per_token * self.times.chunk_s
             rates[kind] = emitted / seconds
@@ -365,6 +212,8 @@ class DraftLengthController:
         """
         rates_if = functools.partial(self.tokens_per_s, context, chunks_per_token)
         if self._current is not None and not self._is_trial:
+            if self._current == PLAIN and self._spent_s < self._look_at_s:
+                return Choice(kind=PLAIN, num_rounds=num_rounds)
             # Nodes that were never drafted would look best for ever, and a trial of so many of
             # them may never be affordable.
             likely = rates_if(is_cautious=self._current == PLAIN)
@@ -373,6 +222,7 @@ class DraftLengthController:
                 self._is_trial = True
                 return Choice(kind=other, num_rounds=min(num_rounds, TRIAL_ROUNDS))
             if self._current == PLAIN:
+                self._look_at_s = self._spent_s + LOOK_AGAIN * (self._spent_s - self._tried_at_s)
                 return Choice(kind=PLAIN, num_rounds=num_rounds)
         worth = _worth(rates_if())
         if self._current != PLAIN and worth[PLAIN] == max(worth.values()):
@@ -386,7 +236,7 @@ class DraftLengthController:
             self._current = best
         if self._is_trial or self._current == PLAIN:
             self._num_trials = self._num_trials + 1 if was_resting else 0
-            self._is_trial, self._since_trial_s = False, 0.0
+            self._is_trial, self._tried_at_s = False, self._spent_s
         if self._current == PLAIN:
             # Let a later trial outweigh the evidence by which drafting lost.
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
@@ -403,28 +253,28 @@ class DraftLengthController:
         """Another kind than the current one that a few rounds should be spent on, if what they lose
         is a small share of the time that went by; arguments as in `choose`.
 
-        From rest, what seems the best way to draft is tried for the sake of its acceptance. Others
-        are tried for the sake of their times, each as often as its own part of that share allows,
-        so that an expensive one does not keep the cheap ones waiting.
+        While nothing is drafted, what seems the best way to draft is tried for the sake of its
+        acceptance. The kind that may be the fastest, given how uncertain its time is, is tried for
+        the sake of its time.
         """
         current = self._current
         assert current is not None, "what is current comes before what may be tried"
-        budgets: dict[RoundKind, float] = {}
         others = [kind for kind in rates if kind != current]
+        hopes = {k: rates[k] * math.exp(OPTIMISM * self.times.error(k, current)) for k in others}
+        budgets: dict[RoundKind, float] = {}
+        fastest = max(others, key=hopes.__getitem__)
+        is_due = self.times.num_timed(current) and self._rounds_since_retiming >= RETIMED_AFTER
+        if is_due and hopes[fastest] > rates[current]:
+            budgets[fastest] = RETIMING_SHARE * (self._spent_s - self._retimed_at_s)
         if current == PLAIN:
             best = max(others, key=rates.__getitem__)
-            early = EARLY_TRIAL_SHARES[self._num_trials :]
-            budgets[best] = (early[0] if early else TRIAL_SHARE) * self._since_trial_s
-            others = [kind for kind in others if kind.variant != best.variant]
-        if self.corrects_times:
-            others.sort(key=lambda kind: (self._rounds_since[kind], rates[kind]), reverse=True)
-            for kind in others:
-                if self._rounds_since[kind] >= RETIMED_AFTER:
-                    budgets[kind] = TRIAL_SHARE * self._since_run_s[kind] / len(rates)
+            share = max(FIRST_TRIAL_SHARE / 2**self._num_trials, LEAST_TRIAL_SHARE)
+            budget_s = share * (self._spent_s - self._tried_at_s)
+            budgets[best] = max(budget_s, budgets.get(best, 0.0))
         for kind, budget_s in budgets.items():
-            lost_s = self.round_s(kind, context)
+            lost_s = self.times.round_s(kind, context)
             if current == PLAIN:
-                lost_s -= self.round_s(PLAIN, context)
+                lost_s -= self.times.round_s(PLAIN, context)
             else:
                 lost_s *= 1 - rates[kind] / rates[current]
             left_s = budget_s - TRIAL_ROUNDS * max(lost_s, 0.0)
@@ -437,6 +287,7 @@ class DraftLengthController:
             elif kind == PLAIN:
                 num_chunks = self.num_rows
             if num_chunks * self.times.chunk_s <= left_s:
+                self._retimed_at_s, self._rounds_since_retiming = self._spent_s, 0
                 return kind
         return None
 
@@ -464,15 +315,11 @@ class DraftLengthController:
         """
         kind = RoundKind(draft_length, variant)
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
-        if self.corrects_times and seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
-            per_round_s = max(seconds - self.times.call_s, SHORTEST_S) / num_rounds
-            self._time_ratios[kind].append(per_round_s / self._measured_s(kind, context))
-        spent_s = num_rounds * self.round_s(kind, context)
-        self._since_trial_s += spent_s
-        for each in self.times.kinds:
-            self._rounds_since[each] += num_rounds
-            self._since_run_s[each] += spent_s
-        self._rounds_since[kind], self._since_run_s[kind] = 0, 0.0
+        self._rounds_since_retiming += num_rounds
+        self.times.pass_rounds(num_rounds)
+        if seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
+            self.times.note(kind, context, num_rounds, seconds)
+        self._spent_s += num_rounds * self.times.round_s(kind, context)
         if kind == PLAIN:
             return
         self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
@@ -532,21 +379,17 @@ class AdaptiveDrafting:
                 self._draft_length,
                 drafts_one_by_one=drafter.is_chain and not drafter.drafts_at_once,
             )
-            times, *others = (
-                measure_round_times(
-                    dataclasses.replace(requests, variant=variant),
-                    draft_lengths=lengths if variant == 0 else lengths[1:],
-                    room=self._executor.longest_prompt,
-                )
-                for variant in self._executor.variants
+            times = measure_round_times(
+                requests,
+                kinds=(
+                    PLAIN,
+                    *(RoundKind(n, v) for v in self._executor.variants for n in lengths if n),
+                ),
+                room=self._executor.longest_prompt,
             )
-            times = dataclasses.replace(times, others=tuple(others))
             self._executor.reset()
             self.controller = DraftLengthController(
-                times,
-                is_chain=drafter.is_chain,
-                corrects_times=True,
-                num_rows=self._executor.shape.batch_size,
+                times, is_chain=drafter.is_chain, num_rows=self._executor.shape.batch_size
             )
 
     @property
@@ -593,10 +436,11 @@ class AdaptiveDrafting:
             executor.set_draft_limits(limits)
         self._choice = choice
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
-        # the host works ahead of the device.
-        if self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind):
+        # the host works ahead of the device; and plain steps need not all be timed.
+        must_time = self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind)
+        if must_time:
             executor.wait()
-        is_timed = executor.is_idle
+        is_timed = must_time or (choice.draft_length > 0 and executor.is_idle)
         self._started_s = time.perf_counter() if is_timed else None
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
         return choice
@@ -669,13 +513,11 @@ class MadeUpRequests:
       executor: the rows.
       draft_length: of the requests, the longest that is measured.
       on_answer: called after every wait.
-      variant: of the drafter.
     """
 
     executor: Executor
     draft_length: int
     on_answer: Callable[[], None] | None = None
-    variant: int = 0
 
     def fill(self, prompt_length: int) -> None:
         """Fills the batch with prompts of one token, the first one of `prompt_length`."""
@@ -688,11 +530,11 @@ class MadeUpRequests:
             executor.admit_and_prefill(row, request, draft_length=self.draft_length, arrival=index)
         self._wait()
 
-    def run(self, draft_length: int, num_rounds: int) -> None:
-        """Runs rounds that draft `draft_length` tokens."""
+    def run(self, kind: RoundKind, num_rounds: int) -> None:
+        """Runs rounds of a kind."""
         executor = self.executor
-        executor.set_draft_limits([draft_length] * executor.num_rows)
-        executor.run(num_rounds, draft_length=draft_length, variant=self.variant)
+        executor.set_draft_limits([kind.draft_length] * executor.num_rows)
+        executor.run(num_rounds, draft_length=kind.draft_length, variant=kind.variant)
         self._wait()
 
     def catch_up(self) -> int:

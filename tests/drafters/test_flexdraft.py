@@ -17,9 +17,9 @@ from jaxspec.drafters.flexdraft import drafter as flexdraft
 from jaxspec.drafters.flexdraft import formulas
 from jaxspec.drafters.flexdraft.config import flex_config, param_shapes
 from jaxspec.engine import adaptive
-from jaxspec.engine.adaptive import RoundTimes
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
+from jaxspec.engine.round_times import PLAIN, LearnedTimes, RoundTimes
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import attention_inputs, unpacked
 from jaxspec.models import decoder, layers
@@ -332,33 +332,28 @@ def test_auto_follows_the_batch_where_rounds_are_not_measured(target, batch_size
 
 def test_auto_changes_to_the_faster_mode_and_no_bit(target, plain, monkeypatch):
     """Parallel is made the faster one at short contexts, sequential at long ones."""
-    num_measured = 0
 
-    def measured(rounds, *, draft_lengths, room):
-        nonlocal num_measured
-        num_measured += 1
-        assert rounds.variant == num_measured - 1
-        short_s, long_s = ((1.0, 1.1), (1.1, 1.0))[rounds.variant]
-        lengths = {n: 2.0 if n == 0 else 1.0 for n in draft_lengths}
+    def measured(rounds, *, kinds, room):
+        seconds = {kind: 2.0 if kind == PLAIN else 1.0 for kind in kinds}
         return RoundTimes(
             short_context=1,
             long_context=60,
-            short_s={n: short_s * seconds for n, seconds in lengths.items()},
-            long_s={n: long_s * seconds for n, seconds in lengths.items()},
+            short_s={kind: (1.0, 1.1)[kind.variant] * s for kind, s in seconds.items()},
+            long_s={kind: (1.1, 1.0)[kind.variant] * s for kind, s in seconds.items()},
             chunk_s=0.0,
         )
 
     monkeypatch.setattr(adaptive, "measure_round_times", measured)
+    # Rounds take what was measured.
+    monkeypatch.setattr(LearnedTimes, "note", lambda self, *args: None)
     drafter = flex.copied_flex(target, confidence=0.0)
     engine = Engine(target, drafter, draft_length="auto", exactness="ties", **SMALL)
     assert engine.executor.variants == (0, 1)
     engine.adaptive.prepare()
-    engine.adaptive.controller.corrects_times = False  # rounds take what the clock says
     calls = counted(engine.executor)
     params = [dataclasses.replace(PARAMS[index], max_tokens=60) for index in (0, 1, 4)]
     prompts = [PROMPTS[index] for index in (0, 1, 4)]
     found = engine.generate(prompts, params)
-    assert num_measured == 2
     assert {name for name in calls if name.endswith("_variant_1")}
     assert {name for name in calls if "variant" not in name and name != "run_1"}
     if target.is_width_invariant:
