@@ -19,7 +19,7 @@ from jaxspec.analysis import cost
 from jaxspec.analysis.compare import run_candidates
 from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
-from jaxspec.bench.measure import ROUND, Bench, Dtype, Say
+from jaxspec.bench.measure import ADAPTIVE_CODE, ROUND, Bench, Dtype, Say
 from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
@@ -47,7 +47,7 @@ class DecodeOptions(Bench):
 
     NAME: ClassVar[str] = "decode"
     MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "engine/engine.py", "engine/executor.py", "engine/adaptive.py",
+        *ROUND, "engine/engine.py", "engine/executor.py", *ADAPTIVE_CODE,
         "drafters/draft_model.py", "verifiers/coupled.py", "bench/decode.py",
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from jaxspec.analysis import cost
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
 from jaxspec.bench.heads import beside, by_domain
 from jaxspec.bench.measure import (
+    ADAPTIVE_CODE,
     ROUND,
     PairBench,
     check_at_least_one,
@@ -115,7 +116,7 @@ class FlexDraftBench(PairBench):
 
     NAME: ClassVar[str] = "flexdraft"
     MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "drafters", "verifiers/coupled.py", "engine/adaptive.py", "bench/flexdraft.py",
+        *ROUND, "drafters", "verifiers/coupled.py", *ADAPTIVE_CODE, "bench/flexdraft.py",
     )  # fmt: skip
 
     weights: str = "demo-flexdraft"

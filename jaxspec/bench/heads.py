@@ -18,6 +18,7 @@ from jaxspec.analysis import cost
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
 from jaxspec.analysis.heads import predicted_draft
 from jaxspec.bench.measure import (
+    ADAPTIVE_CODE,
     ROUND,
     PairBench,
     Repeated,
@@ -116,7 +117,7 @@ class HeadsBench(PairBench):
 
     NAME: ClassVar[str] = "heads"
     MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "drafters", "verifiers/coupled.py", "engine/adaptive.py",
+        *ROUND, "drafters", "verifiers/coupled.py", *ADAPTIVE_CODE,
         "training/head_accuracy.py", "bench/heads.py",
     )  # fmt: skip
 

@@ -43,6 +43,8 @@ Run: TypeAlias = Callable[[int], None]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 ROUND = ("decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "sampling.py")
+# What `draft_length="auto"` depends on.
+ADAPTIVE_CODE = ("engine/adaptive.py", "engine/round_times.py")
 NOT_OF_THE_RESULT = ("out", "json", "plot", "resume")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
 from jaxspec.bench.measure import (
+    ADAPTIVE_CODE,
     ROUND,
     PairBench,
     check_at_least_one,
@@ -95,7 +96,7 @@ class TreesBench(PairBench):
 
     NAME: ClassVar[str] = "trees"
     MEASURES: ClassVar[tuple[str, ...]] = (
-        *ROUND, "drafters", "verifiers", "engine/adaptive.py", "bench/trees.py",
+        *ROUND, "drafters", "verifiers", *ADAPTIVE_CODE, "bench/trees.py",
     )  # fmt: skip
 
     parts: tuple[Part, ...] = ("costs", "acceptance", "speeds")
