@@ -52,11 +52,13 @@ from jaxspec.telemetry.counters import Acceptance
 
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
-# Of the time since the last trial, what one may cost: while nothing is drafted, where the share
-# halves with each trial that does not pay; and of a kind whose time is uncertain.
+# Of the time since the last trial, what the next one may cost: while nothing is drafted, where the
+# share halves with each trial that does not pay; and while something is.
 FIRST_TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.04, 0.005
-RETIMING_SHARE, RETIMED_AFTER = 0.01, 128  # such trials are at least so many rounds apart
-OPTIMISM = 2.0  # standard errors by which such a kind may be faster than it seems
+RETIMING_SHARE = 0.01
+# Kinds whose time is uncertain are tried if they may be the fastest, being faster than they seem by
+# so many standard errors; at least so many rounds after the last trial.
+OPTIMISM, RETIMED_AFTER = 2.5, 128
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
@@ -113,7 +115,7 @@ class DraftLengthController:
         self.is_chain, self.num_rows = is_chain, num_rows
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
         self._longest = times.longest
-        self._spent_s, self._rounds_since_retiming = 0.0, 0
+        self._spent_s = 0.0  # by all rounds so far
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
@@ -126,9 +128,9 @@ class DraftLengthController:
         self._current: RoundKind | None = None
         self._is_trial = False
         self._num_trials = 0  # that did not pay, since drafting was ended
-        # When, by the seconds spent: the last trial; the last of a kind for its time's sake; and
-        # the next look at what is affordable.
-        self._tried_at_s = self._retimed_at_s = self._look_at_s = self._spent_s
+        # When, by the seconds spent, the last trial was, and the next look at what is affordable.
+        self._tried_at_s = self._look_at_s = self._spent_s
+        self._rounds_since_trial = 0
 
     @property
     def draft_length(self) -> int | None:
@@ -236,7 +238,7 @@ class DraftLengthController:
             self._current = best
         if self._is_trial or self._current == PLAIN:
             self._num_trials = self._num_trials + 1 if was_resting else 0
-            self._is_trial, self._tried_at_s = False, self._spent_s
+            self._is_trial, self._tried_at_s, self._rounds_since_trial = False, self._spent_s, 0
         if self._current == PLAIN:
             # Let a later trial outweigh the evidence by which drafting lost.
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
@@ -260,24 +262,23 @@ class DraftLengthController:
         current = self._current
         assert current is not None, "what is current comes before what may be tried"
         others = [kind for kind in rates if kind != current]
+        tried: list[RoundKind] = []
         hopes = {k: rates[k] * math.exp(OPTIMISM * self.times.error(k, current)) for k in others}
-        budgets: dict[RoundKind, float] = {}
         fastest = max(others, key=hopes.__getitem__)
-        is_due = self.times.num_timed(current) and self._rounds_since_retiming >= RETIMED_AFTER
+        is_due = self.times.num_timed(current) and self._rounds_since_trial >= RETIMED_AFTER
         if is_due and hopes[fastest] > rates[current]:
-            budgets[fastest] = RETIMING_SHARE * (self._spent_s - self._retimed_at_s)
+            tried.append(fastest)
+        share = RETIMING_SHARE
         if current == PLAIN:
-            best = max(others, key=rates.__getitem__)
-            share = max(FIRST_TRIAL_SHARE / 2**self._num_trials, LEAST_TRIAL_SHARE)
-            budget_s = share * (self._spent_s - self._tried_at_s)
-            budgets[best] = max(budget_s, budgets.get(best, 0.0))
-        for kind, budget_s in budgets.items():
+            tried.append(max(others, key=rates.__getitem__))
+            share = max(FIRST_TRIAL_SHARE * 0.5**self._num_trials, LEAST_TRIAL_SHARE)
+        for kind in tried:
             lost_s = self.times.round_s(kind, context)
             if current == PLAIN:
                 lost_s -= self.times.round_s(PLAIN, context)
             else:
                 lost_s *= 1 - rates[kind] / rates[current]
-            left_s = budget_s - TRIAL_ROUNDS * max(lost_s, 0.0)
+            left_s = share * (self._spent_s - self._tried_at_s) - TRIAL_ROUNDS * max(lost_s, 0.0)
             if left_s < 0:
                 continue
             # What the drafter has to read when it drafts again.
@@ -287,7 +288,6 @@ class DraftLengthController:
             elif kind == PLAIN:
                 num_chunks = self.num_rows
             if num_chunks * self.times.chunk_s <= left_s:
-                self._retimed_at_s, self._rounds_since_retiming = self._spent_s, 0
                 return kind
         return None
 
@@ -315,7 +315,7 @@ class DraftLengthController:
         """
         kind = RoundKind(draft_length, variant)
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
-        self._rounds_since_retiming += num_rounds
+        self._rounds_since_trial += num_rounds
         self.times.pass_rounds(num_rounds)
         if seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
             self.times.note(kind, context, num_rounds, seconds)

@@ -27,7 +27,7 @@ WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more tha
 LEAST_NOISE = 0.03  # of the logarithm of what a call takes, however steady the turns were
 NOISE_MEMORY = 16  # calls from which the noise is estimated
 LEAST_ERROR = 0.05  # of a measured round time, relative, however many turns there were
-SPEED_MEMORY = 0.9  # share of a change of the machine's speed that is still there at the next call
+SPEED_MEMORY = 0.85  # share of a change of the machine's speed that is still there at the next call
 # Per round, the relative cost of a kind may change by `DRIFT` (a standard deviation). The variance
 # is twice that where the machine's speed is off by `UNLIKE`, for not all kinds slow down alike.
 DRIFT, UNLIKE = 0.001, 0.1

@@ -381,7 +381,7 @@ def share_on_a_shared_machine(seed, monkeypatch, num_tokens=4000):
 def test_a_machine_that_changes_its_speed_does_not_mislead_it(monkeypatch):
     found = [share_on_a_shared_machine(seed, monkeypatch) for seed in range(24)]
     assert np.mean(found) > 0.965
-    assert np.min(found) > 0.88
+    assert np.min(found) > 0.85
 
 
 class Least(LearnedTimes):
@@ -403,8 +403,11 @@ class Least(LearnedTimes):
 
 def test_the_check_above_sees_the_fastest_moments_of_each_kind(monkeypatch):
     monkeypatch.setattr(adaptive, "LearnedTimes", Least)
+    monkeypatch.setattr(round_times, "MOST_TURNS", round_times.FEWEST_TURNS)
+    monkeypatch.setattr(round_times.np, "median", np.min)
     found = [share_on_a_shared_machine(seed, monkeypatch) for seed in range(24)]
-    assert np.min(found) < 0.88
+    assert np.mean(found) < 0.96
+    assert np.min(found) < 0.85
 
 
 def test_what_is_learnt_tells_the_machine_from_the_kind():
@@ -436,13 +439,14 @@ def test_a_plain_step_that_was_timed_in_a_bad_moment_is_timed_again():
     true_s = {0: 1.0, 1: 1.4, 2: 1.8, 3: 2.2, 4: 2.6}
     measured = {n: s * (2 if n == 0 else 1) for n, s in true_s.items()}
     wrong_times = with_seconds(times(chunk=0.1), measured)
-    controller = DraftLengthController(wrong_times, num_rows=8)
-    world = World(controller, true_s=(true_s,))
-    world.decode(0.2, 12000)
-    assert world.controller.draft_length == 0
-    stubborn = World(DraftLengthController(wrong_times), true_s=(true_s,), is_timed=False)
-    stubborn.decode(0.2, 12000)
-    assert stubborn.controller.draft_length > 0
+
+    def rests(seed, **settings):
+        controller = DraftLengthController(wrong_times, num_rows=8)
+        World(controller, true_s=(true_s,), seed=seed, **settings).decode(0.2, 12000)
+        return controller.draft_length == 0
+
+    assert sum(rests(seed) for seed in range(6)) >= 4
+    assert not any(rests(seed, is_timed=False) for seed in range(2))
 
 
 # Rounds of two cores at batch 1, plain decoding's being 1, for drafts that are seldom accepted: by
