@@ -73,8 +73,8 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
     Nodes are judged in their order. A child x of the last accepted node passes if `u q(x) |p| <
     p(x) |q|`, where p and q are what its rejected siblings have left, and `|p|` and `|q|` their
     masses. In a draft without q, each node's q is a point mass. A token that q cannot draw, such as
-    an earlier sibling's, cannot have been drawn: its node is skipped like a hole, even where the test
-    alone would accept it.
+    an earlier sibling's, cannot have been drawn: so its node is skipped like a hole, even where the
+    test alone would accept it.
     """
     num_rows, num_nodes = draft.tokens.shape
     is_node = draft.is_node
