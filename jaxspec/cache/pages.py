@@ -502,9 +502,10 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
 
 def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
     """The cache with NaN in every slot except those of each row's positions below `num_live` `[B]`.
-    For checks: anything computed from such a slot becomes NaN. `num_live` must cover all rows that own
-    pages. In a ring, positions that the newest live query and later ones cannot see are filled with NaN
-    too.
+
+    For checks: anything computed from such a slot becomes NaN. `num_live` must cover all rows that
+    own pages. In a ring, positions that the newest live query and later ones cannot see are filled
+    with NaN too.
     """
     shape = (cache.table.shape[0], cache.capacity)
     every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
