@@ -86,9 +86,10 @@ class CompileTimeBench(Bench):
     }
 
     layers: tuple[int, ...] = (2, 4, 8, 16, 36)
-    """Numbers of layers of the target, rising; the draft model has two."""
+    """Numbers of layers of the target, in ascending order; the draft model has two."""
     width: int = 64
-    """Width of both models; the compiler works on instructions, whatever the size of arrays."""
+    """Width of both models; it hardly matters, because compile time depends on instructions and not
+    on array sizes."""
     batch_size: int = 8
     """Rows decoded together."""
     draft_length: int = 4
@@ -96,7 +97,7 @@ class CompileTimeBench(Bench):
     max_length: int = 1024
     """Slots per row."""
     repeats: int = 3
-    """Times that each engine is compiled, in turns."""
+    """How often each engine is compiled, in alternation."""
     dtype: Dtype = "float32"
     """Dtype of parameters, compute and cache."""
 

@@ -58,17 +58,17 @@ class DecodeOptions(Bench):
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None
     """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
-    its first token less likely than that), or your own `package.module:factory`."""
+    its first token with a lower probability), or your own `package.module:factory`."""
     oracle: float | None = None
     """Draft what the target will emit, each token right with this probability, at the cost of the
     draft model; for models without trained weights (`random:PRESET`). Synthetic."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
-    """What decides how much of a draft is kept."""
+    """Rule that decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"
     """Which rows take part in a round."""
     layout: Layout = "ragged"
     """How KV is stored; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
-    without realignment, which happens between rounds: whole runs show what that costs."""
+    without realignment, which happens between rounds; whole runs include its cost."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     """Batch sizes to measure."""
     draft_lengths: tuple[int, ...] = (2, 4, 6)
@@ -76,9 +76,9 @@ class DecodeOptions(Bench):
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     limit: int = 24
-    """Prompts to decode."""
+    """Number of prompts to decode."""
     max_prompt_tokens: int = 64
-    """Longer prompts are cut to their first so many tokens."""
+    """Cut longer prompts after this many tokens."""
     max_tokens: int = 48
     """Tokens emitted per prompt; EOS is ignored."""
     temperature: float = 0.0
@@ -86,10 +86,10 @@ class DecodeOptions(Bench):
     dtype: Dtype = "float32"
     """Dtype of parameters, compute and cache."""
     max_length: int | None = None
-    """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
-    up to it."""
+    """Slots per row; default: what the longest prompt needs. The cost model is fitted to contexts
+    up to this length."""
     repeats: int = 5
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

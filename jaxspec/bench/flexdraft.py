@@ -111,7 +111,7 @@ PREDICTED: Columns = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexDraftBench(PairBench):
-    """FlexDraft's two modes beside plain decoding, a draft model and an n-gram."""
+    """Compare FlexDraft's two modes with plain decoding, a draft model and n-grams."""
 
     NAME: ClassVar[str] = "flexdraft"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -119,23 +119,22 @@ class FlexDraftBench(PairBench):
     )  # fmt: skip
 
     weights: str = "demo-flexdraft"
-    """A NAME that `load_drafter` takes."""
+    """Weights, by a NAME that `load_drafter` takes."""
     parts: tuple[Part, ...] = ("acceptance", "ablation", "rounds", "speeds", "predicted")
-    """What is measured."""
+    """What to measure."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     draft_length: int = 3
-    """Drafts per round in the comparison of modes; `auto` chooses its own, and the ablation has as
-    many as a block."""
+    """Draft length in the comparison of modes; `auto` chooses its own, and the ablation uses a
+    whole block."""
     round_lengths: tuple[int, ...] = (1, 3, 7)
-    """Draft lengths of the rounds that are timed; those that a block has no room for are left
-    out."""
+    """Draft lengths of the timed rounds; those that do not fit into a block are left out."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Rows of the runs and rounds that are timed."""
+    """Batch sizes of the timed runs and rounds."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """What `parts` say."""

@@ -31,7 +31,7 @@ class TimedPass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardBench(Bench):
-    """A bench of forward passes of one target, made ready in several ways."""
+    """A bench of forward passes of one target in several variants."""
 
     MEASURES: ClassVar[tuple[str, ...]] = (
         "kernels", "cache/pages.py", "models/decoder.py", "models/layers.py", "bench/forward.py",
@@ -52,7 +52,7 @@ class ForwardBench(Bench):
     contexts: tuple[int, ...] = (80, 1000)
     """Committed tokens per row."""
     repeats: int = 15
-    """Timed runs of each pass; the median counts."""
+    """Timed runs of each pass; the median is reported."""
 
     def time_passes(self, models: Mapping[str, LanguageModel]) -> Iterator[TimedPass]:
         """The passes of these models, in turns."""

@@ -121,22 +121,23 @@ class HeadsBench(PairBench):
     )  # fmt: skip
 
     heads: tuple[str, ...] = ()
-    """LABEL=NAME each, or a NAME that `load_drafter` takes; the others are compared with the
-    first."""
+    """Heads, each as LABEL=NAME or a NAME that `load_drafter` takes; the others are compared with
+    the first."""
     parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds", "predicted")
-    """What is measured; accuracy only with `--texts`."""
+    """What to measure; accuracy needs `--texts`."""
     texts: pathlib.Path | None = None
     """Held-out texts that the target wrote (`jaxspec train texts --split held-out`)."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     nodes: tuple[int, ...] = (4, 16)
-    """Sizes of the trees; up to 8 they are Clover's of that budget, larger ones a beam's."""
+    """Sizes of the trees; up to 8 nodes they are Clover's with that budget, larger ones are from
+    beam search."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Rows of the runs that are timed."""
+    """Batch sizes of the timed runs."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """What `parts` say."""

@@ -33,9 +33,9 @@ class KvBench(ForwardBench):
     }
 
     kernels: KernelsName | None = None
-    """Which kernels; default those of this machine."""
+    """Which kernels to use; default those of this machine."""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    """Dtype of parameters and compute, and of the KV that int8 is compared with."""
+    """Dtypes of parameters and compute, and of the KV that int8 is compared with."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds of each pass, and the ratio of int8's to the other, the median of turns."""

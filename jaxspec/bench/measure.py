@@ -69,14 +69,14 @@ def only_run_into(out: pathlib.Path | None) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The options of a bench, and its document.
+    """Base class of benches: shared options, and the JSON document.
 
     Attributes:
-      COMMAND: that it is a subcommand of.
-      NAME: of the subcommand.
-      MEASURES: modules and folders whose code the figures are of; see `runtime.freshness`.
-      TITLE: of the table of results.
-      COLUMNS: of that table.
+      COMMAND: the command that it is a subcommand of.
+      NAME: the name of the subcommand.
+      MEASURES: modules and folders whose code the figures measure; see `runtime.freshness`.
+      TITLE: the title of the table of results.
+      COLUMNS: the columns of that table.
     """
 
     COMMAND: ClassVar[str] = "bench"

@@ -42,7 +42,8 @@ PLANS: Mapping[str, KvDtype | None] = {PLAN: None, "plan, int8 KV": "int8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBench(PairBench):
-    """Plans beside the engine without a budget and the baseline policy, on chats of two turns."""
+    """Compare plans with an engine without a budget and with the baseline policy, on chats of two
+    turns."""
 
     NAME: ClassVar[str] = "memory"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -65,15 +66,16 @@ class MemoryBench(PairBench):
     }
 
     prompts: pathlib.Path | None = None
-    """Questions, one a line, of one or more `turns`; default the sample prompts, of one turn."""
+    """File of questions, one per line, with one or more `turns`; default the sample prompts, with
+    one turn."""
     limit: int | None = None
-    """Use the first so many."""
+    """Use only this many questions, from the beginning of the file."""
     device: str = "h200"
-    """As in `jaxspec plan`: a document of `jaxspec bench decode` of this machine is best."""
+    """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
     keep: float = 0.96
-    """Share of the fastest plan's predicted speed to keep."""
+    """Fraction of the fastest plan's predicted speed to keep."""
     acceptance: float = 0.7
-    """Chance that a drafted token is accepted."""
+    """Probability that a drafted token is accepted."""
     max_tokens: int = 128
     """Tokens emitted per turn; EOS is ignored."""
     max_length: int = 1024
@@ -82,7 +84,7 @@ class MemoryBench(PairBench):
     draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     """Draft lengths that the plan may choose."""
     repeats: int = 3
-    """Timed turns of each engine; medians count."""
+    """Timed turns of each engine; medians are reported."""
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""

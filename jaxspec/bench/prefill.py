@@ -44,7 +44,7 @@ class PrefillBench(PairBench):
     draft_length: int = 4
     """Tokens drafted per round."""
     repeats: int = 7
-    """Arrivals per chunk size; the median counts."""
+    """Arrivals per chunk size; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds between pieces of the stream, before and after the arrival."""

@@ -277,7 +277,8 @@ def predicted_memory_s(device: str, shape: Shape) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBench(Bench):
-    """What a decode round compiles to for a GPU or TPU that is not there (extra `deviceless`)."""
+    """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
+    `deviceless`)."""
 
     NAME: ClassVar[str] = "program"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -300,13 +301,13 @@ class ProgramBench(Bench):
     target: str = "qwen3-8b"
     """A preset."""
     draft: str = "qwen3-0.6b"
-    """A preset, of its draft model."""
+    """A preset for its draft model."""
     devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",)
-    """What to compile for."""
+    """Devices to compile for."""
     kernels: tuple[KernelsName, ...] = ()
-    """Kernels of both models; default: the device's own."""
+    """Kernels of both models; default: those made for the device."""
     num_layers: int | None = None
-    """Most layers of both models; fewer compile faster."""
+    """Use at most this many layers of both models; fewer compile faster."""
     batch_size: int = 8
     """Rows decoded together."""
     context: int = 1024

@@ -46,9 +46,9 @@ class SessionsBench(PairBench):
     }
 
     histories: tuple[int, ...] = (200, 400, 800)
-    """Tokens of the first turn, prompt and answer."""
+    """Lengths of the first turn in tokens, prompt and answer together."""
     answer_tokens: int = 64
-    """Of these, the answer's."""
+    """How many of these tokens are the answer's."""
     new_tokens: int = 16
     """Tokens that the second turn adds."""
     draft_length: int = 4
@@ -56,7 +56,7 @@ class SessionsBench(PairBench):
     prefill_chunk: int = 128
     """Prompt tokens per prefill call."""
     repeats: int = 9
-    """Timed second turns of each way; medians count."""
+    """Timed second turns of each kind; medians are reported."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds until the first token of the second turn, by length of the history."""

@@ -99,31 +99,31 @@ class TreesBench(PairBench):
     )  # fmt: skip
 
     parts: tuple[Part, ...] = ("costs", "acceptance", "speeds")
-    """What is measured."""
+    """What to measure."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     windows: tuple[int, ...] = (5, 9, 17, 33)
-    """Tokens per row of the passes that are timed."""
+    """Tokens per row of the timed passes."""
     contexts: tuple[int, ...] = (80, 1000)
     """Committed tokens per row of these passes."""
     pass_batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Rows of these passes."""
+    """Batch sizes of these passes."""
     nodes: tuple[int, ...] = (4, 8, 12, 16)
-    """Sizes of the trees, and lengths of the chains beside them."""
+    """Sizes of the trees, and lengths of the chains that they are compared with."""
     width: int = 4
-    """Tokens by which beam trees continue, and nodes that they continue from, per level."""
+    """For beam trees: nodes expanded per level, and children of each."""
     temperature: float = 0.8
     """Temperature of the sampled outputs."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    """Rows of the runs that are timed."""
+    """Batch sizes of the timed runs."""
     chains: tuple[int, ...] = (2, 4, 8)
     """Draft lengths of the chains in these runs."""
     trees: tuple[int, ...] = (8, 16)
-    """Nodes of the trees in these runs; the largest also with draft length `auto`."""
+    """Sizes of the trees in these runs; the largest also runs with draft length `auto`."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """Costs, acceptance and speeds."""

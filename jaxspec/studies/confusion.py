@@ -106,7 +106,7 @@ MISDECLARED: dict[str, tuple[str, Callable[[float], Line]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfusionBench(PairBench):
-    """Audit real outputs and spoiled ones: false alarms and misses."""
+    """Audit real outputs and deliberately damaged ones, and count false alarms and misses."""
 
     NAME: ClassVar[str] = "confusion"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "audit", "studies/confusion.py")
@@ -121,17 +121,17 @@ class ConfusionBench(PairBench):
     against: Literal["hf"] | None = None
     """Also audit outputs of `transformers` on the same models (extra `parity`)."""
     limit: int = 12
-    """Prompts, of the sample prompts."""
+    """Number of sample prompts to use."""
     max_tokens: int = 24
     """Tokens of an output."""
     temperature: float = 0.8
     """Temperature of sampled outputs."""
     spoiled: int = 36
-    """Outputs that are spoiled in each way."""
+    """Number of outputs to damage in each way."""
     files: int = 8
-    """Files of each size with sampling parameters that are not those of the draws."""
+    """Files of each size whose stated sampling parameters differ from those of the draws."""
     file_sizes: tuple[int, ...] = (1, 12)
-    """Outputs of these files."""
+    """Numbers of outputs in these files."""
 
     @property
     def modes(self) -> dict[str, Line]:

@@ -47,16 +47,17 @@ class Study(WorkloadOptions):
     out: pathlib.Path = pathlib.Path("study")
     """Directory for the report (study.html, study.json, plots) and its cells."""
     resume: bool = False
-    """Go on with the cells that the output directory holds already."""
+    """Keep the cells that the output directory already holds, and run the others."""
     quick: bool = False
-    """Few requests, cut short: minutes on a CPU."""
+    """Few and short requests: takes minutes on a CPU."""
     repeats: int = 3
-    """Timed runs of every cell, each beside a run of plain decoding."""
+    """Timed runs of every cell, each next to a run of plain decoding."""
     oracle: float | None = None
-    """Where there are no weights (`random:PRESET`): draft what the target will emit, right with
-    this probability, at the cost of the draft model."""
+    """For models without trained weights (`random:PRESET`): draft what the target will emit, each
+    token right with this probability, at the cost of the draft model."""
     dtype: Dtype | None = None
-    """Dtype of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    """Dtype of parameters, compute and cache; default float32 on a CPU, otherwise the
+    checkpoint's."""
     seed: int = 0
     """Seed of arrivals and of random prompts."""
 

@@ -68,17 +68,17 @@ def nearest(wanted: int, sizes: Iterable[int]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(PairBench):
-    """What is decoded, and the shapes of the engines."""
+    """Options for what is decoded, and for the shapes of the engines."""
 
     prompts: pathlib.Path | None = None
     """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
     prompts."""
     limit: int | None = None
-    """Use the first so many prompts."""
+    """Use only this many prompts, from the beginning of the file."""
     max_prompt_tokens: int = 1024
-    """Prompts are cut to their first so many tokens."""
+    """Cut longer prompts after this many tokens."""
     max_tokens: int = 128
-    """Tokens emitted per prompt; fewer where the model ends by itself."""
+    """Tokens emitted per prompt; fewer if the model stops by itself."""
     draft_length: int = 5
     """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
