@@ -261,8 +261,8 @@ def _read_torch(file: Path):
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
         if not is_plain or tensor.device.type != "cpu":
             raise CheckpointError(
-                f"{file} holds {shown(name)}, which is no plain tensor; give a state dict of the "
-                "whole model."
+                f"{file} holds {shown(name)}, which is not a plain tensor; give a state dict of "
+                "the whole model."
             )
         dtype = _dtype_named(str(tensor.dtype))
 

@@ -96,7 +96,7 @@ def download(
             snapshot = hub.snapshot_download(name, revision=revision, local_files_only=True)
             return Path(snapshot).name, Path(snapshot)
         raise ModelError(
-            f"{shown} is no local directory, and the hub cannot be reached to look for it there; "
+            f"{shown} is not a local directory, and the hub cannot be reached to look for it; "
             "check the name or the network, or name demo-target, demo-draft or random:PRESET, "
             "which need neither."
         ) from error

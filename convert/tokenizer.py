@@ -111,7 +111,7 @@ def _build(source: Path, model_type: str) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise CheckpointError(
-            f"transformers builds no fast tokenizer of the files in {source}; "
+            f"transformers cannot build a fast tokenizer from the files in {source}; "
             "supply the model's tokenizer.json."
         )
     return tokenizer
@@ -134,7 +134,7 @@ def _check_against_sentencepiece(tokenizer: Any, model: Path) -> None:
         if tokenizer.encode(sentence, add_special_tokens=False) != processor.encode(sentence):
             raise CheckpointError(
                 f"transformers does not reproduce the normalization of {model}: it tokenizes "
-                f"{sentence!r} otherwise; supply the model's tokenizer.json."
+                f"{sentence!r} differently; supply the model's tokenizer.json."
             )
 
 

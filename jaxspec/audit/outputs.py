@@ -194,9 +194,9 @@ class _Line:
             place = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, json.JSONDecodeError):
                 place = f"{error.msg} at column {error.colno}"
-            raise PromptError(f"{where} is not JSON ({place}); mend the line.") from error
+            raise PromptError(f"{where} is not JSON ({place}); correct the line.") from error
         if not isinstance(fields, dict):
-            raise PromptError(f"{where} is JSON, but not an object; write one object a line.")
+            raise PromptError(f"{where} is JSON, but not an object; write one object per line.")
         return cls(number, where, fields, target)
 
     def wrong(self, what: str) -> PromptError:
@@ -208,8 +208,9 @@ class _Line:
         unknown = [name for name in self.fields if name not in known]
         if unknown:
             raise SettingError(
-                f"{self.where} has the field {unknown[0]!r}, which is not known; leave it out if "
-                f"it changes no token, else it cannot be judged (known are {', '.join(known)})."
+                f"{self.where} has the field {unknown[0]!r}, which is unknown; leave it out if "
+                f"it changes no token, otherwise it cannot be judged (known are "
+                f"{', '.join(known)})."
             )
 
     def check_like(self, first: _Line) -> None:
@@ -294,7 +295,7 @@ class _Line:
         ids, size = self.fields[kind], self.target.vocab_size
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise self.wrong(
-                f"has {kind} that are not one list of integers; write one output a line."
+                f"has {kind} that are not one list of integers; write one output per line."
             )
         for token in ids:
             if not 0 <= token < size:
@@ -307,7 +308,7 @@ class _Line:
 
     def text(self, kind: str) -> str:
         if not isinstance(self.fields[kind], str):
-            raise self.wrong(f"has a {kind} that is not text; write one output a line.")
+            raise self.wrong(f"has a {kind} that is not text; write one output per line.")
         return self.fields[kind]
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -326,7 +327,7 @@ class _Line:
         if unknown:
             raise SettingError(
                 f"{self.where} has the sampling parameter {unknown[0]!r}; leave it out if it "
-                f"changes no token, else it cannot be judged (known are "
+                f"changes no token, otherwise it cannot be judged (known are "
                 f"{', '.join(SAMPLING_FIELDS)})."
             )
         return {name: x for name, x in {**within, **beside}.items() if x is not None}

@@ -1,4 +1,4 @@
-"""Forward passes of several models that take turns, at every batch size, window and context."""
+"""Alternating forward passes of several models, at every batch size, window and context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TimedPass(NamedTuple):
 
     Attributes:
       found: `batch_size`, `window`, `context`, and the milliseconds of each model as `NAME_ms`.
-      work: of each model.
-      turns: seconds of each model.
+      work: that of each model.
+      turns: the seconds of each model.
     """
 
     found: dict[str, Any]
@@ -55,7 +55,7 @@ class ForwardBench(Bench):
     """Timed runs of each pass; the median is reported."""
 
     def time_passes(self, models: Mapping[str, LanguageModel]) -> Iterator[TimedPass]:
-        """The passes of these models, in turns."""
+        """Times the passes of these models, in alternation."""
         check_at_least_one(self, "batch_sizes", "windows", "contexts", "repeats")
         for batch, window in itertools.product(self.batch_sizes, self.windows):
             passes = {

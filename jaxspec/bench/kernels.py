@@ -1,6 +1,5 @@
-"""Forward passes with the CPU kernels of `jaxspec.kernels.cpu` and with XLA's, in turns.
-
-A ratio above 1 says that ours are faster.
+"""Times forward passes with the CPU kernels of `jaxspec.kernels.cpu` and with XLA's, in
+alternation. A ratio above 1 means that ours are faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What KV in int8 costs in time: forward passes with it and without, in turns.
+"""The time cost of KV in int8: alternating forward passes with and without it.
 
 Attention reads half the bytes of bfloat16 KV, or a quarter of float32's, and has to widen and scale
-them. A ratio above 1 says that int8 is slower.
+them. A ratio above 1 means that int8 is slower.
 """
 
 from __future__ import annotations

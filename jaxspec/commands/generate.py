@@ -276,7 +276,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             return
         reasons = {
             "--resume": (self.resume, "later prompts depend on the answers before them"),
-            "--n": (self.n > 1, "one answer goes on"),
+            "--n": (self.n > 1, "only one answer can be continued"),
             "--max-prompt-tokens": (self.max_prompt_tokens is not None, "it would cut the chat"),
             "--format spec-bench": (self.format == "spec-bench", "its lines hold one answer here"),
             "--layout aligned": (self.layout == "aligned", "sessions need ragged rows"),

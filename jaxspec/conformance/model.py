@@ -387,7 +387,7 @@ def _tree_paths(b: ModelUnderTest) -> str:
     for entry, depth in ((0, 0), (2, 1), (3, 2)):
         demand(
             equal_values(in_tree[1][:, entry], in_chain[1][:, depth]),
-            f"entry {entry} of a tree is scored otherwise than on its path as a chain",
+            f"entry {entry} of a tree is scored differently from its path as a chain",
         )
     changed = b.window.copy()
     changed[:, 1] = b.other(changed[:, 1])

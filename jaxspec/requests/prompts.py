@@ -104,7 +104,7 @@ def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[Pro
     text = _read_text(
         pathlib.Path(path),
         problem=f"The prompt file {os.fspath(path)} cannot be read",
-        advice="name a text file with one prompt a line",
+        advice="name a text file with one prompt per line",
     )
     is_json = os.fspath(path).endswith((".jsonl", ".json"))
     # Not splitlines: JSON strings may contain other line separators unescaped.
@@ -132,9 +132,9 @@ def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
         if isinstance(error, json.JSONDecodeError):
             where = f"{error.msg} at column {error.colno}"
         advice = (
-            "mend the line, or name a file of plain lines otherwise than .jsonl"
+            "correct the line, or give a file of plain text another suffix than .jsonl"
             if is_json
-            else 'mend the line, or write text that begins with a brace as {"prompt": "..."}'
+            else 'correct the line, or write text that begins with a brace as {"prompt": "..."}'
         )
         raise PromptError(
             f"Line {number} of the prompt file is not JSON ({where}); {advice}."

@@ -28,7 +28,7 @@ def why_unreadable(
         is_dangling = isinstance(error, FileNotFoundError) and path.is_symlink()
         return "it is a link to nothing" if is_dangling else error.strerror or str(error)
     except ValueError:  # a NUL in the name
-        return "it is no possible name of a file"
+        return "it is not a possible file name"
     if may_be_pipe and stat.S_ISFIFO(status.st_mode):
         return None
     if not stat.S_ISREG(status.st_mode):
