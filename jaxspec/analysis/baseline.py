@@ -1,6 +1,7 @@
-"""The baseline for memory plans: the policy of Medusa's and EAGLE's published code. It is computed
-and never run: KV for the model's full context, the head on all positions of the prompt, the logits
-of a tree copied out once per path, and no reuse of a conversation's history.
+"""The baseline for memory plans: the policy of Medusa's and EAGLE's published code.
+
+It is computed and never run: KV for the model's full context, the head on all positions of the
+prompt, the logits of a tree copied out once per path, and no reuse of a conversation's history.
 """
 
 from __future__ import annotations

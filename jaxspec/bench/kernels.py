@@ -1,5 +1,6 @@
-"""Times forward passes with the CPU kernels of `jaxspec.kernels.cpu` and with XLA's, in
-alternation. A ratio above 1 means that ours are faster.
+"""Alternating forward passes with the CPU kernels of `jaxspec.kernels.cpu` and with XLA's.
+
+A ratio above 1 means that ours are faster.
 """
 
 from __future__ import annotations

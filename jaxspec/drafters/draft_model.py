@@ -495,6 +495,7 @@ class _Drafting(struct.PyTreeNode, kw_only=True):
 
 def end_draft(num_valid: jax.Array, node: jax.Array, *, is_sure: jax.Array) -> jax.Array:
     """`num_valid` `[B]` int32 after `node` was drafted: rows that are not sure of it end after it.
+
     So only the nodes before it decide whether a node is drafted, as lossless rules require: given
     these, the node is drawn from q, or the target draws a token instead.
     """

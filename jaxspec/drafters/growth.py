@@ -90,8 +90,9 @@ def num_offsets(tree: Tree) -> int:
 def count_levels(
     tree: Tree, shape: EngineShape, rows: BatchView, can_draft: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Nodes and levels `[B]` int32 that each row wants; 0 where it cannot draft. The first n nodes
-    are no deeper than n, so n nodes need at most n levels.
+    """Nodes and levels `[B]` int32 that each row wants; 0 where it cannot draft.
+
+    The first n nodes are no deeper than n, so n nodes need at most n levels.
     """
     wanted = jnp.where(can_draft, rows.draft_limit, 0)
     wanted = jnp.minimum(wanted, min(tree.num_nodes, shape.num_nodes))

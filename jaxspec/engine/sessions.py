@@ -98,7 +98,7 @@ class Session:
 
         Raises:
           PromptError, SettingError, QueueFullError: as in `Engine.submit`; the session is left
-          unchanged.
+            unchanged.
           RequestError: the session is closed, or its last turn has not ended.
         """
         ticket = self._intake.single(

@@ -18,12 +18,13 @@ class StepTimeoutError(Exception):
 
 
 class Watchdog:
-    """Runs calls of the device in a thread that can be abandoned, because such a call cannot be
-    interrupted. One caller at a time.
+    """Runs calls of the device in a thread that can be abandoned, as they cannot be interrupted.
 
-        Args:
-          limit_s: seconds that a step may take, or a part of it between calls of `renew`.
-          is_compiling: tells whether something is being compiled, which does not count.
+    One caller at a time.
+
+    Args:
+      limit_s: seconds that a step may take, or a part of it between calls of `renew`.
+      is_compiling: tells whether something is being compiled, which does not count.
     """
 
     def __init__(self, limit_s: float, is_compiling: Callable[[], bool]):

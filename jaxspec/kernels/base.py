@@ -191,6 +191,7 @@ class Kernels:
 
     def pack(self, weight: jax.Array | PackedWeight, num_input_axes: int = 1) -> Any:
         """A weight in the form that `product` reads fastest: `[in..., out...]` or a `PackedWeight`.
+
         It may be given in either form, and is not copied if it already has the right one.
         """
         return unpacked(weight)

@@ -79,8 +79,9 @@ def exspec(draft: Model, **pool: Any) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True)
 class WithoutBonus(Coupled):
     """Coupled verification that emits at most k tokens for k drafts: if all are accepted, the last
-    one is counted as the target's own token, and no token follows it. So with one draft nothing is
-    ever accepted, and acceptance is at most (k - 1) / k. Chains only.
+    one is counted as the target's own token, and no token follows it.
+
+    So with one draft nothing is ever accepted, and acceptance is at most (k - 1) / k. Chains only.
     """
 
     takes_trees: bool = dataclasses.field(default=False, init=False)
