@@ -32,8 +32,8 @@ class Ceilings:
       bytes_per_s: bytes read by a product of a matrix and a vector, in fp32, over its seconds. A
         copy may move more bytes because it writes while it reads, which decoding does not do with
         weights.
-      matmul_flops_per_s: of square products in `dtype`, two per multiply-add: XLA's or those of the
-        kernels that are this device's default, whichever are faster.
+      matmul_flops_per_s: rate of square products in `dtype`, two per multiply-add: XLA's or those
+        of the kernels that are this device's default, whichever are faster.
       dtype: that of the products.
     """
 
@@ -58,7 +58,7 @@ def forward_pass(
     """The work of one forward pass: a window of tokens per row after `context` committed ones.
 
     Args:
-      block: slots of KV that attention reads at a time; None reads what is live and no more.
+      block: slots of KV that attention reads at a time; None means that it reads only live slots.
     """
     return Pass(
         config=model.config,
@@ -74,8 +74,8 @@ def pair_of(
     models: Mapping[str, LanguageModel], devices: Mapping[str, Timed], **others: Any
 ) -> Pair:
     """The pair of `target` and `draft` on the device of each, or on `Ceilings`: a round then takes
-    its roofline, the sum over its forward passes, which follow one another. Without a `draft`, a
-    drafter that has no model, its time is not counted.
+    its roofline, the sum over its sequential forward passes. Without a `draft` (a drafter without a
+    model), its time is not counted.
 
     Args:
       others: fields of the pair.
@@ -96,7 +96,7 @@ def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:
 
     Args:
       num_bytes: working set of the bandwidth, rounded down to whole rows.
-      dtype: of the model.
+      dtype: that of the model.
     """
     dtype, width = jnp.dtype(dtype), 1024
     kernels = get_kernels(default_kernels())

@@ -1,6 +1,6 @@
-"""Cost of recording: rounds of the same requests with every level of trace, beside none.
+"""Cost of recording: rounds of the same requests with every trace level, and without a trace.
 
-Without a trace the program is the one it always was.
+Without a trace the program is the same as if there were no tracing.
 """
 
 from __future__ import annotations
