@@ -208,7 +208,7 @@ class _Line:
         unknown = [name for name in self.fields if name not in known]
         if unknown:
             raise SettingError(
-                f"{self.where} has the field {unknown[0]!r}, which is unknown; leave it out if "
+                f"{self.where} has the field {unknown[0]!r}, which is not known; leave it out if "
                 f"it changes no token, otherwise it cannot be judged (known are "
                 f"{', '.join(known)})."
             )
