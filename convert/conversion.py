@@ -1,4 +1,4 @@
-"""The conversion, in the order it runs: find, check, stream, verify, move into place."""
+"""The steps of the conversion, in order: find, check, stream, verify, move into place."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ class ConversionSummary:
     """What a conversion read and wrote.
 
     Attributes:
-      source: as it was named.
-      revision: commit, for a hub id.
+      source: the checkpoint, as the caller named it.
+      revision: the commit if the source is a hub id, otherwise None.
       destination: the converted directory.
       config: the model's architecture.
       dtype: of the stored parameters.
-      num_params: parameters.
-      num_bytes: of the stored parameters.
-      num_files: weight files read.
+      num_params: number of parameters.
+      num_bytes: size of the stored parameters.
+      num_files: number of weight files read.
       eos_token_ids: stop tokens.
-      prefix_token_ids: put in front of text; None if there is no tokenizer.
-      duration_s: of the whole conversion.
-      verification: the largest logit difference from torch as a sentence, or None if not asked for.
+      prefix_token_ids: token ids that are put in front of text; None if there is no tokenizer.
+      duration_s: seconds that the whole conversion took.
+      verification: a sentence with the largest logit difference from torch, or None if not
+        requested.
     """
 
     source: str
@@ -107,14 +108,14 @@ def convert(
 ) -> ConversionSummary:
     """Converts a Hugging Face checkpoint to a jaxspec directory.
 
-    `dst` is absent or complete at every moment, also if the process is killed. The process's own
-    memory stays under the largest shard plus 1 GiB, whatever the model's size (`verify` excepted,
-    which loads the model twice).
+    `dst` is absent or complete at every moment, even if the process is killed. The process's own
+    memory stays under the largest shard plus 1 GiB, whatever the model's size (except with
+    `verify`, which loads the model twice).
 
     Args:
       src: local directory, or a hub id.
       dst: directory to write.
-      dtype: of the stored parameters; None is the checkpoint's own.
+      dtype: that of the stored parameters; None is the checkpoint's own.
       revision: branch, tag or commit of a hub id.
       overwrite: replace `dst` if it exists.
       verify: compare logits with torch before `dst` appears (needs the `parity` extra).
@@ -126,7 +127,7 @@ def convert(
         is full; the logits differ from torch's.
     """
     directory = expand_user(src)
-    if os.path.isdir(directory):  # also False for a name that no file can have
+    if os.path.isdir(directory):  # also False for an impossible file name
         if revision is not None:
             raise ModelError(
                 f"A revision ({revision}) was given for the local directory {src}; "
@@ -158,8 +159,7 @@ def convert_directory(
     verify: bool = False,
     progress: bool = True,
 ) -> ConversionSummary:
-    """`convert` for files that are here already; `source` and `revision` say where they came
-    from."""
+    """`convert` for local files; `source` and `revision` say where they came from."""
     started = time.perf_counter()
     hf = hf_reader.read_config(directory)
     family = find_family(hf)
@@ -182,7 +182,8 @@ def convert_directory(
     with checkpoint.converted_directory(dst, overwrite=overwrite) as working:
         needed = num_bytes + _largest_leaf_bytes(config, stored) + _OVERHEAD_BYTES
         check_free_space(working, needed, what=f"Converting {source}")
-        # First what takes seconds: a fault of the tokenizer's files shows before the weights.
+        # The quick part first, so that a fault in the tokenizer's files shows before the weights
+        # are converted.
         prefix = convert_tokenizer(
             directory,
             working / "tokenizer",
@@ -226,7 +227,7 @@ def find_family(hf: hf_config.HFConfig) -> Family:
     """The family of a `config.json`, by its architecture (or model type, if it names none).
 
     Raises:
-      ModelError: it is not supported; lists those that are.
+      ModelError: it is not supported; the message lists those that are.
     """
     named = hf.texts("architectures")
     given = named[0] if named else hf.text("model_type", "nothing")
@@ -243,7 +244,8 @@ def find_family(hf: hf_config.HFConfig) -> Family:
 
 
 def read_model_config(hf: hf_config.HFConfig, family: Family) -> ModelConfig:
-    """Our configuration of a `config.json`; raises one sentence for whatever does not fit."""
+    """Our configuration for a `config.json`; raises an error of one sentence for anything that does
+    not fit."""
     hf_config.refuse_unsupported(hf)
     return family.read_config(hf)
 
@@ -263,7 +265,7 @@ def _largest_leaf_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(num_bytes: int, *, label: str, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes that were written."""
+    """A function to call with the number of bytes written."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from jaxspec.runtime.console import Console

@@ -32,7 +32,7 @@ def read_config(config: HFConfig) -> ModelConfig:
 
 
 def leaves(config: ModelConfig) -> list[Leaf]:
-    """The fused `gate_up_proj` has the gate in its first half."""
+    """The table; the fused `gate_up_proj` has the gate in its first half."""
     width, inner = config.width, config.feed_forward_width
     norms = {
         "attention_norm": "input_layernorm",

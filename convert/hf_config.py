@@ -1,9 +1,10 @@
 """Reading `config.json`, as transformers v4 and v5 write it.
 
 v4 has `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `torch_dtype` at the top; v5 has
-`rope_parameters` (all of the rotary settings) and `dtype`. What the decoder does not compute is
-refused here, by name: a setting that is silently ignored would change the output. And every value
-is read through a method of `HFConfig` that checks its type and range, before anything is allocated.
+`rope_parameters` (all of the rotary settings) and `dtype`. Settings that the decoder does not
+implement are refused here, by name, because a setting that is silently ignored would change the
+output. Every value is read through a method of `HFConfig` that checks its type and range before
+anything is allocated.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ class HFConfig:
     """The fields of a `config.json` (or of an object in one), and where they were read.
 
     `count`, `number`, `flag`, `text` and `texts` return a value of the type in their name, or
-    `default` where the field is absent or null; they raise `CheckpointError` for a value of another
-    type or out of range, and where there is neither value nor default.
+    `default` if the field is absent or null; they raise `CheckpointError` for a value of another
+    type or out of range, and if there is neither a value nor a default.
     """
 
     fields: Mapping[str, Any]
     path: str
 
     def get(self, key: str) -> Any:
-        """The value of `key` as it stands; None if it is absent."""
+        """The unchecked value of `key`; None if it is absent."""
         return self.fields.get(key)
 
     def count(
@@ -116,7 +117,7 @@ class HFConfig:
         )
 
     def refuse(self, key: str, supported: str) -> ModelError:
-        """The error for a setting that the decoder does not compute."""
+        """The error for a setting that the decoder does not implement."""
         return ModelError(
             f"{self.path} sets {key} to {shown(self.fields.get(key))}, which this decoder does not "
             f"compute; it supports {supported}."
@@ -129,22 +130,22 @@ class HFConfig:
 
     @property
     def head_size(self) -> int:
-        """H: stated, or width / heads."""
+        """H: as stated, or width / heads."""
         width, heads = self.count("hidden_size"), self.count("num_attention_heads")
         return self.count("head_dim", width // heads)
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: what it is, cut to 60 characters."""
+    """A value in the form that messages show, cut to 60 characters."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested too deeply; an integer of too many digits
+    except (RecursionError, ValueError):  # nested too deeply; an integer with too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def refuse_unsupported(config: HFConfig) -> None:
-    """Raises `ModelError` for settings of any family that the decoder does not compute."""
+    """Raises `ModelError` for settings of any family that the decoder does not implement."""
     if config.get("quantization_config"):
         raise ModelError(
             f"{config.path} describes quantized weights (quantization_config); "
@@ -163,7 +164,7 @@ def rope_section(config: HFConfig) -> HFConfig:
 
 
 def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = False) -> RopeConfig:
-    """Rotary settings in either style; theta is 10000 where none is stated, as in every HF
+    """Rotary settings in either style; theta is 10000 if it is not stated, as in every HF
     family."""
     rope = rope_section(config)
     unknown = sorted(set(rope.fields) - _ROPE_KEYS)
@@ -245,8 +246,8 @@ def rotary_share(config: HFConfig, default: float) -> float:
 
 
 def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, Any]:
-    """Fields of `ModelConfig` that all families read alike; `norm_epsilon` is the family's default,
-    or None where it is ambiguous and must be stated."""
+    """Fields of `ModelConfig` that all families read in the same way; `norm_epsilon` is the
+    family's default, or None if it is ambiguous and must be stated."""
     heads = config.count("num_attention_heads")
     return {
         "vocab_size": config.count("vocab_size"),
@@ -263,7 +264,7 @@ def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, 
 
 
 def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
-    """The configuration of Llama and its near relatives, which rotate all of a head; `fields` are
+    """The configuration of Llama and its near relatives, which rotate the whole head; `fields` are
     those of `ModelConfig` in which the family differs from Llama.
 
     Raises:
@@ -284,16 +285,16 @@ def llama_like(config: HFConfig, family: str, **fields: Any) -> ModelConfig:
 
 
 def sliding_window(config: HFConfig) -> int | None:
-    """Tokens that a query sees: 4096 where `sliding_window` is absent, as in HF's classes; None
-    (all of them) where it is null."""
+    """Number of tokens that a query sees: 4096 if `sliding_window` is absent, as in HF's classes;
+    None (all tokens) if it is null."""
     if "sliding_window" in config.fields and config.get("sliding_window") is None:
         return None
     return config.count("sliding_window", 4096)
 
 
 def qwen_sliding_windows(config: HFConfig) -> tuple[int | None, ...]:
-    """Windows of Qwen2 and Qwen3: off unless `use_sliding_window`, then for the layers that
-    `layer_types` names, or those from `max_window_layers` on."""
+    """Windows of Qwen2 and Qwen3: off unless `use_sliding_window` is set; then on for the layers
+    that `layer_types` names, or those from `max_window_layers` on."""
     num_layers = config.num_layers
     window = sliding_window(config) if config.flag("use_sliding_window", False) else None
     first = config.count("max_window_layers", 28, least=0)

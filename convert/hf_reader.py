@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints: find the files, map the tensors.
+"""Hugging Face checkpoints: finds the files and maps the tensors.
 
-Nothing is read until it is used, and then through the page cache: a tensor is a view of a mapped
-file, so a process holds none of it as its own memory.
+Nothing is read before it is used, and then only through the page cache: a tensor is a view of a
+mapped file, so it takes none of the process's own memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxspec.runtime.files import LARGEST_TEXT_BYTES, why_unreadable
 
 from .hf_config import HFConfig, shown
 
-_DTYPES = {  # by the name that safetensors has for them, and torch's
+_DTYPES = {  # by their names in safetensors and in torch
     ("F32", "torch.float32"): np.dtype(np.float32),
     ("F16", "torch.float16"): np.dtype(np.float16),
     ("BF16", "torch.bfloat16"): np.dtype(ml_dtypes.bfloat16),
@@ -31,8 +31,8 @@ _INDEX_DTYPES = {
     ("I32", "torch.int32"): np.dtype(np.int32),
     ("I64", "torch.int64"): np.dtype(np.int64),
 }
-_OTHER_DTYPE = np.dtype("V1")  # fp8, float64: nothing the decoder computes in
-_MOST_LEVELS = 100  # of a JSON file; more could be read, but not written again
+_OTHER_DTYPE = np.dtype("V1")  # fp8, float64: dtypes that the decoder does not compute in
+_MOST_LEVELS = 100  # of a JSON file; deeper ones could be read, but not written again
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -64,7 +64,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_nested(value: Any, *, levels: int) -> bool:
-    """Whether a JSON value is nested deeper than so many levels."""
+    """Whether a JSON value is nested deeper than this many levels."""
     if not isinstance(value, (dict, list)):
         return False
     items = value.values() if isinstance(value, dict) else value
@@ -93,10 +93,10 @@ def read_generation_config(directory: Path) -> HFConfig:
 def eos_token_ids(
     config: HFConfig, generation_config: HFConfig, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Stop tokens: those of the generation config, else the config's; one id or several.
+    """Stop tokens: those of the generation config, otherwise the config's; one id or several.
 
     Raises:
-      CheckpointError: they are no ids of the vocabulary.
+      CheckpointError: they are not ids of the vocabulary.
     """
     key = "eos_token_id"
     stating = config if generation_config.get(key) is None else generation_config
@@ -110,12 +110,13 @@ def eos_token_ids(
 
 
 def weight_files(directory: Path, *, prefix: str = "") -> list[Path]:
-    """The files that hold the parameters: safetensors if there are any, else `.bin`; the whole file
-    if there is one, else the shards that the index names for tensors whose names begin with
-    `prefix`.
+    """The files that hold the parameters: safetensors if there are any, otherwise `.bin`; the whole
+    file if there is one, otherwise the shards that the index names for tensors whose names begin
+    with `prefix`.
 
     Raises:
-      CheckpointError: there are none, a shard is missing, or the index names no files beside it.
+      CheckpointError: there are none, a shard is missing, or the index names something other than
+        files beside it.
     """
     for whole in _WEIGHT_FILES:
         index = directory / f"{whole}.index.json"
@@ -143,7 +144,7 @@ def shard_names(index: Path, *, prefix: str = "") -> list[str]:
     """The files that an index names for tensors whose names begin with `prefix`, in order.
 
     Raises:
-      CheckpointError: it cannot be read, or names what is no file of weights beside it.
+      CheckpointError: it cannot be read, or names something other than weight files beside it.
     """
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     stated = HFConfig(read_json(index), str(index)).section("weight_map").fields
@@ -163,7 +164,7 @@ def _names_other_files(index: Path, named: str) -> CheckpointError:
 
 
 def _is_file_name(name: Any, *, suffix: str) -> bool:
-    """Whether an index names a file of this kind, and none of another directory."""
+    """Whether a name from an index is that of a file of this kind in the same directory."""
     is_name = isinstance(name, str) and name.endswith(suffix) and len(name) <= 255
     return is_name and name.isprintable() and not set(name) & {"/", "\\"}
 
@@ -207,7 +208,8 @@ def _dtype_named(name: str) -> np.dtype:
 def _read_safetensors(file: Path):
     """Yields name and `Tensor` of each tensor of a safetensors file.
 
-    `safe_open` validates header and length; the views are ours, since its numpy arrays are copies.
+    `safe_open` validates header and length; the views are our own, because its NumPy arrays are
+    copies.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -259,8 +261,8 @@ def _read_torch(file: Path):
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
         if not is_plain or tensor.device.type != "cpu":
             raise CheckpointError(
-                f"{file} holds {shown(name)}, which is no plain tensor; give a state dict of the "
-                "whole model."
+                f"{file} holds {shown(name)}, which is not a plain tensor; give a state dict of "
+                "the whole model."
             )
         dtype = _dtype_named(str(tensor.dtype))
 
@@ -283,14 +285,15 @@ def check_tensors(
     """Raises unless the checkpoint has the expected tensors, in the expected shapes, and no others.
 
     Args:
-      tensors: of the checkpoint, by name.
+      tensors: those of the checkpoint, by name.
       expected: shapes by name.
-      where: the checkpoint is, for the message.
-      indices: those of them that hold whole numbers; the others hold floats.
+      where: where the checkpoint is, for the message.
+      indices: names of those that hold integers; the others hold floats.
       hint: what is wrong, for the message.
 
     Raises:
-      CheckpointError: names what is missing, mis-shaped, unexpected or of a dtype that is no float.
+      CheckpointError: names the tensors that are missing, unexpected, or have the wrong shape or a
+        dtype that is not a float.
     """
     found = {name: shape for name, shape in expected.items() if name in tensors}
     problems = {
@@ -322,8 +325,8 @@ def _is_index(tensor: Tensor) -> bool:
 
 
 def _is_ignored(name: str, expected: Mapping[str, Any]) -> bool:
-    """Buffers of old files that are computed, not learnt; a head that repeats the tied
-    embedding."""
+    """Whether a tensor can be ignored: a computed buffer of an old file, or a head that repeats the
+    tied embedding."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")):
         return True
     return name == "lm_head.weight" and name not in expected

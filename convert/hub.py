@@ -1,4 +1,4 @@
-"""The Hugging Face hub: the files of a model by its id."""
+"""Fetches the files of a model from the Hugging Face hub by its id."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _HUB_PATTERNS = (
 )
 
 
-# Of a repository's files and a function that fetches those of some patterns, the fetched directory.
+# A function of a repository's files, and of a function that fetches those matching some patterns;
+# returns the fetched directory.
 Choose: TypeAlias = Callable[[Iterable[str], Callable[[list[str]], Path]], Path]
 
 
@@ -54,20 +55,20 @@ def download(
 ) -> tuple[str, Path]:
     """Fetches a model from the hub, or finds it in the hub's own cache.
 
-    Only config, tokenizer and one form of the weights are fetched, after a check of the free space.
+    Only config, tokenizer and one form of the weights are fetched, after checking the free space.
 
     Args:
       name: a hub id.
       revision: branch, tag or commit; None is the main branch.
-      choose: other files than a model's.
-      what: is looked for, for the message about a name that is no hub id.
-      names: what may be named, for the same.
+      choose: chooses files other than a model's.
+      what: what is looked for, for the message about a name that is not a hub id.
+      names: the names that are possible, for the same message.
 
     Returns:
       the commit, and the directory of the files.
 
     Raises:
-      ModelError: the name is no hub id, there is no such model, the download fails, or the hub
+      ModelError: the name is not a hub id, there is no such model, the download fails, or the hub
         cannot be reached and its cache does not have it.
       CheckpointError: the disk lacks the space.
     """
@@ -90,12 +91,12 @@ def download(
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{shown} is neither a local directory nor a hub id ({error}).") from error
-    except Exception as error:  # whatever the HTTP library of this hub version raises offline
+    except Exception as error:  # whatever this hub version's HTTP library raises offline
         with contextlib.suppress(errors.LocalEntryNotFoundError, OSError):
             snapshot = hub.snapshot_download(name, revision=revision, local_files_only=True)
             return Path(snapshot).name, Path(snapshot)
         raise ModelError(
-            f"{shown} is no local directory, and the hub cannot be reached to look for it there; "
+            f"{shown} is not a local directory, and the hub cannot be reached to look for it; "
             "check the name or the network, or name demo-target, demo-draft or random:PRESET, "
             "which need neither."
         ) from error
@@ -108,7 +109,7 @@ def download(
         check_free_space(constants.HF_HUB_CACHE, num_bytes, what=f"Downloading {shown}")
         try:
             snapshot = hub.snapshot_download(name, revision=info.sha, allow_patterns=patterns)
-        except Exception as error:  # of the HTTP library, or of the disk
+        except Exception as error:  # from the HTTP library, or from the disk
             raise ModelError(
                 f"{shown} could not be downloaded ({first_line(error)}); run the command again, "
                 "which continues, or log in (hf auth login) if the model is gated."

@@ -2,7 +2,7 @@
 
 HF weights are `[out, in]`. Ours are `[in, out...]`, with a layer's q, k and v in one array and gate
 and up in another (see `jaxspec.models.decoder.param_shapes`). A family's table is a list of `Leaf`:
-which HF tensors a parameter is made of, and where each goes.
+which HF tensors a parameter is made from, and where each goes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Leaf:
     """One of our parameters.
 
     Attributes:
-      path: in the pytree of parameters.
-      sources: the tensors it is made of, HF's name and the expected shape of each.
+      path: its path in the pytree of parameters.
+      sources: the tensors that it is made from, by HF's name, with the expected shape of each.
       pieces: a function of those tensors that returns pairs (index into the parameter, view of a
         tensor), which are copied into place. None if the parameter is the single tensor as it is.
     """
@@ -45,7 +45,7 @@ class Family:
 
     Attributes:
       name: `ModelConfig.family`, HF's `model_type`.
-      architectures: HF class names it covers.
+      architectures: HF class names that it covers.
       read_config: converts an HF configuration to ours.
       leaves: the tensor table for a configuration.
     """
@@ -71,7 +71,7 @@ def outer_leaves(config: ModelConfig) -> list[Leaf]:
 def layer_leaf(
     layer: int, name: str, sources: Mapping[str, Shape], pieces: Pieces | None = None
 ) -> Leaf:
-    """A parameter of a layer; `sources` are named as they are in HF's layer."""
+    """A parameter of a layer; `sources` have their names in HF's layer."""
     full = {f"model.layers.{layer}.{tensor}": shape for tensor, shape in sources.items()}
     return Leaf(("layers", layer, name), full, pieces)
 

@@ -2,7 +2,7 @@
 
 Versions of transformers differ in two ways: the class that `AutoTokenizer` picks may rebuild the
 pipeline that `tokenizer.json` states, and it may or may not put BOS in front. So the converted
-directory holds the pipeline itself, loaded as it stands, and the prefix is written down as ids.
+directory holds the pipeline itself, loaded as it is, and the prefix as explicit ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .hf_reader import check_file, read_json
 
 _PROBE = "a"  # any text that tokenizes to something
 _PIPELINES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_OTHERS = (  # that transformers opens where they are
+_OTHERS = (  # files that transformers opens if they exist
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -46,13 +46,13 @@ def convert_tokenizer(
 ) -> tuple[int, ...] | None:
     """Writes the tokenizer of `source` to `target`; returns its prefix ids, None without one.
 
-    The prefix is what the pipeline's post-processor puts in front of text, as corrected by an
-    explicit `add_bos_token`. A SentencePiece file without either gets BOS, the historic default of
+    The prefix is what the pipeline's post-processor puts in front of text, unless an explicit
+    `add_bos_token` changes it. A SentencePiece file without either gets BOS, the old default of
     Llama's tokenizer, which newer versions dropped.
 
     Raises:
-      CheckpointError: the files are there and cannot be read, or the prefix is outside the
-        vocabulary of the model.
+      CheckpointError: the files exist but cannot be read, or the prefix is outside the vocabulary
+        of the model.
     """
     for name in (*_PIPELINES, *_OTHERS):
         if os.path.lexists(source / name):
@@ -82,7 +82,7 @@ def convert_tokenizer(
         if has_pipeline:
             (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
         _name_generic_class(target)
-        # As `load_model` will: what is written from some settings cannot be read again.
+        # As `load_model` will, because what some settings write cannot be read again.
         fast.from_pretrained(target).encode(_PROBE)
     except CheckpointError:
         raise
@@ -107,11 +107,11 @@ def _build(source: Path, model_type: str) -> Any:
         _normalize_as_sentencepiece(tokenizer.backend_tokenizer)
         _check_against_sentencepiece(tokenizer, source / "tokenizer.model")
         return tokenizer
-    # False: otherwise it asks on a terminal whether to run code of the checkpoint's.
+    # False, because otherwise it asks on a terminal whether to run the checkpoint's code.
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise CheckpointError(
-            f"transformers builds no fast tokenizer of the files in {source}; "
+            f"transformers cannot build a fast tokenizer from the files in {source}; "
             "supply the model's tokenizer.json."
         )
     return tokenizer
@@ -126,7 +126,7 @@ def _normalize_as_sentencepiece(pipeline: Any) -> None:
 
 
 def _check_against_sentencepiece(tokenizer: Any, model: Path) -> None:
-    """Raises `CheckpointError` if the pipeline that transformers built tokenizes otherwise."""
+    """Raises `CheckpointError` if the pipeline that transformers built tokenizes differently."""
     import sentencepiece
 
     processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -134,7 +134,7 @@ def _check_against_sentencepiece(tokenizer: Any, model: Path) -> None:
         if tokenizer.encode(sentence, add_special_tokens=False) != processor.encode(sentence):
             raise CheckpointError(
                 f"transformers does not reproduce the normalization of {model}: it tokenizes "
-                f"{sentence!r} otherwise; supply the model's tokenizer.json."
+                f"{sentence!r} differently; supply the model's tokenizer.json."
             )
 
 

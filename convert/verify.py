@@ -20,7 +20,7 @@ _TOLERANCE = 1e-3  # of the largest logit; both sides compute in float32
 
 
 def compare_logits(directory: Path, converted: Path) -> str:
-    """Runs both models in float32 on random prompts and says how far their logits are apart.
+    """Runs both models in float32 on random prompts and says how far apart their logits are.
 
     The torch weights are first rounded to the stored dtype, so that only the conversion is judged.
 

@@ -1,4 +1,4 @@
-"""Lossless batched speculative decoding in JAX: the tokens that the target model alone would give.
+"""Lossless batched speculative decoding in JAX: exactly the tokens of the target model alone.
 
 The names below are imported when they are first used, so that `import jaxspec` is cheap and touches
 no device.

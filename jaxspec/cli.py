@@ -22,11 +22,11 @@ from jaxspec.runtime import signals
 COMMANDS = {
     "demo": ("commands.demo:DemoCommand", "see it work on a small trained pair"),
     "generate": ("commands.generate:GenerateCommand", "complete a prompt, or a file of them"),
-    "chat": ("commands.chat:ChatCommand", "chat in the terminal; KV stays between turns"),
+    "chat": ("commands.chat:ChatCommand", "chat in the terminal; KV is kept between turns"),
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
     "bench": ("commands.bench:BenchCommand", "measure speed"),
-    "plan": ("commands.plan:PlanCommand", "settings that fit a memory budget"),
+    "plan": ("commands.plan:PlanCommand", "find settings that fit a memory budget"),
     "study": (
         "commands.study:StudyCommand",
         "grids of runs: how acceptance scales; the published study",
@@ -47,12 +47,13 @@ OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    0; 1 for a mistake of the user; 3 for an audit that finds a broken promise, and a cache with a
-    damaged model; 130 after Ctrl-C, 143 after SIGTERM; 141 if the reader of the output has closed
-    it. Options that cannot be parsed exit with 2.
+    This is 0 for success; 1 for a mistake of the user; 3 for an audit that finds a broken promise,
+    or a cache with a damaged model; 130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of the
+    output has closed it. Options that cannot be parsed exit with 2.
     """
     if sys.stderr is None:
-        # The next file to be opened would take its place, and get what C++ libraries print.
+        # The next file to be opened would take its file descriptor, and get what C++ libraries
+        # print.
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         print("error: Standard output is closed; redirect it to a file.", file=sys.stderr)
@@ -62,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BaseException as error:
-        # After a signal, libraries may raise what they make of it.
+        # After a signal, libraries may raise errors of their own.
         ending = ending_of(signals.interruption() or error)
         if ending is None:
             raise
@@ -75,7 +76,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a command ends that raised something: exit status, and what it says on standard error."""
+    """How a command that raised an error ends: its exit status, and its message on standard
+    error."""
 
     status: int
     message: str = ""
@@ -83,7 +85,7 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending | None:
-    """How a command ends that raised this error; None for a bug, which needs its traceback."""
+    """How a command that raised this error ends; None for a bug, which needs its traceback."""
     first_line = str(error).split("\n")[0]
     match error:
         case JaxspecError():
@@ -92,7 +94,8 @@ def ending_of(error: BaseException) -> Ending | None:
             return Ending(getattr(error, "status", 130), "interrupted\n")
         case BrokenPipeError():
             return Ending(signals.BROKEN_PIPE_STATUS, discards_output=True)
-        # What commands write elsewhere they name; and an error of opening has a file name.
+        # Errors of files that commands write have messages of their own, and failures to open a
+        # file carry its name.
         case OSError(filename=None) if error.errno in OUTPUT_REFUSED:
             return Ending(
                 1,
@@ -103,7 +106,7 @@ def ending_of(error: BaseException) -> Ending | None:
         case MemoryError() | RuntimeError() if is_out_of_memory(error):
             return Ending(
                 1,
-                f"error: The memory does not suffice ({first_line}); lower --batch-size or "
+                f"error: Out of memory ({first_line}); lower --batch-size or "
                 "--max-length, or choose a smaller model or dtype.\n",
             )
     return None
@@ -115,19 +118,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def program() -> NoReturn:
-    """`main` in a process of its own, which Ctrl-C and SIGTERM end in good time."""
+    """`main` as a whole process, which Ctrl-C and SIGTERM end promptly."""
     signals.exit_with(main)
 
 
 def discard_output() -> None:
-    """Sends what is left in the buffer nowhere: Python would try once more when it ends."""
+    """Discards what is left in the buffer, because Python would try to write it again at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_arguments(args: Sequence[str]) -> None:
-    """Raises `SettingError` for an argument that is not UTF-8: it could not be printed, nor written
-    as JSON."""
+    """Raises `SettingError` for an argument that is not UTF-8, because it could be neither printed
+    nor written as JSON."""
     for place, argument in enumerate(args, 1):
         try:
             argument.encode()
@@ -140,7 +143,7 @@ def check_arguments(args: Sequence[str]) -> None:
 
 def check_jax() -> None:
     """Raises `SettingError` if an environment variable keeps JAX from starting: it is malformed, or
-    `JAX_PLATFORMS` names what this machine does not have."""
+    `JAX_PLATFORMS` names a platform that this machine does not have."""
     platforms = os.environ.get("JAX_PLATFORMS")
     try:
         import jax
@@ -157,7 +160,7 @@ def check_jax() -> None:
 
 
 def run_command(args: Sequence[str]) -> int:
-    """Parses `args` and runs the command they name; raises what it raises."""
+    """Parses `args` and runs the command they name; raises whatever that raises."""
     check_arguments(args)
     name, *options = args or ["help"]
     if name in ("-h", "--help", "help"):
@@ -192,9 +195,9 @@ def run_command(args: Sequence[str]) -> int:
 
 
 def prepare_process() -> None:
-    """What a command may set for its process, and the library does not: JAX keeps compiled
-    programs in the cache directory, long compilations are shown, and a warning is a line without
-    the place in the code."""
+    """Process-wide settings that a command may make and the library does not: JAX keeps compiled
+    programs in the cache directory, long compilations are shown, and warnings are printed without
+    the source line."""
     from jaxspec.commands.compiling import show_compiling
     from jaxspec.runtime.compilation import enable_compilation_cache
 

@@ -1,7 +1,7 @@
 """Errors that a user can cause.
 
 Every message is one sentence that says what was given, what was expected, and what to do. They are
-raised before anything is traced; inside a compiled loop outcomes are codes instead
+raised before anything is traced; inside a compiled loop, outcomes are status codes instead
 (`types.Finish`).
 """
 
@@ -16,7 +16,7 @@ class JaxspecError(ValueError):
 
 
 class JaxspecWarning(UserWarning):
-    """Something that works and is probably not what was meant."""
+    """Something that works but is probably not what the caller meant."""
 
 
 class PromptError(JaxspecError):
@@ -28,11 +28,11 @@ class SettingError(JaxspecError):
 
 
 class RequestError(JaxspecError):
-    """A request that the engine does not know, or cannot take any more."""
+    """A request that the engine does not know, or no longer accepts."""
 
 
 class QueueFullError(JaxspecError):
-    """A request that came while as many were waiting as the queue holds: try again later."""
+    """A request that arrived while the queue was full: try again later."""
 
 
 class ModelError(JaxspecError):
@@ -44,11 +44,11 @@ class CheckpointError(JaxspecError):
 
 
 class DamagedError(CheckpointError):
-    """A converted directory whose files are not as they were written."""
+    """A converted directory whose files have changed since they were written."""
 
 
 class ConformanceError(JaxspecError):
-    """A model or drafter of the user's own that breaks a contract of decoding."""
+    """A user's own model or drafter that breaks a contract of decoding."""
 
 
 def named(what: str, name: str, table: Mapping[str, T]) -> T:

@@ -1,19 +1,19 @@
 """From logits to tokens: the distribution of each row, and keyed draws from it.
 
-One order of operations everywhere, for the target's tokens, for drafts, for bonus tokens and
-residuals (it is Hugging Face's, with vLLM's penalties):
+The order of operations is the same everywhere, for the target's tokens, drafts, bonus tokens and
+residuals. It is Hugging Face's, with vLLM's penalties:
 
     repetition, presence, frequency penalty -> min_tokens          `adjust`
     temperature -> top-k -> top-p -> min-p                         `filtered_logits`
 
-Each operation leaves a row that did not ask for it untouched, to the bit, so a row's distribution
-never depends on its neighbours. Temperature 0 is the arg max of the adjusted logits.
+An operation leaves a row that does not use it unchanged, bit for bit, so a row's distribution never
+depends on its neighbours. Temperature 0 is the arg max of the adjusted logits.
 
 Draws are keyed, so that they depend on the request alone. Coupled verification draws the token at a
-position with `fold_in(request key, position)`, whatever was drafted. The other verifiers take
+position with `fold_in(request key, position)`, whatever was drafted. The other verifiers use
 `fold_in(fold_in(request key, length at the start of the round), node)` and one stream per purpose:
-with keys of the position only, a round would reuse noise that has decided an earlier one, and the
-output would be biased (block verification most of all).
+with position-only keys, a round would reuse noise that decided an earlier one, and the output would
+be biased (most of all under block verification).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jaxspec.types import BatchView, DraftContext, RowSampling
 
 _IMPL = "threefry2x32"
 BLOCK = 128  # committed tokens counted at a time
-NUM_PARTS = 8  # at most, in which the positions of a window are drawn
-SMALLEST_PART = 8  # tokens of all rows
+NUM_PARTS = 8  # most parts into which a window is split for drawing
+SMALLEST_PART = 8  # fewest tokens of a part, over all rows
 
 
 class Stream(enum.IntEnum):
-    """Purposes that never share noise within a round."""
+    """Purposes of random draws, which never share noise within a round."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -49,7 +49,7 @@ def request_key(seed: int) -> np.ndarray:
 
 
 def position_keys(sampling: RowSampling, position: jax.Array) -> jax.Array:
-    """Keys `[B, T]` of the tokens at `position` `[B, T]`, the same in every round."""
+    """Keys `[B, T]` for the tokens at `position` `[B, T]`, the same in every round."""
 
     def of_row(key, position):
         return jax.vmap(lambda place: jax.random.fold_in(key, place))(position)
@@ -58,7 +58,7 @@ def position_keys(sampling: RowSampling, position: jax.Array) -> jax.Array:
 
 
 def round_keys(rows: BatchView, node: jax.Array, stream: Stream) -> jax.Array:
-    """Keys `[B, n]` of the nodes `[B, n]` of this round, for one purpose."""
+    """Keys `[B, n]` for the nodes `[B, n]` of this round and one purpose."""
 
     def of_row(key, length, node):
         key = jax.random.fold_in(key, length)
@@ -80,12 +80,13 @@ def gumbel(keys: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def uniform(keys: jax.Array) -> jax.Array:
-    """Uniform draws in [0, 1), fp32, of the shape of `keys`."""
+    """Uniform draws in [0, 1), fp32, one per key."""
     return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of the highest logit over the last axis, the first of equals, and whether it is finite.
+    """Index of the highest logit over the last axis (the first one on a tie), and whether it is
+    finite.
 
     Two plain reductions instead of `argmax`, whose paired reduction XLA:CPU does not vectorise.
     """
@@ -101,8 +102,8 @@ def of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
-    """The context of the `N + 1` tokens to be drawn along the chain `tokens` `[B, N]`: before the
-    first none of them, before each further one more."""
+    """The context of the `N + 1` tokens to be drawn along the chain `tokens` `[B, N]`: none of
+    these precede the first, and one more precedes each later one."""
     index = jnp.arange(tokens.shape[1] + 1, dtype=jnp.int32)[None]
     return DraftContext(
         tokens=tokens,
@@ -112,12 +113,13 @@ def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
 
 
 def is_greedy(rows: BatchView) -> jax.Array:
-    """Bool scalar: every row takes the arg max of its unadjusted logits."""
+    """Bool scalar: whether every row takes the arg max of its unadjusted logits."""
     return ~(jnp.any(rows.sampling.temperature > 0) | is_adjusted(rows))
 
 
 def neutral_sampling(num_rows: int) -> RowSampling:
-    """Greedy rows without filters, penalties or a least length; `replace` what should differ."""
+    """Greedy rows without filters, penalties or a minimum length; use `replace` to change
+    fields."""
 
     def full(value: float, dtype: Any = jnp.float32) -> jax.Array:
         return jnp.full((num_rows,), value, dtype)
@@ -137,8 +139,8 @@ def neutral_sampling(num_rows: int) -> RowSampling:
 
 
 def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
-    """`sampling` with the rows `is_out` `[B]` greedy and unadjusted. Their tokens are not used, so
-    they should not prevent `is_greedy` for the others."""
+    """`sampling` with the rows in `is_out` `[B]` made greedy and unadjusted. Their tokens are not
+    used, so they should not make `is_greedy` false for the others."""
 
     def unless_out(values: jax.Array, neutral: float) -> jax.Array:
         return jnp.where(is_out, jnp.array(neutral, values.dtype), values)
@@ -155,7 +157,7 @@ def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
 
 
 def is_adjusted(rows: BatchView) -> jax.Array:
-    """Bool scalar: some row has a penalty, or has not reached its least length."""
+    """Bool scalar: whether some row has a penalty, or has not reached its minimum length."""
     s = rows.sampling
     has_penalty = (s.repetition_penalty != 1) | (s.presence_penalty != 0)
     has_penalty |= s.frequency_penalty != 0
@@ -163,8 +165,8 @@ def is_adjusted(rows: BatchView) -> jax.Array:
 
 
 def adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
-    """Logits `[B, T, V]` after penalties and `min_tokens`, exact under drafting: every node's
-    penalties count the drafted tokens before it as if they were committed.
+    """Logits `[B, T, V]` after penalties and `min_tokens`. They are exact while drafting: every
+    node's penalties count the drafted tokens before it as if they were committed.
 
     Sources: repetition penalty, CTRL (1909.05858) over prompt and output as in Hugging Face;
     presence and frequency penalty over the output, as in vLLM.
@@ -199,8 +201,8 @@ def _adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arr
 def _count_committed(rows: BatchView, vocab_size: int) -> tuple[jax.Array, jax.Array]:
     """Occurrences `[B, V]` fp32 of each token in prompt and output, and in the output alone.
 
-    Counted block by block, as far as tokens are committed: nothing of the size of the max_length is
-    made. On a GPU all slots are counted at once, so that no loop waits for the host.
+    Counted block by block, only as far as tokens are committed, so that no array grows with
+    max_length. On a GPU all slots are counted at once, so that no loop waits for the host.
     """
     num_slots = rows.tokens.shape[1]
     row = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32)[:, None]
@@ -232,7 +234,7 @@ def filtered_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
     """Unnormalised log-probabilities `[B, T, V]` fp32 of the distribution that rows are sampled
     from: -inf where a filter removed a token. `softmax` of it is the distribution.
 
-    Rows of temperature 0 get temperature 1 here; what draws from the result decides for them.
+    Rows at temperature 0 get temperature 1 here; whoever draws from the result handles them.
     """
 
     def of_rows(values) -> jax.Array:
@@ -244,31 +246,33 @@ def filtered_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
     scaled = lax.cond(jnp.any(top_k > 0), lambda: _keep_top_k(scaled, top_k), lambda: scaled)
     scaled = lax.cond(jnp.any(top_p < 1), lambda: _keep_top_p(scaled, top_p), lambda: scaled)
     highest = jnp.max(scaled, axis=-1, keepdims=True)
-    # p < min_p * max p, on logarithms; min_p 0 gives -inf and removes nothing.
+    # p < min_p * max p, in logarithms; min_p 0 gives -inf and removes nothing.
     return jnp.where(scaled < highest + jnp.log(of_rows(sampling.min_p)), -jnp.inf, scaled)
 
 
 def _keep_top_k(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
-    """`-inf` below the k-th highest, where `top_k` `[B, 1, 1]` is above 0; ties with it stay."""
+    """`-inf` below the k-th highest, where `top_k` `[B, 1, 1]` is above 0; ties with it are
+    kept."""
     order = _ordered_bits(scaled)
     lowest = _lowest_kept(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
     return jnp.where((top_k > 0) & (order < lowest), -jnp.inf, scaled)
 
 
 def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`-inf` below the token with which the likeliest reach the mass `top_p` `[B, 1, 1]`, where it
-    is less than 1; ties with that token stay."""
+    """`-inf` below the token at which the likeliest tokens together reach the mass `top_p` `[B, 1,
+    1]`, where that is less than 1; ties with that token are kept."""
     order = _ordered_bits(scaled)
     mass = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     goal = top_p * jnp.sum(mass, axis=-1, keepdims=True)
-    # A goal that has vanished in fp32 would be met by no token at all; the likeliest has mass 1.
+    # A goal that underflowed to 0 in fp32 would be met by no tokens at all; the likeliest has mass
+    # 1.
     goal = jnp.maximum(goal, jnp.finfo(jnp.float32).tiny)
     lowest = _lowest_kept(order, mass, goal)
     return jnp.where((top_p < 1) & (order < lowest), -jnp.inf, scaled)
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:
-    """uint32 numbers in the order of the fp32 `values`; both zeros get the same number."""
+    """uint32 numbers in the same order as the fp32 `values`; both zeros get the same number."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     is_negative = bits >> 31 == 1
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
@@ -277,9 +281,9 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
     """The largest threshold at or above which `weights` sum to at least `goal`, `[B, T, 1]` uint32.
 
-    Found bit by bit: 32 passes over the vocabulary instead of a sort of it. On a GPU, where the
-    host would run the loop, four bits at a time without one. Where all weights together miss the
-    goal by rounding, 0: everything is kept.
+    Found bit by bit: 32 passes over the vocabulary instead of a sort. On a GPU, where the host
+    would run the loop, four bits at a time without a loop. If even all weights together miss the
+    goal by rounding, the result is 0: everything is kept.
     """
     zero = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
     if loops_run_on_host():
@@ -304,9 +308,9 @@ def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.A
 def scores(
     logits: jax.Array, rows: BatchView, prefix: DraftContext, noise: jax.Array | None = None
 ) -> jax.Array:
-    """`[B, T, V]` fp32 whose arg max is the token that a request draws at each position: adjusted
-    logits at temperature 0, else `filtered_logits` plus the position's noise (drawn here unless it
-    is given)."""
+    """Perturbed logits `[B, T, V]` fp32, whose arg max is the token that a request draws at each
+    position: adjusted logits at temperature 0, otherwise `filtered_logits` plus the position's
+    noise (drawn here if None)."""
     adjusted = adjust(logits, rows, prefix)
     if noise is None:
         noise = _position_noise(rows.sampling, prefix, logits.shape[-1])
@@ -315,8 +319,8 @@ def scores(
 
 
 def _position_noise(sampling: RowSampling, prefix: DraftContext, vocab_size: int) -> jax.Array:
-    """Gumbel noise `[B, T, V]` of the positions. Where a tree has several nodes at one, it is drawn
-    once for each depth and shared among them."""
+    """Gumbel noise `[B, T, V]` of the positions. Where a tree has several nodes at one position, it
+    is drawn once per depth and shared among them."""
     position = prefix.position
     by_depth = _noise_by_depth(sampling, prefix, vocab_size)
     if by_depth is None:
@@ -327,7 +331,8 @@ def _position_noise(sampling: RowSampling, prefix: DraftContext, vocab_size: int
 def _noise_by_depth(
     sampling: RowSampling, prefix: DraftContext, vocab_size: int
 ) -> jax.Array | None:
-    """Noise `[B, D + 1, V]` of the depths of a tree; None where there are as many as nodes."""
+    """Noise `[B, D + 1, V]` for each depth of a tree; None where there are as many depths as
+    nodes."""
     num_positions = prefix.position.shape[1]
     num_depths = num_positions if prefix.max_depth is None else prefix.max_depth + 1
     if num_depths >= num_positions:
@@ -345,8 +350,8 @@ def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
 
 
 def num_drawn_together(num_rows: int, num_positions: int) -> int:
-    """Positions of a window that `choose` draws at a time: all of them for few tokens, which take
-    longer in parts, and on a GPU, where a part would be launches of its own."""
+    """How many positions of a window `choose` draws at a time. It is all of them for few tokens,
+    which take longer in parts, and on a GPU, where each part would need its own kernel launches."""
     if loops_run_on_host():
         return num_positions
     size = max(-(-num_positions // NUM_PARTS), -(-SMALLEST_PART // num_rows))
@@ -354,9 +359,9 @@ def num_drawn_together(num_rows: int, num_positions: int) -> int:
 
 
 def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
-    """The arg max `[B, T]` of `scores`, some positions at a time. Noise, penalties and filters need
-    ten arrays of the size of their logits; so these are not the logits of the whole window. A score
-    depends on the logits of its own position only, so it has the same bits either way."""
+    """The arg max `[B, T]` of `scores`, a few positions at a time: noise, penalties and filters
+    need ten arrays as large as the logits that they are applied to. A position's score depends on
+    its own logits only, so it has the same bits either way."""
     num_rows, num_positions, vocab_size = logits.shape
     size = num_drawn_together(num_rows, num_positions)
     if size == num_positions:
@@ -364,7 +369,7 @@ def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array
     by_depth = _noise_by_depth(rows.sampling, prefix, vocab_size)
 
     def draw_part(index: jax.Array, tokens: jax.Array) -> jax.Array:
-        # The last part begins earlier, where it would end beyond the last position.
+        # The last part begins earlier if it would end beyond the last position.
         start = jnp.minimum(index * size, num_positions - size)
 
         def part(values: jax.Array) -> jax.Array:
@@ -388,14 +393,14 @@ def distribution(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> ja
 
 
 def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
-    """A token `[B]` int32 drawn in proportion to `weights` `[B, V]` (not all zero), one key a
+    """Tokens `[B]` int32 drawn in proportion to `weights` `[B, V]` (not all zero), with one key per
     row."""
     return greedy_tokens(jnp.log(weights) + gumbel(keys, weights.shape[-1]))[0]
 
 
 def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """A drafter's logits `[..., V']` as fp32 logits `[..., V]` of the target's ids: those of ids
-    that the target lacks are left out, and ids that the drafter lacks have -inf."""
+    """A drafter's logits `[..., V']` as fp32 logits `[..., V]` over the target's token ids: ids
+    that the target lacks are dropped, and ids that the drafter lacks get -inf."""
     logits = logits[..., :vocab_size].astype(jnp.float32)
     padding = [(0, 0)] * logits.ndim
     padding[-1] = (0, vocab_size - logits.shape[-1])
@@ -403,21 +408,21 @@ def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def without_nan(logits: jax.Array) -> jax.Array:
-    """A drafter's logits `[..., V]` as they are, or zeros where one of them is NaN or infinite; one
-    of -inf is a token that is never proposed."""
+    """A drafter's logits `[..., V]` unchanged, or all zero if one of them is NaN or +inf. A token
+    with logit -inf is never proposed."""
     are_numbers = jnp.all(logits < jnp.inf, axis=-1, keepdims=True)
     return jnp.where(are_numbers, logits, jnp.zeros((), logits.dtype))
 
 
 class DraftToken(NamedTuple):
-    """A chain drafter's tokens for one node.
+    """A chain drafter's tokens for one node, one per row.
 
     Attributes:
       token: `[B]` int32.
-      distribution: `[B, V]` fp32, q: what the token was drawn from. None unless asked for; a greedy
-        row's is not used by any verifier.
-      confidence: `[B]` fp32, the token's probability under q; a greedy row's under the softmax of
-        its adjusted logits. None unless asked for.
+      distribution: `[B, V]` fp32, q, the distribution that the token was drawn from. None unless
+        requested; no verifier uses that of a greedy row.
+      confidence: `[B]` fp32, the token's probability under q; for a greedy row, under the softmax
+        of its adjusted logits. None unless requested.
     """
 
     token: jax.Array
@@ -440,14 +445,14 @@ def draw_draft(
     """A chain drafter's token for `node`, drawn as the row draws its own tokens.
 
     Args:
-      logits: `[B, V']` of the drafter; ids that the target lacks are never drawn, and V' may be
+      logits: `[B, V']`, the drafter's; ids that the target lacks are never drawn, and V' may be
         smaller than the target's V.
       drafted: `[B, N]` int32, the round's drafts so far.
-      node: int32 scalar, how many of them there are.
+      node: int32 scalar, the number of drafts so far.
       vocab_size: V of the target.
       is_noise_shared: as in `EngineShape`.
       needs_probs: whether to return the distribution that the token was drawn from.
-      needs_greedy_probs: whether that of greedy rows is needed too, at temperature 1.
+      needs_greedy_probs: whether to return it for greedy rows too, at temperature 1.
       needs_confidence: whether to return the token's probability.
     """
     logits = fit_vocabulary(logits, vocab_size)
@@ -497,8 +502,8 @@ class DraftBlock(NamedTuple):
 
     Attributes:
       tokens: `[B, N]` int32.
-      distributions: `[B, N, V]` fp32, what each was drawn from; None unless asked for. Those of
-        greedy rows are not used by any verifier.
+      distributions: `[B, N, V]` fp32, the distribution that each was drawn from; None unless
+        requested. No verifier uses those of greedy rows.
     """
 
     tokens: jax.Array
@@ -513,12 +518,12 @@ def draw_block(
     needs_probs: bool,
     needs_greedy_probs: bool = False,
 ) -> DraftBlock:
-    """`draw_draft` of N nodes whose logits `[B, N, V]` do not depend on one another's tokens: all
-    at once, but node by node where a row has penalties, which count the drafts before.
+    """`draw_draft` for N nodes whose logits `[B, N, V]` do not depend on one another's tokens: all
+    at once, or node by node if a row has penalties, which count earlier drafts.
 
     Args:
-      logits: of the drafter, of the target's ids.
-      is_noise_shared: this and the others as in `draw_draft`.
+      logits: the drafter's, over the target's token ids.
+      is_noise_shared: this and the other arguments are as in `draw_draft`.
     """
     num_rows, num_nodes, vocab_size = logits.shape
     node = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32)[None], (num_rows, num_nodes))

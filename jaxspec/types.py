@@ -48,7 +48,7 @@ class Finish(enum.IntEnum):
     CANCELLED = 8
     DEVICE_ERROR = 9  # the device call failed, and the batch with it
     TOKENIZER_ERROR = 10  # the tokenizer failed on its output
-    TIMEOUT = 11  # its own time was up
+    TIMEOUT = 11  # its own time limit had passed
     DEVICE_TIMEOUT = 12  # the device did not answer in time, and the engine has ended
 
 
@@ -62,14 +62,14 @@ class EngineShape:
       verify_length: T, tokens scored per round.
       prefill_chunk: tokens of one prefill call.
       vocab_size: V of the target.
-      tree_depth: how deep the trees may be that windows are laid out for, 0 for chains. With most
-        kernels the bits of a token depend on it (see `Window.tail_start`), so that engines whose
-        outputs are compared share it.
-      is_noise_shared: whether a sampling drafter draws with the noise by which the target will draw
-        the same position's token (coupled verification), instead of noise of its own.
+      tree_depth: the depth of the deepest tree that windows are laid out for, 0 for chains. With
+        most kernels the bits of a token depend on it (see `Window.tail_start`), so engines whose
+        outputs are compared should share it.
+      is_noise_shared: whether a sampling drafter draws with the noise that the target will use at
+        the same position (coupled verification), instead of its own noise.
       needs_draft_probs: whether drafts must come with the distribution they were drawn from,
         `Draft.q`.
-      needs_greedy_probs: whether q of greedy rows is wanted too, at temperature 1, for a trace;
+      needs_greedy_probs: whether a trace needs the q of greedy rows too, at temperature 1;
         otherwise nothing reads it. A drafter that leaves it zero is traced as deterministic.
     """
 
@@ -85,30 +85,31 @@ class EngineShape:
 
     @property
     def num_nodes(self) -> int:
-        """N, the nodes a draft has room for."""
+        """N, the number of nodes that a draft has room for."""
         return self.verify_length - 1
 
 
 class Window(struct.PyTreeNode, kw_only=True):
-    """The T tokens that one model call processes for each row, and where they stand.
+    """The T tokens that one model call processes for each row, and their positions and slots.
 
     Index 0 is the newest committed token (its KV is not in the cache yet), the others are draft
     nodes or prompt tokens. A query at position i sees the slots below `i + 1`: slot i of a row
     holds position i, so a chain needs no other mask. For a tree, `paths` says which window entry
-    stands at each virtual slot `start + depth` for each query: that is the canonical order which
-    makes a node see exactly the KV, in exactly the order, that plain decoding would show it.
+    each query sees at each virtual slot `start + depth`. In this canonical order a node sees
+    exactly the KV, in exactly the order, that it would see in plain decoding.
 
     Attributes:
-      start: `[B]` int32, slots below it hold committed context.
+      start: `[B]` int32; slots below it hold committed context.
       positions: `[B, T]` int32, `start + depth`; also the rotary position.
-      slots: `[B, T]` int32, where each token's KV is stored; outside `[0, S)` it is not stored.
+      slots: `[B, T]` int32, where each token's KV is stored; it is dropped if the slot is outside
+        `[0, S)`.
       rows: `[B]` int32 rows of the cache's page table, or None for all of them in order.
-      paths: `[B, T, D]` int32 or None (a chain), D being one more than the depth of the deepest
-        node, whatever T is. `paths[b, t, d]` is the offset from `start` of the entry that stands at
-        virtual slot `start + d` as entry t sees it: its ancestor at depth d, or t itself. It may be
-        one that an earlier call of the same round has stored.
-      ends: `[B, T]` int32 or None. One past the last virtual slot that each entry sees; None is
-        `positions + 1`, itself and all before it.
+      paths: `[B, T, D]` int32 or None (a chain), where D is one more than the depth of the deepest
+        node, independent of T. `paths[b, t, d]` is the offset from `start` of the entry that entry
+        t sees at virtual slot `start + d`: its ancestor at depth d, or t itself. An earlier call of
+        the same round may have stored that entry.
+      ends: `[B, T]` int32 or None. One past the last virtual slot that each entry sees; None means
+        `positions + 1`: the entry itself and all before it.
     """
 
     start: jax.Array
@@ -125,26 +126,27 @@ class Window(struct.PyTreeNode, kw_only=True):
 
     @property
     def tail_start(self) -> jax.Array:
-        """`[B, T]` int32, of a tree: where each entry's own part of its context begins.
+        """`[B, T]` int32, for trees only: where each entry's own part of its context begins.
 
-        The slots below it are committed in every round that may score this entry, as `start` is at
-        least the entry's end less D; the `tail_length` slots from it on are read along the entry's
-        path. It depends on where the entry stands and on D, never on where the round began, so that
-        a token's sums are the same ones in whatever round it is scored.
+        The slots below it are committed in every round that may score this entry, because `start`
+        is at least the entry's end minus D; the `tail_length` slots from there on are read along
+        the entry's path. It depends on the entry's position and on D, never on where the round
+        began, so a token's sums are the same in whichever round it is scored.
         """
         return jnp.maximum(self.visible_ends - self.tail_length, 0)
 
     @property
     def tail_length(self) -> int:
-        """D, the slots of every entry's tail; static. An entry that stands at less sees fewer."""
+        """D, the number of slots of every entry's tail; static. Entries at positions below D - 1
+        see fewer."""
         assert self.paths is not None, "a chain has no tail"
         return self.paths.shape[2]
 
     def stored_at(self, slots: jax.Array) -> jax.Array:
         """Where the KV of each entry's virtual `slots` `[B, T, n]` is stored, `[B, T, n]` int32.
 
-        Slots below `start` stand where they are; those from `start` on follow the entry's path.
-        Either of the first two axes of `slots` may be 1. Of a tree only.
+        Slots below `start` are stored at their own place; those from `start` on follow the entry's
+        path. Either of the first two axes of `slots` may have size 1. For trees only.
         """
         assert self.paths is not None, "a chain's slots are where they seem to be"
         num_depths = self.paths.shape[2]
@@ -158,9 +160,9 @@ class Window(struct.PyTreeNode, kw_only=True):
 class Draft(struct.PyTreeNode, kw_only=True):
     """A tree of proposed tokens per row; a chain is the tree `parents[b, n] == n - 1`.
 
-    A drafter puts the nodes in the order of their worth: any number of first nodes is a tree too,
-    and a row that wants fewer gets the first ones. A node of token -1 is a hole, where a level had
-    fewer candidates than room: it is scored as something, and never accepted.
+    A drafter puts the best nodes first: the first n nodes are a tree too, for any n, and a row that
+    wants fewer gets the first ones. A node with token -1 is a hole, where a level had fewer
+    candidates than room: it is scored as some token, but never accepted.
 
     Attributes:
       tokens: `[B, N]` int32.
@@ -168,10 +170,10 @@ class Draft(struct.PyTreeNode, kw_only=True):
         newest committed token.
       num_valid: `[B]` int32, the first `num_valid[b]` nodes are proposals, the rest padding.
       q: `[B, N, V]` fp32, the distribution each token was drawn from, or None if the draft is
-        deterministic. Siblings are drawn from that of their parent without replacement, in the
-        order of their index, and each of them is given that distribution as a whole.
-      max_depth: static, no node is deeper (children of the newest token have depth 1); the round
-        takes it from the drafter. None is N, the depth of a chain.
+        deterministic. Siblings are drawn from their parent's distribution without replacement, in
+        the order of their index, and `q` holds that whole distribution for each of them.
+      max_depth: static, the greatest depth of a node (children of the newest token have depth 1);
+        the round takes it from the drafter. None means N, the depth of a chain.
       is_chain: static, whether all nodes follow one another; the round takes it from the drafter.
     """
 
@@ -190,20 +192,20 @@ class Draft(struct.PyTreeNode, kw_only=True):
 
     @property
     def depth(self) -> int:
-        """D, the deepest that a node may be."""
+        """D, the greatest depth that a node may have."""
         num_nodes = self.tokens.shape[1]
         return num_nodes if self.max_depth is None else min(self.max_depth, num_nodes)
 
 
 class Verdict(struct.PyTreeNode, kw_only=True):
-    """What the target made of a draft.
+    """The verifier's decision on a draft.
 
     Attributes:
       num_accepted: `[B]` int32, length of the accepted path.
       path: `[B, D]` int32, node at each depth of the accepted path; -1 beyond `num_accepted`. D is
         `Draft.depth`: N for a chain.
-      next_token: `[B]` int32, the target's own token after the accepted path; -1 where its logits
-        there are not finite.
+      next_token: `[B]` int32, the target's own token after the accepted path; -1 where the target's
+        logits there are not finite.
     """
 
     num_accepted: jax.Array
@@ -212,11 +214,11 @@ class Verdict(struct.PyTreeNode, kw_only=True):
 
 
 class Scores(struct.PyTreeNode, kw_only=True):
-    """What the target made of the T tokens of a window.
+    """What the target computed for the T tokens of a window.
 
     Attributes:
-      logits: `[B, T, V]` fp32, for the token after each.
-      hidden: `[B, T, E]`, from which the logits were computed.
+      logits: `[B, T, V]` fp32, for the token after each of them.
+      hidden: `[B, T, E]`, the hidden states that the logits were computed from.
       features: `[B, T, n, E]`, the residual stream at the drafter's n `taps`; None without taps.
     """
 
@@ -247,12 +249,12 @@ class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
     """Running totals per row, all int32. `accepted_at` is cumulative acceptance by position.
 
     A position is a depth of the tree. In a chain node n stands at depth n + 1, so `accepted_at` and
-    `accepted_node` agree. As nodes are in the order of their worth, drafts of their first n nodes
-    would have emitted 1 + sum(accepted_node[:n]) / num_rounds tokens per round.
+    `accepted_node` agree. Because the best nodes come first, drafts of only the first n nodes would
+    have emitted 1 + sum(accepted_node[:n]) / num_rounds tokens per round.
 
     Attributes:
       num_rounds: `[B]`, rounds the row took part in.
-      num_drafts: `[B]`, rounds in which something was drafted for it.
+      num_drafts: `[B]`, rounds in which something was drafted for the row.
       num_draft_tokens: `[B]`, drafted tokens, all nodes of a tree.
       num_accepted_tokens: `[B]`, drafted tokens that were accepted and kept.
       drafted_at: `[B, D]`, rounds whose draft reached depth d + 1.
@@ -272,19 +274,19 @@ class AcceptanceCounts(struct.PyTreeNode, kw_only=True):
 class ScheduleCounts(struct.PyTreeNode, kw_only=True):
     """What rounds have cost so far, int32 scalars (they wrap around, so take differences).
 
-    The length of a row is where its newest token stands: `num_committed`, plus its padding in the
-    `aligned` layout. Lengths are compared when rows would have to be aligned: as they enter the
-    batch where the scheduler regroups, and at the end of a round where it does not.
+    The length of a row is `num_committed`, plus its padding in the `aligned` layout. Lengths are
+    compared at the point where rows would have to be aligned: when they enter the batch if the
+    scheduler regroups rows, otherwise at the end of a round.
 
     Attributes:
       num_rounds: rounds run.
       num_rows: rows decoded, summed over rounds; a round decodes the running rows in the batch.
-      num_grouped_rounds: rounds that filled every row of the batch with rows of one length
+      num_grouped_rounds: rounds in which the batch was full and all rows had the same length
         (2510.22876 counts these as grouped calls; with one row every round is one).
-      num_grouped_rows: rows decoded, summed over rounds, that had the length of at least one other
-        row of their round.
+      num_grouped_rows: rows decoded, summed over rounds, that had the same length as another row of
+        their round.
       num_realignments: how often KV had to be moved to align rows.
-      num_slots_moved: slots whose KV was moved, summed over rows; each in every layer.
+      num_slots_moved: slots whose KV was moved, summed over rows; each was moved in every layer.
     """
 
     num_rounds: jax.Array
@@ -296,7 +298,7 @@ class ScheduleCounts(struct.PyTreeNode, kw_only=True):
 
 
 class RowSampling(struct.PyTreeNode, kw_only=True):
-    """How each row's tokens are drawn, as arrays: other values compile nothing.
+    """How each row's tokens are drawn, as arrays, so that new values trigger no compilation.
 
     Attributes:
       temperature: `[B]` fp32, 0 is greedy.
@@ -324,18 +326,18 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
 
 
 class BatchView(struct.PyTreeNode, kw_only=True):
-    """What drafters and verifiers may know of the batch.
+    """What drafters and verifiers may know about the batch.
 
     Attributes:
       tokens: `[B, S]` int32, committed tokens, garbage beyond `num_committed`.
       num_committed: `[B]` int32.
-      draft_limit: `[B]` int32, nodes wanted in this round; 0 for rows that are not running.
-      depth_limit: `[B]` int32, depth beyond which a node could not be emitted; `draft_limit` of a
-        chain is never more. None where rows are made by hand.
+      draft_limit: `[B]` int32, most nodes to draft in this round; 0 for rows that are not running.
+      depth_limit: `[B]` int32, depth beyond which a node could not be emitted; the `draft_limit` of
+        a chain never exceeds it. May be None in a hand-made record.
       stop_tokens: `[B, num_stop]` int32, -1 pads.
       sampling: how tokens are drawn.
       remaining: `[B]` int32, tokens that each row may still emit; 0 for rows that are not running.
-        None where rows are made by hand; a decode loop always gives it.
+        May be None in a hand-made record; a decode loop always sets it.
     """
 
     tokens: jax.Array
@@ -352,10 +354,10 @@ class DraftContext(struct.PyTreeNode, kw_only=True):
 
     Attributes:
       tokens: `[B, n]` int32, drafted tokens.
-      is_before: `[B or 1, T, n]` bool, which of them stand before the t-th token to be drawn.
-      position: `[B, T]` int32, where the token to be drawn will stand.
-      max_depth: static, of a tree: no `position[b, t]` exceeds `position[b, 0]` by more. None is
-        T - 1, as in a chain.
+      is_before: `[B or 1, T, n]` bool, which of them precede the t-th token to be drawn.
+      position: `[B, T]` int32, the position of the token to be drawn.
+      max_depth: static, for trees: the most by which a `position[b, t]` may exceed `position[b,
+        0]`. None means T - 1, as in a chain.
     """
 
     tokens: jax.Array
@@ -365,19 +367,19 @@ class DraftContext(struct.PyTreeNode, kw_only=True):
 
 
 class RoundInfo(struct.PyTreeNode, kw_only=True):
-    """Everything a round did, for `Drafter.commit` and for whatever records rounds.
+    """Everything a round did, for `Drafter.commit` and for the recorders.
 
     A step of plain decoding is a round whose draft has no nodes.
 
     Attributes:
       rows: the batch before the round.
-      draft: as it was scored, `num_valid` clipped to what each row wanted.
+      draft: as it was scored, with `num_valid` clipped to each row's limit.
       tokens: `[B, T]` int32, the tokens that were scored: the newest committed one, then the nodes.
-      window: where they stood.
-      context: what preceded each of the T tokens that could be drawn.
-      scores: the target's.
-      verdict: the verifier's.
-      emission: what the rows grew by.
+      window: the positions and slots of these tokens.
+      context: the uncommitted tokens before each of the T tokens that could be drawn.
+      scores: what the target computed for them.
+      verdict: the verifier's decision.
+      emission: the tokens that were added to the rows.
     """
 
     rows: BatchView
@@ -404,7 +406,7 @@ class RoundInfo(struct.PyTreeNode, kw_only=True):
 
 
 class Shared(struct.PyTreeNode):
-    """Marks a part of a drafter's state that all rows share, and so has no row axis.
+    """Marks a part of a drafter's state that all rows share and that therefore has no row axis.
 
     Attributes:
       value: any pytree.
@@ -428,7 +430,7 @@ class Logprobs(struct.PyTreeNode, kw_only=True):
 
 
 class RoundTrace(struct.PyTreeNode, kw_only=True):
-    """What became of a draft, for each row and each of its own rounds; all `[B, R]` int32.
+    """The outcome of a draft, for each row and each of its own rounds; all `[B, R]` int32.
 
     Attributes:
       engine_round: rounds that had been run for all rows before this one.
@@ -436,7 +438,7 @@ class RoundTrace(struct.PyTreeNode, kw_only=True):
       drafted: drafted tokens; 0 where the round decoded plainly.
       draft_depth: depth that the draft reached; `drafted` for a chain.
       accepted: drafted tokens that were accepted and kept.
-      emitted: tokens that the row grew by.
+      emitted: tokens that were added to the row.
     """
 
     engine_round: jax.Array
@@ -452,10 +454,10 @@ class TokenTrace(struct.PyTreeNode, kw_only=True):
 
     Attributes:
       token_id: int32.
-      parent: int16, the node before it; -1 is the newest committed token.
+      parent: int16, its parent node; -1 is the newest committed token.
       is_accepted: bool, accepted and kept.
       logprob_p: fp32, natural logarithm of its probability under p, the distribution that the row
-        is sampled from (a greedy row's: at temperature 1); -inf where a filter removed it.
+        is sampled from (for a greedy row, at temperature 1); -inf where a filter removed it.
       logprob_q: fp32, under q, at the same temperature; NaN where the draft was deterministic.
       rank: int32, 1 + the number of tokens likelier under p, filtered ones counted too.
     """
@@ -484,7 +486,8 @@ class DistributionTrace(struct.PyTreeNode, kw_only=True):
 
 
 class Trace(struct.PyTreeNode, kw_only=True):
-    """The history of every row, written at the row's own round: index `counts.num_rounds` of R.
+    """The history of every row, written at the row's own round number: index `counts.num_rounds` of
+    R.
 
     A round that is counted emits at least one token, so R = S rounds are enough for any row.
     """
@@ -498,11 +501,11 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     """Everything a decode loop carries from round to round, for every resident row. A round sees
     the same record with only the rows of its batch (`decode.state.take_rows`).
 
-    Every array has the rows as its first axis, a cache in its page table; scalars, and what a
-    drafter wraps in `Shared`, belong to all rows together.
+    Every array has the rows as its first axis (in a cache, the page table does); scalars, and what
+    a drafter wraps in `Shared`, belong to all rows together.
 
-    `num_committed` is the one truth about a row: tokens below it are final, the target's KV is
-    valid for one less, and all that lies beyond is garbage which nothing reads as a value.
+    `num_committed` is the only truth about a row: tokens below it are final, the target's KV is
+    valid for one token fewer, and everything past that is garbage that is never read as a value.
     """
 
     # evolving
@@ -516,7 +519,7 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     # requests
     limit: jax.Array  # [B] int32, num_committed at which the row ends
     limit_finish: jax.Array  # [B] int32, the Finish to report there
-    draft_limit: jax.Array  # [B] int32, draft length asked for; 0 decodes plainly
+    draft_limit: jax.Array  # [B] int32, requested draft length; 0 decodes plainly
     stop_tokens: jax.Array  # [B, num_stop] int32, -1 pads
     # randomness
     sampling: RowSampling

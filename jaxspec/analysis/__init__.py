@@ -1,1 +1,1 @@
-"""What was measured, made sense of: costs of rounds, acceptance, drafters prompt by prompt."""
+"""Analysis of measurements: costs of rounds, acceptance, drafters prompt by prompt."""

@@ -1,6 +1,6 @@
-"""What a memory plan is compared with: the policy that Medusa's and EAGLE's published code have.
+"""The baseline for memory plans: the policy of Medusa's and EAGLE's published code.
 
-It is reckoned and never run: KV for the model's full context, the head on all positions of the
+It is computed and never run: KV for the model's full context, the head on all positions of the
 prompt, the logits of a tree copied out once per path, and no reuse of a conversation's history.
 """
 
@@ -22,24 +22,24 @@ def baseline_bytes(
     num_leaves: int = 1,
     depth: int,
 ) -> dict[str, int]:
-    """Generation memory of the policy that Medusa's and EAGLE's published code have, by part.
+    """Generation memory of the policy of Medusa's and EAGLE's published code, by part.
 
     KV is allocated for the model's full context, the head (and every Medusa head) runs on all
-    positions of the prompt, of which one is used, and the logits of a tree are copied out once per
-    path. A next turn reads the whole history again, so its prompt is the history. The prompts of
-    several rows are counted one at a time.
+    positions of the prompt, although only one is used, and the logits of a tree are copied out once
+    per path. A later turn prefills the whole history again, so its prompt is the history. Prompts
+    of several rows are prefilled one at a time.
 
     Args:
-      config: of the target.
-      draft: of a draft model, whose KV and prompt logits are treated alike.
+      config: the target's.
+      draft: that of a draft model, whose KV and prompt logits are treated in the same way.
       itemsize: bytes of a number.
-      num_rows: rows at a time.
-      context: slots that are allocated; default the model's.
-      prompt_tokens: P, of the longest prompt.
-      num_heads: Medusa heads besides the model's own.
-      num_nodes: of the tree, the root counted.
-      num_leaves: paths of the tree.
-      depth: of the tree, the root not counted.
+      num_rows: number of rows at a time.
+      context: number of allocated slots; default the model's.
+      prompt_tokens: P, the length of the longest prompt.
+      num_heads: number of Medusa heads besides the model's own.
+      num_nodes: number of nodes of the tree, including the root.
+      num_leaves: number of paths of the tree.
+      depth: depth of the tree, not counting the root.
     """
     context = config.max_length if context is None else context
     models = [config] if draft is None else [config, draft]

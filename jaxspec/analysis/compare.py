@@ -1,12 +1,12 @@
 """Drafters compared on the same prompts, prompt by prompt.
 
-Prompts differ far more than drafters do: a list of names is drafted well by anything, a poem by
-nothing. So what is compared is the difference on each prompt, and its interval comes from
-resampling the prompts (Efron's bootstrap, bias-corrected and accelerated).
+Prompts differ far more than drafters do: any drafter does well on a list of names, and none on a
+poem. So drafters are compared by their difference on each prompt, with an interval from resampling
+the prompts (Efron's bootstrap, bias-corrected and accelerated).
 
 Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. The
 time of one prompt inside a batch cannot be measured; wall time is that of the whole batch of
-prompts, in runs that take turns, and is given as the ratio of two runs of one turn.
+prompts, in alternating runs, and is given as the ratio of two neighbouring runs.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ NUM_RESAMPLES = 9999
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean over prompts and where it may lie.
+    """A mean over prompts and its confidence interval.
 
     Attributes:
       mean: over the prompts.
       low: lower end of the `CONFIDENCE` interval; NaN for a single prompt.
       high: upper end.
-      num_prompts: that the mean is taken over.
+      num_prompts: number of prompts that the mean is taken over.
     """
 
     mean: float
@@ -65,7 +65,7 @@ class Interval:
         return self.low > 0 or self.high < 0
 
     def to_json(self) -> dict[str, float | int | None]:
-        """Fields; an end that is not known is null."""
+        """Fields as JSON values; an unknown end is null."""
         fields = dataclasses.asdict(self)
         return {name: None if np.isnan(value) else value for name, value in fields.items()}
 
@@ -75,19 +75,19 @@ class Candidate:
     """One drafter's runs.
 
     Attributes:
-      label: as it was given.
+      label: the given label.
       engine: `Engine.describe()`.
-      completions: one per request, in order; of the last timed run.
-      run_s: seconds of each timed run over all requests, prompts read included.
+      completions: one per request, in order, from the last timed run.
+      run_s: seconds of each timed run over all requests, including prefill.
       compile_s: seconds before the first run.
-      num_unequal_to_plain: outputs that in any run differ from plain decoding by the same engine;
-        None for plain decoding itself.
+      num_unequal_to_plain: number of outputs that in any run differ from plain decoding by the same
+        engine; None for plain decoding itself.
       divergences: from the first candidate's outputs, by index of the request.
-      must_be_equal: whether not even a tie may make them differ from the first candidate's: both
-        verify windows of one length, and the start-up probe found that bits do not depend on
-        places.
-      warm: of a drafter that keeps what it learns from requests, the acceptance of one more run, on
-        the same prompts and without emptying it; None of other drafters.
+      must_be_equal: whether outputs may not differ from the first candidate's even at ties: both
+        verify windows of one length, and the start-up probe found that bits do not depend on the
+        position.
+      warm: for a drafter that learns from requests, the acceptance of one more run on the same
+        prompts without resetting it; None for other drafters.
     """
 
     label: str
@@ -102,7 +102,7 @@ class Candidate:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Totals over all requests."""
+        """Acceptance totals over all requests."""
         return Acceptance.total([completion.acceptance for completion in self.completions])
 
     @property
@@ -129,11 +129,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterComparison:
-    """What `compare` found. Everything is relative to the first candidate.
+    """The result of `compare`. Everything is relative to the first candidate.
 
     Attributes:
       candidates: in the order in which they were given.
-      categories: of each request.
+      categories: the category of each request.
       seed: of the bootstrap.
     """
 
@@ -148,12 +148,12 @@ class DrafterComparison:
 
     @property
     def holds(self) -> bool:
-        """Whether all outputs are equal, or differ at proven ties where programs differ."""
+        """Whether all outputs are equal or, where programs differ, differ only at proven ties."""
         return all(candidate.holds for candidate in self.candidates)
 
     @property
     def category_names(self) -> tuple[str, ...]:
-        """In the order in which they first appear."""
+        """Names of categories, in the order in which they first appear."""
         return tuple(dict.fromkeys(self.categories))
 
     def values(self, metric: str, label: str, category: str | None = None) -> Interval:
@@ -163,7 +163,7 @@ class DrafterComparison:
     def difference(
         self, metric: str, label: str, other: str, category: str | None = None
     ) -> Interval:
-        """By how much a candidate's metric exceeds another's on the same prompt."""
+        """How much a candidate's metric exceeds another's on the same prompt."""
         values = self._named(label).values(metric) - self._named(other).values(metric)
         return self._interval(values, category)
 
@@ -294,7 +294,7 @@ def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
 
     Args:
       values: `[n]` float64, at least one.
-      seed: of the resampling.
+      seed: seed of the resampling.
     """
     # Importing scipy.stats takes a second, and importing jaxspec imports this module.
     from scipy import stats
@@ -330,38 +330,39 @@ def compare(
     seed: int = 0,
     on_stage: Callable[[str], None] | None = None,
 ) -> DrafterComparison:
-    """Drafters on the same prompts, seeds and window: rounds, emitted tokens per round, wall time.
+    """Compares drafters on the same prompts, seeds and window: rounds, emitted tokens per round,
+    wall time.
 
-    `None` is plain decoding by the window-1 loop, the fastest there is: the baseline of time. Each
-    drafter's outputs are compared with plain decoding in its own program, where every token must be
-    equal, and with the first candidate's: equal too if both verify windows of one length (where the
-    start-up probe holds), else equal except at proven ties.
+    `None` is plain decoding by the window-1 loop, the fastest there is, which is the baseline for
+    time. Each drafter's outputs are compared with plain decoding in its own program, where every
+    token must be equal, and with the first candidate's. These must be equal too if both verify
+    windows of one length and the start-up probe holds, otherwise equal except at proven ties.
 
-    Every run begins with an empty engine, so a drafter that learns from the requests it serves
-    does not meet prompts that it has seen in an earlier run. Such a drafter (`shares_state`) is run
-    once more at the end as it is then: `Candidate.warm`.
+    Every run begins with an empty engine, so a drafter that learns from the requests it serves does
+    not see prompts from an earlier run again. Such a drafter (`shares_state`) is run once more at
+    the end without a reset: `Candidate.warm`.
 
     Args:
-      target: the model that all of them draft for; a name is loaded as `load_model` does.
+      target: the model that all of them draft for; a name is passed to `load_model`.
       drafters: by label, or their names (see `Engine`), at least two; None and `none` decode
         plainly. The first is the baseline.
-      prompts: each text, token ids or a list of chat messages.
-      params: one for all, or one each; default `SamplingParams()`. Requests without a seed are
-        given one, the same for every drafter.
-      categories: of each prompt; default all in one.
-      draft_length: tokens proposed per round, of a tree its nodes; default as many as each
-        drafter's tree has, or 4.
+      prompts: each a text, token ids or a list of chat messages.
+      params: one for all, or one each; default `SamplingParams()`. Requests without a seed get one,
+        the same for every drafter.
+      categories: one for each prompt; default the same for all.
+      draft_length: tokens proposed per round (for a tree, its nodes); default the number of nodes
+        of each drafter's tree, or 4.
       verify_length: tokens scored per round by all that draft; default one more than the longest
         draft.
       batch_size: prompts decoded together.
       max_length: slots per row for prompt and output.
-      prefill_chunk: prompt tokens read per call.
-      repeats: timed runs of each; candidates take turns.
+      prefill_chunk: prompt tokens prefilled per call.
+      repeats: timed runs of each candidate, in alternation.
       seed: of the bootstrap.
       on_stage: called with the name of each stage as it begins.
 
     Raises:
-      PromptError, SettingError, ModelError: as `Engine` and `Engine.generate`.
+      PromptError, SettingError, ModelError: as in `Engine` and `Engine.generate`.
 
     Example:
       >>> import jaxspec
@@ -424,11 +425,11 @@ def run_candidates(
     is_judged: bool = True,
     tell: Callable[[str], None],
 ) -> tuple[Candidate, ...]:
-    """The runs of engines of one target, by label, as `compare` does them.
+    """Runs engines of one target, by label, in the way of `compare`.
 
     Args:
-      is_judged: False compares no outputs: those of a verifier that keeps only the target's
-        distribution are different draws.
+      is_judged: False skips the comparison of outputs, because those of a verifier that keeps only
+        the target's distribution are different draws.
     """
     target = next(iter(engines.values())).target
     longest = min(engine.longest_prompt for engine in engines.values())
@@ -514,8 +515,8 @@ def _check(
 
 
 def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:
-    """Whether the two engines' outputs must agree in every token: their windows are laid out alike.
-    The probe is run only if they do not."""
+    """Whether the two engines' outputs must agree in every token, because their windows have the
+    same layout. The probe is run only if they do not agree."""
     mine, theirs = ((each.shape.verify_length, each.shape.tree_depth) for each in (engine, other))
     if engine is other or mine != theirs:
         return engine is other

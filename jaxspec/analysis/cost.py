@@ -1,4 +1,4 @@
-"""What a round costs, and what speculation gains: a roofline with four constants of a device.
+"""The cost of a round and the gain of speculation: a roofline with four constants of a device.
 
 A forward pass of a model with L layers over B rows, a window of T tokens and S live slots takes
 
@@ -14,9 +14,9 @@ and committing. A sum of maxima per kind of kernel is tighter than one maximum o
 al. 2009 for the roofline; Yuan et al., 2402.16363, for its use on decoding). The constants come
 from a measured grid of passes (`fit_device`) or from a datasheet (`DEVICES`).
 
-Speed-ups follow Leviathan et al., 2211.17192: with a the chance that a drafted token is accepted, a
-round of N drafts emits (1 - a^(N + 1)) / (1 - a). Measured acceptance by position takes its place
-where there is one.
+Speed-ups follow Leviathan et al., 2211.17192: if a is the probability that a drafted token is
+accepted, a round of N drafts emits (1 - a^(N + 1)) / (1 - a) tokens. Measured acceptance by
+position replaces this if available.
 """
 
 from __future__ import annotations
@@ -67,29 +67,30 @@ __all__ = [
     "split",
 ]
 
-LONGEST_DRAFT = 16  # searched for the best draft length
+LONGEST_DRAFT = 16  # longest draft length that is searched
 
 
 def geometric(acceptance: float, draft_length: int) -> tuple[float, ...]:
-    """Cumulative acceptance by position if each drafted token is accepted with one probability."""
+    """Cumulative acceptance by position if every drafted token is accepted with the same
+    probability."""
     return tuple(acceptance ** (index + 1) for index in range(draft_length))
 
 
 def emitted_per_round(cumulative: Sequence[float]) -> float:
-    """Tokens that a round emits, the target's own included: 1 + sum of the cumulative acceptance.
+    """Tokens that a round emits, including the target's own: 1 + sum of the cumulative acceptance.
 
     Args:
-      cumulative: chance that at least n + 1 drafted tokens are accepted, for each position n.
+      cumulative: probability that at least n + 1 drafted tokens are accepted, for each position n.
     """
     return 1.0 + sum(cumulative)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A target with its drafter on devices of their own constants.
+    """A target and its drafter, each with its own device constants.
 
-    On a CPU whose caches hold one model and not the other, constants fitted to each of them say
-    more than one device for both.
+    On a CPU whose caches hold one model but not the other, constants fitted to each of them predict
+    better than one device for both.
 
     Attributes:
       target: architecture of the target.
@@ -99,10 +100,10 @@ class Pair:
       itemsize: bytes of a parameter.
       block: see `Pass`.
       drafter_s: seconds per round of a drafter that runs no model.
-      draft_itemsize: bytes of a parameter of the draft model, where it is not `itemsize`.
-      kv_itemsize: of the target, see `Pass`.
-      draft_kv_itemsize: of the draft model, likewise.
-      draft_context: slots that the draft model keeps at most; None keeps all.
+      draft_itemsize: bytes of a parameter of the draft model, if different from `itemsize`.
+      kv_itemsize: the target's, see `Pass`.
+      draft_kv_itemsize: the draft model's, likewise.
+      draft_context: most slots that the draft model keeps; None keeps all.
       tree: what the draft model drafts, level by level; None for chains.
     """
 
@@ -142,7 +143,7 @@ class Pair:
         return step_s + self.target_device.round_s
 
     def round_s(self, *, batch: int, draft_length: int, context: float) -> float:
-        """Seconds of a speculative round of `draft_length` drafts, of a tree its nodes."""
+        """Seconds of a speculative round of `draft_length` drafts (for a tree, nodes)."""
         target_s = self.target_s(batch=batch, window=draft_length + 1, context=context)
         draft_s = self.drafter_s + sum(
             self.draft_step_s(batch=batch, context=context, window=num_tokens)
@@ -163,7 +164,7 @@ class Pair:
         return (2, *(num_levels - 1) * (within.num_expanded,))
 
     def speed_up(self, *, batch: int, context: float, cumulative: Sequence[float]) -> float:
-        """Over window-1 plain decoding, at the draft length `len(cumulative)`."""
+        """Speed-up over window-1 plain decoding, at the draft length `len(cumulative)`."""
         return self.speed_up_of(
             emitted_per_round(cumulative),
             batch=batch,
@@ -172,7 +173,8 @@ class Pair:
         )
 
     def speed_up_of(self, emitted: float, *, batch: int, context: float, **of_round: Any) -> float:
-        """Over window-1 plain decoding, of rounds that emit so many tokens; see `round_s`."""
+        """Speed-up over window-1 plain decoding, for rounds that emit this many tokens; see
+        `round_s`."""
         round_s = self.round_s(batch=batch, context=context, **of_round)
         return emitted * self.plain_s(batch=batch, context=context) / round_s
 
@@ -180,11 +182,11 @@ class Pair:
         self, *, batch: int, context: float, acceptance: float | Sequence[float]
     ) -> tuple[int, float]:
         """Draft length with the largest predicted speed-up, by search, and that speed-up; (0, 1.0)
-        where plain decoding is predicted to be fastest.
+        if plain decoding is predicted to be fastest.
 
         Args:
-          acceptance: of each token alike, searched up to `LONGEST_DRAFT`; or measured cumulative
-            acceptance by position, searched up to its length.
+          acceptance: the same for every token, searched up to `LONGEST_DRAFT`; or measured
+            cumulative acceptance by position, searched up to its length.
         """
         if isinstance(acceptance, (int, float)):
             acceptance = geometric(acceptance, LONGEST_DRAFT)
@@ -213,17 +215,18 @@ class Pair:
 def closed_form_speed_up(acceptance: float, draft_length: int, cost_ratio: float) -> float:
     """Theorem 3.8 of Leviathan et al.: (1 - a^(N+1)) / ((1 - a) (N c + 1)).
 
-    It takes a target pass to cost the same whatever its window.
+    It assumes that a target pass costs the same for any window.
     """
     emitted = emitted_per_round(geometric(acceptance, draft_length))
     return emitted / (draft_length * cost_ratio + 1.0)
 
 
 def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
-    """The draft length that maximises `closed_form_speed_up`; 0 where none gains.
+    """The draft length that maximises `closed_form_speed_up`; 0 if none gains.
 
-    One more token gains while what it emits, a^(N+1), is to what N tokens emit as what it costs, c,
-    is to what they cost. It gains ever less, so the first that does not gain ends the search.
+    One more token gains as long as the ratio of what it emits, a^(N+1), to what N tokens emit
+    exceeds the ratio of its cost c to theirs. The gain decreases, so the search ends at the first
+    token that does not gain.
 
     Args:
       acceptance: a, in [0, 1).

@@ -21,11 +21,11 @@ from jaxspec.runtime.documents import as_json
 
 
 class Timed(Protocol):
-    """A device, or a bound of one: what says how long passes take."""
+    """A device, or a bound of one, that predicts how long passes take."""
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round besides its passes."""
+        """Seconds of a round other than its passes."""
         ...
 
     def pass_s(self, work: Pass, /) -> float:
@@ -35,16 +35,16 @@ class Timed(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """What the cost model knows of a device.
+    """The cost model's constants of a device.
 
     Attributes:
       name: for reports.
-      bytes_per_s: at which weights and logits stream.
-      kv_bytes_per_s: at which attention reads live KV.
-      flops_per_s: of products in the model's dtype.
-      step_s: of everything that waits for what came before it, whatever it computes: launches,
-        small kernels, synchronisation.
-      round_s: of a round besides its forward passes: verify, commit, the loop.
+      bytes_per_s: rate at which weights and logits stream.
+      kv_bytes_per_s: rate at which attention reads live KV.
+      flops_per_s: rate of products in the model's dtype.
+      step_s: seconds of each sequential step, whatever it computes: launches, small kernels,
+        synchronisation.
+      round_s: seconds of a round other than its forward passes: verify, commit, the loop.
       source: where the constants come from, in words.
     """
 
@@ -74,7 +74,7 @@ class Device:
         """The device that `to_json` wrote.
 
         Raises:
-          SettingError: a constant is missing, or is not a number it can be.
+          SettingError: a constant is missing, or is not a possible number.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         missing = [name for name in names if name not in fields]
@@ -121,8 +121,8 @@ DEVICES: dict[str, Device] = {
 
 
 def split(device: Device, num_shards: int) -> Device:
-    """Devices that split a model evenly, as one: their rates add up, what waits does not get
-    shorter, and what they exchange is not counted."""
+    """Several devices that split a model evenly, as one device: their rates add up, sequential
+    steps do not get shorter, and communication is not counted."""
     return dataclasses.replace(
         device,
         bytes_per_s=num_shards * device.bytes_per_s,
@@ -134,16 +134,17 @@ def split(device: Device, num_shards: int) -> Device:
 def find_devices(
     name: str, target: ModelConfig, draft: ModelConfig | None
 ) -> tuple[Device, Device, int | None]:
-    """Devices for the passes of target and draft, of a datasheet or fitted, and the block of KV
-    that attention reads there at a time (None: as one kernel, which datasheets are taken to run).
+    """Devices for the passes of target and draft model, from a datasheet or fitted, and the block
+    of KV that attention reads there at a time (None: one kernel reads all, as assumed for
+    datasheets).
 
-    A document whose pair is the one asked for lends the constants that were fitted to each model;
-    for another pair those that were fitted to both are used.
+    If a document is for the requested pair, the constants that were fitted to each model are used;
+    for another pair, those that were fitted to both.
 
     Args:
       name: a key of `DEVICES`, or the file of a document of `jaxspec bench decode`.
       target: architecture of the target.
-      draft: of the draft model, if there is one.
+      draft: that of the draft model, or None.
 
     Raises:
       SettingError: there is no such device or document.
@@ -166,10 +167,10 @@ def find_devices(
 
 
 def read_document(text: str) -> Any:
-    """The JSON document of a file that `--out` wrote, or of output that ends with one line of it.
+    """The JSON document in a file that `--out` wrote, or in output that ends with one line of JSON.
 
     Raises:
-      ValueError: neither.
+      ValueError: the text is neither.
     """
     try:
         return json.loads(text)
@@ -178,7 +179,8 @@ def read_document(text: str) -> Any:
 
 
 def ceiling(device: Device) -> Device:
-    """A device of `DEVICES` at its datasheet's peaks, without any overhead: nothing can beat it."""
+    """A device of `DEVICES` at its datasheet's peaks, without any overhead, so that nothing can be
+    faster."""
     bytes_per_s, flops_per_s = _PEAKS[device.name]
     return Device(
         name=device.name,
@@ -198,7 +200,7 @@ class Fit:
     Attributes:
       device: the constants.
       errors: relative error of each fitted measurement, |predicted / measured - 1|.
-      held_out_errors: of the measurements that were not fitted.
+      held_out_errors: those of the measurements that were not fitted.
     """
 
     device: Device
@@ -230,13 +232,13 @@ def fit_device(
     """A device whose predicted passes fit the measured ones, by least squares on relative errors.
 
     A third of the measurements is held out (`is_held_out`). Rates cannot exceed the ceilings, so a
-    kind of work that the measurements say nothing about gets the ceiling instead of infinity.
+    kind of work that the measurements do not constrain gets the ceiling instead of infinity.
 
     Args:
       measured: at least 6 passes and the seconds that each took; several batches, windows and
-        contexts tell the constants apart.
-      name: of the device.
-      source: of the measurements, in words.
+        contexts are needed to separate the constants.
+      name: the device's.
+      source: where the measurements come from, in words.
       most_bytes_per_s: measured ceiling of the bandwidth.
       most_flops_per_s: measured ceiling of the rate of products.
       round_s: passed on.
@@ -251,8 +253,8 @@ def fit_device(
         )
     pairs = list(zip(measured, is_held_out(len(measured)), strict=True))
     fitted, held_out = ([point for point, out in pairs if out == which] for which in (False, True))
-    # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a least value, and a
-    # step takes at most what the quickest pass leaves for each of its own.
+    # Logarithms of the seconds per byte, KV byte, FLOP and step. Rates have a lower bound, and a
+    # step takes at most the smallest time per step of any pass.
     quickest = min(seconds / work.num_steps for work, seconds in fitted)
     lowest = np.log([1 / most_bytes_per_s, 1 / most_bytes_per_s, 1 / most_flops_per_s, 1e-9])
     highest = np.append(lowest[:3] + np.log(1e4), max(np.log(quickest), lowest[3] + 1))
@@ -295,6 +297,7 @@ def fit_device(
 
 
 def is_held_out(num_points: int) -> list[bool]:
-    """Which of so many measurements a fit leaves out: a third, drawn without regard to order."""
+    """Which of this many measurements a fit holds out: a third, drawn independently of their
+    order."""
     drawn = np.random.default_rng(0).permutation(num_points)
     return np.isin(np.arange(num_points), drawn[: num_points // 3]).tolist()

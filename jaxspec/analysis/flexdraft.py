@@ -1,4 +1,4 @@
-"""What a round of FlexDraft costs in either of its modes, by the model of `analysis.cost`."""
+"""The cost of a FlexDraft round in either mode, by the model of `analysis.cost`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxspec.drafters.flexdraft.config import FlexConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexPass:
     """A pass of FlexDraft: a window of the target, mask rows in its deep layers, or both at once,
-    with weights that both use read once.
+    where shared weights are read once.
 
     Attributes:
       config: of the weights; D deep layers of L.
@@ -45,7 +45,8 @@ class FlexPass:
 
     @property
     def num_steps(self) -> int:
-        """What runs one after the other: of mask rows beside a window only their attention does."""
+        """The number of sequential steps: for mask rows beside a window, only their attention
+        counts."""
         deep = self.config.num_deep_layers if self.num_masks else 0
         num_steps = self._pass.num_steps if self.window else 0
         num_heads = 2 * (self.num_drafts > 0)  # the head and the calibrator

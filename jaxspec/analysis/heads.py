@@ -1,4 +1,4 @@
-"""What a draft by heads costs on shapes that are not at hand, by the model of `analysis.cost`."""
+"""The predicted cost of drafting with heads for given shapes, by the model of `analysis.cost`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HeadsDraft:
 
     @property
     def num_steps(self) -> int:
-        """What runs one after the other: a head's own products, and the target's head."""
+        """The number of sequential steps: a head's own products, and the target's head."""
         return 2 * self.config.num_heads if self.config.is_regressive else 2
 
     def kernels(self) -> tuple[tuple[float, float], ...]:

@@ -1,4 +1,4 @@
-"""Forward passes as the cost model sees them: bytes, FLOPs, and steps that wait for each other."""
+"""Forward passes in the cost model: bytes, FLOPs, and sequential steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LOGITS_PASSES = 2  # fp32 logits are written once and read once
 
 
 class Work(Protocol):
-    """What a device takes time for; a `Pass`, or another sequence of kernels."""
+    """Work that takes a device's time: a `Pass`, or another sequence of kernels."""
 
     @property
     def num_steps(self) -> int:
-        """What runs one after the other."""
+        """The number of sequential steps."""
         ...
 
     def kernels(self) -> tuple[tuple[float, float], ...]:
@@ -67,12 +67,13 @@ class Pass:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights that the pass reads; of the embedding only B T rows, which are not counted."""
+        """Bytes of weights that the pass reads. It reads only B T rows of the embedding, which are
+        not counted."""
         return (self.layer_params + self.head_params) * self.itemsize
 
     @property
     def kv_bytes(self) -> float:
-        """Live KV that the pass reads, and the window's that it writes."""
+        """Bytes of live KV that the pass reads, and of the window's KV that it writes."""
         c = self.config
         itemsize = self.itemsize if self.kv_itemsize is None else self.kv_itemsize
         per_slot = 2 * c.num_layers * c.num_kv_heads * c.head_size * itemsize
@@ -80,7 +81,7 @@ class Pass:
 
     @property
     def num_bytes(self) -> float:
-        """Weights and live KV: what must be read."""
+        """Bytes that must be read: weights and live KV."""
         return self.weight_bytes + self.kv_bytes
 
     @property
@@ -90,12 +91,13 @@ class Pass:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of KV that attention reads one after the other; 0 where one kernel reads all."""
+        """The number of KV blocks that attention reads one after another; 0 if one kernel reads
+        all."""
         return math.ceil(self.context / self.block) if self.block else 0
 
     @property
     def num_steps(self) -> int:
-        """What runs one after the other: layers, the blocks of each, the head."""
+        """The number of sequential steps: layers, the blocks of each, the head."""
         return self.config.num_layers * (1 + self.num_blocks) + 1
 
     @property

@@ -1,4 +1,4 @@
-"""Plots of acceptance: never only a mean."""
+"""Plots of acceptance, with more than the mean."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ BLUE, ORANGE, GREY = "#3366aa", "#d9822b", "#8a8f98"
 def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure:
     """A figure of acceptance by draft position and emitted tokens per round, with 95 % intervals.
 
-    *Cumulative* acceptance at position i is the share of drafting rounds that accepted at least i
-    tokens; *conditional* acceptance is the share of those that had accepted all before i and did
-    draft i. Panels: acceptance by position; emitted tokens per round by context length, by group,
-    and their distribution; with groups also both acceptances by position and group.
+    *Cumulative* acceptance at position i is the fraction of drafting rounds that accepted at least
+    i tokens; *conditional* acceptance is the fraction among those that accepted all tokens before i
+    and drafted i. Panels: acceptance by position; emitted tokens per round by context length, by
+    group, and their distribution; with groups also both acceptances by position and group.
 
     Points, lines and bars show means over rounds, and whiskers their intervals. The rounds of a
-    request are alike, so a request counts as one observation of several rounds (see
+    request are correlated, so a request counts as one observation of several rounds (see
     `clustered_mean`): with one request there is no interval.
 
     Args:
-      frame: of `Completions.rounds`; several joined with `pandas.concat` will do.
+      frame: from `Completions.rounds`; several may be joined with `pandas.concat`.
       by: the column that names each round's group, e.g. `category`; default `domain` or `category`
         if the frame has one, else the panel shows the distribution over requests.
 
@@ -72,10 +72,10 @@ def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure
 
 
 def position_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> pandas.DataFrame:
-    """Acceptance by draft position of the rounds of `frame`, indexed by `position` from 1; with
+    """Acceptance by draft position for the rounds of `frame`, indexed by `position` from 1; with
     `by`, a column of groups, indexed by group and position.
 
-    Its columns: `rounds` that drafted, `cumulative` (accepted at least so many, over these),
+    Its columns: `rounds` that drafted, `cumulative` (accepted at least that many, over these),
     `tried` (rounds whose draft was judged at that position) and `conditional` (accepted, over
     these). Rounds that a stop token or the limit ended count as tried only as far as they went.
     `cumulative_error` and `conditional_error` are half their 95 % intervals (`clustered_mean`).
@@ -101,7 +101,7 @@ def position_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> pa
 
 
 def clustered_mean(values: Any, clusters: Any) -> tuple[float, float]:
-    """The mean of `values`, and half its 95 % interval where values of one cluster are alike.
+    """The mean of `values`, and half its 95 % interval if values within a cluster are correlated.
 
     With r the mean, and x_c the sum and n_c the number of the values of cluster c of C, the
     variance of r is C / (C - 1) sum((x_c - r n_c)^2) / sum(n_c)^2 (a ratio of two sums over
@@ -113,7 +113,7 @@ def clustered_mean(values: Any, clusters: Any) -> tuple[float, float]:
       clusters: `[n]` labels, e.g. request ids.
 
     Returns:
-      mean and half width, fp64; NaN of no values, and the half width also of one cluster.
+      mean and half width, fp64; NaN without values, and the half width also with one cluster.
     """
     # Importing scipy.stats takes a second, and importing jaxspec imports this module.
     from scipy.special import stdtrit

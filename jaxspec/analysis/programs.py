@@ -1,10 +1,10 @@
-"""What XLA made of a program, read from its own texts: loops, copies of the KV, launches.
+"""What XLA compiled a program to, read from its own dumps: loops, copies of the KV, launches.
 
-Two texts are read. The optimised HLO (`compiled.as_text()`) says which loops have a trip count
-that the compiler knows, and what is copied. XLA's list of *thunks*, a debug dump of its GPU
-backend, says what the host does: launch a kernel, launch a CUDA graph of many kernels, or copy a
-predicate from the device, wait for it, and go on with a loop or with a branch. The dump is no
-stable format; it is read as the JAX versions write it that the tests run with.
+Two texts are read. The optimised HLO (`compiled.as_text()`) says which loops have a trip count that
+the compiler knows, and what is copied. XLA's list of *thunks*, a debug dump of its GPU backend,
+says what the host does: launch a kernel, launch a CUDA graph of many kernels, or copy a predicate
+from the device, wait for it, and go on with a loop or with a branch. The dump has no stable format;
+it is read as written by the JAX versions that the tests run with.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The equivalence auditor: is this output the target's own, and where not, why not?"""
+"""The equivalence auditor: is this output the target's own, and where it is not, why?"""

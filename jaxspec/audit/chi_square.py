@@ -1,8 +1,9 @@
 """Whether samples of one prompt follow the target's distribution: Pearson's chi-square by position.
 
-Samples that agree so far are draws from one known distribution, so they are counted against it: the
-first token of all, the second token of those that share the first, and so on. Given the group
-sizes, these statistics are independent, so they are added up, and so are their degrees of freedom.
+Samples with the same prefix are draws from one known distribution, so their next tokens are
+compared with it: the first token of all samples, the second token of those that share the first,
+and so on. Given the group sizes, these statistics are independent, so they and their degrees of
+freedom are added up.
 
 The distribution that is tested is fp32's, but the samples were drawn in another dtype, whose logits
 differ by up to the measured noise n. Probabilities then differ by a factor of at most exp(2 n / T),
@@ -25,8 +26,8 @@ from jaxspec.audit.judge import Filters
 from jaxspec.audit.scoring import Scorer
 from jaxspec.requests.sampling_params import SamplingParams
 
-ALPHA = 1e-3  # of the chi-square tests of a file, together
-MIN_SAMPLES = 20  # of a group worth testing
+ALPHA = 1e-3  # level of all chi-square tests of a file together
+MIN_SAMPLES = 20  # smallest group worth testing
 MIN_EXPECTED = 5.0  # in a cell; rarer tokens are pooled
 NUM_POSITIONS = 3  # tested after the prompt
 
@@ -36,13 +37,13 @@ class DistributionTest:
     """The test of one prompt's samples.
 
     Attributes:
-      num_samples: of the prompt.
-      num_groups: groups of samples that share a prefix and were tested.
+      num_samples: number of samples of the prompt.
+      num_groups: number of tested groups of samples that share a prefix.
       statistic: sum of Pearson's statistics.
-      degrees_of_freedom: of all groups.
+      degrees_of_freedom: those of all groups together.
       noncentrality: allowed for rounding.
-      p_value: chance of such a statistic if the samples follow the distribution; 0 if the filters
-        exclude a token that was drawn, by more than rounding.
+      p_value: probability of a statistic at least this large if the samples follow the
+        distribution; 0 if a token was drawn that the filters exclude by more than rounding.
       p_value_unrounded: the same without the allowance.
     """
 
@@ -63,11 +64,11 @@ def test_distribution(
     params: SamplingParams,
 ) -> DistributionTest | None:
     """Tests samples of one prompt, cut after the stop token and all drawn with `params`, against
-    the target's distribution; None if there are too few. The scorer is of the samples' dtype."""
+    the target's distribution; None if there are too few. The scorer has the samples' dtype."""
     num_groups = degrees = 0
     statistic = noncentrality = 0.0
     is_excluded = False
-    groups = collections.defaultdict(collections.Counter)  # by prefix, how often each token came
+    groups = collections.defaultdict(collections.Counter)  # how often each token followed a prefix
     for sample in samples:
         for position, token in enumerate(sample[:NUM_POSITIONS]):
             groups[tuple(sample[:position])][token] += 1
@@ -110,8 +111,8 @@ def _distribution_after(
     drawn: collections.Counter[int],
     params: SamplingParams,
 ) -> tuple[np.ndarray, float, bool]:
-    """The distribution `[V]` after a prefix, the noise of its logits, and whether a drawn token is
-    excluded by the filters, by more than rounding."""
+    """The distribution `[V]` after a prefix, the noise of its logits, and whether the filters
+    exclude a drawn token by more than rounding."""
     output = [*prefix, next(iter(drawn))]
     *_, segment = scorer.segments(prompt_ids, output, params)
     logits, _ = segment.logits_at(len(prefix))
@@ -139,7 +140,7 @@ def pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def combined_p_value(tests: Sequence[DistributionTest]) -> float:
-    """The chance that the least likely of these tests is as unlikely as it is (Šidák)."""
+    """The probability that the smallest p-value of these tests is as small as it is (Šidák)."""
     if not tests:
         return math.nan
     least = min(test.p_value for test in tests)

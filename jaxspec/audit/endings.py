@@ -1,4 +1,4 @@
-"""Does an output end where it has to: at its first stop token or string, or at its limit?"""
+"""Checks that an output ends where it must: at its first stop token or string, or at its limit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def judge_end(
     params: SamplingParams,
     after_stop: Sequence[int] = (),
 ) -> Divergence | None:
-    """Where an output ends too early or too late; None if it ends as it has to.
+    """Where an output ends too early or too late; None if it ends where it must.
 
-    An output that ends too early is told with the token that the target would have emitted next:
-    its draw if the seed is known, else the likeliest.
+    For an output that ends too early, the token that the target would have emitted next is given:
+    its draw if the seed is known, otherwise the likeliest.
 
     Args:
-      scorer: of the target, with room for one token more than prompt and output.
+      scorer: a scorer of the target, with room for one token more than prompt and output.
       prompt_ids: at least one.
       output_ids: ids of the vocabulary, cut after the first stop token; may be empty.
-      params: how it was decoded; `max_tokens` is the limit that held, that of the cache included.
+      params: how it was decoded; `max_tokens` is the limit that applied, which may be that of the
+        cache.
       after_stop: tokens that followed the stop token. One token repeated is padding, if it is a
         stop token or the tokenizer's own padding.
     """
@@ -64,7 +65,7 @@ def _has_stop_string(target: Model, output_ids: Sequence[int], params: SamplingP
 def _next_token(
     scorer: Scorer, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
 ) -> int:
-    followed = [*output_ids, 0]  # any token: what is scored is the place where it stands
+    followed = [*output_ids, 0]  # any token: only its position is scored
     *_, segment = scorer.segments(prompt_ids, followed, params, measures_noise=False)
     if params.temperature == 0 or params.seed is not None:
         return int(segment.chosen[-1])

@@ -1,15 +1,16 @@
-"""Evidence that sampled tokens are not drawn from the distribution that they are said to be.
+"""Evidence that sampled tokens were not drawn from the distribution that they are claimed to
+follow.
 
 Each of `ALTERNATIVES` is a way in which sampling goes wrong in practice. A bet on one of them is
 multiplied at every token by q / p, where p is the probability that the token should have and q the
 one that it has under the alternative (with `HONEST_SHARE` of p mixed in, so that no single token
-loses the whole bet). If tokens are drawn from p, the bet has mean 1 however it goes on, so it ever
-exceeds 1 / alpha with probability at most alpha (Ville's inequality). The mean of the bets on all
-alternatives is such a bet as well, so trying several of them costs no more than the logarithm of
-their number.
+loses the whole bet). If tokens are drawn from p, the bet always has mean 1, so the probability that
+it ever exceeds 1 / alpha is at most alpha (Ville's inequality). The mean of the bets on all
+alternatives is such a bet as well, so trying several alternatives costs no more than the logarithm
+of their number.
 
 Bets on outputs that were drawn independently are multiplied. Outputs that share a seed share their
-noise; of these the mean is taken, which is a bet of mean 1 whatever they have in common.
+noise; their bets are averaged, which gives a bet of mean 1 however they depend on each other.
 
 The distribution is fp32's, and the tokens were drawn in another dtype, whose logits differ by up to
 the measured noise n. Then q / p has a mean of at most exp(2 n / T), and at most 1 + s n / T, where
@@ -32,10 +33,10 @@ import scipy.stats
 if TYPE_CHECKING:
     from jaxspec.audit.scoring import Segment
 
-ALPHA = 1e-6  # chance that outputs that follow the distribution are said not to
-HONEST_SHARE = 0.1  # of the distribution itself in every alternative
-STRAY_SHARE = 0.05  # of tokens from anywhere in the alternative of that name
-POWER = 0.99  # chance for which the number of tokens is stated
+ALPHA = 1e-6  # probability that outputs that follow the distribution are reported as not doing so
+HONEST_SHARE = 0.1  # weight of the distribution itself in every alternative
+STRAY_SHARE = 0.05  # fraction of arbitrary tokens in that alternative
+POWER = 0.99  # probability for which the number of tokens is stated
 
 
 def _tempered(factor: float) -> Callable[[jax.Array], jax.Array]:
@@ -79,12 +80,13 @@ ALTERNATIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-    """What each alternative bets on tokens `[n]`, given log-probabilities `[n, V]`: fp32 `[n, A]`.
+    """The bets of each alternative on tokens `[n]`, given log-probabilities `[n, V]`: fp32 `[n,
+    A]`.
 
     Returns:
-      log_bets: log of `q / p`; inf for a token of probability 0.
+      log_bets: log of `q / p`; inf for a token with probability 0.
       expected, variance: mean and variance of the former if the alternative is true.
-      spread: standard deviation of `q / p` if the distribution is.
+      spread: standard deviation of `q / p` if the distribution itself is.
     """
     is_possible = jnp.isfinite(log_p)
     columns = []
@@ -97,7 +99,7 @@ def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         drawn = jnp.exp(log_alternative)
         expected = jnp.sum(drawn * log_ratio, axis=-1)
         variance = jnp.sum(drawn * jnp.square(log_ratio - expected[:, None]), axis=-1)
-        # In logs: a ratio may be larger than fp32's numbers where p is smaller than them.
+        # In logs, because the ratio may overflow fp32 where p underflows.
         log_excess = jnp.where(
             log_ratio > 20, log_ratio, jnp.log(jnp.abs(jnp.expm1(jnp.minimum(log_ratio, 20))))
         )
@@ -111,7 +113,7 @@ def bets(log_p: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
 
 
 def bets_of(segment: Segment, temperature: float) -> np.ndarray:
-    """The segment's bets `[n, A]`, less what rounding may explain; log scale."""
+    """The segment's bets `[n, A]` on a log scale, minus what rounding may explain."""
     noise = segment.noise[:, None].astype(np.float64) / temperature
     spread = np.where(noise > 0, segment.spread, 0.0)  # it may be inf, and inf * 0 is NaN
     allowance = np.minimum(2 * noise, np.log1p(spread * noise))
@@ -119,13 +121,13 @@ def bets_of(segment: Segment, temperature: float) -> np.ndarray:
 
 
 def log_evidence(log_bets: np.ndarray) -> float:
-    """Of bets `[A]` on the alternatives, the log of their mean."""
+    """The log of the mean of the bets `[A]` on the alternatives."""
     return float(np.logaddexp.reduce(log_bets)) - math.log(len(ALTERNATIVES))
 
 
 def evidence_limit(num_outputs: int = 1) -> float:
-    """Log of the evidence that the largest of so many outputs exceeds with probability `ALPHA` at
-    most if all of them follow the distribution."""
+    """Log of the evidence that any of this many outputs exceeds with probability at most `ALPHA`,
+    if all of them follow the distribution."""
     return math.log(max(num_outputs, 1) / ALPHA)
 
 
@@ -135,8 +137,8 @@ class Bets:
 
     Attributes:
       log_bets: `[A]` fp64.
-      expected: `[A]`, their means if the alternative is true and the context the same.
-      variance: `[A]`, as above.
+      expected: `[A]`, their means if the alternative is true and the context is the same.
+      variance: `[A]`, their variances, likewise.
       num_tokens: that were bet on.
     """
 
@@ -147,12 +149,12 @@ class Bets:
 
     @classmethod
     def none(cls) -> Bets:
-        """Before the first token."""
+        """The bets before the first token."""
         zero = np.zeros(len(ALTERNATIVES))
         return cls(log_bets=zero, expected=zero, variance=zero, num_tokens=0)
 
     def plus(self, log_bets: np.ndarray, segment: Segment) -> Bets:
-        """With those on a segment, `[n, A]`."""
+        """These bets together with those on a segment, `[n, A]`."""
         return Bets(
             log_bets=self.log_bets + log_bets.sum(axis=0),
             expected=self.expected + segment.expected.sum(axis=0),
@@ -162,7 +164,8 @@ class Bets:
 
     @classmethod
     def together(cls, each: Sequence[Bets], seeds: Sequence[Hashable | None]) -> Bets:
-        """On outputs with these seeds. Those without a seed are taken to be independent."""
+        """The bets on several outputs with these seeds. Outputs without a seed count as
+        independent."""
         by_seed: dict[Hashable, list[Bets]] = collections.defaultdict(list)
         for place, (own, seed) in enumerate(zip(each, seeds, strict=True)):
             by_seed[("alone", place) if seed is None else ("seed", seed)].append(own)
@@ -183,7 +186,8 @@ class Bets:
         return log_evidence(self.log_bets)
 
     def powers(self) -> tuple[Power, ...]:
-        """How likely each alternative was to be found, had it been true; none without tokens."""
+        """How likely each alternative would have been found, had it been true; empty without
+        tokens."""
         if self.num_tokens == 0:
             return ()
         needed = evidence_limit() + math.log(len(ALTERNATIVES))
@@ -195,14 +199,14 @@ class Bets:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Power:
-    """How likely an alternative would be found, by a normal approximation to its bet.
+    """The probability of finding an alternative, by a normal approximation to its bet.
 
     Attributes:
       alternative: a key of `ALTERNATIVES`.
       num_tokens: that were bet on.
-      chance: of finding it with so many tokens.
-      tokens_needed: for the chance `POWER`, in contexts like these; None if they never suffice
-        (an alternative that is the distribution itself).
+      chance: probability of finding it with this many tokens.
+      tokens_needed: number of tokens that finds it with probability `POWER`, in contexts like
+        these; None if no number suffices (an alternative that is the distribution itself).
     """
 
     alternative: str
@@ -212,7 +216,7 @@ class Power:
 
     @classmethod
     def of(cls, name: str, mean: float, variance: float, num_tokens: int, needed: float) -> Power:
-        """For a bet of this mean and variance, of which the log has to exceed `needed`."""
+        """For a bet with this mean and variance, whose log has to exceed `needed`."""
         deviation = math.sqrt(variance)
         chance = 1.0 if mean > needed else 0.0
         if deviation > 0:

@@ -1,4 +1,4 @@
-"""Audit of another system's outputs under the target."""
+"""Audits another system's outputs under the target."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class OutputsAudit:
     """An audit of a file of outputs.
 
     Attributes:
-      engine: what made the outputs, and its version.
-      target: the model they are judged under.
+      engine: the system that made the outputs, and its version.
+      target: the model under which they are judged.
       dtype: in which they were computed.
       is_text: whether their ids were made from text, so that other ids may have been emitted;
         their ends are not judged.
-      outputs: greedy and sampled.
-      judged: of each output, token by token.
-      ends: by the line of an output that ends too early or too late, where.
-      samples: what the sampled outputs say against the distribution.
-      distribution_tests: of prompts with several samples, by the line of the first.
+      outputs: greedy and sampled ones.
+      judged: the findings for each output, token by token.
+      ends: where an output ends too early or too late, by its line.
+      samples: the evidence of the sampled outputs against the distribution.
+      distribution_tests: those of prompts with several samples, by the line of the first.
       alpha: level of the distribution tests of the file, together.
     """
 
@@ -47,12 +47,12 @@ class OutputsAudit:
 
     @property
     def greedy(self) -> list[tuple[Output, OwnOutput]]:
-        """Greedy outputs and what was found of each."""
+        """Greedy outputs with the findings for each."""
         return [pair for pair in self._pairs() if pair[0].params.temperature == 0]
 
     @property
     def sampled(self) -> list[tuple[Output, OwnOutput]]:
-        """Sampled outputs and what was found of each."""
+        """Sampled outputs with the findings for each."""
         return [pair for pair in self._pairs() if pair[0].params.temperature > 0]
 
     def _pairs(self) -> list[tuple[Output, OwnOutput]]:
@@ -60,8 +60,8 @@ class OutputsAudit:
 
     @property
     def exact(self) -> float:
-        """Share of greedy outputs that end where they have to, and whose every token is the
-        target's own by its fp32 logits."""
+        """Fraction of greedy outputs that end where they must and whose every token is the target's
+        own by its fp32 logits."""
         return mean([not own.divergences and o.number not in self.ends for o, own in self.greedy])
 
     @property
@@ -71,18 +71,19 @@ class OutputsAudit:
 
     @property
     def _are_own(self) -> list[bool]:
-        """Of each greedy output, whether it differs from the target at ties only."""
+        """For each greedy output, whether it differs from the target at ties only."""
         return [own.first is None and o.number not in self.ends for o, own in self.greedy]
 
     @property
     def prefix_match(self) -> float:
-        """Mean share of a greedy output's tokens before the first that no tie explains."""
+        """Mean fraction of a greedy output's tokens before the first difference that no tie
+        explains."""
         judged = [own for _, own in self.greedy]
         return mean([own.first.index / own.num_tokens if own.first else 1.0 for own in judged])
 
     @property
     def num_too_short(self) -> int:
-        """Outputs that end without a stop token before their limit."""
+        """Number of outputs that end without a stop token before their limit."""
         return sum(end.token < 0 for end in self.ends.values())
 
     @property
@@ -93,7 +94,7 @@ class OutputsAudit:
 
     @property
     def distribution_p_value(self) -> float:
-        """Of all distribution tests together; NaN without any."""
+        """The p-value of all distribution tests together; NaN if there are none."""
         return distributions.combined_p_value(list(self.distribution_tests.values()))
 
     @property
@@ -104,7 +105,7 @@ class OutputsAudit:
 
     @property
     def promise(self) -> str:
-        """What the outputs are judged by, in words."""
+        """The criteria that the outputs are judged by, in words."""
         greedy = "greedy output is the target's own, equal up to proven ties"
         sampled = "sampled output follows the target's distribution (distribution only)"
         ends = "each ends at its first stop token or at max_tokens"
@@ -116,7 +117,7 @@ class OutputsAudit:
 
     @property
     def sentence(self) -> str:
-        """What was found, in words."""
+        """The findings, in words."""
         greedy = (
             f"{sum(self._are_own)} of {len(self.greedy)} greedy outputs of {self.engine} are the "
             "target's own up to proven ties"
@@ -208,13 +209,14 @@ def audit_outputs(
     """Audits another system's outputs under `target`, every token of them.
 
     Args:
-      target: the model that they are claimed to be of.
+      target: the model whose outputs they are claimed to be.
       file: from `outputs.read_outputs`.
-      dtype: in which they were computed; default what the header says, else the target's.
+      dtype: the dtype in which they were computed; default what the header says, otherwise the
+        target's.
       alpha: level of the chi-square tests of samples of the same prompt, together.
-      scorer: of this target and dtype, with room for one token more than prompt and output, if
-        there is one already.
-      on_output: called with the number of outputs judged so far, the greedy ones first.
+      scorer: an existing scorer of this target and dtype, with room for one token more than prompt
+        and output.
+      on_output: called with the number of outputs judged so far; greedy ones come first.
     """
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
     if scorer is None:
@@ -227,7 +229,7 @@ def audit_outputs(
         if on_output is not None:
             on_output(min(num_judged, len(file.outputs)))
 
-    # Other engines draw with other noise: their seed repeats nothing here.
+    # Other engines draw with other noise, so their seeds cannot be used here.
     is_keyed = file.engine == "jaxspec"
     params = {
         o.number: o.params if is_keyed else dataclasses.replace(o.params, seed=None)
@@ -286,7 +288,7 @@ def audit_outputs(
 def _distribution_tests(
     scorer: Scorer, sampled: Sequence[Output]
 ) -> dict[int, distributions.DistributionTest]:
-    """Of prompts with several samples, by the line of the first."""
+    """The tests of prompts with several samples, by the line of the first."""
     same: dict[Any, list[Output]] = collections.defaultdict(list)
     for output in sampled:
         distribution = dataclasses.replace(output.params, seed=None)

@@ -1,7 +1,7 @@
 """Why two outputs diverge, or why an output is not the target's own: tie, fault, or another draw.
 
-Two correct programs differ only by rounding. Let each logit move by at most n between them. Then a
-token x can have been drawn in one of them only if it may have survived the filters (top-k, top-p,
+Two correct programs differ only by rounding. Let each logit differ by at most n between them. Then
+a token x can have been drawn in one of them only if it may have survived the filters (top-k, top-p,
 min-p), and no token that certainly survived them lies more than 2 n above it. The smallest 2 n for
 which that holds is the *margin* of x: 0 for the token that wins by the fp32 logits, the gap to the
 winner for any other token where no filter is set. For a sampled request the logits are perturbed by
@@ -34,8 +34,9 @@ from jaxspec.requests.sampling_params import SamplingParams
 class Finding(enum.StrEnum):
     """Why an output differs from what was expected.
 
-    TIE: rounding explains it. FAULT: nothing legitimate does. SAMPLING: not the keyed draw, but the
-    output may well be of the target's distribution: another seed, verifier or engine.
+    TIE: rounding explains it. FAULT: nothing legitimate explains it. SAMPLING: it is not the keyed
+    draw, but the output may well follow the target's distribution, with another seed, verifier or
+    engine.
     """
 
     TIE = "tie"
@@ -46,20 +47,20 @@ class Finding(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
     """One place where an output is not what was expected. Logits are fp32, after penalties. The
-    defaults are those of an output that ends where its reference does not, or of an id that is not
-    in the vocabulary.
+    defaults are for an output that ends where its reference does not, or for an id outside the
+    vocabulary.
 
     Attributes:
-      index: of the token in the output.
+      index: index of the token in the output.
       token: the output's token; -1 where the output ends too early.
       expected: the reference's token (-1 where it ended), or the target's own.
-      gap: logit of `expected` less that of `token`, both with the position's noise if sampled; -inf
-        or inf where one of them does not exist.
+      gap: logit of `expected` minus that of `token`, both with the position's noise if sampled;
+        -inf or inf if one of them does not exist.
       margin: how far logits must move apart for both tokens to be drawn; see the module.
       noise: largest change of one logit when this context is scored again.
       bound: what rounding explains; a margin up to that is a tie.
-      filter_distance: how far logits must move apart for the filters to decide otherwise on
-        `token`; None where no filter is set.
+      filter_distance: how far logits must move apart for the filters to decide differently about
+        `token`; None if no filter is set.
       log_probs: log-probability of `token` under the distribution of a sampled request; None for a
         greedy one.
       log_evidence: log of the evidence against the distribution in the output from here on; see
@@ -86,26 +87,26 @@ class Divergence:
 
 
 def json_number(value: Any) -> Any:
-    """The value; its text where it is infinite, and None for NaN: JSON has neither."""
+    """The value; as text if it is infinite, and None for NaN, because JSON has neither."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
+    """The mean; NaN of no values."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergences:
-    """Outputs beside their references: which of them differ, and why.
+    """Outputs compared with their references: which of them differ, and why.
 
     Attributes:
       num_outputs: outputs compared.
       differing: indices of the outputs whose tokens differ.
-      judged: the first divergence of each of these, by index; up to the first that is no tie if
-        `judge_all` was asked to stop there.
+      judged: the first divergence of each of these, by index; only up to the first one that is not
+        a tie if `judge_all` was asked to stop there.
     """
 
     num_outputs: int
@@ -118,7 +119,7 @@ class Divergences:
         return self.num_outputs - len(self.differing)
 
     def count(self, finding: Finding) -> int:
-        """Outputs whose first divergence was found to be this."""
+        """Number of outputs whose first divergence has this finding."""
         return sum(divergence.finding == finding for divergence in self.judged.values())
 
     @property
@@ -153,13 +154,13 @@ class Divergences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnOutput:
-    """How far an output is the target's own, each token judged after the tokens before it.
+    """How far an output is the target's own, with each token judged given the tokens before it.
 
     Attributes:
-      num_tokens: tokens judged.
-      divergences: every token that the target would not have emitted there by its fp32 logits;
-        without a seed, of a sampled output only those that its distribution excludes.
-      bets: against the distribution, over the whole of a sampled output; None for a greedy one.
+      num_tokens: number of tokens judged.
+      divergences: every token that the target would not have emitted there by its fp32 logits; for
+        a sampled output without a seed, only those that its distribution excludes.
+      bets: the bets against the distribution, over a whole sampled output; None for a greedy one.
     """
 
     num_tokens: int
@@ -168,7 +169,7 @@ class OwnOutput:
 
     @property
     def log_evidence(self) -> float | None:
-        """Of the bets."""
+        """The log of the bets' evidence."""
         return None if self.bets is None else self.bets.log_evidence
 
     @property
@@ -194,8 +195,8 @@ def judge(
 ) -> Divergence | None:
     """Where an output differs from a reference, and why; None if it does not.
 
-    Both follow `prompt_ids`, are cut after the stop token, and were drawn with `params` (with the
-    seed of a sampled request). The scorer is of the target, in the dtype of the output.
+    Both follow `prompt_ids`, are cut after the stop token, and were drawn with `params` (which
+    include the seed if sampled). The scorer is one of the target, in the dtype of the output.
     """
     index = first_difference(output_ids, reference_ids)
     if index is None:
@@ -205,7 +206,7 @@ def judge(
     size = scorer.target.vocab_size
     if not (0 <= token < size and 0 <= expected < size):
         return Divergence(index=index, token=token, expected=expected)
-    # What follows in a sampled output tells a draw of another seed from a fault.
+    # The rest of a sampled output distinguishes another seed's draw from a fault.
     is_sampled = params.temperature > 0
     scored = _inside(output_ids, size) if is_sampled else output_ids[: index + 1]
     here, bets = None, 0.0
@@ -232,13 +233,13 @@ def judge_all(
     """Compares outputs with references, and judges every one that differs.
 
     Args:
-      scorer: of the target, in the dtype of the outputs; or the target, and a scorer is made if
-        anything differs.
+      scorer: a scorer of the target in the dtype of the outputs; or the target itself, for which a
+        scorer is made if anything differs.
       completions: the outputs.
       references: token ids of each one's reference, cut after the stop token.
-      params: how they were drawn, with the seed of a sampled request; one for all, or one each.
+      params: how they were drawn, including the seed if sampled; one for all, or one each.
       among: indices of the outputs to compare; default all.
-      stops_at_fault: ends at the first divergence that is not a tie, if only that matters.
+      stops_at_fault: whether to end at the first divergence that is not a tie.
     """
     each = [params] * len(completions) if isinstance(params, SamplingParams) else params
     pairs = list(zip(completions, references, each, strict=True))
@@ -275,25 +276,25 @@ def judge_alone(
 ) -> OwnOutput:
     """Where an output stops being the target's own, token by token under teacher forcing.
 
-    Every token is judged after the output's own tokens before it, so one fault does not make all
-    that follow it look wrong.
+    Every token is judged given the output's own tokens before it, so one fault does not make all
+    later tokens look wrong.
 
     Args:
-      scorer: of the target, in the dtype that the output was made in.
+      scorer: a scorer of the target, in the dtype of the output.
       prompt_ids: at least one.
       output_ids: cut after the stop token.
       params: how it was drawn. If it was sampled and the seed is None, only its distribution is
         judged.
-      measures_noise: whether rounding is measured even if nothing has to be explained, so that the
-        bets allow for it.
+      measures_noise: whether to measure rounding even if no token is unexpected, so that the bets
+        allow for it.
     """
     inside = _inside(output_ids, scorer.target.vocab_size)
     is_sampled = params.temperature > 0
     is_keyed = not is_sampled or params.seed is not None
     found: list[Divergence] = []
     total = Bets.none()
-    # Measuring noise is most of the work, so it is done only where something has to be explained: a
-    # first pass without it ends at the first unexpected token, or finds none.
+    # Measuring noise is most of the work, so it is done only where a token is unexpected: a first
+    # pass without it ends at the first unexpected token, or finds none.
     for measures in (True,) if measures_noise else (False, True):
         total = Bets.none()
         for segment in scorer.segments(prompt_ids, inside, params, measures_noise=measures):
@@ -315,7 +316,7 @@ def judge_alone(
                     is_keyed=is_keyed,
                 )
                 if divergence.finding == Finding.TIE and is_sampled:
-                    # A token that rounding may have let through a filter is no evidence.
+                    # A token that rounding may have let through a filter is not evidence.
                     bets[row] = np.minimum(bets[row], 0)
                 found.append(divergence)
             total = total.plus(bets, segment)
@@ -384,8 +385,8 @@ def _examine(
 
 
 class Filters:
-    """What top-k, top-p and min-p of a request keep of one position's tokens, and how certainly, by
-    their `logits` `[V]` float64, after penalties."""
+    """Which tokens a request's top-k, top-p and min-p keep at one position, and how certainly,
+    given `logits` `[V]` float64 after penalties."""
 
     def __init__(self, logits: np.ndarray, params: SamplingParams):
         own = params if params.temperature > 0 else SamplingParams(temperature=1.0)
@@ -418,7 +419,8 @@ class Filters:
         possible = np.searchsorted(self._ascending, self.logits - 2 * change, side="right")
         if self.top_k:
             may &= num - certain < self.top_k
-            # With change 0 equal logits stay together; else they, and it itself, lie above.
+            # With change 0 equal logits stay together; otherwise they, and the token itself, count
+            # as above.
             itself = 1 if change > 0 else 0
             must &= num - possible - itself < self.top_k
         if self.top_p < 1:
@@ -440,7 +442,7 @@ class Filters:
         return bool(self.kept(0.0)[0][token])
 
     def distance(self, token: int) -> float:
-        """How far logits must move apart for the filters to decide otherwise on a token."""
+        """How far logits must move apart for the filters to decide differently about a token."""
         if not self.any:
             return math.inf
 

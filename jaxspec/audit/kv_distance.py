@@ -1,7 +1,8 @@
-"""How far a target whose KV is stored in fewer bytes is from the same target with full KV.
+"""The distance between a target with quantised KV and the same target with full KV.
 
-The promise of an audit is about the target that decodes, rounded KV included. What the rounding
-changes is told beside it, as information: both models read the same sequences, token by token.
+The promise of an audit is about the target that decodes, including its quantised KV. The effect of
+quantisation is reported separately, for information: both models read the same sequences, token by
+token.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from jaxspec.runtime.compilation import Program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvDistance:
-    """Two distributions of the next token, after each token of some text.
+    """Compares two distributions of the next token after each token of some text.
 
     Attributes:
-      kv_dtype: in which the KV of the one is stored.
-      num_tokens: after which both were computed.
-      greedy_agreement: share of them where the same token is the likeliest.
+      kv_dtype: the dtype of the quantised KV.
+      num_tokens: number of tokens after which both were computed.
+      greedy_agreement: fraction of these where both have the same likeliest token.
       mean_kl: mean of the Kullback-Leibler divergence from the distribution with full KV to that
         with rounded KV, in nats.
       max_kl: the largest.

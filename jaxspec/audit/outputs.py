@@ -7,8 +7,8 @@ and sampling parameters, the defaults of all lines. Every further line is one ou
     {"prompt_token_ids": [1, 450, 7483], "token_ids": [310, 3444, 338]}
     {"prompt_token_ids": [1, 29871], "token_ids": [297, 2], "temperature": 1.0, "seed": 7}
 
-    prompt_token_ids   what was decoded from, special tokens included
-    token_ids          the output, its stop token included; may be empty
+    prompt_token_ids   the prompt, special tokens included token_ids          the output, its stop
+    token included; may be empty
     prompt, text       instead of these: text, turned into ids by the target's tokenizer
     sampling_params    an object of the fields of `SAMPLING_FIELDS`, vLLM's names, default greedy;
                        they may stand in the line itself too
@@ -17,13 +17,13 @@ and sampling parameters, the defaults of all lines. Every further line is one ou
     seed               of a sampled output. Its draws can be repeated only if `engine` is jaxspec
                        and the verifier coupled; leave it out for `rejection` and `block`
 
-What `jaxspec generate` writes beside these (`DESCRIPTIONS`) is ignored; any other field is refused,
-for a parameter that is not understood would be judged as if it had not been used.
+Further fields that `jaxspec generate` writes (`DESCRIPTIONS`) are ignored; any other field is
+refused, because an unknown parameter would be judged as if it had not been used.
 
-All lines give ids, or all give text. Ids are better: text says neither how it was cut into tokens
-nor whether a stop token ended it, so the lengths of texts are not judged. Several lines with the
-same prompt and sampling parameters are samples of one distribution. Lines without a seed, or with
-different ones, count as drawn independently.
+All lines give ids, or all give text. Ids are better: text shows neither how it was split into
+tokens nor whether a stop token ended it, so the lengths of texts are not judged. Several lines with
+the same prompt and sampling parameters are samples of one distribution. Lines without a seed, or
+with different ones, count as drawn independently.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
 
-# Of `SamplingParams`, what decides which tokens are drawn and where the output ends.
+# The fields of `SamplingParams` that decide which tokens are drawn and where the output ends.
 SAMPLING_FIELDS = [
     field.name
     for field in dataclasses.fields(SamplingParams)
     if field.name not in ("n", "logprobs")
 ]
-OF_SAMPLED = ("seed", "top_k", "top_p", "min_p")  # they say nothing without a temperature
+OF_SAMPLED = ("seed", "top_k", "top_p", "min_p")  # meaningless without a temperature
 HEADER_FIELDS = ("engine", "version", "dtype", "model")
 OUTPUT_FIELDS = ("prompt_token_ids", "prompt", "token_ids", "text")
-# Of a completion; they are not judged.
+# Fields of a completion; they are not judged.
 DESCRIPTIONS = (
     "jaxspec",
     "request_id",
@@ -88,8 +88,8 @@ class OutputsFile:
     """A file of outputs.
 
     Attributes:
-      engine: what made them.
-      version: of the engine, as the header gives it.
+      engine: the system that made them.
+      version: the engine's, from the header.
       dtype: canonical name of the dtype they were computed in; None if the header does not say.
       is_text: whether ids were made from text.
       outputs: in the order of the lines.
@@ -103,7 +103,7 @@ class OutputsFile:
 
 
 def canonical_dtype(name: str, *, where: str) -> str:
-    """`float32`, `bfloat16` or `float16` for any usual name of it.
+    """`float32`, `bfloat16` or `float16`, from any usual name.
 
     Raises:
       SettingError: another name.
@@ -177,7 +177,8 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A line of the file: its number, what messages call it, its fields, and whose ids they are."""
+    """A line of the file: its number, its name in messages, its fields, and the model that the ids
+    belong to."""
 
     number: int
     where: str
@@ -193,9 +194,9 @@ class _Line:
             place = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, json.JSONDecodeError):
                 place = f"{error.msg} at column {error.colno}"
-            raise PromptError(f"{where} is not JSON ({place}); mend the line.") from error
+            raise PromptError(f"{where} is not JSON ({place}); correct the line.") from error
         if not isinstance(fields, dict):
-            raise PromptError(f"{where} is JSON, but not an object; write one object a line.")
+            raise PromptError(f"{where} is JSON, but not an object; write one object per line.")
         return cls(number, where, fields, target)
 
     def wrong(self, what: str) -> PromptError:
@@ -208,11 +209,13 @@ class _Line:
         if unknown:
             raise SettingError(
                 f"{self.where} has the field {unknown[0]!r}, which is not known; leave it out if "
-                f"it changes no token, else it cannot be judged (known are {', '.join(known)})."
+                f"it changes no token, otherwise it cannot be judged (known are "
+                f"{', '.join(known)})."
             )
 
     def check_like(self, first: _Line) -> None:
-        """Raises unless this line gives the same of prompt and output as another: ids, or text."""
+        """Raises unless this line gives prompt and output in the same form as another: as ids, or
+        as text."""
         for ids, text in (OUTPUT_FIELDS[:2], OUTPUT_FIELDS[2:]):
             if ids not in self.fields and text not in self.fields:
                 raise self.wrong(f"has neither {ids} nor {text}; give one of them.")
@@ -273,7 +276,7 @@ class _Line:
         )
 
     def check_text(self, ids: Sequence[int]) -> None:
-        """Raises unless the text is what the ids say; a stop string may have cut it."""
+        """Raises unless the text is that of the ids; a stop string may have cut it."""
         tokenizer: Any = self.target.tokenizer
         decode = tokenizer.hf.decode
         said = (
@@ -292,7 +295,7 @@ class _Line:
         ids, size = self.fields[kind], self.target.vocab_size
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise self.wrong(
-                f"has {kind} that are not one list of integers; write one output a line."
+                f"has {kind} that are not one list of integers; write one output per line."
             )
         for token in ids:
             if not 0 <= token < size:
@@ -305,11 +308,11 @@ class _Line:
 
     def text(self, kind: str) -> str:
         if not isinstance(self.fields[kind], str):
-            raise self.wrong(f"has a {kind} that is not text; write one output a line.")
+            raise self.wrong(f"has a {kind} that is not text; write one output per line.")
         return self.fields[kind]
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Sampling parameters of the line, wherever in it they stand."""
+        """Sampling parameters of the line, wherever they are in it."""
         within = self.fields.get("sampling_params") or {}
         if not isinstance(within, dict):
             raise self.wrong("has sampling_params that are not an object; write names and values.")
@@ -324,7 +327,7 @@ class _Line:
         if unknown:
             raise SettingError(
                 f"{self.where} has the sampling parameter {unknown[0]!r}; leave it out if it "
-                f"changes no token, else it cannot be judged (known are "
+                f"changes no token, otherwise it cannot be judged (known are "
                 f"{', '.join(SAMPLING_FIELDS)})."
             )
         return {name: x for name, x in {**within, **beside}.items() if x is not None}

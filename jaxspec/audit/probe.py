@@ -1,8 +1,8 @@
-"""The start-up probe: do bits depend on the row, its neighbours, or the place in the window?
+"""The start-up probe: do bits depend on the row, its neighbours, or the position in the window?
 
-Equality to the bit rests on one fact about the machine: a matrix product gives a row the same bits
-wherever it stands and whatever the other rows hold. That is so on XLA:CPU, and usually on GPUs, but
-nothing guarantees it, so it is tried with the engine's own compiled programs.
+Bitwise equality rests on one fact about the machine: a matrix product gives a row the same bits
+wherever the row is and whatever the other rows hold. This holds on XLA:CPU, and usually on GPUs,
+but nothing guarantees it, so it is tested with the engine's own compiled programs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NUM_TOKENS = 6  # decoded per probed request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """What the probe saw. Each field is True (equal bits), False, or None (not applicable).
+    """The results of the probe. Each field is True (equal bits), False, or None (not applicable).
 
     Attributes:
       rows: requests in other rows gave the same tokens and KV; None with one row.
-      neighbours: a request beside others gave the same; None with one row.
-      window_positions: a token scored at every other place of the window got the same logits; None
-        with a window of one.
-      num_compared: arrays compared.
+      neighbours: a request gave the same with different neighbours; None with one row.
+      window_positions: a token scored at every other position of the window got the same logits;
+        None with a window of one.
+      num_compared: number of arrays compared.
     """
 
     rows: bool | None
@@ -72,9 +72,9 @@ class ProbeReport:
 def probe(engine: Engine) -> ProbeReport:
     """Permutes rows, neighbours and window positions through an engine, and compares bits.
 
-    Rows and neighbours go through the engine's own compiled round, which must be idle: its
-    rows are overwritten. The window is tried on the target's forward pass in the engine's
-    shape, because what a round puts at each place of the window is up to the drafter.
+    Rows and neighbours go through the engine's own compiled round, which must be idle: its rows are
+    overwritten. The window is tested on the target's forward pass in the engine's shape, because
+    the drafter decides what a round puts at each position of the window.
     """
     shape = engine.shape
     length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
@@ -106,8 +106,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def rows_of(engine: Engine, requests: Sequence[Request]) -> list[int]:
-    """The rows that an idle engine gives to these requests, no more than it has, if they come at
-    once."""
+    """The rows that an idle engine gives to these requests (at most as many as it has rows) if they
+    arrive together."""
     order = engine.scheduler.order(
         [len(request.prompt_token_ids) for request in requests],
         [request.params.max_tokens for request in requests],
@@ -130,10 +130,10 @@ def _equal(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
 
 
 def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
-    """Whether tokens get the same logits wherever in the window they stand.
+    """Whether tokens get the same logits at every position in the window.
 
-    The same sequence is read in one window after the other; windows that begin earlier or later
-    put each of its tokens at every place.
+    The same sequence is read in one window after the other; windows that begin earlier or later put
+    each of its tokens at every position.
     """
     shape = engine.shape
     batch_size, window = shape.batch_size, shape.verify_length
@@ -144,7 +144,7 @@ def _window_positions_agree(engine: Engine, rng: np.random.Generator) -> bool:
     # Every token in turn is the first of its window, as in plain decoding.
     firsts = num_tokens - window + 1
     at_first = []
-    # Compiled here, for once: a function kept for later would keep the parameters alive.
+    # Compiled here for one use, because a cached function would keep the parameters alive.
     score = Program(
         jax.jit(functools.partial(_score_window, engine.target)),
         f"the probe of {engine.target.name}, batch {batch_size}, window {window}",

@@ -1,4 +1,4 @@
-"""What an audit shows: tables for the terminal, and one page with plots."""
+"""Reports of audits: tables for the terminal, and one page with plots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_LISTED = 200  # divergences listed in a report; the JSON document holds all
 
 
 def prefix_shares(outputs: Iterable[tuple[int, Divergence | None]]) -> np.ndarray:
-    """Share of outputs, each given as its number of tokens and its first divergence, that have none
-    in their first i tokens, i = 0, 1, ..."""
+    """Fraction of outputs without a divergence in their first i tokens, i = 0, 1, ...; each output
+    is given as its number of tokens and its first divergence."""
     lengths, divergences = zip(*outputs, strict=True)
     index = np.arange(max(lengths) + 1)
     first = np.array([d.index if d else len(index) for d in divergences])
@@ -34,14 +34,14 @@ def prefix_shares(outputs: Iterable[tuple[int, Divergence | None]]) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What both kinds of audit show.
+    """The report of either kind of audit.
 
     Attributes:
-      audit: what is shown; its promise, and whether it held.
-      title: a line.
-      tables: of figures, for terminal and page.
-      divergences: of all levels, with where each stands.
-      curves: `prefix_shares` by what the outputs are compared with.
+      audit: the audit that is shown, with its promise and whether it held.
+      title: one line.
+      tables: the tables of results, for terminal and page.
+      divergences: those of all levels, with the place of each.
+      curves: `prefix_shares`, by the reference of the comparison.
     """
 
     audit: EngineAudit | OutputsAudit
@@ -298,7 +298,7 @@ def _plot_margins(shown: dict[Finding, list[Divergence]]) -> Plot:
     bounds = [d.bound for found in shown.values() for d in found if d.bound > 0]
     numbers = [x for x in (*finite, *bounds) if x > 0] or [1.0]
     low, high = min(numbers) / 2, max(numbers) * 2
-    # What no rounding explains at all (a missing token) is drawn at the edge.
+    # Divergences that no rounding can explain (a missing token) are drawn at the edge.
     for finding, found in shown.items():
         axes.scatter(
             np.clip([d.bound for d in found], low, high),

@@ -1,4 +1,4 @@
-"""Sampled outputs against the target's distribution, each alone and all together."""
+"""Tests sampled outputs against the target's distribution, individually and together."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleEvidence:
-    """What sampled outputs say against the distribution.
+    """The evidence of sampled outputs against the distribution.
 
     Attributes:
-      log_evidence: of each output; see `jaxspec.audit.evidence`.
-      together: of all of them, those left out that hold an excluded token.
-      num_excluded: outputs with a token that the distribution (or the seed) excludes, by more than
-        rounding.
+      log_evidence: that of each output; see `jaxspec.audit.evidence`.
+      together: that of all outputs except those with an excluded token.
+      num_excluded: number of outputs with a token that the distribution (or the seed) excludes by
+        more than rounding.
     """
 
     log_evidence: tuple[float, ...] = ()
@@ -47,7 +47,7 @@ class SampleEvidence:
 
     @classmethod
     def of(cls, judged: Sequence[OwnOutput], seeds: Sequence[Hashable | None]) -> SampleEvidence:
-        """Of sampled outputs as they were judged."""
+        """The evidence of judged sampled outputs."""
         possible = [
             (own.bets, seed)
             for own, seed in zip(judged, seeds, strict=True)
@@ -61,26 +61,26 @@ class SampleEvidence:
 
     @property
     def num_unlikely(self) -> int:
-        """Outputs that speak against the distribution by themselves."""
+        """Number of outputs that individually are evidence against the distribution."""
         return sum(log > evidence_limit(len(self.log_evidence)) for log in self.log_evidence)
 
     @property
     def is_unlikely_together(self) -> bool:
-        """Whether all outputs together speak against the distribution."""
+        """Whether all outputs together are evidence against the distribution."""
         return self.together.log_evidence > evidence_limit()
 
     @property
     def holds(self) -> bool:
-        """Whether nothing speaks against the distribution."""
+        """Whether there is no evidence against the distribution."""
         return not (self.num_excluded or self.num_unlikely or self.is_unlikely_together)
 
     @property
     def powers(self) -> tuple[Power, ...]:
-        """How likely each alternative was to be found."""
+        """The probability of finding each alternative."""
         return self.together.powers()
 
     def power_table(self) -> TextTable:
-        """What these outputs would have shown, alternative by alternative."""
+        """What these outputs could have shown, by alternative."""
         return TextTable.of_columns(
             f"What {self.together.num_tokens} sampled tokens can show",
             {
@@ -110,7 +110,8 @@ def judge_samples(
     *,
     on_output: Callable[[], None] = lambda: None,
 ) -> tuple[list[OwnOutput], SampleEvidence]:
-    """Every sampled output token by token, and what all of them say against the distribution.
+    """Judges every sampled output token by token; returns the findings, and the evidence of all of
+    them against the distribution.
 
     Rounding is measured (which takes several times as long) only if something seems wrong.
     `on_output` is called after each output.

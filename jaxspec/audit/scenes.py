@@ -1,8 +1,8 @@
-"""The distribution of many rows that decode a table model, by a chi-square test.
+"""A chi-square test of the outputs of many rows that decode a table model.
 
 The target's next token depends on the last one only, so the probability of every output is known
-exactly, and 40,000 rows of a few tokens show what no workload of a real model would: noise that is
-used twice, a draft whose distribution is not the one that verification is told.
+exactly, and 40,000 rows of a few tokens show what no workload of a real model could: noise that is
+used twice, or a draft whose distribution is not the one that the verifier gets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TableModel:
     tokenizer: Any = None
 
     def init_cache(self, num_rows: int, capacity: int) -> Any:
-        """Nothing to remember."""
+        """A cache without content."""
         return ()
 
     def forward(self, params, tokens, window, cache):
@@ -59,14 +59,14 @@ class DistributionScene:
     """Many rows that decode a table model, and the distribution that their outputs must follow.
 
     Attributes:
-      verifier: a lossless one.
+      verifier: a lossless verifier.
       p: `[V, V]` logits of the target.
       q: `[V, V]` logits of the drafter.
-      temperature: of every row.
-      top_p: of every row.
-      num_nodes: drafts of a round.
-      num_tokens: of each output.
-      num_rows: outputs.
+      temperature: that of every row.
+      top_p: that of every row.
+      num_nodes: number of drafts per round.
+      num_tokens: number of tokens of each output.
+      num_rows: number of outputs.
     """
 
     verifier: Verifier
@@ -80,11 +80,11 @@ class DistributionScene:
 
     @functools.cached_property
     def healthy_p_value(self) -> float:
-        """`p_value`, first asked for while no fault is on."""
+        """`p_value`, first computed while no fault is switched on."""
         return self.p_value()
 
     def outputs(self) -> np.ndarray:
-        """`[num_rows, num_tokens]`, by the production round."""
+        """`[num_rows, num_tokens]`, decoded by the production round."""
         size = self.p.shape[0]
         target, draft_model = (
             TableModel(params=jnp.asarray(table, jnp.float32), vocab_size=size)
@@ -129,7 +129,8 @@ class DistributionScene:
         return every.replace(key=jnp.stack([jnp.zeros_like(numbers), numbers], axis=1))
 
     def distribution(self) -> np.ndarray:
-        """`[V] * num_tokens` probabilities of the outputs that start after token 0, by hand."""
+        """`[V] * num_tokens` probabilities of the outputs that start after token 0, computed
+        directly."""
         step = np.exp(self.p / self.temperature)
         step /= step.sum(axis=1, keepdims=True)
         for row in step:

@@ -1,10 +1,10 @@
-"""The logits of a given output under a model: teacher forcing, and how far rounding moves them.
+"""The logits of a given output under a model, by teacher forcing, and how far rounding moves them.
 
-A sequence is read by one compiled program per width, whatever its length: the prompt in chunks, the
-output in segments of `SEGMENT` tokens. Each segment is scored with fp32 parameters, which is the
-reference, and again in the dtype that the output was made in, with the output read in windows of
-several widths. The largest difference between these is the rounding noise of scoring: measured, on
-this model and this very context, instead of assumed.
+One compiled program per width reads a sequence of any length: the prompt in chunks, the output in
+segments of `SEGMENT` tokens. Each segment is scored with fp32 parameters, which is the reference,
+and again in the dtype of the output, in windows of several widths. The largest difference between
+these is the rounding noise of scoring, measured on this model and in this context instead of
+assumed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from jaxspec.runtime.compilation import Program, numbered
 from jaxspec.types import BatchView, PyTree
 
 SEGMENT = 64  # output tokens scored by one call
-PROMPT_CHUNK = 128  # of the re-scorings; the fp32 scoring reads prompts in chunks of SEGMENT
+PROMPT_CHUNK = 128  # for re-scoring; fp32 scoring reads prompts in chunks of SEGMENT
 WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Scores of consecutive output tokens, each after the output's own tokens before it.
+    """Scores of consecutive output tokens, each given the output's own tokens before it.
 
     Attributes:
       first: index in the output of the segment's first token.
       tokens: `[n]` int32, the output's tokens.
-      chosen: `[n]` int32, what the target emits there by its fp32 logits: the arg max, or the keyed
-        draw of a sampled request (only meaningful if its seed is known).
+      chosen: `[n]` int32, the token that the target emits there by its fp32 logits: the arg max, or
+        the keyed draw of a sampled request (only meaningful if its seed is known).
       noise: `[n]` fp32, the largest change of a logit when it is computed in the output's dtype,
         over `WIDTHS`.
       log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
@@ -73,8 +73,8 @@ class Segment:
         return self.first + len(self.tokens)
 
     def logits_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Adjusted logits and keyed noise, `[V]` float64 each, by which output token `index` is
-        drawn."""
+        """The adjusted logits and keyed noise, `[V]` float64 each, with which output token `index`
+        is drawn."""
         row = index - self.first
         fetched = jax.device_get((self.adjusted[row], self.gumbel[row]))
         return fetched[0].astype(np.float64), fetched[1].astype(np.float64)
@@ -84,9 +84,9 @@ class Scorer:
     """Scores outputs under a target.
 
     Args:
-      target: the model whose output is claimed. A copy of its parameters in fp32 is made.
-      max_length: tokens of the longest prompt and output, together.
-      dtype: in which the outputs were computed; default the target's own.
+      target: the model whose outputs these are claimed to be. Its parameters are copied in fp32.
+      max_length: most tokens of a prompt and its output together.
+      dtype: the dtype in which the outputs were computed; default the target's own.
 
     Raises:
       ModelError: the target's parameters cannot be cast (it is not a dataclass).
@@ -96,7 +96,7 @@ class Scorer:
         own = parameter_dtype(target) if dtype is None else jnp.dtype(dtype)
         self.target = target
         self.dtype = own
-        # One segment more than asked for: the last one may be filled up.
+        # One segment more than requested, because the last one may be padded.
         self.max_length = kv.round_up_to_block(max_length + SEGMENT)
         self._wide = with_dtype(target, jnp.float32)
         self._own = with_dtype(target, own)
@@ -146,7 +146,7 @@ class Scorer:
         tokens = np.zeros((self.max_length,), np.int32)
         num_prompt, end = len(prompt_ids), len(prompt_ids) + len(output_ids)
         tokens[:num_prompt], tokens[num_prompt:end] = prompt_ids, output_ids
-        before = np.int32(num_prompt - 1)  # the prompt's last token is scored, not only read
+        before = np.int32(num_prompt - 1)  # the prompt's last token is scored, not just prefilled
         wide = self._read_wide(self._wide.params, tokens, before)
         own = {}
         if measures_noise:
@@ -216,7 +216,7 @@ class Scorer:
             stop_tokens=stops,
             sampling=row,
         )
-        # The segment's tokens are to penalties what a draft is: later ones see earlier ones.
+        # For penalties, the segment's tokens are like a draft: later ones see earlier ones.
         following = lax.dynamic_slice(tokens, (start + 1,), (SEGMENT,))
         prefix = sampling.chain_prefix(rows, following[None, :-1])
         adjusted = sampling.adjust(logits[None], rows, prefix)
@@ -255,7 +255,7 @@ def window_logits(
 ) -> tuple[jax.Array, Any]:
     """Logits `[width, V]` after each of the tokens from `start`, and the cache with their KV.
 
-    Tokens from `stop` on are padding: they repeat the last one and are stored nowhere.
+    Tokens from `stop` on are padding: they repeat the last token and are not stored.
     """
     window = chain_window(start[None], width, stop=stop[None])
     hidden, cache = model.forward(params, tokens[window.positions], window, cache)

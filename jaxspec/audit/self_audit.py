@@ -1,12 +1,12 @@
 """Audit of jaxspec's own runs: the levels of equality, on token ids cut after the stop token.
 
-`CLAIMS` says what holds at each. At E1 and E2 the bits of each token's log-probability (if the
+`CLAIMS` says what each level claims. At E1 and E2 the bits of each token's log-probability (if the
 engine keeps them) and of the committed KV are compared too. Verifiers that draw other tokens than
-plain decoding promise the distribution only; they also decode the tables of `jaxspec.audit.scenes`,
-where faults show that a few outputs of a real model cannot.
+plain decoding promise only the distribution; they also decode the tables of `jaxspec.audit.scenes`,
+which reveal faults that a few outputs of a real model cannot.
 
-In the aligned layout bits depend on the neighbours' lengths, and in windows of several widths on
-what was drafted (unless the kernels' bits do not), and so every level allows ties there.
+In the aligned layout bits depend on the neighbours' lengths and, with kernels whose bits depend on
+the width, in windows of several widths on the drafts; there every level allows ties.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Verifier
 
-NUM_ALONE = 4  # requests that are also decoded alone, for E2, and go on as chats, for E5
-NUM_LATER_TURNS, TURN_LENGTH = 2, 8  # of each chat; tokens that the user says in a later turn
+NUM_ALONE = 4  # requests that are also decoded alone, for E2, and continued as chats, for E5
+NUM_LATER_TURNS, TURN_LENGTH = 2, 8  # per chat; tokens of the user in a later turn
 
 CLAIMS = {
     "E1": "plain decoding by the same engine gives the same tokens and bits",
@@ -58,13 +58,13 @@ CLAIMS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparedOutput:
-    """One output beside its reference.
+    """One output compared with its reference.
 
     Attributes:
-      request_id: of the output.
-      num_tokens: of the reference.
+      request_id: that of the output.
+      num_tokens: number of tokens of the reference.
       are_bits_equal: whether log-probabilities and KV are equal too; None if not compared.
-      divergence: the first one, judged; None where tokens are equal.
+      divergence: the first divergence, judged; None if tokens are equal.
     """
 
     request_id: str
@@ -75,11 +75,11 @@ class ComparedOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Level:
-    """What the comparisons of one level found.
+    """The results of the comparisons of one level.
 
     Attributes:
       name: a key of `CLAIMS`.
-      outputs: compared at this level; empty where it does not apply.
+      outputs: those compared at this level; empty if it does not apply.
       reason: why it does not apply, or None.
       allows_ties: whether a proven tie is within the promise.
     """
@@ -91,17 +91,17 @@ class Level:
 
     @property
     def exact(self) -> float:
-        """Share of outputs whose tokens are all equal."""
+        """Fraction of outputs whose tokens are all equal."""
         return mean([c.divergence is None for c in self.outputs])
 
     @property
     def prefix_match(self) -> float:
-        """Mean over outputs of the share of tokens before the first difference."""
+        """Mean over outputs of the fraction of tokens before the first difference."""
         pairs = [(c.divergence, c.num_tokens) for c in self.outputs]
         return mean([min(first.index / length, 1) if first else 1 for first, length in pairs])
 
     def count(self, finding: Finding) -> int:
-        """Outputs whose first divergence was found to be this."""
+        """Number of outputs whose first divergence has this finding."""
         return sum(d.finding == finding for _, d in self.divergences)
 
     @property
@@ -111,12 +111,12 @@ class Level:
 
     @property
     def num_other_bits(self) -> int:
-        """Outputs with equal tokens, but other log-probabilities or KV."""
+        """Number of outputs with equal tokens but different log-probabilities or KV."""
         return sum(c.divergence is None and c.are_bits_equal is False for c in self.outputs)
 
     @property
     def holds(self) -> bool | None:
-        """Whether the claim held for every output; None where it does not apply."""
+        """Whether the claim held for every output; None if it does not apply."""
         if self.reason is not None:
             return None
         if self.allows_ties:
@@ -148,8 +148,9 @@ class DistributionLevel:
     """Evidence of sampled outputs against the target's distribution.
 
     Attributes:
-      samples: what they say.
-      num_wrong_ends: outputs that end without a stop token before their limit, or after it.
+      samples: their evidence.
+      num_wrong_ends: number of outputs that end without a stop token before their limit, or after
+        it.
       reason: why it does not apply, or None.
     """
 
@@ -159,7 +160,7 @@ class DistributionLevel:
 
     @property
     def holds(self) -> bool | None:
-        """Whether no output speaks against the distribution; None where none was sampled."""
+        """Whether there is no evidence against the distribution; None if no output was sampled."""
         if self.reason is not None:
             return None
         return self.samples.holds and self.num_wrong_ends == 0
@@ -182,7 +183,7 @@ class TablesLevel:
 
     Attributes:
       p_values: by scene.
-      num_outputs: of each scene.
+      num_outputs: number of outputs of each scene.
       reason: why it does not apply, or None.
     """
 
@@ -192,7 +193,7 @@ class TablesLevel:
 
     @property
     def holds(self) -> bool | None:
-        """Whether every scene follows its distribution; None where it does not apply."""
+        """Whether every scene follows its distribution; None if this does not apply."""
         if self.reason is not None:
             return None
         return min(self.p_values.values()) >= ALPHA
@@ -213,12 +214,12 @@ class TablesLevel:
 class StudyMetrics:
     """The published study's metrics, on decoded text (eBay/spec_dec, `compare_outputs`).
 
-    They judge text, special tokens included: text that follows the reference's end is not seen by
-    `partial`, and tokens that decode alike count as equal.
+    They judge text, including special tokens: `partial` ignores text after the reference's end, and
+    tokens with the same text count as equal.
 
     Attributes:
-      exact: share of outputs whose text equals the reference's.
-      partial: mean share of the reference's tokens, of the text encoded again, before the first
+      exact: fraction of outputs whose text equals the reference's.
+      partial: mean fraction of the reference's tokens (its text encoded again) before the first
         difference.
     """
 
@@ -229,7 +230,7 @@ class StudyMetrics:
     def of(
         cls, model: Model, outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
     ) -> StudyMetrics | None:
-        """Of outputs beside their references; None without a tokenizer."""
+        """The metrics of outputs and their references; None without a tokenizer."""
         if model.tokenizer is None or not outputs:
             return None
         hf = model.tokenizer.hf
@@ -251,16 +252,16 @@ class EngineAudit:
       engine: `Engine.describe()`.
       dtype: of the target.
       promise: what the verifier promises, in words.
-      num_requests: audited.
-      num_sampled: of these, with a temperature.
+      num_requests: number of audited requests.
+      num_sampled: number of these with a temperature.
       levels: E1 to E5 by name.
-      distribution: of the sampled outputs.
-      tables: of a verifier that promises the distribution only.
+      distribution: the level of the sampled outputs.
+      tables: the level for verifiers that promise the distribution only.
       study: the published study's metrics against the reference loop; None without a tokenizer.
       probe: the start-up probe.
-      acceptance: of the speculative run.
+      acceptance: that of the speculative run.
       kv_distance: how far the target is from the same one with full KV, on the prompts and outputs
-        of the speculative run; no part of the promise. None if its KV is full.
+        of the speculative run; not part of the promise. None if its KV is full.
     """
 
     engine: dict[str, Any]
@@ -278,11 +279,11 @@ class EngineAudit:
 
     @property
     def every_level(self) -> dict[str, Level | DistributionLevel | TablesLevel]:
-        """By name."""
+        """All levels by name."""
         return {**self.levels, "distribution": self.distribution, "tables": self.tables}
 
     def _named(self, holds: bool) -> list[str]:
-        """Levels that apply, and hold or do not."""
+        """Names of the levels that apply and hold, or do not hold."""
         return [name for name, level in self.every_level.items() if level.holds == holds]
 
     @property
@@ -324,7 +325,7 @@ class EngineAudit:
         }
 
 
-# The completion of each request of a run, and a digest of its KV; None where bits are not compared.
+# For each request of a run, its completion and a digest of its KV; None if bits are not compared.
 _Run: TypeAlias = Sequence[tuple[Completion, str | None]]
 
 
@@ -338,16 +339,17 @@ def audit_engine(
 ) -> EngineAudit:
     """Audits an engine on a workload.
 
-    The workload is decoded speculatively, plainly by the same engine, in another order, in part
-    alone, and by the reference loop; some of it goes on for a few turns in sessions. What sessions
-    of the engine's owner have in its rows is dropped, and read again with their next turn. Give the
-    engine `max_logprobs=0`, and E1 and E2 compare the bits of the tokens' log-probabilities too.
+    The workload is decoded speculatively, plainly by the same engine, in another order, partly
+    alone, and by the reference loop; some requests continue for a few turns in sessions. KV of the
+    caller's own sessions in the engine's rows is dropped, and prefilled again with their next turn.
+    If the engine has `max_logprobs=0` or more, E1 and E2 also compare the bits of the tokens'
+    log-probabilities.
 
     Args:
-      engine: with a drafter, idle.
+      engine: an idle engine with a drafter.
       prompts: as for `Engine.generate`.
       params: one for all, or one each.
-      seed: of the other order.
+      seed: seed of the other order.
       on_stage: called with the name of each stage as it begins.
 
     Raises:
@@ -361,13 +363,13 @@ def audit_engine(
     engine.reset()
     tell("the start-up probe")
     seen = probe(engine)
-    # Where bits depend on neighbours or widths, no more than the promise of E4 can be kept.
+    # If bits depend on neighbours or widths, only the promise of E4 can be kept.
     keeps_bits = engine.executor.is_width_invariant and engine.layout == "ragged"
     is_bit_exact = seen.holds and keeps_bits
-    # Plain decoding draws as coupled verification does; other verifiers equal it where greedy.
+    # Plain decoding draws as coupled verification does; other verifiers equal it for greedy rows.
     sampled = [i for i, request in enumerate(requests) if request.params.temperature > 0]
     own = [i for i in range(len(requests)) if verifier.is_coupled or i not in sampled]
-    # Other draws are repeated to the bit or not at all: no tie of a keyed draw explains them.
+    # Other draws are repeated exactly or not at all: no tie of a keyed draw explains a difference.
     is_repeatable = verifier.is_coupled or (is_bit_exact and engine.adaptive is None)
     repeated = list(range(len(requests))) if is_repeatable else own
 
@@ -392,7 +394,7 @@ def audit_engine(
     scorer = Scorer(engine.target, max_length=longest + 1)
 
     def level(name: str, chosen: Sequence[int], expected: _Run) -> Level:
-        """The speculative output of some requests beside what is expected."""
+        """Compares the speculative output of some requests with what is expected."""
         if chosen:
             found = _compare(scorer, requests, chosen, [drafted[i] for i in chosen], expected)
             return Level(name=name, outputs=found, allows_ties=name == "E4" or not is_bit_exact)
@@ -489,9 +491,9 @@ def _run(
 def _run_chats(
     engine: Engine, requests: Sequence[Request]
 ) -> tuple[str | None, list[Request], _Run, _Run]:
-    """Requests that go on as chats, each in a session, all of them open at a time: why there are
-    none, or None; the requests of later turns; their completions; and those from nothing. Digests
-    of KV are of engines whose sessions keep bits."""
+    """Continues requests as chats, each in its own session, all open at the same time. Returns the
+    reason why there are none, or None; the requests of later turns; their completions in sessions;
+    and those decoded from scratch. KV is only digested if the engine's sessions keep bits."""
     try:
         sessions = [engine.session() for _ in requests]
     except SettingError:
@@ -524,7 +526,7 @@ def _run_chats(
 
 
 def _digest_of_kv(engine: Engine, row: int | None) -> str | None:
-    """Of the committed KV of a row."""
+    """A digest of the committed KV of a row."""
     if row is None:
         return None
     kv = b"".join(values.tobytes() for values in engine.executor.committed_kv(row))
@@ -532,7 +534,7 @@ def _digest_of_kv(engine: Engine, row: int | None) -> str | None:
 
 
 def _run_reference_loop(engine: Engine, requests: Sequence[Request]) -> _Run:
-    """Decodes requests one token at a time, in another program."""
+    """Decodes requests one token at a time, with another program."""
     loop = Engine(
         engine.target,
         batch_size=engine.shape.batch_size,
@@ -543,7 +545,7 @@ def _run_reference_loop(engine: Engine, requests: Sequence[Request]) -> _Run:
 
 
 def _with_logprobs(requests: Sequence[Request], logprobs: int | None) -> list[Request]:
-    """The requests with this number of log-probabilities asked for."""
+    """The requests, with this number of log-probabilities requested."""
     params = (dataclasses.replace(request.params, logprobs=logprobs) for request in requests)
     return [dataclasses.replace(r, params=own) for r, own in zip(requests, params, strict=True)]
 
@@ -551,8 +553,8 @@ def _with_logprobs(requests: Sequence[Request], logprobs: int | None) -> list[Re
 def _compare(
     scorer: Scorer, requests: Sequence[Request], chosen: Sequence[int], run: _Run, expected: _Run
 ) -> tuple[ComparedOutput, ...]:
-    """The outputs of a run, which are those of the requests `chosen`, beside what is expected of
-    each request."""
+    """Compares the outputs of a run, which are those of the requests `chosen`, with what is
+    expected for each request."""
     asked = [requests[i] for i in chosen]
     theirs = [expected[i] for i in chosen]
     found = judge_all(
@@ -580,7 +582,7 @@ def _compare(
 def _distribution(
     scorer: Scorer, engine: Engine, requests: Sequence[Request], completions: Sequence[Completion]
 ) -> DistributionLevel:
-    """What the sampled outputs among an engine's say about the distribution."""
+    """The evidence of an engine's sampled outputs about the distribution."""
     if not engine.verifier.is_lossless:
         return DistributionLevel(reason=_lossy(engine.verifier))
     room = engine.longest_prompt + 1  # tokens of prompt and output
@@ -614,7 +616,7 @@ def _distribution(
 
 
 def _tables(verifier: Verifier, *, is_sampled: bool) -> TablesLevel:
-    """The scenes with this verifier, as it is now, unless it or the requests promise less."""
+    """Runs the scenes with this verifier, unless it or the requests promise less."""
     if not verifier.is_lossless:
         return TablesLevel(reason=_lossy(verifier))
     if verifier.is_coupled:

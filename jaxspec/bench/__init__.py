@@ -1,1 +1,1 @@
-"""Measurements: each module runs with `python -m` and prints its figures beside their baseline."""
+"""Measurements: each module runs with `python -m` and prints its results next to their baseline."""

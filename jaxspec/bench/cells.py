@@ -1,6 +1,6 @@
-"""A grid of cells, measured one after the other, that goes on where it was interrupted.
+"""A grid of cells, measured one after another, that can be continued after an interruption.
 
-All cells are kept in one JSON file, which is written whole after each.
+All cells are kept in one JSON file, which is rewritten after each cell.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class CellStore:
     """The cells that are known, in a file.
 
     Args:
-      path: of the file.
-      header: what the cells depend on and have in common; it stands in the file before them, and a
-        grid is resumed under the same header only.
-      resume: go on with the cells that the file holds.
+      path: that of the file.
+      header: everything that the cells depend on; it precedes them in the file, and a grid can only
+        be resumed with the same header.
+      resume: keep the cells that the file holds, and measure the others.
 
     Raises:
-      SettingError: the file exists and is not to be resumed, or was made under another header.
+      SettingError: the file exists although `resume` is False, or was made with another header.
 
     Attributes:
-      header: as given, and what was added to it.
+      header: the given one, with additions.
       cells: results by name.
     """
 
@@ -65,18 +65,20 @@ class CellStore:
 
     @property
     def document(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The contents of the file."""
         return {**self.header, "cells": self.cells}
 
     def run(
         self, cells: Mapping[str, Callable[[], Cell]], *, say: Say, budget_s: float = math.inf
     ) -> None:
-        """Measures the cells that are not known yet, in order.
+        """Measures the missing cells, in order.
 
         Args:
-          cells: what measures each, by name. It may read the results of earlier ones.
+          cells: a function that measures each cell, by name. It may read the results of earlier
+            cells.
           say: called with e.g. `cell 5 of 42, 6 minutes left: NAME`.
-          budget_s: no cell is begun that, going by the slowest so far, would end later than this.
+          budget_s: no cell is started that, judging by the slowest so far, would end later than
+            this.
         """
         started_s = time.perf_counter()
         waiting = [name for name in cells if name not in self.cells]
@@ -96,7 +98,7 @@ class CellStore:
 
 
 def time_left(spent_s: float, num_done: int, num_left: int) -> str:
-    """E.g. `, 6 minutes left`, if the rest takes as long per cell as what is done."""
+    """E.g. `, 6 minutes left`, if the remaining cells take as long as the finished ones."""
     seconds = spent_s / num_done * num_left
     if seconds < 60:
         return ", less than a minute left"

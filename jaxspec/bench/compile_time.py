@@ -1,8 +1,8 @@
-"""Seconds to compile an engine's programs: with nothing kept, and from the persistent cache; and
-how they grow with the layers.
+"""Seconds to compile an engine's programs, without a cache and from the persistent cache, and how
+they grow with the number of layers.
 
-Layers are unrolled in every program, and a compiler that took the square of their number would make
-a deep model unusable.
+Layers are unrolled in every program, so compile time that grew with the square of their number
+would make a deep model unusable.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from jaxspec.runtime.report import Columns
 
 
 def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
-    """`cold_s` and `persistent_s`: compiling and running the first call, in an empty compilation
-    cache and in the one that this has filled.
+    """`cold_s` and `persistent_s`: seconds to compile and run the first call, with an empty
+    compilation cache and with the one that this has filled.
 
-    Measured in processes of their own, by the `compile_s` of `jaxspec generate`: a process compiles
-    a program once, whatever is kept on disk.
+    Measured in separate processes, by the `compile_s` of `jaxspec generate`, because a process
+    compiles a program only once, whatever is on the disk.
 
     Args:
-      options: of `jaxspec generate` that make the engine (`--target`, `--draft-length`, ...).
+      options: those of `jaxspec generate` that define the engine (`--target`, `--draft-length`,
+        ...).
       batch_size: rows.
 
     Raises:
@@ -86,9 +87,10 @@ class CompileTimeBench(Bench):
     }
 
     layers: tuple[int, ...] = (2, 4, 8, 16, 36)
-    """Numbers of layers of the target, rising; the draft model has two."""
+    """Numbers of layers of the target, in ascending order; the draft model has two."""
     width: int = 64
-    """Width of both models; the compiler works on instructions, whatever the size of arrays."""
+    """Width of both models; it hardly matters, because compile time depends on instructions and not
+    on array sizes."""
     batch_size: int = 8
     """Rows decoded together."""
     draft_length: int = 4
@@ -96,20 +98,21 @@ class CompileTimeBench(Bench):
     max_length: int = 1024
     """Slots per row."""
     repeats: int = 3
-    """Times that each engine is compiled, in turns."""
+    """How often each engine is compiled, in alternation."""
     dtype: Dtype = "float32"
     """Dtype of parameters, compute and cache."""
 
     def measure(self) -> dict[str, Any]:
-        """Seconds by number of layers, medians of the repeats; and the growth from each number to
+        """Seconds by number of layers (medians of the repeats), and the growth from each number to
         the next.
 
-        `cpu_s` is of all threads of this process, and says more than `wall_s` where the machine has
-        other work. `cpu_s_per_added_layer` is the same at every step if compile time is a
-        straight line; `exponent` is 1 if all of it is per layer, and 2 if it goes with the square.
+        `cpu_s` covers all threads of this process, and is more reliable than `wall_s` if the
+        machine has other work. `cpu_s_per_added_layer` is the same at every step if compile time is
+        a straight line; `exponent` is 1 if compile time is proportional to the number of layers,
+        and 2 if it grows with the square.
 
         Raises:
-          SettingError: fewer than two numbers of layers, or not in rising order.
+          SettingError: fewer than two numbers of layers, or not in ascending order.
         """
         if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
             raise SettingError(

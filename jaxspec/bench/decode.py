@@ -1,8 +1,8 @@
-"""Plain decoding beside speculative decoding: speed, where a round's time goes, its roofline.
+"""Compares plain and speculative decoding: speed, time breakdown of a round, roofline.
 
 The baseline of every speed-up is the window-1 plain loop, the fastest plain decoding there is, and
-engines take turns. Every output is compared with plain decoding by the same engine (equal), and
-with the window-1 loop (equal, or a proven tie within rounding).
+engines run in alternation. Every output is compared with plain decoding by the same engine (equal),
+and with the window-1 loop (equal, or a proven tie within rounding).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Bench):
-    """What `bench decode` measures."""
+    """Options of `bench decode`."""
 
     NAME: ClassVar[str] = "decode"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -58,17 +58,17 @@ class DecodeOptions(Bench):
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None
     """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
-    its first token less likely than that), or your own `package.module:factory`."""
+    its first token with a lower probability), or your own `package.module:factory`."""
     oracle: float | None = None
     """Draft what the target will emit, each token right with this probability, at the cost of the
     draft model; for models without trained weights (`random:PRESET`). Synthetic."""
     verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
-    """What decides how much of a draft is kept."""
+    """Rule that decides how much of a draft is kept."""
     scheduler: Literal["static", "continuous", "pool"] = "static"
     """Which rows take part in a round."""
     layout: Layout = "ragged"
     """How KV is stored; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
-    without realignment, which happens between rounds: whole runs show what that costs."""
+    without realignment, which happens between rounds; whole runs include its cost."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     """Batch sizes to measure."""
     draft_lengths: tuple[int, ...] = (2, 4, 6)
@@ -76,9 +76,9 @@ class DecodeOptions(Bench):
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     limit: int = 24
-    """Prompts to decode."""
+    """Number of prompts to decode."""
     max_prompt_tokens: int = 64
-    """Longer prompts are cut to their first so many tokens."""
+    """Cut longer prompts after this many tokens."""
     max_tokens: int = 48
     """Tokens emitted per prompt; EOS is ignored."""
     temperature: float = 0.0
@@ -86,10 +86,10 @@ class DecodeOptions(Bench):
     dtype: Dtype = "float32"
     """Dtype of parameters, compute and cache."""
     max_length: int | None = None
-    """Slots per prompt; default what the longest prompt needs. The cost model is fitted to contexts
-    up to it."""
+    """Slots per row; default: what the longest prompt needs. The cost model is fitted to contexts
+    up to this length."""
     repeats: int = 5
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,10 @@ class DecodeBench:
 
     Attributes:
       options: what is measured.
-      target: the model whose output it is.
+      target: the model to decode with.
       drafter: what proposes tokens.
       prompts: token ids.
-      say: called with what is being done.
+      say: called with a description of the current step.
     """
 
     options: DecodeOptions
@@ -112,7 +112,8 @@ class DecodeBench:
 
     @property
     def params(self) -> SamplingParams:
-        """Of every prompt; EOS is ignored, so that every run emits the same number of tokens."""
+        """Sampling parameters of every prompt; EOS is ignored, so that every run emits the same
+        number of tokens."""
         return SamplingParams(
             max_tokens=self.options.max_tokens,
             temperature=self.options.temperature,
@@ -142,8 +143,8 @@ class DecodeBench:
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What the engines differ in, by name: the window-1 plain loop, every draft length, and
-        the draft length that is chosen as it goes, under each promise."""
+        """The settings in which engines differ, by name: the window-1 plain loop, every draft
+        length, and the automatic draft length under each promise."""
         lengths = {f"drafted {n}": {"draft_length": n} for n in self.options.draft_lengths}
         adaptive = {
             f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
@@ -152,8 +153,8 @@ class DecodeBench:
         return {PLAIN: {"draft_length": 0}, **lengths, **adaptive}
 
     def engine(self, batch_size: int, draft_length: DraftLength, **changes: Any) -> Engine:
-        """A speculative engine, or the window-1 plain loop at draft length 0. One that chooses its
-        draft length has the window of the longest."""
+        """A speculative engine, or the window-1 plain loop at draft length 0. An engine with
+        automatic draft length has the window of the longest."""
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "max_length": self.max_length,
@@ -171,8 +172,8 @@ class DecodeBench:
         )
 
     def with_oracle(self, acceptance: float) -> DecodeBench:
-        """The same measurements with an oracle that has seen plain decoding's outputs, and costs
-        what the drafter does."""
+        """The same measurements with an oracle that knows plain decoding's outputs and costs as
+        much as the drafter."""
         plain = self.engine(max(self.options.batch_sizes), 0)
         sequences = [
             done.prompt_token_ids + done.token_ids
@@ -182,8 +183,8 @@ class DecodeBench:
         return dataclasses.replace(self, drafter=oracle)
 
     def engines(self, batch_size: int) -> dict[str, Engine]:
-        """One for each of `settings`. Where the widths of windows do not show in the bits, engines
-        of both promises are the same, and there is one."""
+        """An engine for each of `settings`. If bits do not depend on the width of windows, the
+        engines of both promises are the same, and only one is made."""
         made = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
         bitwise, ties = (made[f"auto, {promise}"] for promise in PROMISES)
         if ties.verify_lengths == bitwise.verify_lengths:
@@ -191,10 +192,11 @@ class DecodeBench:
         return made
 
     def run(self) -> dict[str, Any]:
-        """What the document holds: `runs` of fixed draft lengths, `adaptive` ones under each
+        """The contents of the document: `runs` with fixed draft lengths, `adaptive` ones under each
         promise, `cost_model`, `holds`."""
         ceilings = {}
-        # Of working sets as large as each model's weights: what fits a cache is as fast as it.
+        # For working sets as large as each model's weights, because what fits into a cache is as
+        # fast as the cache.
         for name, model in self.models.items():
             self.say(f"measuring bandwidth and products at the size of the {name}")
             work = forward_pass(model, batch=1, window=1, context=1)
@@ -208,8 +210,8 @@ class DecodeBench:
         for run in runs:
             run["predicted"] = self._predict(pair, run)
             if run["draft_length"]:
-                # Of rounds alone: a run also reads prompts and waits for the last row of a batch,
-                # and the cost model knows of neither.
+                # For rounds alone: a run also prefills prompts and waits for the last row of a
+                # batch, which the cost model does not cover.
                 steps = plain_ms[run["batch_size"]] / run["round_ms"]
                 run["speedup_of_rounds"] = run["emitted_per_round"] * steps
         # No round was fitted, only passes were.
@@ -230,10 +232,10 @@ class DecodeBench:
         }
 
     def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
-        """Plain decoding, every draft length, and those that choose theirs, at one batch size."""
+        """Plain decoding, every draft length, and automatic ones, at one batch size."""
         engines = self.engines(batch_size)
-        # Verifiers that keep only the target's distribution draw other tokens when they sample:
-        # nothing to compare.
+        # Verifiers that keep only the target's distribution draw other tokens when they sample, so
+        # there is nothing to compare.
         verifier = make_verifier(self.options.verifier)
         keeps_tokens = verifier.is_lossless and not self.options.temperature
         is_judged = verifier.is_coupled or keeps_tokens
@@ -249,7 +251,8 @@ class DecodeBench:
         for own, (name, engine) in zip(candidates, engines.items(), strict=True):
             total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
-            # Rows that are aligned, or scored in widths that show, round otherwise: ties only.
+            # Rows that are aligned, or scored in widths that affect the bits, round differently:
+            # equal up to ties.
             keeps_bits = self.options.layout == "ragged" and engine.executor.is_width_invariant
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
@@ -289,8 +292,8 @@ class DecodeBench:
     def time_stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
         """Milliseconds of a round and of its stages on a state in mid-decode, and memory.
 
-        A round decodes the rows in the batch whatever the scheduler, so others than the static one,
-        whose state holds more rows, lend their shape only.
+        A round decodes the rows in the batch with any scheduler, so of schedulers whose state holds
+        more rows only the shape is used.
         """
         if not isinstance(engine.scheduler, Static):
             engine = self.engine(engine.shape.batch_size, draft_length, scheduler=Static())
@@ -378,7 +381,7 @@ class DecodeBench:
         }
 
     def _predict(self, pair: cost.Pair, run: dict[str, Any]) -> dict[str, Any]:
-        """What the cost model says of a run, given the acceptance that was measured."""
+        """The cost model's prediction for a run, given the measured acceptance."""
         where = {"batch": run["batch_size"], "context": self.context}
         if run["draft_length"] == 0:
             return {"round_ms": 1e3 * pair.plain_s(**where)}
@@ -396,7 +399,7 @@ def agreement(
     target: LanguageModel, ours: Sequence[Completion], theirs: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
     """How many greedy or coupled outputs equal a reference's token ids, and how many diverge from
-    it elsewhere than at a tie within rounding."""
+    it other than at a tie within rounding."""
     params = [SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True) for done in ours]
     found = judge_all(target, ours, theirs, params)
     return found.num_equal, len(found.differing) - found.count(Finding.TIE)

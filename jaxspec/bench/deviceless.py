@@ -1,9 +1,9 @@
-"""Programs compiled for a device that is not there: what XLA makes of them, without running them.
+"""Compiles programs for a device that is not present, and shows what XLA makes of them.
 
 A GPU needs JAX's CUDA plugin (extra `deviceless`; no CUDA library, no driver), a TPU needs libtpu
-(`jax[tpu]`). XLA then compiles for a device that it knows by its description only. What it would
-otherwise choose by trying it out on the device (`autotuning`) it chooses by rules, so a product may
-become other kernels on a real one.
+(`jax[tpu]`). XLA then compiles for a device that it knows only from a description. Choices that it
+would otherwise make by timing on the device (autotuning) follow rules, so a product may become
+other kernels on a real device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class AbsentDevice:
     """A device to compile for.
 
     Attributes:
-      kind: as JAX names it.
-      platform: as `jax.default_backend()` names it.
-      plugins: modules of which one must be installed.
-      package: what brings one, for `pip install`.
-      bytes_per_s: of its memory, by XLA's description; GPUs only.
-      num_bytes: of its memory, likewise.
+      kind: its name in JAX.
+      platform: its name in `jax.default_backend()`.
+      plugins: modules, one of which must be installed.
+      package: a package that provides one, for `pip install`.
+      bytes_per_s: memory bandwidth, from XLA's description; GPUs only.
+      num_bytes: size of its memory, likewise.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class AbsentDevice:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be compiled for it here, or None."""
+        """The reason why nothing can be compiled for it here, or None."""
         if any(map(_is_installed, self.plugins)):
             return None
         return (
@@ -63,7 +63,7 @@ class AbsentDevice:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would stand in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -86,7 +86,7 @@ ABSENT_DEVICES = {
     ),
 }
 
-# A GpuTargetConfigProto, of what H100 and H200 have in common: Hopper with 132 multiprocessors.
+# A GpuTargetConfigProto with what H100 and H200 have in common: Hopper with 132 multiprocessors.
 _HOPPER = """
 platform_name: "CUDA"
 device_description_str: "{kind}"
@@ -128,13 +128,13 @@ _NUM_CORES = 132
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledText:
-    """What XLA says of a compiled program.
+    """XLA's texts about a compiled program.
 
     Attributes:
-      hlo: optimised.
-      memory: of `compiled.memory_analysis()`.
-      thunks: the dump `thunk_sequence_after_thunk_passes`, of a GPU.
-      thunk_metadata: the dump of this name, of a GPU.
+      hlo: the optimised HLO.
+      memory: the result of `compiled.memory_analysis()`.
+      thunks: the dump `thunk_sequence_after_thunk_passes`, for GPUs.
+      thunk_metadata: the dump of this name, for GPUs.
     """
 
     hlo: str
@@ -146,13 +146,14 @@ class CompiledText:
 def compile_for(
     name: str, function: Callable[..., Any], *arguments: PyTree, donated: int
 ) -> CompiledText:
-    """The program that `function` becomes on an absent device; call it in `as_if_on` this device.
+    """The program that `function` compiles to on an absent device; call it within `as_if_on` for
+    this device.
 
     Args:
       name: a key of `ABSENT_DEVICES`.
-      function: to be compiled.
+      function: the function to compile.
       arguments: `jax.ShapeDtypeStruct`s.
-      donated: number of the argument that is updated in place.
+      donated: index of the argument that is updated in place.
     """
     placed = shapes_at(arguments, jax.sharding.SingleDeviceSharding(_device(name)))
     with tempfile.TemporaryDirectory(prefix="jaxspec-deviceless-") as directory:
@@ -176,7 +177,7 @@ def compile_for(
 
 @contextlib.contextmanager
 def _keeping_no_program() -> Iterator[None]:
-    """The persistent cache takes nothing: it could not give it back without the device."""
+    """Disables the persistent cache, which could not load the program without the device."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, math.inf)
@@ -188,8 +189,8 @@ def _keeping_no_program() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_if_on(name: str) -> Iterator[None]:
-    """JAX's default backend is said to be this device's, and Pallas lowers kernels for it: what a
-    model and a loop decide by their platform, they decide as there.
+    """Makes JAX report this device's backend as the default, and Pallas lower kernels for it, so
+    that models and loops make the same choices as on the device.
 
     Raises:
       SettingError: nothing can be compiled for the device here.
@@ -219,7 +220,7 @@ def as_if_on(name: str) -> Iterator[None]:
 def _device(name: str) -> Any:
     device = ABSENT_DEVICES[name]
     if device.platform == "tpu":
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no cloud to ask what TPU this is
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no cloud service to ask
         return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
     text = _HOPPER.format(
         kind=device.kind,

@@ -1,4 +1,4 @@
-"""FlexDraft in its two modes: what it emits, what its parts bring, what its rounds cost.
+"""FlexDraft in its two modes: tokens per round, the gain of each part, the cost of rounds.
 
 Tokens per round and token-positions depend on models and prompts only, not on the machine.
 """
@@ -48,14 +48,14 @@ from jaxspec.types import PyTree
 
 Part: TypeAlias = Literal["acceptance", "ablation", "rounds", "speeds", "predicted"]
 MODES: tuple[Mode, ...] = ("parallel", "sequential")
-LARGE = "qwen3-8b"  # of the authors' release, for which rounds are predicted
+LARGE = "qwen3-8b"  # the authors' release, for which rounds are predicted
 DEVICE = "a100"  # likewise
 TIMED_ROUNDS = 16
-PROMPT_TOKENS = 64  # of rows whose rounds are timed
+PROMPT_TOKENS = 64  # prompt length of rows whose rounds are timed
 
 
 def _interval(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Of a row's field, which may be null; of a single prompt no interval is known."""
+    """Formats a field of a row, which may be null; a single prompt has no interval."""
 
     def shown(found: Mapping[str, Any]) -> str:
         field = found[name]
@@ -112,7 +112,7 @@ PREDICTED: Columns = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexDraftBench(PairBench):
-    """FlexDraft's two modes beside plain decoding, a draft model and an n-gram."""
+    """Compare FlexDraft's two modes with plain decoding, a draft model and n-grams."""
 
     NAME: ClassVar[str] = "flexdraft"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -120,26 +120,25 @@ class FlexDraftBench(PairBench):
     )  # fmt: skip
 
     weights: str = "demo-flexdraft"
-    """A NAME that `load_drafter` takes."""
+    """Weights, by a NAME that `load_drafter` takes."""
     parts: tuple[Part, ...] = ("acceptance", "ablation", "rounds", "speeds", "predicted")
-    """What is measured."""
+    """What to measure."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     draft_length: int = 3
-    """Drafts per round in the comparison of modes; `auto` chooses its own, and the ablation has as
-    many as a block."""
+    """Draft length in the comparison of modes; `auto` chooses its own, and the ablation uses a
+    whole block."""
     round_lengths: tuple[int, ...] = (1, 3, 7)
-    """Draft lengths of the rounds that are timed; those that a block has no room for are left
-    out."""
+    """Draft lengths of the timed rounds; those that do not fit into a block are left out."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Rows of the runs and rounds that are timed."""
+    """Batch sizes of the timed runs and rounds."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
-        """What `parts` say."""
+        """The measurements that `parts` select."""
         names = ("draft_length", "round_lengths", "batch_sizes", "max_tokens", "repeats")
         check_at_least_one(self, *names)
         target, draft = self.load()
@@ -182,7 +181,7 @@ class FlexDraftBench(PairBench):
         return document | {"config": config | {"weights": public_name(self.weights)}}
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """One for each part, and tokens per round by domain."""
+        """A table for each part, and tokens per round by domain."""
         columns = {
             "acceptance": ("tokens per round", ACCEPTANCE),
             "ablation": ("what the parts bring, batch 1, sequential", ABLATION),
@@ -204,7 +203,7 @@ class FlexDraftBench(PairBench):
         return tables
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What the columns mean, and whether outputs are plain decoding's."""
+        """What the columns mean, and whether outputs equal plain decoding's."""
         found = [
             (
                 "Differences, and speed-ups of parts, are means over prompts with their 95% "
@@ -235,7 +234,7 @@ class FlexDraftBench(PairBench):
         drafter: FlexDraft,
         lines: Sequence[PromptLine],
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Tokens per round of drafts as long as a block has, by domain."""
+        """Tokens per round for drafts of a whole block, by domain."""
         drafters: dict[str, Drafter] = {
             "FlexDraft": configured(drafter, mode="sequential"),
             "draft model": DraftModel(draft),
@@ -262,8 +261,8 @@ class FlexDraftBench(PairBench):
     def _ablation(
         self, target: LanguageModel, drafter: FlexDraft, lines: Sequence[PromptLine]
     ) -> tuple[list[dict[str, Any]], bool]:
-        """The parts in the paper's order, at batch 1 and in sequential rounds, which are the faster
-        ones on a CPU. Every prompt is timed by itself, all engines taking turns on it."""
+        """The parts in the paper's order, at batch 1 and in sequential rounds, which are faster on
+        a CPU. Every prompt is timed separately, with all engines in alternation."""
         drafter = configured(drafter, mode="sequential")
         whole = configured(drafter, confidence=0.0)
         steps = {
@@ -317,7 +316,7 @@ class FlexDraftBench(PairBench):
         return results, all(own.holds for own in found)
 
     def _rounds(self, target: LanguageModel, drafter: FlexDraft) -> list[dict[str, Any]]:
-        """Milliseconds of rounds of both modes and of plain steps, in turns."""
+        """Milliseconds of rounds of both modes and of plain steps, in alternation."""
         pair = cost.FlexPair(config=drafter.config, device=cost.DEVICES[DEVICE])
         results = []
         for batch_size in self.batch_sizes:
@@ -378,14 +377,14 @@ class FlexDraftBench(PairBench):
 
 
 def configured(drafter: FlexDraft, **settings: Any) -> FlexDraft:
-    """The same drafter with other settings; those that are not given stay."""
+    """The same drafter with some settings changed."""
     names = ("config", "params", "mode", "confidence", "rule", "block_size")
     own: dict[str, Any] = {**{name: getattr(drafter, name) for name in names}, **settings}
     return FlexDraft(**own, name=drafter.label)
 
 
 def without_calibration(drafter: FlexDraft) -> FlexDraft:
-    """The same attention, and a calibrator that adds nothing."""
+    """The same attention with a calibrator that adds nothing."""
     params: PyTree = unpacked(drafter.params)
     silent = {
         name: jnp.zeros_like(params["calibrator"][name]) for name in ("logits", "logits_bias")
@@ -396,8 +395,8 @@ def without_calibration(drafter: FlexDraft) -> FlexDraft:
 
 def crossings(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each draft length, the batch from which a sequential round takes less time than a
-    parallel one, by interpolation of the ratio of their times; and the least and the largest that
-    single turns give."""
+    parallel one, by interpolation of the ratio of their times; and the smallest and largest value
+    from single turns."""
     results = []
     for length in dict.fromkeys(found["draft_length"] for found in rounds):
         own = [found for found in rounds if found["draft_length"] == length]
@@ -422,8 +421,8 @@ def crossings(rounds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def crossing(batches: Sequence[int], ratios: Sequence[float]) -> float | None:
     """The batch at which the time of a parallel round over that of a sequential one reaches 1, on
-    the line between the batches that were measured; the first batch where it is above 1 already
-    there, None where it never is."""
+    the line between the batches that were measured; the first batch if it is already above 1 there,
+    None if it never is."""
     if ratios[0] >= 1:
         return float(batches[0])
     points = list(zip(batches, ratios, strict=True))
@@ -434,7 +433,7 @@ def crossing(batches: Sequence[int], ratios: Sequence[float]) -> float | None:
 
 
 def predicted() -> list[dict[str, Any]]:
-    """What the cost model says of the weights of the authors' release."""
+    """The cost model's predictions for the weights of the authors' release."""
     pair = cost.FlexPair(config=flex_config(PRESETS[LARGE]), device=cost.DEVICES[DEVICE])
     results = []
     for length in (15, 7, 3):

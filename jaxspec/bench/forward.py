@@ -1,4 +1,4 @@
-"""Forward passes of several models that take turns, at every batch size, window and context."""
+"""Alternating forward passes of several models, at every batch size, window and context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TimedPass(NamedTuple):
 
     Attributes:
       found: `batch_size`, `window`, `context`, and the milliseconds of each model as `NAME_ms`.
-      work: of each model.
-      turns: seconds of each model.
+      work: that of each model.
+      turns: the seconds of each model.
     """
 
     found: dict[str, Any]
@@ -31,7 +31,7 @@ class TimedPass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardBench(Bench):
-    """A bench of forward passes of one target, made ready in several ways."""
+    """A bench of forward passes of one target in several variants."""
 
     MEASURES: ClassVar[tuple[str, ...]] = (
         "kernels", "cache/pages.py", "models/decoder.py", "models/layers.py", "bench/forward.py",
@@ -52,10 +52,10 @@ class ForwardBench(Bench):
     contexts: tuple[int, ...] = (80, 1000)
     """Committed tokens per row."""
     repeats: int = 15
-    """Timed runs of each pass; the median counts."""
+    """Timed runs of each pass; the median is reported."""
 
     def time_passes(self, models: Mapping[str, LanguageModel]) -> Iterator[TimedPass]:
-        """The passes of these models, in turns."""
+        """Times the passes of these models, in alternation."""
         check_at_least_one(self, "batch_sizes", "windows", "contexts", "repeats")
         for batch, window in itertools.product(self.batch_sizes, self.windows):
             passes = {

@@ -1,12 +1,12 @@
-"""The GPU grid: published pairs at serving shapes, within a budget of time.
+"""The GPU grid: published pairs at serving shapes, within a time budget.
 
-Weights are random and an oracle drafts, right at a chosen rate while the draft model's steps are
-run and thrown away: speeds are those of the real pair at that acceptance, texts mean nothing. Rows
-start in mid-decode after a context that was never prefilled, which costs what any other context
-costs.
+Weights are random and an oracle drafts, right at a chosen rate, while the draft model's steps are
+run and discarded: speeds are those of the real pair at that acceptance, but texts are meaningless.
+Rows start in mid-decode after a context that was never prefilled, which costs the same as any other
+context.
 
 The oracle proposes what the same program emits when nothing is drafted, so that it is accepted
-exactly where it is meant to be, however near to ties random weights come.
+exactly where intended, however close to ties random weights come.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from jaxspec.verifiers import Coupled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a grid measures.
+    """The contents of a grid.
 
     Attributes:
       pairs: architectures of a target and its draft model, by name.
-      places: `(batch size, context)`, the most telling first: all pairs are measured at one before
-        any is at the next.
-      acceptances: of the oracle, per drafted token.
+      places: `(batch size, context)`, the most informative first: all pairs are measured at one
+        place before the next.
+      acceptances: those of the oracle, per drafted token.
       draft_length: N.
-      num_rounds: of a timed run.
-      dtype: of parameters, compute and cache.
-      ceiling_bytes: working set of the measured bandwidth.
+      num_rounds: number of rounds of a timed run.
+      dtype: that of parameters, compute and cache.
+      ceiling_bytes: working set for measuring the bandwidth.
     """
 
     pairs: Mapping[str, tuple[ModelConfig, ModelConfig]]
@@ -107,21 +107,21 @@ def measure_grid(
     resume: bool = False,
     say: Say = lambda message: None,
 ) -> dict[str, Any]:
-    """Measures cells until all are done or the budget is spent; the document, which is also written
-    after each cell.
+    """Measures cells until all are done or the budget is spent; returns the document, which is also
+    written after each cell.
 
     Args:
       plan: what to measure.
       destination: the JSON file.
-      budget_s: no cell is begun that, going by the slowest so far, would end later than this.
-      repeats: timed runs; medians count.
-      header: what else the document holds: command, options, versions, devices, commit.
+      budget_s: no cell is started that, judging by the slowest so far, would end later than this.
+      repeats: timed runs; medians are reported.
+      header: further contents of the document: command, options, versions, devices, commit.
       resume: keep the cells that `destination` holds, and measure the others.
-      say: called with what is being done.
+      say: called with a description of the current step.
 
     Raises:
-      SettingError: `destination` cannot be written; or it is to be resumed, and was made with other
-        settings, devices or versions.
+      SettingError: `destination` cannot be written, or cannot be resumed because it was made with
+        other settings, devices or versions.
     """
     grid = CellStore(destination, header=header, resume=resume)
     if "ceilings" not in grid.header:
@@ -135,11 +135,11 @@ def measure_grid(
         started_s = time.perf_counter()
         try:
             if cell["pair"] not in loaded:
-                loaded.clear()  # before the others are made: two pairs may not fit
+                loaded.clear()  # before the next pair is made, because two pairs may not fit
                 loaded[cell["pair"]] = _models(plan, cell["pair"])
             measured = _measure(plan, cell, loaded[cell["pair"]], ceilings, repeats)
             outcome = {"outcome": "measured", **measured}
-        # Whatever a compiler or a device cannot do must not cost the cells that come after.
+        # A failure of the compiler or the device must not affect later cells.
         except Exception as error:
             outcome = _failure(error)
             say(f"{_name(cell)}: {outcome['outcome']}: {error}")
@@ -158,7 +158,8 @@ def _name(cell: Mapping[str, Any]) -> str:
 
 
 def _failure(error: Exception) -> dict[str, str]:
-    """What a document says of a cell that could not be measured; messages may hold paths."""
+    """The entry for a cell that could not be measured, without the error's message, which may
+    contain paths."""
     text = str(error).lower()
     if "resource_exhausted" in text or "out of memory" in text:
         return {"outcome": "out of memory"}
@@ -242,7 +243,7 @@ def _measure(
 
 
 class _Rounds:
-    """The rounds of one cell, from a state in mid-decode that they can be set back to."""
+    """The rounds of one cell, from a state in mid-decode to which they can be reset."""
 
     def __init__(
         self,
@@ -285,13 +286,13 @@ class _Rounds:
         self.num_bytes = memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     def truth(self) -> np.ndarray:
-        """`[B, S]` tokens: the context, and what follows it when nothing is drafted."""
+        """`[B, S]` tokens: the context, and its continuation when nothing is drafted."""
         self._restart(0)
         self.executor.run(self._num_tokens)
         return self.executor.fetch("tokens").tokens
 
     def expect(self, truth: np.ndarray, acceptance: float) -> None:
-        """Lets the oracle propose the truth, each token of it changed with chance 1 -
+        """Lets the oracle propose the truth, with each token changed with probability 1 -
         acceptance."""
         is_right = np.random.default_rng(0).random(truth.shape) < acceptance
         wrong = (truth + 1) % self.executor.loop.target.vocab_size
@@ -303,7 +304,7 @@ class _Rounds:
         self.executor.params = {**params, "drafter": drafter}
 
     def time(self, repeats: int) -> tuple[Turns[str], int]:
-        """Timed runs of `num_rounds` rounds, and the tokens that one emits."""
+        """Timed runs of `num_rounds` rounds, and the number of tokens that one emits."""
         run = functools.partial(run_rounds, self.executor, self._plan.num_rounds)
         turns = take_turns(
             {"rounds": run},
@@ -315,7 +316,7 @@ class _Rounds:
         return turns, int(np.sum(length - self._context))
 
     def _restart(self, draft_length: int) -> None:
-        """The state as it began; caches stay, and what a run wrote to them is overwritten."""
+        """Resets the state; caches are kept, and a run's writes to them are overwritten."""
         start = jax.tree.map(jnp.asarray, self._start)
         now = self.executor.state
         drafter: PyTree = now.drafter
@@ -332,8 +333,8 @@ class _Rounds:
 
 
 def plot_grid(document: Mapping[str, Any]) -> Any:
-    """A matplotlib figure: round times beside their rooflines, and speed-ups beside what the
-    rooflines allow.
+    """A matplotlib figure: round times with their rooflines, and speed-ups with what the rooflines
+    allow.
 
     Raises:
       SettingError: matplotlib is not installed.

@@ -1,7 +1,7 @@
-"""Heads beside one another, a draft model and an n-gram: what they know, what they cost.
+"""Compares heads with each other, a draft model and n-grams: accuracy, acceptance and cost.
 
 Accuracy and tokens per round depend on models and prompts only, not on the machine. All heads draft
-the same trees, so that what differs is what they know.
+the same trees, so that only their predictions differ.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds", "predicte
 # Targets and draft models of the papers' sizes, for which the draft stage is predicted.
 PAIRS = (("vicuna-7b", "vicuna-68m"), ("qwen3-8b", "qwen3-0.6b"), ("glm-4-9b", "glm-4-draft-0.6b"))
 DEVICE = "h200"
-BUDGET = 8  # nodes up to which trees are Clover's, of a budget; larger ones are those of a beam
+BUDGET = 8  # largest tree from Clover's budget; larger ones are from beam search
 WIDTH = 4  # of the beam
 DEPTH = 8  # of the draft model's beam, at most
 MOST_NODES = WIDTH + (DEPTH - 1) * WIDTH**2  # candidates of that beam
@@ -106,7 +106,7 @@ PREDICTED: Columns = {
 
 
 class _TappedNGram(NGram):
-    """An n-gram drafter that is shown features, and does not look at them."""
+    """An n-gram drafter that gets features but ignores them."""
 
     taps = (LAST,)
 
@@ -122,25 +122,26 @@ class HeadsBench(PairBench):
     )  # fmt: skip
 
     heads: tuple[str, ...] = ()
-    """LABEL=NAME each, or a NAME that `load_drafter` takes; the others are compared with the
-    first."""
+    """Heads, each as LABEL=NAME or a NAME that `load_drafter` takes; the others are compared with
+    the first."""
     parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds", "predicted")
-    """What is measured; accuracy only with `--texts`."""
+    """What to measure; accuracy needs `--texts`."""
     texts: pathlib.Path | None = None
     """Held-out texts that the target wrote (`jaxspec train texts --split held-out`)."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     nodes: tuple[int, ...] = (4, 16)
-    """Sizes of the trees; up to 8 they are Clover's of that budget, larger ones a beam's."""
+    """Sizes of the trees; up to 8 nodes they are Clover's with that budget, larger ones are from
+    beam search."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Rows of the runs that are timed."""
+    """Batch sizes of the timed runs."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
-        """What `parts` say."""
+        """The measurements that `parts` select."""
         check_at_least_one(self, "nodes", "batch_sizes", "max_tokens", "repeats")
         if max(self.nodes) > MOST_NODES:
             raise SettingError(
@@ -197,12 +198,12 @@ class HeadsBench(PairBench):
         }
 
     def document(self, **fields: Any) -> dict[str, Any]:
-        """The JSON document; of heads it has the labels only."""
+        """The JSON document, which contains only the labels of heads."""
         document = super().document(**fields)
         return document | {"config": document["config"] | {"heads": list(fields["drafters"])}}
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """One for each part."""
+        """A table for each part."""
         first = document["first"]
         columns = {
             "accuracy": ("accuracy on held-out texts of the target", ACCURACY),
@@ -231,7 +232,7 @@ class HeadsBench(PairBench):
         return tables
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What the columns mean, and whether outputs are plain decoding's."""
+        """What the columns mean, and whether outputs equal plain decoding's."""
         found = [
             (
                 f"Differences in tokens per round are to {document['first']}, means over prompts "
@@ -276,7 +277,7 @@ class HeadsBench(PairBench):
         heads: Mapping[str, Heads],
         lines: Sequence[PromptLine],
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Tokens per round of every drafter and tree size, and whether all outputs are plain
+        """Tokens per round of every drafter and tree size, and whether all outputs equal plain
         decoding's."""
         results, holds = [], True
         domains = [str(line.fields.get("domain", "all")) for line in lines]
@@ -321,8 +322,8 @@ class HeadsBench(PairBench):
         heads: Mapping[str, Heads],
         prompts: Sequence[Sequence[int]],
     ) -> list[dict[str, Any]]:
-        """Stages of rounds of the smallest tree, and of the draft model's chain of as many nodes,
-        in turns."""
+        """Stages of rounds of the smallest tree, and of the draft model's chain with the same
+        number of nodes, in alternation."""
         nodes = min(self.nodes)
         results = []
         for batch in sorted({min(self.batch_sizes), max(self.batch_sizes)}):
@@ -415,8 +416,8 @@ class HeadsBench(PairBench):
         heads: Mapping[str, Heads],
         prompts: Sequence[Prompt],
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Tokens per second of plain decoding and of every drafter, in turns; of heads also with a
-        tree whose size is chosen as they go."""
+        """Tokens per second of plain decoding and of every drafter, in alternation; for heads also
+        with an automatic tree size."""
         results, holds = [], True
         few, many = min(self.nodes), max(self.nodes)
         for batch_size in self.batch_sizes:
@@ -441,7 +442,7 @@ class HeadsBench(PairBench):
         return results, holds
 
     def _predicted(self) -> list[dict[str, Any]]:
-        """What the cost model says of chains of heads and of draft models of real sizes."""
+        """The cost model's predictions for chains of heads and of draft models of real sizes."""
         device = cost.DEVICES[DEVICE]
         results = []
         for (target, draft), batch in itertools.product(PAIRS, (1, 8)):
@@ -461,7 +462,7 @@ class HeadsBench(PairBench):
 
 
 def with_nodes(heads: Heads, nodes: int) -> Heads:
-    """The same heads with a tree of `nodes` nodes, or of all candidates where these are fewer."""
+    """The same heads with a tree of `nodes` nodes, or of all candidates if there are fewer."""
     depth = heads.config.num_heads
     tree: Tree = BudgetTree(nodes=nodes, depth=min(depth, nodes))
     if nodes > BUDGET:
@@ -470,8 +471,8 @@ def with_nodes(heads: Heads, nodes: int) -> Heads:
 
 
 def beside(own: Candidate, first: Candidate) -> dict[str, Any]:
-    """Tokens emitted beyond the first of each round over another's, and the difference of emitted
-    tokens per round on each prompt."""
+    """Ratio to another's tokens emitted beyond the first of each round, and the difference in
+    emitted tokens per round on each prompt."""
     difference = own.values("emitted per round") - first.values("emitted per round")
     beyond = own.acceptance.emitted_per_round - 1, first.acceptance.emitted_per_round - 1
     return {

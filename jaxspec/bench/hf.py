@@ -1,7 +1,8 @@
 """`transformers` on the same weights, prompt ids and limits: greedy, assisted, prompt lookup.
 
-One Hugging Face directory serves both sides: `load_model` converts it, torch loads it as it is. The
-embedded pair and random presets are written as one (`exported`). Needs the `parity` extra (torch).
+One Hugging Face directory serves both sides: `load_model` converts it, torch loads it directly. The
+embedded pair and random presets are written as such a directory (`exported`). Needs the `parity`
+extra (torch).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import take_turns
 from jaxspec.training.export import write_hugging_face
 
-_SHARD_BYTES = 2**30  # of a preset's tensors on disk
+_SHARD_BYTES = 2**30  # shard size of a preset's tensors on disk
 
-LOOKUP_TOKENS = 10  # of prompt lookup where nothing is matched, as transformers' guide has it
+LOOKUP_TOKENS = 10  # for prompt lookup with defaults, from transformers' guide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class HuggingFace:
                     f"transformers cannot load {os.path.basename(name)}; --against hf needs a "
                     "Hugging Face directory or hub id for both models."
                 ) from error
-            # EOS is ignored on both sides, so that every run emits as many tokens.
+            # EOS is ignored on both sides, so that every run emits the same number of tokens.
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
             model.generation_config.do_sample = False
@@ -101,10 +102,11 @@ class HuggingFace:
         """Outputs of assisted generation, one prompt at a time.
 
         Args:
-          draft_length: drafted in every round, on a constant schedule and at threshold 0; None for
-            the defaults.
+          draft_length: number of tokens drafted in every round, with a constant schedule and
+            threshold 0; None uses the defaults.
         """
-        # A copy: the default schedule moves its length from call to call, and no run hands it on.
+        # A copy, because the default schedule changes its length from call to call, which must not
+        # carry over to the next run.
         draft = copy.copy(self.draft)
         draft.generation_config = config = copy.deepcopy(draft.generation_config)
         if draft_length is not None:
@@ -125,10 +127,10 @@ class HuggingFace:
 
 @contextlib.contextmanager
 def exported(model: LanguageModel) -> Iterator[str]:
-    """A Hugging Face directory of this model's weights, in its dtype, that is deleted in the end.
+    """A temporary Hugging Face directory with this model's weights, in its dtype.
 
     Raises:
-      ModelError: a family that cannot be written.
+      ModelError: the family cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="jaxspec-") as root:
         directory = pathlib.Path(root) / "model"
@@ -144,13 +146,12 @@ def exported(model: LanguageModel) -> Iterator[str]:
 
 
 def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
-    """Both libraries in turns, A B A B; ratios are medians over the turns.
+    """Both libraries in alternation, A B A B; ratios are medians over the turns.
 
-    At every batch size: greedy against the window-1 loop, every draft length, and the draft length
-    that is chosen by itself under each promise. At batch 1 also assisted generation and prompt
-    lookup, by their defaults and with each draft length matched, against the same engines and
-    against the n-gram drafter's. Where an oracle drafts, greedy only: the text is noise, which no
-    lookup predicts.
+    At every batch size: greedy against the window-1 loop, every draft length, and the automatic
+    draft length under each promise. At batch 1 also assisted generation and prompt lookup, with
+    their defaults and with each draft length matched, against the same engines and the n-gram
+    drafter's. With an oracle, greedy only, because the text is noise that no lookup predicts.
     """
     return [
         found for batch_size in bench.options.batch_sizes for found in _at(bench, hf, batch_size)

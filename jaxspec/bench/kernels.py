@@ -1,6 +1,6 @@
-"""Forward passes with the CPU kernels of `jaxspec.kernels.cpu` and with XLA's, in turns.
+"""Alternating forward passes with the CPU kernels of `jaxspec.kernels.cpu` and with XLA's.
 
-A ratio above 1 says that ours are faster.
+A ratio above 1 means that ours are faster.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KernelsBench(ForwardBench):
     windows: tuple[int, ...] = (1, 3, 5)
     """Tokens per row."""
     repeats: int = 7
-    """Timed runs of each pass; the median counts."""
+    """Timed runs of each pass; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds of each pass, and the ratio of XLA's to ours, the median of turns."""

@@ -1,7 +1,7 @@
-"""What KV in int8 costs in time: forward passes with it and without, in turns.
+"""The time cost of KV in int8: alternating forward passes with and without it.
 
 Attention reads half the bytes of bfloat16 KV, or a quarter of float32's, and has to widen and scale
-them. A ratio above 1 says that int8 is slower.
+them. A ratio above 1 means that int8 is slower.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class KvBench(ForwardBench):
     }
 
     kernels: KernelsName | None = None
-    """Which kernels; default those of this machine."""
+    """Which kernels to use; default those of this machine."""
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    """Dtype of parameters and compute, and of the KV that int8 is compared with."""
+    """Dtypes of parameters and compute, and of the KV that int8 is compared with."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds of each pass, and the ratio of int8's to the other, the median of turns."""

@@ -1,7 +1,8 @@
-"""What every bench has in common: options, document, rows in mid-decode.
+"""Common parts of all benches: options, document, rows in mid-decode.
 
-A bench is a dataclass whose fields are its options on the command line; `measure` returns what its
-document holds. Programs that are timed against each other take turns (`runtime.turns`).
+A bench is a dataclass whose fields are its options on the command line; `measure` returns the
+contents of its document. Programs that are timed against each other run in alternation
+(`runtime.turns`).
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ NOT_OF_THE_RESULT = ("out", "json", "plot", "resume")
 
 @contextlib.contextmanager
 def only_run_into(out: pathlib.Path | None) -> Iterator[None]:
-    """Refuses other processes that run a bench with the same `--out` while the block runs; without
-    one it does nothing.
+    """Excludes other processes from running a bench with the same `--out` while the block runs;
+    does nothing without `--out`.
 
     Raises:
-      SettingError: another process runs one; or the directory of `out` cannot be written.
+      SettingError: another process is running one, or the directory of `out` cannot be written.
     """
     with contextlib.ExitStack() as stack:
         if out is not None:
@@ -71,14 +72,14 @@ def only_run_into(out: pathlib.Path | None) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The options of a bench, and its document.
+    """Base class of benches: shared options, and the JSON document.
 
     Attributes:
-      COMMAND: that it is a subcommand of.
-      NAME: of the subcommand.
-      MEASURES: modules and folders whose code the figures are of; see `runtime.freshness`.
-      TITLE: of the table of results.
-      COLUMNS: of that table.
+      COMMAND: the command that it is a subcommand of.
+      NAME: the name of the subcommand.
+      MEASURES: modules and folders whose code the figures measure; see `runtime.freshness`.
+      TITLE: the title of the table of results.
+      COLUMNS: the columns of that table.
     """
 
     COMMAND: ClassVar[str] = "bench"
@@ -109,15 +110,15 @@ class Bench:
             console.print(text, style=style, highlight=False)
 
     def measure(self) -> dict[str, Any]:
-        """What the document holds besides options and origin."""
+        """The contents of the document, other than options and origin."""
         raise NotImplementedError
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """What is printed of a document: by default its `results`."""
+        """The tables that are printed for a document: by default its `results`."""
         return [TextTable.of_columns(self.TITLE, self.COLUMNS, document["results"])]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What to know about the tables: sentences and their styles."""
+        """Notes on the tables: sentences and their styles."""
         return []
 
     def document(self, **fields: Any) -> dict[str, Any]:
@@ -177,17 +178,17 @@ def check_at_least_one(options: Any, *names: str) -> None:
 
 
 class Repeated:
-    """A stage, ready to be run `num_times` in one compiled loop.
+    """A stage that can be run `num_times` in one compiled loop.
 
     Args:
       stage: `(params, fixed, moving) -> (moving, outputs)`.
-      params: of the models.
-      fixed: inputs, the same in every repetition.
-      moving: what the stage updates in place (caches); taken over, the caller's arrays are gone.
-      what: it is called while it compiles; default the stage's name.
+      params: those of the models.
+      fixed: inputs that are the same in every repetition.
+      moving: what the stage updates in place (caches); the caller's arrays are donated.
+      what: its name in compilation messages; default the stage's name.
 
     Attributes:
-      fixed: may be set to others of the same shapes.
+      fixed: the inputs; may be replaced by others of the same shapes.
     """
 
     def __init__(
@@ -209,22 +210,23 @@ class Repeated:
         self._program = Program(program, what or f"the {name}, to be timed by itself")
 
     def __call__(self, num_times: int) -> None:
-        """Runs the stage so often and waits for it."""
+        """Runs the stage this many times and waits for it."""
         self._moving, outputs = self._program(self._params, self.fixed, self._moving, num_times)
         jax.block_until_ready((self._moving, outputs))
 
     def program_bytes(self) -> int | None:
-        """Bytes of the compiled program's arguments and temporaries, where the compiler says."""
+        """Bytes of the compiled program's arguments and temporaries, if the compiler reports
+        them."""
         lowered = self._program.lower(self._params, self.fixed, self._moving, 1)
         memory = lowered.compile().memory_analysis()
         return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
 def changing(tree: PyTree, index: jax.Array) -> PyTree:
-    """The same values, but to the compiler others in every iteration `index` of a loop.
+    """The same values, which look different to the compiler in every iteration `index` of a loop.
 
-    What does not change is moved out of a loop, optimisation barriers notwithstanding (XLA:CPU
-    drops them first).
+    Otherwise the compiler moves what does not change out of a loop, even with optimisation barriers
+    (XLA:CPU drops them first).
     """
     zero = jnp.minimum(index, 0)
 
@@ -238,7 +240,7 @@ def changing(tree: PyTree, index: jax.Array) -> PyTree:
 
 
 def tiny_config(num_layers: int, *, width: int = 64, max_length: int = 1024) -> ModelConfig:
-    """An architecture small enough that only its number of layers costs anything."""
+    """An architecture so small that only its number of layers matters for its cost."""
     return dataclasses.replace(
         PRESETS["qwen3-8b"],
         vocab_size=512,
@@ -270,12 +272,12 @@ def fill(
     """Puts a prompt into every row of an executor.
 
     Args:
-      executor: whatever its rows held is gone.
+      executor: an executor, whose rows are overwritten.
       prompts: token ids, repeated until they fill the rows.
-      params: of every row.
+      params: those of every row.
       draft_length: tokens drafted per round; 0 decodes plainly.
-      reads: False reads no prompt: the rows run on after a context of which the cache holds
-        nothing, which costs what any other context costs.
+      reads: whether to prefill prompts; if False, rows continue after a context that the cache does
+        not hold, which costs the same as any other context.
     """
     chosen = list(itertools.islice(itertools.cycle(prompts), executor.num_rows))
     target = executor.loop.target
@@ -292,14 +294,14 @@ def fill(
 def fill_mid_decode(
     executor: Executor, prompts: Sequence[Sequence[int]], *, num_tokens: int, draft_length: int
 ) -> None:
-    """Fills every row, decodes `num_tokens` in each, and sets the rows running again with all the
-    room there is.
+    """Fills every row, decodes `num_tokens` in each, and then lets the rows run with all remaining
+    room.
 
     Args:
-      executor: of a scheduler that keeps every row in the batch.
+      executor: one whose scheduler keeps every row in the batch.
       prompts: token ids, repeated until they fill the rows.
-      num_tokens: emitted by every row.
-      draft_length: from there on; 0 decodes plainly.
+      num_tokens: number of tokens that every row emits first.
+      draft_length: draft length after that; 0 decodes plainly.
     """
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     fill(executor, prompts, params, draft_length=executor.shape.verify_length - 1)
@@ -332,16 +334,17 @@ def time_rounds(
     draft_length: int,
     **params: Any,
 ) -> Turns[K]:
-    """Seconds of so many rounds of each executor, in turns, every row on a random prompt.
+    """Seconds of `num_rounds` rounds of each executor, in alternation, with a random prompt in
+    every row.
 
     Args:
-      executors: of one target.
-      repeats: timed turns, after one that is not.
-      num_rounds: of a timed run.
-      num_tokens: that a row may emit.
-      prompt_tokens: of every row.
+      executors: executors of one target.
+      repeats: timed turns, after an untimed one.
+      num_rounds: number of rounds of a timed run.
+      num_tokens: most tokens that a row may emit.
+      prompt_tokens: prompt length of every row.
       draft_length: tokens drafted per round; 0 decodes plainly.
-      params: others of the rows' `SamplingParams`.
+      params: further fields of the rows' `SamplingParams`.
     """
     one = next(iter(executors.values()))
     prompts = random_prompts(one.loop.target, one.num_rows, prompt_tokens)
@@ -355,6 +358,6 @@ def time_rounds(
 
 
 def peak_bytes() -> int | None:
-    """Peak bytes in use on the device in this process, where the device says."""
+    """Peak bytes in use on the device in this process, if the device reports them."""
     found = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return None if found is None else int(found)

@@ -1,9 +1,8 @@
-"""How much memory a plan saves, and at what speed: questions of two turns, in turns.
+"""How much memory a plan saves, and at what speed, on questions of two turns.
 
-Three things stand beside each other: our own engine without a budget, which is as fast as the cost
-model knows how to be; plans for the longest chat that it was given, one with the target's KV in its
-own dtype and one with int8; and the policy of published code, which is only reckoned
-(`analysis.baseline`).
+Three things are compared: our own engine without a budget, which is the fastest that the cost model
+finds; plans for the longest chat of that engine, one with the target's KV in its own dtype and one
+with int8; and the policy of published code, which is only computed (`analysis.baseline`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ PLANS: Mapping[str, KvDtype | None] = {PLAN: None, "plan, int8 KV": "int8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBench(PairBench):
-    """Plans beside the engine without a budget and the baseline policy, on chats of two turns."""
+    """Compare plans with an engine without a budget and with the baseline policy, on chats of two
+    turns."""
 
     NAME: ClassVar[str] = "memory"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -65,15 +65,16 @@ class MemoryBench(PairBench):
     }
 
     prompts: pathlib.Path | None = None
-    """Questions, one a line, of one or more `turns`; default the sample prompts, of one turn."""
+    """File of questions, one per line, with one or more `turns`; default the sample prompts, with
+    one turn."""
     limit: int | None = None
-    """Use the first so many."""
+    """Use only this many questions, from the beginning of the file."""
     device: str = "h200"
-    """As in `jaxspec plan`: a document of `jaxspec bench decode` of this machine is best."""
+    """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
     keep: float = 0.96
-    """Share of the fastest plan's predicted speed to keep."""
+    """Fraction of the fastest plan's predicted speed to keep."""
     acceptance: float = 0.7
-    """Chance that a drafted token is accepted."""
+    """Probability that a drafted token is accepted."""
     max_tokens: int = 128
     """Tokens emitted per turn; EOS is ignored."""
     max_length: int = 1024
@@ -82,7 +83,7 @@ class MemoryBench(PairBench):
     draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     """Draft lengths that the plan may choose."""
     repeats: int = 3
-    """Timed turns of each engine; medians count."""
+    """Timed turns of each engine; medians are reported."""
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
@@ -193,7 +194,7 @@ class MemoryBench(PairBench):
         }
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The baseline, and what the speeds are of."""
+        """Notes on the baseline and the speeds."""
         baseline = document["baseline_bytes"]["generation_bytes"]
         found = [
             (
@@ -216,8 +217,8 @@ class MemoryBench(PairBench):
         return lines, {self.prompts.name: sha256_of(self.prompts)}
 
     def _ask(self, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
-        """All turns of all questions, one question after the other; a turn that does not fit, and
-        those after it, are left out."""
+        """Asks all turns of all questions, one question after another; a turn that does not fit,
+        and those after it, are left out."""
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
         found = []
         for line in lines:
@@ -234,7 +235,7 @@ class MemoryBench(PairBench):
         return found
 
     def _bytes_of(self, engine: Engine) -> dict[str, Any]:
-        """What an engine takes: its arrays as they are, and XLA's figures for its programs."""
+        """The bytes that an engine takes: its actual arrays, and XLA's numbers for its programs."""
         loop = engine.executor.loop
         programs = compile_programs(loop)
         found = PlanBytes.of_programs(
@@ -248,6 +249,6 @@ class MemoryBench(PairBench):
 
 
 def _num_equal(found: Sequence[Completion], others: Sequence[Completion]) -> int:
-    """Turns with the same tokens."""
+    """The number of turns with the same tokens."""
     pairs = zip(found, others, strict=False)
     return sum(one.token_ids == other.token_ids for one, other in pairs)

@@ -1,8 +1,8 @@
 """Prefill interference: how long a long prompt holds up a request that is being streamed.
 
-Between two chunks of a prompt the engine runs a few rounds. So whoever is streaming waits for no
-more than one chunk, and the chunk's size trades that wait against the time until the newcomer's
-first token. A chunk as long as the prompt stands beside: the whole prompt at once.
+Between two chunks of a prompt the engine runs a few rounds. So a stream waits for at most one
+chunk, and the chunk size trades that wait against the time to the new request's first token. A
+chunk as long as the prompt is included for comparison: the whole prompt at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PrefillBench(PairBench):
     draft_length: int = 4
     """Tokens drafted per round."""
     repeats: int = 7
-    """Arrivals per chunk size; the median counts."""
+    """Arrivals per chunk size; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds between pieces of the stream, before and after the arrival."""

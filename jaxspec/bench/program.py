@@ -1,10 +1,11 @@
-"""What a decode round becomes on a device that is not there: loops, copies, launches, predictions.
+"""What a decode round compiles to on a device that is not present: loops, copies, launches,
+predictions.
 
-A round that is right on a CPU can be hopeless on a GPU: a loop whose trip count is found out as it
-runs makes the host wait for the device before every trip, and kernels that are launched one by one
-cost more than what they compute. All of that can be read from the compiled program, and no GPU is
-needed to compile it (`bench.deviceless`). Nothing here is measured: times are counts multiplied by
-assumed costs, and bytes divided by the bandwidth of a datasheet.
+A round that is fine on a CPU can be very slow on a GPU: a loop with a dynamic trip count makes the
+host wait for the device before every trip, and launching kernels one by one costs more than their
+computation. All of this can be read from the compiled program, and compiling it needs no GPU
+(`bench.deviceless`). Nothing here is measured: times are counts multiplied by assumed costs, and
+bytes divided by the bandwidth of a datasheet.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
 from jaxspec.verifiers import Coupled
 
-# Assumed costs on a GPU, in seconds: inferred from what is published, never measured here.
+# Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
 KERNEL_S = 3.5e-6  # launched by itself
 NODE_S = 1.5e-6  # a kernel in a CUDA graph
 GRAPH_S = 5e-6  # to launch a graph
@@ -49,16 +50,16 @@ MAX_TEMPORARIES = 8  # times the target's logits
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is compiled.
+    """The program that is compiled.
 
     Attributes:
       target: architecture of the target.
-      draft: of the draft model.
-      kernels: of both.
-      batch_size: rows.
-      context: committed tokens per row; the cache holds one round more.
+      draft: that of the draft model.
+      kernels: those of both models.
+      batch_size: number of rows.
+      context: committed tokens per row; the cache has room for one more round.
       draft_length: tokens drafted per round.
-      dtype: of parameters, compute and cache.
+      dtype: that of parameters, compute and cache.
     """
 
     target: ModelConfig
@@ -71,11 +72,11 @@ class Shape:
 
     @property
     def logits_bytes(self) -> int:
-        """The target's logits of a round, fp32."""
+        """Bytes of the target's fp32 logits in a round."""
         return 4 * self.batch_size * (self.draft_length + 1) * self.target.vocab_size
 
     def loop(self) -> DecodeLoop:
-        """The decode loop, of parameters that have shapes only."""
+        """The decode loop, with parameters that are only shapes."""
         return make_loop(
             self._model("target", self.target),
             DraftModel(self._model("draft", self.draft)),
@@ -96,18 +97,18 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What was found in a compiled run of rounds.
+    """The properties of a compiled run of rounds.
 
     Attributes:
-      loops: depth and trip count of each; None where the compiler does not know it.
+      loops: depth and trip count of each; None if the compiler does not know it.
       cache_moves: copies, transpositions and conversions of arrays of a cache's shape, in rounds.
-      num_host_buffers: results in the host's memory.
-      kv_bytes: of both caches.
-      aliased_bytes: updated in place.
-      temporary_bytes: beside arguments and results.
-      logits_bytes: of the target, fp32.
-      greedy: what the host does for a round of greedy rows; None but on a GPU.
-      sampled: the same of a round in which every conditional takes its longest branch: rows with
+      num_host_buffers: number of results in the host's memory.
+      kv_bytes: bytes of both caches.
+      aliased_bytes: bytes that are updated in place.
+      temporary_bytes: bytes besides arguments and results.
+      logits_bytes: bytes of the target's fp32 logits.
+      greedy: what the host does for a round of greedy rows; None except for GPUs.
+      sampled: the same for a round in which every conditional takes its longest branch: rows with
         penalties, top-k and top-p.
     """
 
@@ -122,7 +123,7 @@ class Program:
     sampled: Launches | None
 
     def problems(self, *, draft_length: int) -> list[str]:
-        """What is wrong with it, in sentences; empty if nothing is."""
+        """Sentences about what is wrong with it; empty if nothing is."""
         found = []
         unknown = [loop for loop in self.loops[1:] if loop[1] is None]
         if unknown:
@@ -161,7 +162,7 @@ class Program:
 
 
 def compile_run(device: str, shape: Shape) -> Program:
-    """The decode loop of this shape, compiled for an absent device; call it in `as_if_on`."""
+    """The decode loop of this shape, compiled for an absent device; call it within `as_if_on`."""
     loop = shape.loop()
     state = jax.eval_shape(loop.init)
     count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -185,8 +186,8 @@ def compile_run(device: str, shape: Shape) -> Program:
 
 
 def launches_per_layer(device: str, shape: Shape) -> int:
-    """Kernels of one layer of the target in a round: what a pass of two layers has more than a pass
-    of one. Call it in `as_if_on`."""
+    """Kernels of one layer of the target in a round: the difference between a pass of two layers
+    and a pass of one. Call it within `as_if_on`."""
     one, two = (
         _pass_launches(device, dataclasses.replace(shape, target=_cut(shape.target, num_layers)))
         for num_layers in (1, 2)
@@ -225,7 +226,7 @@ def _launches(
     names = loop_numbers(text.thunk_metadata)
     settings: dict[str, Any] = {
         "trip_counts": {number: known.get(name) for number, name in names.items()},
-        # What is left without a trip count is attention over the live blocks of KV.
+        # The remaining loops without a trip count are attention over the live blocks of KV.
         "num_trips": -(-(shape.context + shape.draft_length + 1) // BLOCK),
         "takes_longest": takes_longest,
     }
@@ -246,7 +247,7 @@ def _shape_of(leaf: jax.ShapeDtypeStruct) -> str:
 
 
 def _cut(config: ModelConfig, num_layers: int | None) -> ModelConfig:
-    """The architecture with at most so many layers; None keeps all."""
+    """The architecture with at most this many layers; None keeps all."""
     return config if num_layers is None else shortened(config, num_layers)
 
 
@@ -277,7 +278,8 @@ def predicted_memory_s(device: str, shape: Shape) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBench(Bench):
-    """What a decode round compiles to for a GPU or TPU that is not there (extra `deviceless`)."""
+    """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
+    `deviceless`)."""
 
     NAME: ClassVar[str] = "program"
     MEASURES: ClassVar[tuple[str, ...]] = (
@@ -300,13 +302,13 @@ class ProgramBench(Bench):
     target: str = "qwen3-8b"
     """A preset."""
     draft: str = "qwen3-0.6b"
-    """A preset, of its draft model."""
+    """A preset for its draft model."""
     devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",)
-    """What to compile for."""
+    """Devices to compile for."""
     kernels: tuple[KernelsName, ...] = ()
-    """Kernels of both models; default: the device's own."""
+    """Kernels of both models; default: those made for the device."""
     num_layers: int | None = None
-    """Most layers of both models; fewer compile faster."""
+    """Use at most this many layers of both models; fewer compile faster."""
     batch_size: int = 8
     """Rows decoded together."""
     context: int = 1024
@@ -320,7 +322,7 @@ class ProgramBench(Bench):
         """A result per device, kernels and kind of rows; nothing is run.
 
         Raises:
-          SettingError: no preset of this name, or nothing can be compiled for a device here.
+          SettingError: there is no such preset, or nothing can be compiled for a device here.
         """
         check_at_least_one(self, "batch_size", "context", "draft_length", "num_layers")
         for name in (self.target, self.draft):
@@ -334,7 +336,7 @@ class ProgramBench(Bench):
         return {"results": results, "assumed_s": ASSUMED_S}
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What was found wrong, and what the predictions assume."""
+        """The problems found, and the assumptions of the predictions."""
         found = [
             (f"{result['device']}, {result['kernels']}: {problem}.", "red")
             for result in document["results"]

@@ -1,8 +1,8 @@
-"""What the hardware can do at best: the bandwidth of reading, and the rate of matrix products.
+"""The limits of the hardware: read bandwidth, and the rate of matrix products.
 
-The roofline of a forward pass is what it must read (weights and live KV) over the bandwidth, or
-what it must compute over the rate of products, whichever takes longer. Both ceilings are measured
-here, on the device that the bench runs on, in programs that do nothing else.
+The roofline of a forward pass is the longer of two times: the bytes that it must read (weights and
+live KV) over the bandwidth, and the FLOPs that it must compute over the rate of products. Both
+ceilings are measured here, on the device that the bench runs on, in programs that do nothing else.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Ceilings:
     """Measured ceilings of one device.
 
     Attributes:
-      num_bytes: working set of the bandwidth. One that fits a cache is as fast as the cache, so it
-        should be that of the model it is compared with.
+      num_bytes: working set used for the bandwidth. A working set that fits into a cache is as fast
+        as the cache, so it should have the size of the model that it is compared with.
       bytes_per_s: bytes read by a product of a matrix and a vector, in fp32, over its seconds. A
-        copy may move more, as it writes while it reads, which decoding does not do with weights.
-      matmul_flops_per_s: of square products in `dtype`, two per multiply-add: XLA's or those of the
-        kernels that are this device's default, whichever are faster.
-      dtype: of the products.
+        copy may move more bytes because it writes while it reads, which decoding does not do with
+        weights.
+      matmul_flops_per_s: rate of square products in `dtype`, two per multiply-add: XLA's or those
+        of the kernels that are this device's default, whichever are faster.
+      dtype: that of the products.
     """
 
     num_bytes: int
@@ -43,7 +44,7 @@ class Ceilings:
 
     @property
     def round_s(self) -> float:
-        """Nothing: a round's roofline is that of its passes."""
+        """Zero, because a round's roofline is that of its passes."""
         return 0.0
 
     def pass_s(self, work: Pass) -> float:
@@ -57,7 +58,7 @@ def forward_pass(
     """The work of one forward pass: a window of tokens per row after `context` committed ones.
 
     Args:
-      block: slots of KV that attention reads at a time; None reads what is live and no more.
+      block: slots of KV that attention reads at a time; None means that it reads only live slots.
     """
     return Pass(
         config=model.config,
@@ -73,8 +74,8 @@ def pair_of(
     models: Mapping[str, LanguageModel], devices: Mapping[str, Timed], **others: Any
 ) -> Pair:
     """The pair of `target` and `draft` on the device of each, or on `Ceilings`: a round then takes
-    its roofline, the sum over its forward passes, which follow one another. Without a `draft`, a
-    drafter that has no model, its time is not counted.
+    its roofline, the sum over its sequential forward passes. Without a `draft` (a drafter without a
+    model), its time is not counted.
 
     Args:
       others: fields of the pair.
@@ -95,7 +96,7 @@ def measure_ceilings(num_bytes: int, dtype, *, repeats: int = 5) -> Ceilings:
 
     Args:
       num_bytes: working set of the bandwidth, rounded down to whole rows.
-      dtype: of the model.
+      dtype: that of the model.
     """
     dtype, width = jnp.dtype(dtype), 1024
     kernels = get_kernels(default_kernels())

@@ -1,6 +1,6 @@
-"""How long the second turn of a chat waits for its first token, with a session and without one.
+"""Time to the first token of a chat's second turn, with and without a session.
 
-Three ways stand beside each other, in turns, on one engine: the whole history as a new prompt; a
+Three cases are compared, in alternation, on one engine: the whole history as a new prompt; a
 session whose KV is still in its row; and a session whose row another request has taken, so that its
 KV comes back from the host. All of them emit the same token.
 """
@@ -46,9 +46,9 @@ class SessionsBench(PairBench):
     }
 
     histories: tuple[int, ...] = (200, 400, 800)
-    """Tokens of the first turn, prompt and answer."""
+    """Lengths of the first turn in tokens, prompt and answer together."""
     answer_tokens: int = 64
-    """Of these, the answer's."""
+    """How many of these tokens are the answer's."""
     new_tokens: int = 16
     """Tokens that the second turn adds."""
     draft_length: int = 4
@@ -56,7 +56,7 @@ class SessionsBench(PairBench):
     prefill_chunk: int = 128
     """Prompt tokens per prefill call."""
     repeats: int = 9
-    """Timed second turns of each way; medians count."""
+    """Timed second turns of each kind; medians are reported."""
 
     def measure(self) -> dict[str, Any]:
         """Milliseconds until the first token of the second turn, by length of the history."""
@@ -91,13 +91,13 @@ class SessionsBench(PairBench):
         }
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Whether all ways led to the same token."""
+        """Whether all cases gave the same token."""
         if document["holds"]:
             return []
         return [("A session's first token is not that of the whole prompt: a bug.", "bold red")]
 
     def _ways(self, engine: Engine, history: int) -> list[dict[str, Any]]:
-        """The second turn after one history, each way."""
+        """The second turn after one history, in each case."""
         first_prompt, added, other = (
             random_prompts(engine.target, 3, history)[index][:length]
             for index, length in enumerate((history - self.answer_tokens, self.new_tokens, 8))
@@ -109,8 +109,8 @@ class SessionsBench(PairBench):
         second_prompt = [*first_prompt, *done.token_ids, *added]
 
         def prepare(name: str) -> None:
-            """The first turn, in a session of its own; no other session holds a row, which would
-            have to be copied to the host in the time of the turn."""
+            """The first turn, in its own session; no other session holds a row, which would
+            otherwise be copied to the host during the timed turn."""
             for session in sessions.values():
                 session.close()
             if name != WITHOUT:

@@ -1,4 +1,4 @@
-"""Tokens per second of engines that took turns, as rows of a table."""
+"""Tokens per second of engines that ran in alternation, as rows of a table."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def speed_rows(
     batch_size: int,
     label: str = "drafter",
 ) -> list[dict[str, Any]]:
-    """One for each engine, with its speed-up over the first.
+    """A row for each engine, with its speed-up over the first.
 
     Args:
       found: the engines' runs, in their order.
       engines: by label.
-      batch_size: rows of every one.
-      label: field of the engine's label.
+      batch_size: that of every engine.
+      label: name of the field for the engine's label.
     """
     return [
         {

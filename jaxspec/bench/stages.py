@@ -1,8 +1,8 @@
-"""What a round spends its time on: its stages compiled apart, and forward passes on a grid.
+"""Where the time of a round goes: its stages compiled separately, and forward passes on a grid.
 
-A stage is timed inside a loop of its own on the device, as it runs inside the decode loop: no
-dispatch, no transfer. Its inputs are those of a real state in mid-decode, and made to look new in
-every repetition, or XLA would compute once what does not change.
+A stage is timed inside its own loop on the device, as it runs inside the decode loop: no dispatch,
+no transfer. Its inputs come from a real state in mid-decode, and are made to look new in every
+repetition, because XLA would otherwise compute only once what does not change.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
     """The stages of a round, and the whole `round`, each repeated on `state`, which is copied.
 
     `target` is the forward pass with the head; a plain step has no other stage. A speculative round
-    has `draft`, `verify` and `commit` too, the last being bookkeeping: the state's and the
-    drafter's, and of a tree moving the accepted path's KV.
+    also has `draft`, `verify` and `commit`. The last is bookkeeping of state and drafter and, for
+    trees, moving the accepted path's KV.
     """
     if loop.is_plain:
         start = layouts.window_start(state)[:, None]
@@ -49,11 +49,12 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
         return _score(loop.target, params["target"], tokens, window, cache)
 
     leaves, form = jax.tree.flatten(state.drafter)
-    # Lengths and the like. Without them a drafter would draft nothing after the same tokens again.
+    # Lengths and similar fields. Without them a drafter would draft nothing after the same tokens
+    # again.
     of_rows = {index: leaf for index, leaf in enumerate(leaves) if leaf.ndim < 3}
 
     def whole_round(params, fixed, moving):
-        """The same round over and over: caches move on, all else is as it was."""
+        """The same round over and over: only caches change."""
         (bare, of_rows), (cache, drafter) = fixed, moving
         leaves = [of_rows.get(index, leaf) for index, leaf in enumerate(jax.tree.leaves(drafter))]
         drafter = jax.tree.unflatten(form, leaves)
@@ -132,12 +133,12 @@ def forward_runs(
 ) -> list[tuple[Pass, Run]]:
     """A forward pass with the head after each of several contexts, one compiled program for all.
 
-    What the cache holds makes no difference to the time, so it holds zeros.
+    The contents of the cache do not affect the time, so it holds zeros.
 
     Args:
       contexts: committed slots before the window.
-      max_length: slots per row, as many as the engine's that the times are to speak for.
-      parents: `[window - 1]` of the nodes of a tree; None for a chain.
+      max_length: slots per row, the same number as in the engine that the times are meant for.
+      parents: `[window - 1]`, those of a tree's nodes; None for a chain.
     """
     entry = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32), (batch, window))
     depth, paths = entry, None
@@ -176,7 +177,7 @@ def forward_runs(
 
 
 def block_read_by(model: LanguageModel) -> int | None:
-    """Slots of KV that the model's attention reads at a time, as `cost.Pass` wants it."""
+    """Slots of KV that the model's attention reads at a time, for `cost.Pass`."""
     return BLOCK if model.kernels == "xla" else None
 
 
@@ -189,7 +190,7 @@ def measure_passes(
     max_length: int,
     repeats: int,
 ) -> list[tuple[Pass, float]]:
-    """Forward passes at every combination and their median seconds, all of them timed in turns."""
+    """Forward passes at every combination and their median seconds, all timed in alternation."""
     passes = [
         pair
         for batch, window in itertools.product(batches, windows)

@@ -1,6 +1,6 @@
 """Cost of a round against max_length, at the same number of live slots.
 
-Attention reads live blocks only, so the cost should not depend on what is allocated.
+Attention reads only live blocks, so the cost should not depend on the allocated size.
 """
 
 from __future__ import annotations

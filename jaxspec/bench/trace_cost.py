@@ -1,6 +1,6 @@
-"""Cost of recording: rounds of the same requests with every level of trace, beside none.
+"""Cost of recording: rounds of the same requests with every trace level, and without a trace.
 
-Without a trace the program is the one it always was.
+Without a trace the program is the same as if there were no tracing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class TraceCostBench(PairBench):
     }
 
     batch_sizes: tuple[int, ...] = (1, 8)
-    """Rows, all of them running."""
+    """Batch sizes; all rows are running."""
     draft_length: int = 4
     """Tokens drafted per round."""
     prompt_tokens: int = 64
     """Committed tokens per row when timing starts."""
     max_length: int = 512
-    """Slots per row; buffers of the trace are as long."""
+    """Slots per row; the buffers of the trace have the same length."""
     rounds: int = 48
     """Rounds of one timed run."""
     repeats: int = 11

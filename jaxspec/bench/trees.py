@@ -1,4 +1,5 @@
-"""What trees cost and what they bring: passes beside chains', tokens per round, tokens per second.
+"""The cost and gain of trees: passes compared with those of chains, tokens per round, tokens per
+second.
 
 Tokens per round depend on the models and the prompts only, not on the machine. A tree of n nodes is
 compared with a chain of n nodes: both take the same window.
@@ -44,8 +45,8 @@ from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
 from jaxspec.verifiers import Coupled, Rejection, Verifier
 
-RANKS = 8  # likeliest tokens of the draft model that static trees choose among
-DEPTH = 8  # levels of the beam trees, and of static trees at most
+RANKS = 8  # number of likeliest draft tokens that static trees choose from
+DEPTH = 8  # levels of beam trees; the most levels of static trees
 Part: TypeAlias = Literal["costs", "acceptance", "speeds"]
 COSTS: Columns = {
     "kernels": "{kernels}",
@@ -100,31 +101,31 @@ class TreesBench(PairBench):
     )  # fmt: skip
 
     parts: tuple[Part, ...] = ("costs", "acceptance", "speeds")
-    """What is measured."""
+    """What to measure."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
     windows: tuple[int, ...] = (5, 9, 17, 33)
-    """Tokens per row of the passes that are timed."""
+    """Tokens per row of the timed passes."""
     contexts: tuple[int, ...] = (80, 1000)
     """Committed tokens per row of these passes."""
     pass_batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Rows of these passes."""
+    """Batch sizes of these passes."""
     nodes: tuple[int, ...] = (4, 8, 12, 16)
-    """Sizes of the trees, and lengths of the chains beside them."""
+    """Sizes of the trees, and lengths of the chains that they are compared with."""
     width: int = 4
-    """Tokens by which beam trees continue, and nodes that they continue from, per level."""
+    """For beam trees: nodes expanded per level, and children of each."""
     temperature: float = 0.8
     """Temperature of the sampled outputs."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    """Rows of the runs that are timed."""
+    """Batch sizes of the timed runs."""
     chains: tuple[int, ...] = (2, 4, 8)
     """Draft lengths of the chains in these runs."""
     trees: tuple[int, ...] = (8, 16)
-    """Nodes of the trees in these runs; the largest also with draft length `auto`."""
+    """Sizes of the trees in these runs; the largest also runs with draft length `auto`."""
     max_tokens: int = 64
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def measure(self) -> dict[str, Any]:
         """Costs, acceptance and speeds."""
@@ -158,7 +159,7 @@ class TreesBench(PairBench):
         }
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """One for each part."""
+        """A table for each part."""
         columns = {
             "costs": ("a pass of the target", COSTS),
             "stages": ("a round of the largest tree", STAGES),
@@ -172,7 +173,7 @@ class TreesBench(PairBench):
         ]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What the columns mean, and whether outputs are plain decoding's."""
+        """What the columns mean, and whether outputs equal plain decoding's."""
         found = [
             (
                 "By its ranks: what a static tree would emit, from the ranks that the draft model "
@@ -201,7 +202,8 @@ class TreesBench(PairBench):
         return BeamTree(width=self.width, depth=min(DEPTH, nodes), nodes=nodes)
 
     def _costs(self, trees: Mapping[int, StaticTree]) -> list[dict[str, Any]]:
-        """Milliseconds of forward passes of a tree and of a chain of as many tokens, in turns."""
+        """Milliseconds of forward passes of a tree and of a chain with the same number of tokens,
+        in alternation."""
         default_kernels()  # the document names them, and their family of instructions
         names: tuple[KernelsName, ...] = ("native", "xla")
         results = []
@@ -271,8 +273,8 @@ class TreesBench(PairBench):
         static: Mapping[int, StaticTree],
         ranks: Sequence[np.ndarray],
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Tokens per round of chains and trees under each rule, and whether all coupled outputs are
-        plain decoding's."""
+        """Tokens per round of chains and trees under each rule, and whether all coupled outputs
+        equal plain decoding's."""
         chain = DraftModel(draft)
         largest = max(self.nodes)
         cases: list[tuple[Verifier, float, int, Mapping[str, Drafter]]] = [
@@ -335,7 +337,7 @@ class TreesBench(PairBench):
     def _speeds(
         self, target: LanguageModel, draft: LanguageModel, prompts: Sequence[Prompt]
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Plain decoding, chains, trees, and trees whose size is chosen as they go, in turns."""
+        """Plain decoding, chains, trees, and trees with automatic size, in alternation."""
         results, holds = [], True
         params = self._params(prompts, 0.0)
         for batch_size in self.batch_sizes:
@@ -362,7 +364,7 @@ class TreesBench(PairBench):
 
 
 def _beside(own: Candidate, chain: Candidate) -> dict[str, Any]:
-    """Emitted tokens per round over the chain's, and the difference on each prompt."""
+    """Emitted tokens per round relative to the chain's, and the difference on each prompt."""
     difference = own.values("emitted per round") - chain.values("emitted per round")
     ratio = own.acceptance.emitted_per_round / chain.acceptance.emitted_per_round
     return {"over_chain": ratio, "difference": mean_interval(difference).to_json()}

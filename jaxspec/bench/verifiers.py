@@ -1,8 +1,9 @@
-"""Acceptance of every verifier beside sum(min(p, q)), per domain, and what sampling costs a round.
+"""Acceptance of every verifier compared with sum(min(p, q)), by domain, and the cost of sampling
+per round.
 
-The same prompts, seeds and draft length for all. sum(min(p, q)) is the mean over the positions of
-plain sampled outputs: the chance that `rejection` keeps a drafted token there (Leviathan et al.,
-2211.17192, corollary 3.6).
+All use the same prompts, seeds and draft length. sum(min(p, q)) is the mean over the positions of
+plain sampled outputs: the probability that `rejection` accepts a drafted token there (Leviathan et
+al., 2211.17192, corollary 3.6).
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class VerifiersBench(PairBench):
     def _cost(
         self, target: LanguageModel, draft: LanguageModel, shape: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Milliseconds per speculative round of one engine under several sampling parameters, in
-        turns."""
+        """Milliseconds per speculative round of one engine with several sampling parameters, in
+        alternation."""
         engine = Engine(target, DraftModel(draft), draft_length=self.draft_length, **shape)
         kinds = {
             "greedy": {},
@@ -181,13 +182,14 @@ def overlaps(
     for ids, first in outputs:
         tokens = np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids))))
         each = np.asarray(overlap(target.params, draft.params, tokens))
-        # The logits after token i are of token i + 1.
+        # The logits after token i are those for token i + 1.
         found.append(float(np.mean(each[first - 1 : len(ids) - 1])))
     return found
 
 
 def accepted_per_tested(total: Acceptance) -> float:
-    """Accepted draft tokens per draft token that was reached: all before it had been accepted."""
+    """Accepted draft tokens per draft token that was reached (all tokens before it had been
+    accepted)."""
     reached = [total.num_drafts, *total.num_accepted_tokens_per_pos[:-1]]
     tested = sum(
         min(before, drafted)
@@ -198,7 +200,7 @@ def accepted_per_tested(total: Acceptance) -> float:
 
 def acceptance_table(results: Sequence[dict[str, Any]]) -> TextTable:
     """Verifiers down, domains across: emitted per round, and accepted per draft token that was
-    reached; below them the chance that `rejection` accepts."""
+    reached; below them the probability that `rejection` accepts."""
     shown = "{emitted_per_round:.2f} {accepted_per_tested:.2f}"
     rows: dict[str, dict[str, str]] = {}
     for found in results:

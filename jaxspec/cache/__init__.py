@@ -1,1 +1,1 @@
-"""Where KV is stored: pages, and how a row's KV stands among them."""
+"""Where KV is stored: pages, and the layout of a row's KV in them."""

@@ -1,11 +1,11 @@
-"""Layouts: where a row's KV stands among the slots of its batch, as data of the target's cache.
+"""Layouts: which slots hold a row's KV, as data of the target's cache.
 
 `ragged`: position i of every row is at slot i, and rows end at different slots. Nothing is ever
 moved, and the compiled program contains no realignment. `aligned`: rows are padded on the left so
-that all rows in the batch end at one slot, and are moved whenever they have accepted different
-numbers of tokens (EQSPEC and EXSPEC, 2510.22876). Model and verifier are the same; only the
-placement differs. Sums run over slots in block order, so an aligned row's rounding depends on its
-neighbours' lengths, and its output equals the ragged one except at ties within rounding.
+that all rows in the batch end at one slot, and are moved whenever they accept different numbers of
+tokens (EQSPEC and EXSPEC, 2510.22876). Model and verifier are the same; only the placement differs.
+Sums run over slots in block order, so an aligned row's rounding depends on its neighbours' lengths,
+and its output equals the ragged one except at ties within rounding.
 
 Only the target's cache has a layout; a drafter's own cache is always ragged.
 """
@@ -26,7 +26,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 def check_layout(layout: str) -> None:
-    """Raises `SettingError` unless there is a layout of this name."""
+    """Raises `SettingError` unless there is a layout with this name."""
     if layout not in LAYOUTS:
         raise SettingError(
             f"The layout {layout!r} was given; it must be one of {', '.join(LAYOUTS)}."
@@ -34,11 +34,11 @@ def check_layout(layout: str) -> None:
 
 
 def longest_prompt(layout: Layout, *, max_length: int, verify_length: int) -> int:
-    """Prompt tokens that leave room for one round; a row may grow to one token more.
+    """The most prompt tokens that leave room for one round; a row may grow to one token more.
 
     A round that begins with n committed tokens writes slots n - 1 to n + verify_length - 2. Aligned
-    rows all begin where the longest row in the batch does, even if that one has ended at its limit;
-    so their limit is one token less.
+    rows all begin where the longest row in the batch does, even if that row has ended at its limit,
+    so their limit is one token lower.
     """
     if layout == "aligned":
         return max_length - verify_length
@@ -51,7 +51,7 @@ def to_layout(cache: PyTree, *, layout: Layout) -> PyTree:
 
 
 def reset_padding(cache: PyTree, row: jax.Array) -> PyTree:
-    """The cache before a new request's prompt is read into `row`: without padding."""
+    """The cache without padding in `row`, before a new request's prompt is prefilled there."""
     return kv.without_padding(cache, row) if isinstance(cache, kv.KVCache) else cache
 
 
@@ -62,7 +62,7 @@ def paddings(state: DecodeState) -> jax.Array:
 
 
 def lengths(state: DecodeState) -> jax.Array:
-    """`[B]` int32, the slot at which each row ends, padding counted."""
+    """`[B]` int32, the slot at which each row ends, including its padding."""
     return paddings(state) + state.num_committed
 
 
@@ -82,9 +82,9 @@ def window_start(state: DecodeState) -> jax.Array:
 
 
 def align(state: DecodeState, *, max_length: int, verify_length: int) -> DecodeState:
-    """The state of the rows in the batch with an aligned cache realigned, and the move counted;
-    with a ragged cache it is returned as it is. Rows that have ended are moved too, as
-    published."""
+    """The state of the rows in the batch after realigning an aligned cache and counting the move;
+    with a ragged cache the state is returned as it is. Rows that have ended are moved too, as in
+    the published code."""
     before = state.cache.first_slot if isinstance(state.cache, kv.KVCache) else None
     if before is None:
         return state

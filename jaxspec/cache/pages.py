@@ -1,34 +1,33 @@
 """Paged KV cache: allocate, write, read a block, move an accepted path, realign.
 
 KV lives in pages, per layer `[P, K, block, H]`, and a table `[rows, S / block]` of page numbers
-says which pages are a row's slots. Slot i of a row holds position i. How many slots are valid is
-not the cache's business: the decode state holds one integer per row, and slots beyond it are
-garbage. So rolling back lowers an integer, reusing a row is free, and nothing is ever copied or
-zeroed:
+says which pages are a row's slots. Slot i of a row holds position i. The cache does not know how
+many slots are valid: the decode state holds one integer per row, and slots past it are garbage. So
+rollback just lowers an integer, reusing a row is free, and nothing is ever copied or zeroed:
 
     row 0, 3 committed, window of 3:   a b c . . .   ->  write at slots 2, 3, 4 (c and two drafts)
     row 1, 5 committed, window of 3:   a b c d e .   ->  write at slots 4, 5, 6
 
-That is the `ragged` layout. In the `aligned` one (2510.22876) a row is padded on its left, and all
-rows of a batch end at one slot: position i of a row stands at slot `first_slot + i`.
+This is the `ragged` layout. In the `aligned` layout (2510.22876) rows are padded on the left, and
+all rows of a batch end at one slot: position i of a row is at slot `first_slot + i`.
 
     row 0, 3 committed, first slot 2:  - - a b c .   ->  write at slots 4, 5, 6
     row 1, 5 committed, first slot 0:  a b c d e .   ->  write at slots 4, 5, 6
 
 Rows that accept different numbers of tokens then have to be moved, by `realign`. Other modules use
-positions in both layouts. The functions below take a `table` that is either an array of page
-numbers or an `AlignedTable`, and add its `first_slot`.
+positions in both layouts. The functions below take a `table`, either an array of page numbers or an
+`AlignedTable`, whose `first_slot` they add.
 
-A draft model may keep its first positions and its newest ones only (`Ring`): its table then names
-the same pages again and again. Attention masks the positions that are no longer there.
+A draft model may keep only its first and its newest positions (`Ring`): its table then names the
+same pages repeatedly. Attention masks the positions that have been overwritten.
 
 Only this module and the kernels know how KV is stored. Within a page heads come before slots,
-because attention multiplies head by head: with slots first, XLA:CPU would transpose every block it
+because attention multiplies head by head. With slots first, XLA:CPU would transpose every block it
 reads, which costs more than the products. bf16 is stored as uint16 and bitcast after a block is
 read, because XLA:CPU would otherwise convert the whole cache to fp32 in every round.
 
 KV may also be stored in int8, with a scale per token and KV head. It is quantised once, when it is
-written: whatever moves it moves codes and scales.
+written; moving KV moves codes and scales.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ from jaxspec.errors import SettingError
 
 BLOCK = 128  # slots of a page; attention reads KV block by block
 
-KvDtype: TypeAlias = Literal["int8"]  # in which KV can be stored, besides its own dtype
+KvDtype: TypeAlias = Literal["int8"]  # dtypes for stored KV, besides that of the model
 KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 
-_LARGEST_CODE = 127  # of int8; -128 is not used, so that codes are symmetric
+_LARGEST_CODE = 127  # int8, without -128, so that codes are symmetric
 
 
 class LayerCache(struct.PyTreeNode):
     """KV of one layer, opaque outside this module.
 
     Attributes:
-      k: `[P, K, block, H]`, in the dtype in which KV is read (bf16 as uint16), or int8 codes.
+      k: `[P, K, block, H]`, in the dtype that KV is read in (bf16 as uint16), or int8 codes.
       v: likewise.
-      k_scale: `[P, K, block]` fp32, what the codes of each token's key are multiplied by; None if
-        `k` holds no codes.
+      k_scale: `[P, K, block]` fp32, the factor of the codes of each token's key; None if `k` holds
+        no codes.
       v_scale: likewise.
     """
 
@@ -84,11 +83,12 @@ class LayerCache(struct.PyTreeNode):
 
 
 class AlignedTable(struct.PyTreeNode):
-    """The table of a cache whose rows are padded on the left; indexed by rows as an array is.
+    """The table of a cache whose rows are padded on the left; indexed by rows, like an array.
 
     Attributes:
       pages: `[rows, S / block]` int32 page numbers.
-      first_slot: `[rows]` int32, the slot of each row's position 0: its padding.
+      first_slot: `[rows]` int32, the slot of each row's position 0, which is the length of its
+        padding.
     """
 
     pages: jax.Array
@@ -108,25 +108,25 @@ Table = jax.Array | AlignedTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """What a row keeps in a cache of a fixed size: its first positions, the attention sinks, and
-    its newest ones (StreamingLLM, 2309.17453).
+    """What a row keeps in a cache of fixed size: its first positions (the attention sinks) and its
+    newest ones (StreamingLLM, 2309.17453).
 
     A query at position t sees position p if `p <= t`, and `p < num_sinks` or `p > t - window`.
-    Positions keep their rotary angles. (In StreamingLLM they are counted within the cache, so that
-    a model can go beyond the length it was trained for.) Block 0 of a row has a page of its own,
-    the blocks after it take turns. With four pages:
+    Positions keep their rotary angles. (StreamingLLM counts positions within the cache, so that a
+    model can go beyond the length it was trained for.) Block 0 of a row has a page of its own;
+    later blocks take turns. With four pages:
 
         block   0  1  2  3  4  5  6  7 ...
         page    0  1  2  3  1  2  3  1 ...
 
-    So a slot of a page that an older block names may hold the KV of a newer one. No query sees it
-    there, as long as what one call of the model reads and writes has room in the pages that take
-    turns.
+    So a page that the table gives for an older block may hold the KV of a newer one. No query sees
+    it there, as long as everything that one call of the model reads and writes fits into the pages
+    that take turns.
 
     Attributes:
-      window: positions that a query sees, itself included.
-      num_sinks: first positions that every query sees, at most a block.
-      num_pages: pages of a row.
+      window: number of newest positions that a query sees, its own included.
+      num_sinks: number of first positions that every query sees, at most a block.
+      num_pages: number of pages of a row.
     """
 
     window: int
@@ -136,13 +136,13 @@ class Ring:
     @classmethod
     def of_calls(cls, *, window: int, num_sinks: int, longest_call: int) -> Ring:
         """A ring with room for calls that write up to `longest_call` consecutive positions, and for
-        what their queries see."""
+        all that their queries see."""
         num_slots = round_up_to_block(window + longest_call - 1)
         return cls(window=window, num_sinks=num_sinks, num_pages=1 + num_slots // BLOCK)
 
     def holds(self, num_kept: jax.Array, num_written: jax.Array) -> jax.Array:
-        """Whether a row still has what the query at position `num_kept` sees, after KV has been
-        stored at positions up to `num_written`; both int32, of any shape."""
+        """Whether a row still holds everything that the query at position `num_kept` sees, after KV
+        was stored at positions up to `num_written`; both int32, of any shape."""
         first = jnp.maximum(num_kept - self.window + 1, BLOCK)
         return (num_kept <= BLOCK) | (num_written - first <= (self.num_pages - 1) * BLOCK)
 
@@ -152,9 +152,9 @@ class KVCache(struct.PyTreeNode):
 
     Attributes:
       layers: one `LayerCache` per layer (a tuple: stacking them makes XLA copy a whole cache).
-      table: `[rows, S / block]` int32 page numbers; an `AlignedTable` of them in that layout.
-      dtype: static, the dtype in which KV is read.
-      ring: static, what rows keep if they do not keep everything.
+      table: `[rows, S / block]` int32 page numbers; in the aligned layout an `AlignedTable`.
+      dtype: static, the dtype that KV is read in.
+      ring: static, what rows keep, unless they keep everything.
     """
 
     layers: tuple[LayerCache, ...]
@@ -175,16 +175,17 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def num_distinct_blocks(self) -> int:
-        """Blocks at the beginning of a row that have all of its pages, each once."""
+        """The number of blocks at the beginning of a row that use each of its pages exactly
+        once."""
         num_blocks = self.table.shape[1]
         return num_blocks if self.ring is None else min(num_blocks, self.ring.num_pages)
 
     def span(self, sliding_window: int | None) -> dict[str, Any]:
-        """What the queries of a layer see of this cache, as settings of its attention.
+        """What part of this cache the queries of a layer see, as settings of the attention.
 
         Args:
-          sliding_window: the layer's own. One that is narrower than the ring's counts, without
-            sinks.
+          sliding_window: the layer's own. If it is narrower than the ring's, it applies instead,
+            without sinks.
         """
         ring = self.ring
         if ring is None:
@@ -218,12 +219,14 @@ def init_cache(
     dtype,
     kv_dtype: KvDtype | None = None,
 ) -> KVCache:
-    """A cache of `num_rows` rows of `capacity` slots (rounded up to a block), identity page table.
+    """A cache of `num_rows` rows of `capacity` slots (rounded up to a block), with an identity page
+    table.
 
     Args:
-      dtype: in which KV is read, bfloat16, float16 or float32; bfloat16 is stored as uint16.
-      kv_dtype: in which KV is stored: None is `dtype`; `int8` is codes with a scale per token and
-        KV head, see `quantise`.
+      dtype: the dtype that KV is read in: bfloat16, float16 or float32; bfloat16 is stored as
+        uint16.
+      kv_dtype: the dtype that KV is stored in: None means `dtype`; `int8` stores codes with a scale
+        per token and KV head, see `quantise`.
 
     Raises:
       SettingError: KV cannot be stored in `kv_dtype`.
@@ -252,8 +255,9 @@ def init_cache(
 
 
 def as_ring(cache: KVCache, ring: Ring, capacity: int) -> KVCache:
-    """An empty cache of `ring.num_pages` blocks per row, or fewer, as one of `capacity` slots per
-    row (rounded up to a block), of which it keeps what `ring` says. A ragged cache only."""
+    """An empty cache of at most `ring.num_pages` blocks per row, presented as one of `capacity`
+    slots per row (rounded up to a block), of which it keeps those that `ring` says. For ragged
+    caches only."""
     num_rows, num_pages = cache.table.shape
     block = jnp.arange(round_up_to_block(capacity) // BLOCK, dtype=jnp.int32)
     page = jnp.where(block == 0, 0, 1 + (block - 1) % max(num_pages - 1, 1))
@@ -265,16 +269,17 @@ def quantise(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int8 codes `[..., H]` of vectors `[..., H]`, and the scale fp32 `[...]` of each vector.
 
     Symmetric: the scale is the vector's largest magnitude over 127, and a code is the number over
-    the scale, rounded to even on a tie. A vector of zeros has the scale 1. So has one whose scale
-    would not be a normal number, which processors may flush to zero: its codes are 0. A vector that
-    is not finite has the scale NaN, so that whoever reads any of it gets NaN.
+    the scale, rounded to even on a tie. A vector of zeros has the scale 1. So has a vector whose
+    scale would be subnormal, which processors may flush to zero: its codes are 0. A vector that is
+    not finite has the scale NaN, so that every value read from it is NaN.
     """
     wide = values.astype(jnp.float32)
-    # NaN is made infinite before: not every compiler's maximum hands it on.
+    # NaN is replaced by infinity first, because not every compiler's maximum propagates it.
     magnitude = jnp.where(jnp.abs(wide) < jnp.inf, jnp.abs(wide), jnp.float32(jnp.inf))
     largest = jnp.max(magnitude, axis=-1)
     is_finite = largest < jnp.inf
-    # Divisions are products with an inverse, which some compilers make of them and some do not.
+    # Divisions are written as products with an inverse, because some compilers rewrite them so and
+    # some do not.
     scale = largest * jnp.float32(1 / _LARGEST_CODE)
     scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, jnp.float32(1))
     codes = jnp.where(is_finite[..., None], wide, jnp.float32(0)) * (1 / scale)[..., None]
@@ -283,7 +288,7 @@ def quantise(values: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _round_half_to_even(x: jax.Array) -> jax.Array:
-    """As `jnp.round`, which Pallas' Triton compiler does not have."""
+    """Like `jnp.round`, which Pallas' Triton compiler does not have."""
     below = jnp.floor(x)
     rest = x - below
     is_odd = below != 2 * jnp.floor(below / 2)
@@ -291,8 +296,8 @@ def _round_half_to_even(x: jax.Array) -> jax.Array:
 
 
 def dequantise(codes: jax.Array, scale: jax.Array, dtype) -> jax.Array:
-    """Vectors `[..., H]` in `dtype` of their codes `[..., H]` and scales `[...]`: the product is
-    fp32, and rounded."""
+    """Vectors `[..., H]` in `dtype` from codes `[..., H]` and scales `[...]`: the product is
+    computed in fp32 and then rounded."""
     return (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
@@ -310,7 +315,7 @@ def _from_storage(values: jax.Array) -> jax.Array:
 
 
 def _stored_form(layer: LayerCache, k: jax.Array, v: jax.Array) -> LayerCache:
-    """k and v `[..., K, H]` as this layer stores them."""
+    """k and v `[..., K, H]` in the form that this layer stores."""
     if not layer.is_quantised:
         return LayerCache(k=k, v=v)
     (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
@@ -318,7 +323,7 @@ def _stored_form(layer: LayerCache, k: jax.Array, v: jax.Array) -> LayerCache:
 
 
 def _values(stored: LayerCache, dtype) -> tuple[jax.Array, jax.Array]:
-    """k and v in `dtype`, of what was taken out of a layer."""
+    """k and v in `dtype`, from what was taken out of a layer."""
     if stored.k_scale is None or stored.v_scale is None:
         return stored.k, stored.v
     return (
@@ -336,15 +341,15 @@ def _placed(table: Table, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def positions_of(table: Table, slots: jax.Array) -> jax.Array:
-    """Positions that stand at `slots` `[n]`: `[1, n]`, the same for all rows, or `[B, n]` of an
-    aligned table, negative in the padding."""
+    """The positions at `slots` `[n]`: `[1, n]`, the same for all rows, or for an aligned table `[B,
+    n]`, negative in the padding."""
     if not isinstance(table, AlignedTable):
         return slots[None]
     return slots[None] - table.first_slot[:, None]
 
 
 def slots_of(table: Table, positions: jax.Array) -> jax.Array:
-    """Slots `[B, ...]` at which `positions` `[B, ...]` stand."""
+    """The slots `[B, ...]` of `positions` `[B, ...]`."""
     return _placed(table, positions)[1]
 
 
@@ -362,23 +367,23 @@ def write(
 ) -> LayerCache:
     """Stores `k`, `v` `[B, T, K, H]` at `slots` `[B, T]` of the rows in `table` `[B, S / block]`.
 
-    Slots of a row are counted from that of its position 0. They must be distinct; those that are
-    negative or beyond the row's capacity are not stored.
+    Slots of a row are counted from the slot of its position 0. They must be distinct; values at
+    negative slots, or slots beyond the row's capacity, are dropped.
     """
     return _put(layer, table, _stored_form(layer, k, v), slots)
 
 
 def _put(layer: LayerCache, table: Table, new: LayerCache, slots: jax.Array) -> LayerCache:
-    """The layer with `new`, of which k and v are `[B, T, K, H]` and scales `[B, T, K]`, at `slots`
-    `[B, T]`; see `write`."""
+    """The layer with `new` (k and v `[B, T, K, H]`, scales `[B, T, K]`) stored at `slots` `[B, T]`;
+    see `write`."""
     num_pages, num_heads, block, _ = layer.k.shape
     pages, slots = _placed(table, slots)
     index = _flat_index(pages, slots, num_pages * block, block).reshape(-1)
 
     page, slot, head = index // block, index % block, slice(None)
     if jax.default_backend() == "tpu":
-        # Head by head: XLA would lay the pages out for a write of all heads in one way, for reading
-        # in another, and copy the cache between the two in every layer.
+        # Head by head: for a write of all heads at once, XLA would lay the pages out differently
+        # from reading, and copy the cache between the two layouts in every layer.
         page, slot, head = page[:, None], slot[:, None], jnp.arange(num_heads)[None]
 
     def scatter(stored, values):
@@ -391,9 +396,9 @@ def _put(layer: LayerCache, table: Table, new: LayerCache, slots: jax.Array) -> 
 def read_block(
     layer: LayerCache, table: Table, block_index: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, K, block, H]` of the `block_index`-th block of every row in `table`; which
-    positions stand there, `positions_of` says. With indices `[B]` each row reads a block of its
-    own; beyond its last one it reads that."""
+    """k and v `[B, K, block, H]` of the `block_index`-th block of every row in `table`;
+    `positions_of` says which positions these are. With indices `[B]` each row reads its own block;
+    an index beyond the last block reads the last one."""
     pages = table.pages if isinstance(table, AlignedTable) else table
     if block_index.ndim:
         page = jnp.take_along_axis(pages, block_index[:, None], axis=1, mode="clip")[:, 0]
@@ -405,8 +410,8 @@ def read_block(
 def read_slots(
     layer: LayerCache, table: Table, slots: jax.Array, dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """k and v `[B, ..., K, H]` at `slots` `[B, ...]`, counted from that of position 0; slots that
-    the row does not have read some valid slot.
+    """k and v `[B, ..., K, H]` at `slots` `[B, ...]`, counted from the slot of position 0; slots
+    that the row does not have read some valid slot instead.
     """
     return _values(_take(layer, table, slots), dtype)
 
@@ -428,14 +433,14 @@ def _take(layer: LayerCache, table: Table, slots: jax.Array) -> LayerCache:
 def move_slots(
     layer: LayerCache, before: Table, source: jax.Array, after: Table, target: jax.Array
 ) -> LayerCache:
-    """The layer with what stood at slots `source` `[B, T]` of the rows in table `before` at slots
-    `target` `[B, T]` of those in `after`: bit for bit, also where `write` would quantise.
+    """The layer after copying KV from slots `source` `[B, T]` of the rows in table `before` to
+    slots `target` `[B, T]` of the rows in `after`: bit for bit, even where `write` would quantise.
 
     Args:
       layer: KV of one layer.
-      before: where KV is taken from.
+      before: the table that KV is read through.
       source: as in `read_slots`; everything is read before anything is written.
-      after: where it goes; the same rows.
+      after: the table that it is written through, for the same rows.
       target: as in `write`.
     """
     return _put(layer, after, _take(layer, before, source), target)
@@ -444,15 +449,16 @@ def move_slots(
 def copy_row(
     cache: KVCache, row: jax.Array, source: KVCache, source_row: jax.Array, num_slots: jax.Array
 ) -> KVCache:
-    """`cache` with the first `num_slots` slots of a row of `source`, block by block, as the first
-    of `row`; what is copied beyond them, to the end of a block, is garbage there as here.
+    """`cache` after copying the first `num_slots` slots of a row of `source`, block by block, to
+    the beginning of `row`. Slots up to the end of the last block are copied too; they are garbage
+    in both.
 
     Args:
-      row: int32 scalar, in the table of `cache`.
-      source: of the same layers and dtype, and the same ring if any; it may have another number of
-        rows.
-      source_row: int32 scalar, in the table of `source`.
-      num_slots: int32 scalar; the copying costs as much as these, not as the capacity.
+      row: int32 scalar, a row in the table of `cache`.
+      source: a cache with the same layers, dtype and ring (if any); it may have a different number
+        of rows.
+      source_row: int32 scalar, a row in the table of `source`.
+      num_slots: int32 scalar; the cost of copying depends on it, not on the capacity.
     """
     block = cache.layers[0].block
     num_blocks = jnp.minimum((num_slots + block - 1) // block, cache.num_distinct_blocks)
@@ -470,19 +476,18 @@ def copy_row(
 
 
 def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
-    """Moves the KV of an accepted path into consecutive slots: no more slots than the path is deep.
+    """Moves the KV of an accepted path into consecutive slots, at most one per level of the path.
 
-    The KV of a path's d-th node is stored at slot `start + 1 + path[d]`, and belongs at
-    `start + 1 + d`. In the target's cache that of node n of a draft is the n-th; a draft model
-    stores its own in an order of its own. Two rows, path in brackets, before and after:
+    The KV of a path's d-th node is stored at slot `start + 1 + path[d]`, and belongs at `start + 1
+    + d`. In the target's cache, `path[d]` is the number of the node in the draft; a draft model may
+    store nodes in another order. Two rows, path in brackets, before and after:
 
         start | root a b c d     path [1, 3]  ->  start | root b d . .
         start | root a b c d     path [0]     ->  start | root a . . .
 
     Args:
-      start: `[B]` int32, slot of the window's first token, counted from that of position 0.
-      path: `[B, D]` int32, where the node at each depth is stored; -1 where there is none, as
-        beyond the accepted ones.
+      start: `[B]` int32, slot of the window's first token, counted from the slot of position 0.
+      path: `[B, D]` int32, where the node at each depth is stored; -1 past the accepted nodes.
     """
     depth = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     source = start[:, None] + 1 + path
@@ -496,11 +501,11 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
 
 
 def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
-    """The cache with NaN in every slot but those of each row's positions below `num_live` `[B]`.
+    """The cache with NaN in every slot except those of each row's positions below `num_live` `[B]`.
 
-    For checks: whatever uses such a slot's value becomes NaN. `num_live` must cover all rows that
-    the pages belong to. Of a ring, positions that no query from the newest live one on sees are not
-    kept either.
+    For checks: anything computed from such a slot becomes NaN. `num_live` must cover all rows that
+    own pages. In a ring, positions that the newest live query and later ones cannot see are filled
+    with NaN too.
     """
     shape = (cache.table.shape[0], cache.capacity)
     every = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), shape)
@@ -511,7 +516,7 @@ def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
     kept = jnp.where(is_kept, every, -1)
 
     def spoil(stored):
-        if stored.dtype == jnp.int8:  # a scale of NaN spoils them
+        if stored.dtype == jnp.int8:  # a scale of NaN makes them NaN
             return stored
         dtype = jnp.bfloat16 if stored.dtype == jnp.uint16 else stored.dtype
         garbage = _to_storage(jnp.full((), jnp.nan, dtype), stored)
@@ -525,7 +530,7 @@ def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
 
 
 def aligned(cache: KVCache) -> KVCache:
-    """The cache in the `aligned` layout, every row's position 0 at slot 0 so far."""
+    """The cache in the `aligned` layout, with every row's position 0 at slot 0 for now."""
     if isinstance(cache.table, AlignedTable):
         return cache
     if cache.ring is not None:
@@ -547,7 +552,8 @@ def without_padding(cache: KVCache, row: jax.Array) -> KVCache:
 
 
 def put_table(table: Table, rows: jax.Array, new: Table) -> Table:
-    """`table` after rounds that ran on `new`, its `rows` `[n]`: pages stay, padding may differ."""
+    """`table` after rounds that ran on `new`, which holds its `rows` `[n]`: pages stay, padding may
+    have changed."""
     if not isinstance(table, AlignedTable) or not isinstance(new, AlignedTable):
         return table
     first_slot = table.first_slot.at[rows].set(new.first_slot, unique_indices=True)
@@ -557,7 +563,7 @@ def put_table(table: Table, rows: jax.Array, new: Table) -> Table:
 def aligned_first_slot(
     first_slot: jax.Array, num_committed: jax.Array, *, largest: int
 ) -> jax.Array:
-    """Where position 0 of each row must stand, `[B]` int32, for all rows to end at one slot.
+    """The slot `[B]` int32 that position 0 of each row must have for all rows to end at one slot.
 
     `first_slot + num_committed` is made the same for all rows (invariant I1 of 2510.22876, section
     3.1). If it already is, nothing changes, even if all rows are padded (corollary B.3). Otherwise
@@ -578,13 +584,13 @@ def aligned_first_slot(
 
 
 def num_moved(before: jax.Array, after: jax.Array, num_committed: jax.Array) -> jax.Array:
-    """`[B]` int32, slots whose KV moves when `first_slot` `[B]` changes: the newest token has none
-    yet."""
+    """`[B]` int32, how many slots' KV moves when `first_slot` `[B]` changes; the newest token has
+    none yet."""
     return jnp.where(before == after, 0, jnp.maximum(num_committed - 1, 0))
 
 
 def realign(cache: KVCache, num_committed: jax.Array, *, largest: int) -> KVCache:
-    """The cache with all rows ending at one slot, `aligned_first_slot`; a pure function.
+    """The cache with all rows moved to end at one slot, see `aligned_first_slot`; a pure function.
 
     Two rows (of 4 and 6 tokens, the newest without KV), before and after:
 
@@ -592,11 +598,11 @@ def realign(cache: KVCache, num_committed: jax.Array, *, largest: int) -> KVCach
         first slot 1   - a b c d e .     ->   first slot 0   a b c d e . .
 
     KV is moved in place, block by block: rows that shift to the left in ascending order, rows that
-    shift to the right in descending order, so that nothing is overwritten before it was read. A
-    ragged cache is returned as it is.
+    shift to the right in descending order, so that nothing is overwritten before it has been read.
+    A ragged cache is returned as it is.
 
     Args:
-      num_committed: `[B]` int32, of all rows in the table; see `aligned_first_slot`.
+      num_committed: `[B]` int32, for all rows in the table; see `aligned_first_slot`.
       largest: see `aligned_first_slot`.
     """
     before = cache.table

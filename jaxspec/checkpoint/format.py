@@ -4,8 +4,8 @@
     params/        Orbax: "embedding", "layers" / "0" / "qkv", ..., "final_norm", "head"
     tokenizer/     tokenizer.json and tokenizer_config.json, absent for a model without a tokenizer
 
-It is written beside its destination and renamed when complete, so that a destination is either
-absent or complete whenever the writer is killed.
+It is written beside its destination and renamed when complete, so that the destination is either
+absent or complete, whenever the writer is killed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DTYPES = {
     "float16": jnp.float16,
     "fp16": jnp.float16,
 }
-# Parameters handed to Orbax at once; it copies them while it writes.
+# Bytes of parameters passed to Orbax at a time; it copies them while it writes.
 _SAVE_BATCH_BYTES = 256 * 2**20
 _READ_AHEAD_BYTES = 512 * 2**20
 
@@ -85,14 +85,14 @@ def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
 
 
 def _nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-    """Nested dicts with string keys, which is how Orbax stores the tuple of layers."""
+    """Nested dicts with string keys, the form in which Orbax stores the tuple of layers."""
     return traverse_util.unflatten_dict(
         {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     )
 
 
 def _as_params(stored: Mapping[str, Any]) -> PyTree:
-    """The decoder's pytree of what `_nest` made: layers become a tuple again."""
+    """The decoder's pytree from the result of `_nest`: layers become a tuple again."""
     layers = stored["layers"]
     return {**stored, "layers": tuple(layers[str(index)] for index in range(len(layers)))}
 
@@ -100,8 +100,8 @@ def _as_params(stored: Mapping[str, Any]) -> PyTree:
 def weights_digest(params: PyTree) -> str:
     """A hex digest of a model's weights, whatever kernels they are packed for.
 
-    Weights are rounded to bfloat16, so that a model has one digest in every dtype that it may be
-    loaded in; a head that is the transposed embedding counts as tied.
+    Weights are rounded to bfloat16, so that a model has the same digest in every dtype; a head that
+    is the transposed embedding counts as tied.
     """
     digest = xxhash.xxh3_128()
     for path, leaf in sorted(traverse_util.flatten_dict(_named(params)).items()):
@@ -115,7 +115,7 @@ def weights_digest(params: PyTree) -> str:
 
 
 def _named(tree: Any) -> Any:
-    """Nested dicts with string keys of dicts, tuples and lists."""
+    """Nested dicts with string keys, from dicts, tuples and lists."""
     if isinstance(tree, Mapping):
         return {str(name): _named(value) for name, value in tree.items()}
     if isinstance(tree, (tuple, list)):
@@ -139,7 +139,7 @@ def is_converted(path: str | os.PathLike) -> bool:
 def converted_directory(
     destination: str | os.PathLike, *, overwrite: bool = False
 ) -> contextlib.AbstractContextManager[Path]:
-    """`atomic_directory` for a converted one, which replaces nothing but another such directory."""
+    """`atomic_directory` for a converted directory, which only replaces another such directory."""
     return atomic_directory(destination, overwrite=overwrite, may_replace=is_converted)
 
 
@@ -148,8 +148,8 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
 
     Args:
       directory: of the checkpoint.
-      leaves: path and array (numpy, mapped or not, or `jax.Array`); an iterator makes each array
-        when its turn comes.
+      leaves: path and array (NumPy, mapped or not, or `jax.Array`) of each; an iterator may make
+        each array when its turn comes.
     """
     path = str(directory / "params")
     batch: dict[LeafPath, Any] = {}
@@ -163,7 +163,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
     with _quiet_orbax() as ocp:
         context = ocp.Context()
         context.array.saving.use_compression = False  # weights hardly compress
-        # Each save waits for the one before it, so no array changes while Orbax reads it.
+        # Each save waits for the previous one, so no array changes while Orbax reads it.
         context.memory.deepcopy_host_arrays = False
         with context:
             for leaf_path, leaf in leaves:
@@ -269,16 +269,16 @@ def read_params(
     again: str = MODEL_AGAIN,
 ) -> dict[str, Any]:
     """The parameters below `directory`, as nested dicts with string keys; Orbax reads, casts and
-    places leaf by leaf, a few at a time.
+    places a few leaves at a time.
 
     Args:
       directory: of the checkpoint.
-      wanted: shape, dtype and sharding of each.
-      what: they belong to, for messages.
-      again: what a user does about a directory that is damaged, for messages.
+      wanted: shape, dtype and sharding of each parameter.
+      what: what they belong to, for messages.
+      again: what to do about a damaged directory, for messages.
 
     Raises:
-      DamagedError: they cannot be read, or have other shapes.
+      DamagedError: they cannot be read, or have the wrong shapes.
     """
     largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
     try:
@@ -297,7 +297,7 @@ def read_params(
 
 
 def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:
-    """Raises `ValueError` unless Orbax's metadata lists every parameter in its shape."""
+    """Raises `ValueError` unless Orbax's metadata lists every parameter with its shape."""
     for path, shape in shapes.items():
         stored = _at(found, tuple(map(str, path)))
         if tuple(stored.shape) != shape:
@@ -307,8 +307,8 @@ def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> Non
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[Any]:
-    """Orbax's module, kept from logging a traceback per thread of an error that it raises anyway;
-    and absl, which it logs with, from leaving a handler on the root logger."""
+    """Orbax's module, which is kept from logging a traceback per thread for an error that it raises
+    anyway; and absl, with which it logs, is kept from leaving a handler on the root logger."""
     logger = logging.getLogger("absl")
     level, handlers = logger.level, list(logging.root.handlers)
     logger.setLevel(logging.CRITICAL)
@@ -340,7 +340,8 @@ def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextT
     if not files.is_dir():
         return None
     try:
-        # Not AutoTokenizer: the class it picks may rebuild the pipeline that tokenizer.json states.
+        # Not AutoTokenizer: the class that it picks may rebuild the pipeline defined by
+        # tokenizer.json.
         tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
     except Exception as error:
         raise DamagedError(

@@ -1,9 +1,9 @@
-"""`jaxspec.json`: what a converted directory says of its model, and of its own files.
+"""`jaxspec.json`: what a converted directory records about its model and its own files.
 
-It holds a checksum of every other file and one of itself, so that a directory whose bytes are not
-those that were written is refused, and not decoded with. The checksums (XXH3, 128 bits) find
-damage; they are no signature: whoever can write to the directory can change them too. A directory
-of heads or of another drafter (`jaxspec.drafters.stored`) has such a file too, with a field `kind`.
+It holds a checksum of every other file and one of itself, so that a directory whose bytes have
+changed is refused instead of being decoded with. The checksums (XXH3, 128 bits) find damage; they
+are not a signature: whoever can write to the directory can change them too. A directory of heads or
+of another drafter (`jaxspec.drafters.stored`) has such a file too, with an extra field `kind`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_LAYERS = 10_000
 _LARGEST_MANIFEST_BYTES = 2**28
 _SMALL_BYTES = 2**20  # files up to this size are checked before any is read
 _BLOCK_BYTES = 2**21
-_MADV_POPULATE_READ = 22  # of Linux 5.14; Python's mmap has no name for it
+_MADV_POPULATE_READ = 22  # from Linux 5.14 on; Python's mmap has no name for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ class Manifest:
 
     Attributes:
       config: architecture.
-      dtype: of the stored parameters: `float32`, `bfloat16` or `float16`.
+      dtype: that of the stored parameters: `float32`, `bfloat16` or `float16`.
       eos_token_ids: stop tokens.
-      prefix_token_ids: put in front of text.
+      prefix_token_ids: token ids that are put in front of text.
       generation_config: the checkpoint's generation defaults.
-      source: what was converted.
-      revision: commit of a hub id, else None.
-      transformers_version: that wrote the tokenizer's files.
-      num_params: parameters.
+      source: the name of what was converted.
+      revision: the commit if the source is a hub id, otherwise None.
+      transformers_version: the version that wrote the tokenizer's files.
+      num_params: number of parameters.
       files: size in bytes and checksum of every other file, by its path in the directory.
     """
 
@@ -76,7 +76,7 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileChecksum:
-    """What a file held when it was written: its size in bytes, and its XXH3 checksum in hex."""
+    """Size in bytes and XXH3 checksum in hex of a file when it was written."""
 
     num_bytes: int
     xxh3: str
@@ -122,18 +122,18 @@ def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manif
 
     Args:
       directory: the converted directory.
-      verify: compare its own checksum too, which a manifest that was edited by hand does not have.
+      verify: compare its own checksum too, which fails for a manifest that was edited by hand.
 
     Raises:
-      DamagedError: it cannot be read, or is not as it was written.
+      DamagedError: it cannot be read, or has changed since it was written.
       CheckpointError: another version of jaxspec wrote it.
     """
     return read_record(directory, Manifest, _check_ranges, what="a model", verify=verify)
 
 
 def kind_of(directory: str | os.PathLike) -> str | None:
-    """The field `kind` of a directory's `jaxspec.json`; None where it has none, as of models, and
-    where there is no such file or it cannot be read."""
+    """The field `kind` of a directory's `jaxspec.json`; None if it has none, as for models, or if
+    there is no such file or it cannot be read."""
     try:
         kind = _read_fields(Path(directory) / MANIFEST, MODEL_AGAIN).get("kind")
     except DamagedError:
@@ -150,15 +150,14 @@ def read_record(
     again: str = MODEL_AGAIN,
     verify: bool = True,
 ) -> Record:
-    """The `jaxspec.json` of a directory as a dataclass; arguments and errors as of
-    `read_manifest`.
+    """The `jaxspec.json` of a directory as a dataclass; raises what `read_manifest` raises.
 
     Args:
-      directory: that holds the file.
+      directory: the directory that holds the file.
       record: the dataclass; its fields have the right types.
       check: raises `ValueError` for values out of range.
-      what: it describes, for messages.
-      again: what a user does about a directory that is damaged, for messages.
+      what: what it describes, for messages.
+      again: what to do about a damaged directory, for messages.
       verify: compare its own checksum too.
     """
     path = Path(directory) / MANIFEST
@@ -212,13 +211,13 @@ def verified(
     """Compares files with their checksums: small ones now, the rest while the block reads them.
 
     Args:
-      directory: of the files.
+      directory: the directory of the files.
       files: their checksums.
-      again: what a user does about a damaged one, for messages.
+      again: what to do about a damaged file, for messages.
 
     Raises:
-      DamagedError: a file is missing, or is not as it was written; whatever the block raised then
-        is its cause.
+      DamagedError: a file is missing, or has changed since it was written; an error that the block
+        raised is its cause.
     """
     large = {}
     for name, expected in files.items():
@@ -246,7 +245,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_file(directory: Path, name: str, expected: FileChecksum, again: str) -> None:
-    """Raises `DamagedError` unless a file is as it was written."""
+    """Raises `DamagedError` if a file has changed since it was written."""
     path = directory / name
     try:
         num_bytes = _size_of_file(path)
@@ -262,7 +261,7 @@ def _check_file(directory: Path, name: str, expected: FileChecksum, again: str) 
 
 
 def checksums(directory: Path) -> dict[str, FileChecksum]:
-    """The checksum of every file of a directory, by its path there."""
+    """The checksum of every file of a directory, by its path in the directory."""
     return {
         path.relative_to(directory).as_posix(): FileChecksum(
             num_bytes=path.stat().st_size, xxh3=_xxh3(path)
@@ -273,8 +272,8 @@ def checksums(directory: Path) -> dict[str, FileChecksum]:
 
 
 def _xxh3(path: Path) -> str:
-    """Hex digest of a file. Large ones are mapped: reading takes longer than hashing, to copy what
-    the page cache holds."""
+    """Hex digest of a file. Large files are mapped, because reading them, which copies the page
+    cache, takes longer than hashing."""
     if path.stat().st_size <= _SMALL_BYTES:
         return xxhash.xxh3_128_hexdigest(path.read_bytes())
     digest = xxhash.xxh3_128()
@@ -291,8 +290,8 @@ def _xxh3(path: Path) -> str:
 
 
 def _populate(mapped: mmap.mmap, start: int, num_bytes: int) -> None:
-    """Brings a part of a mapped file into memory, so that an error of the disk is an `OSError` here
-    and not a signal (SIGBUS) where the part is used; systems that cannot do so do nothing."""
+    """Brings a part of a mapped file into memory, so that a disk error is an `OSError` here and not
+    a signal (SIGBUS) where the part is used. Does nothing on systems that do not support it."""
     try:
         mapped.madvise(_MADV_POPULATE_READ, start, num_bytes)
     except OSError as error:
@@ -305,7 +304,8 @@ def _checksum_of_fields(fields: Mapping[str, Any]) -> str:
 
 
 def _size_of_file(path: Path) -> int:
-    """Size of a file in bytes; raises `OSError` for anything else: to open a pipe would wait."""
+    """Size of a file in bytes; raises `OSError` for anything else, because opening a pipe would
+    block."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "it is not a regular file")
@@ -316,10 +316,11 @@ def _size_of_file(path: Path) -> int:
 
 
 def _typed(value: Any, wanted: Any, path: str) -> Any:
-    """What JSON holds as the type of a field: dataclasses, tuples, dicts, unions and literals.
+    """Converts a JSON value to the type of a field: dataclasses, tuples, dicts, unions and
+    literals.
 
     Raises:
-      TypeError: it is of another type; names the field.
+      TypeError: it has the wrong type; the message names the field.
     """
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, dict):
@@ -346,7 +347,7 @@ def _typed(value: Any, wanted: Any, path: str) -> Any:
 
 
 def _check_ranges(manifest: Manifest) -> None:
-    """Raises `ValueError` for what no model has, before anything is made of its size."""
+    """Raises `ValueError` for impossible sizes, before anything of that size is made."""
     if manifest.config.num_layers > MAX_LAYERS:
         raise ValueError(f"num_layers is {manifest.config.num_layers}")
     if manifest.num_params != decoder.num_params(manifest.config):

@@ -1,5 +1,5 @@
-"""What a name means: the embedded pair, presets, directories, hub ids; and the cache of converted
-models."""
+"""Resolves names of models: the embedded pair, presets, directories, hub ids; and keeps the cache
+of converted models."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def load_model(
 ) -> LanguageModel:
     """Loads a model by name or path.
 
-    `src` is, in the order in which it is tried: `demo-target` or `demo-draft` (the embedded pair);
+    `src` is one of these, tried in this order: `demo-target` or `demo-draft` (the embedded pair);
     `random:PRESET` (a published architecture with random weights, see `registry.PRESETS`); a
     converted directory; a Hugging Face directory; a hub id. A Hugging Face model is converted once,
     into the user's cache directory (`$JAXSPEC_CACHE`).
 
     Args:
-      src: the model.
-      dtype: of parameters, compute and cache; None is float32 on a CPU and the checkpoint's own
-        dtype on an accelerator (bfloat16 for a random preset).
+      src: the name or path of the model.
+      dtype: that of parameters, compute and cache; None is float32 on a CPU and the checkpoint's
+        own dtype on an accelerator (bfloat16 for a random preset).
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device.
-      kernels: `xla`, `native`, `mosaic` or `pallas`, see `LanguageModel`; None is `native` on a
-        CPU where there is a C++ compiler, `mosaic` on a Hopper GPU, `pallas` on another, otherwise
+      kernels: `xla`, `native`, `mosaic` or `pallas`, see `LanguageModel`; None is `native` on a CPU
+        if there is a C++ compiler, `mosaic` on a Hopper GPU, `pallas` on other GPUs, otherwise
         `xla`.
-      kv_dtype: in which KV is stored, `int8` or None, see `LanguageModel`.
+      kv_dtype: the dtype in which KV is stored, `int8` or None, see `LanguageModel`.
       verify: compare the files of a converted directory with their checksums while they are read.
-        A cached conversion that is damaged is made again; any other is refused.
+        A damaged cached conversion is made again; any other damaged directory is refused.
 
     Raises:
       SettingError: the kernels are unknown or cannot be used here, or the KV dtype is unknown.
@@ -108,7 +108,7 @@ def load_model(
 
     directory = expand_user(name)
     finish_interrupted(directory)
-    if not os.path.exists(directory):  # also False for a name that no file can have
+    if not os.path.exists(directory):  # also False for an impossible file name
         commit, directory = download(name, revision)
         return _load_cached(load, directory, name=name, commit=commit)
     if is_converted(directory):
@@ -122,7 +122,7 @@ def load_model(
 
 
 def as_model(model: Model | str) -> Model:
-    """The model of a name that `load_model` takes; a model as it is."""
+    """Loads a model by name as `load_model` does; returns a model as it is."""
     return load_model(model) if isinstance(model, str) else model
 
 
@@ -134,14 +134,14 @@ class CachedModel:
     """A converted model in the cache.
 
     Attributes:
-      name: of its directory, what `remove_cached_model` takes.
-      source: what was converted; None where the manifest is damaged.
-      revision: commit of a hub id, else None.
-      path: of the converted directory.
-      dtype: of the stored parameters; None where the manifest is damaged.
-      num_params: parameters; None where the manifest is damaged.
-      num_bytes: on the disk.
-      problem: why it cannot be loaded, in a sentence, or None.
+      name: the name of its directory, for `remove_cached_model`.
+      source: the name of what was converted; None if the manifest is damaged.
+      revision: the commit if the source is a hub id, otherwise None.
+      path: that of the converted directory.
+      dtype: that of the stored parameters; None if the manifest is damaged.
+      num_params: number of parameters; None if the manifest is damaged.
+      num_bytes: its size on the disk.
+      problem: a sentence about why it cannot be loaded, or None.
     """
 
     name: str
@@ -158,8 +158,8 @@ def cached_models(*, verify: bool = False) -> list[CachedModel]:
     """The converted models in the cache, by name.
 
     Args:
-      verify: read all their files and compare them with their checksums; else only the manifests
-        are read.
+      verify: read all their files and compare them with their checksums; otherwise only the
+        manifests are read.
     """
     root = cache_directory()
     paths = sorted(root.iterdir()) if root.is_dir() else []
@@ -191,10 +191,10 @@ def remove_cached_model(name: str) -> int:
     """Removes a converted model from the cache and returns the bytes it held.
 
     Args:
-      name: of a `CachedModel`, or the source it was converted from if only one was.
+      name: that of a `CachedModel`, or its source if no other model has the same.
 
     Raises:
-      ModelError: there is none, or several, of that name.
+      ModelError: no model, or more than one, has that name.
     """
     models = cached_models()
     chosen = [model for model in models if model.name == name]
@@ -217,7 +217,7 @@ def _load_cached(
     commit: str | None = None,
 ) -> LanguageModel:
     """Loads the converted form of a Hugging Face directory, which is made now unless the cache has
-    it, or has it damaged."""
+    an undamaged one."""
     converted = _convert_cached(directory, name=name, commit=commit)
     try:
         return load(converted)
@@ -231,8 +231,8 @@ def _convert_cached(
 ) -> Path:
     """The converted form of a Hugging Face directory in the cache.
 
-    If several processes want the same one, the first converts it and the others wait. One that is
-    damaged, as its manifest says or with `verify` its files, is converted again.
+    If several processes want the same one, the first converts it and the others wait. A damaged one
+    is converted again; with `verify` the files are checked, otherwise only the manifest.
     """
     label = re.sub(r"[^\w.-]+", "--", name).strip("-.") or "model"
     key = commit or _content_key(directory)
@@ -260,8 +260,8 @@ def _convert_cached(
 
 
 def _is_whole(path: Path, *, verify: bool = False) -> bool:
-    """Whether a converted directory is there and undamaged, as far as its manifest says or, with
-    `verify`, its files."""
+    """Whether a converted directory exists and is undamaged; with `verify` its files are checked,
+    otherwise only its manifest."""
     try:
         manifest = read_manifest(path)
         if verify:
@@ -272,8 +272,8 @@ def _is_whole(path: Path, *, verify: bool = False) -> bool:
 
 
 def _content_key(directory: Path) -> str:
-    """Changes when a file of `directory` does: config and index by content, the rest by size and
-    time of change."""
+    """A key that changes when a file of `directory` does: config and index by content, other files
+    by size and modification time."""
     parts = [str(directory.resolve())]
     for file in sorted(path for path in directory.iterdir() if path.is_file()):
         status = file.stat()

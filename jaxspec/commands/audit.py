@@ -1,4 +1,4 @@
-"""`jaxspec audit`: is this output the target's own, and where not, why not?"""
+"""`jaxspec audit`: is this output the target's own, and where it is not, why?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jaxspec.runtime.report import new_figure
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.verifiers import VerifierName, make_verifier
 
-# What the figures of `--controls` are of; see `jaxspec.runtime.freshness`.
+# The code that the figures of `--controls` measure; see `jaxspec.runtime.freshness`.
 CONTROLS_MEASURES = ("audit/controls", "audit/scenes.py", "decode")
 
 
@@ -55,23 +55,24 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     layout: Layout = "ragged"
     """How KV is stored; with aligned rows, outputs are audited up to ties."""
     n_requests: int | None = None
-    """Requests in all; prompts are repeated with other seeds to make up this number."""
+    """Total number of requests; prompts are repeated with other seeds to reach it."""
     draft_length: int | None = None
-    """Tokens (of a tree: nodes) drafted per round; default: as many as the drafter's tree has, or
-    4."""
+    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
+    tree, or 4."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run."""
     their_dtype: str | None = None
     """Dtype of that system: fp32, bf16 or fp16; default: what the file's header says."""
     alpha: float = ALPHA
-    """Chance of a false alarm about the distribution of sampled outputs, for the whole file."""
+    """Probability of a false alarm about the distribution of sampled outputs, for the whole
+    file."""
     html: pathlib.Path | None = None
     """Write the report, with plots, to this HTML file."""
     controls: bool = False
-    """Audit the audit: inject faults of published systems one at a time, each beside a control run
-    without it."""
+    """Audit the audit: inject faults of published systems one at a time, each with a control run
+    without the fault."""
     snippet: Literal["vllm", "sglang", "hf"] | None = None
-    """Only print a script that writes outputs of this system for --outputs."""
+    """Only print a script that writes this system's outputs in the format of --outputs."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Audits; returns the JSON document."""
@@ -83,14 +84,15 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             return self._run_controls(console)
         if self.target is None:
             raise SettingError("No target was given; name the model to audit against, --target.")
-        if self.html is not None:  # whether plots can be drawn is known before hours of decoding
+        if self.html is not None:  # fails before hours of decoding if plots cannot be drawn
             new_figure()
         if self.outputs is not None:
             return self._audit_outputs(console, self.target, self.outputs)
         return self._audit_run(console, self.target)
 
     def _refuse(self, option: str, reason: str, *others: str) -> None:
-        """Raises `SettingError` for the first of these fields that was given beside `option`."""
+        """Raises `SettingError` for the first of these fields that was given together with
+        `option`."""
         for name in others:
             if getattr(self, name) is not None:
                 other = name.replace("_", "-")
@@ -99,7 +101,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 )
 
     def _run_controls(self, console: Console) -> dict[str, Any]:
-        self._refuse("--controls", "the controls are runs of their own", "outputs", "html")
+        self._refuse("--controls", "the controls are separate runs", "outputs", "html")
         with working("loading the models") as status:
             target = load_model(
                 self.target or "demo-target",
@@ -126,7 +128,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         num_good = sum(result.is_good for result in results)
         is_sound = num_good == len(results)
         console.print(
-            f"{num_good} of {len(results)} controls are seen for what they are, with their control "
+            f"{num_good} of {len(results)} controls are classified correctly, with their control "
             "runs passing.",
             style="bold green" if is_sound else "bold red",
             highlight=False,
@@ -143,14 +145,14 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         self, console: Console, target_name: str, path: pathlib.Path
     ) -> dict[str, Any]:
         others = ("draft", "drafter", "prompts", "n_requests")
-        self._refuse("--outputs", "an outputs file is audited as it is", *others)
+        self._refuse("--outputs", "an outputs file is audited without decoding", *others)
         if not 0 < self.alpha < 1:
             raise SettingError(f"--alpha {self.alpha} was given; it must be between 0 and 1.")
         dtype = None
         if self.their_dtype is not None:
             dtype = canonical_dtype(self.their_dtype, where="--their-dtype")
         with working(f"loading {target_name}"):
-            # The weights as they were for the other system: rounded to its dtype, then exact.
+            # The weights as the other system had them: rounded to its dtype, then exact.
             target = load_model(
                 target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
@@ -217,7 +219,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     def _show(
         self, console: Console, report: AuditReport, inputs: dict[str, str]
     ) -> dict[str, Any]:
-        """Prints the report, and writes it if asked for; returns the JSON document."""
+        """Prints the report, and writes it to a file if requested; returns the JSON document."""
         audit = report.audit
         console.print(report.title, style="bold", markup=False, highlight=False)
         console.print(f"Promise: {audit.promise}.", markup=False, highlight=False)

@@ -1,6 +1,6 @@
-"""`jaxspec bench`: how fast, against whom, how close to the hardware, and what to expect elsewhere.
+"""`jaxspec bench`: speed, comparisons, distance from the hardware's limits, and predictions.
 
-Another bench is one line in `BenchCommand.bench`.
+A new bench is one line in `BenchCommand.bench`.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.confusion import ConfusionBench
 from jaxspec.studies.rounds import SchedulersBench
 
-RANDOM = "random:"  # what the name of a preset with random weights begins with
+RANDOM = "random:"  # prefix of the name of a preset with random weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCommand(DecodeOptions):
-    """Compare plain and speculative decoding: rates, stages of a round, share of the roofline."""
+    """Compare plain and speculative decoding: tokens per second, stages of a round, fraction of the
+    roofline."""
 
     against: Literal["hf"] | None = None
-    """Also run `transformers` on the same models and prompts, in turns (extra `parity`)."""
+    """Also run `transformers` on the same models and prompts, in alternation (extra `parity`)."""
     plot: pathlib.Path | None = None
     """Image file to write (extra `analysis`)."""
 
@@ -74,7 +75,7 @@ class DecodeCommand(DecodeOptions):
         return document
 
     def measure(self) -> dict[str, Any]:
-        """Everything that `DecodeBench` finds, and compile times."""
+        """Everything that `DecodeBench` measures, and compile times."""
         draft = self._draft()
         self._check(draft)
         options = DrafterOptions(draft=draft, drafter=self.drafter)
@@ -104,7 +105,7 @@ class DecodeCommand(DecodeOptions):
         return {**results, "against": against, "inputs": inputs}
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """Speed, draft lengths that choose themselves, stages, and `transformers`."""
+        """Speed, automatic draft lengths, stages, and `transformers`."""
         runs = [run | {"draft": run["draft_length"] or "plain"} for run in document["runs"]]
         return [
             grouped("speed, prefill included", RUNS, runs),
@@ -118,7 +119,7 @@ class DecodeCommand(DecodeOptions):
         ]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """How to read the tables, and whether outputs are plain decoding's."""
+        """How to read the tables, and whether outputs equal plain decoding's."""
         ceilings, fits = document["ceilings"]["target"], document["cost_model"]["fits"]
         errors = "; ".join(
             f"{name} {fit['held_out_error_median']:.0%} and {fit['held_out_error_worst']:.0%}"
@@ -147,7 +148,7 @@ class DecodeCommand(DecodeOptions):
             )
         found = [(sentence, "dim") for sentence in sentences]
         if not document["holds"]:
-            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+            found.append(("Some outputs differ from plain decoding's: this is a bug.", "bold red"))
         return found
 
     def _draft(self) -> str | None:
@@ -166,8 +167,7 @@ class DecodeCommand(DecodeOptions):
         check_draft_length(max(self.draft_lengths), max(self.draft_lengths) + 1)
         if self.oracle is not None and draft is None:
             raise SettingError(
-                "--oracle was given without a draft model, whose cost it should have; add --draft "
-                "MODEL."
+                "--oracle was given without a draft model to take its cost from; add --draft MODEL."
             )
         if self.against == "hf":
             for name in filter(None, (self.target, draft if self.oracle is None else None)):
@@ -181,7 +181,7 @@ class DecodeCommand(DecodeOptions):
             if self.temperature:
                 raise SettingError(
                     f"--against hf was given at temperature {self.temperature:g}, where both sides "
-                    "draw by random numbers of their own; leave the temperature out."
+                    "draw with their own random numbers; leave the temperature out."
                 )
 
     def _read_prompts(self, target: LanguageModel) -> tuple[list[tuple[int, ...]], dict[str, str]]:
@@ -193,7 +193,7 @@ class DecodeCommand(DecodeOptions):
         return encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens), inputs
 
     def _load_hf(self, bench: DecodeBench) -> HuggingFace:
-        """The same weights in `transformers`; no draft model where an oracle drafts."""
+        """The same weights in `transformers`; without the draft model if an oracle drafts."""
         draft = self._draft() if self.oracle is None else None
         with contextlib.ExitStack() as directories:
 
@@ -216,7 +216,7 @@ class DecodeCommand(DecodeOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictCommand(Bench):
-    """Predict with a cost model: a pair's best draft length and speed-up by batch size."""
+    """Predict a pair's best draft length and speed-up by batch size, with a cost model."""
 
     NAME: ClassVar[str] = "predict"
 
@@ -226,18 +226,18 @@ class PredictCommand(Bench):
     """Its draft model, named in the same way."""
     device: str = "h200"
     """`a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
-    measured), or a document of `jaxspec bench decode --json`, whose constants were fitted."""
+    measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants."""
     batch: str = "1..64"
-    """Batch sizes: `1..64` for sizes that double from 1 to 64, or a list such as `1,8,32`."""
+    """Batch sizes: `1..64` for powers of two from 1 to 64, or a list such as `1,8,32`."""
     context: int = 1024
     """Tokens in the cache per row."""
     acceptance: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Probabilities that a drafted token is accepted, the same at every position."""
+    """Probabilities that a drafted token is accepted; each applies to all positions."""
     per_position: tuple[float, ...] = ()
     """Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted tokens are
     accepted."""
     bytes_per_value: int = 2
-    """Bytes of a parameter, and of a number in the KV cache."""
+    """Bytes per parameter, and per number in the KV cache."""
 
     def measure(self) -> dict[str, Any]:
         """A prediction per batch size and acceptance."""
@@ -268,7 +268,7 @@ class PredictCommand(Bench):
         }
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """Expected rates, one batch size and acceptance a line."""
+        """Expected rates, one line per batch size and acceptance."""
         return [grouped("predicted", PREDICTIONS, document["predictions"])]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -278,13 +278,13 @@ class PredictCommand(Bench):
     def _check(self) -> None:
         if not all(0 <= value < 1 for value in (*self.acceptance, *self.per_position)):
             raise SettingError(
-                "Acceptances were given outside of [0, 1); they are chances, and a drafter that is "
-                "always right has no best draft length."
+                "Acceptances were given outside of [0, 1); they are probabilities, and a drafter "
+                "that is always right has no best draft length."
             )
         if list(self.per_position) != sorted(self.per_position, reverse=True):
             raise SettingError(
-                "--per-position was given rising values; they are cumulative (the chance that at "
-                "least so many tokens are accepted), so each is at most the one before."
+                "--per-position was given rising values; they are cumulative (the probability that "
+                "at least this many tokens are accepted), so each is at most the one before."
             )
         check_at_least_one(self, "context", "bytes_per_value")
 
@@ -315,7 +315,8 @@ class PredictCommand(Bench):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuCommand(Bench):
-    """On a GPU: published pairs with random weights at serving shapes, plain and speculative."""
+    """Plain and speculative decoding on a GPU: published pairs with random weights, at serving
+    shapes."""
 
     NAME: ClassVar[str] = "gpu"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/gpu_grid.py")
@@ -323,11 +324,11 @@ class GpuCommand(Bench):
     out: pathlib.Path = pathlib.Path("gpu-grid.json")
     """JSON file to write after every cell."""
     dry_run: bool = False
-    """Try the same code with tiny models, wherever JAX runs; the figures mean nothing."""
+    """Run the same code with tiny models on any JAX backend; the figures are meaningless."""
     budget_s: float = 480.0
-    """Start no cell after this many seconds; the most informative cells come first."""
+    """Start no new cell after this many seconds; the most informative cells come first."""
     repeats: int = 3
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
     resume: bool = False
     """Keep the cells that --out already holds, and measure the others."""
     plot: pathlib.Path | None = None
@@ -342,7 +343,7 @@ class GpuCommand(Bench):
                 "the `cuda` extra on a machine with a GPU, or try it with --dry-run."
             )
         header = self.document()
-        del header["config"]["budget_s"]  # a resumed grid is the same one, given more time
+        del header["config"]["budget_s"]  # a resumed grid is the same grid with more time
         plan = DRY_RUN if self.dry_run else GPU
         with only_run_into(self.out), working("") as status:
             document = measure_grid(
@@ -366,11 +367,11 @@ class GpuCommand(Bench):
         return [TextTable.of_columns("GPU grid (random weights, oracle drafts)", GRID, lines)]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """What is missing."""
+        """What the table lacks."""
         num_waiting = len((DRY_RUN if self.dry_run else GPU).cells()) - len(document["cells"])
-        found = ["A dry run: these figures mean nothing."] * self.dry_run
+        found = ["A dry run: these figures are meaningless."] * self.dry_run
         if num_waiting:
-            found.append(f"{num_waiting} cells were not reached; go on with --resume.")
+            found.append(f"{num_waiting} cells were not measured; continue with --resume.")
         return [(sentence, "dim") for sentence in found]
 
 
@@ -403,7 +404,7 @@ class BenchCommand:
 
     @property
     def json(self) -> bool:
-        """Of the chosen bench."""
+        """The option of the chosen bench."""
         return self.bench.json
 
     def run(self, console: Console) -> dict[str, Any]:
@@ -412,10 +413,10 @@ class BenchCommand:
 
 
 def parse_batches(text: str) -> list[int]:
-    """Batch sizes of `1..64` (doubling; the last one included) or `1,8,32`.
+    """Batch sizes from `1..64` (doubling, the last one included) or `1,8,32`.
 
     Raises:
-      SettingError: neither of them.
+      SettingError: the text has neither form.
     """
     first, dots, last = text.partition("..")
     try:
@@ -424,7 +425,7 @@ def parse_batches(text: str) -> list[int]:
         sizes = []
     if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
         raise SettingError(
-            f"--batch {text} was given; write 1..64 for sizes that double, or 1,8,32."
+            f"--batch {text} was given; write 1..64 for powers of two, or a list such as 1,8,32."
         )
     if not dots:
         return sizes

@@ -32,13 +32,13 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheCommand(JsonOption):
-    """List what is kept in the cache directory (converted models, compiled programs), verify that
-    the models are as they were written, or remove some of it."""
+    """List what the cache directory holds (converted models, compiled programs), verify that the
+    models are undamaged, or remove entries."""
 
     action: Annotated[Literal["list", "verify", "remove"], tyro.conf.Positional]
     """What to do; verify reads the converted models and compares them with their checksums."""
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME ...")] = ()
-    """What to remove, as `list` names it; `compiled` means all compiled programs."""
+    """What to remove, by the names that `list` shows; `compiled` means all compiled programs."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Lists, verifies or removes; returns the JSON document."""
@@ -75,7 +75,7 @@ class CacheCommand(JsonOption):
 
 
 def show_cache(console: Console, models: list[dict[str, Any]]) -> None:
-    """Prints what is kept, a line each."""
+    """Prints what is kept, one line per entry."""
     compiled = {"name": COMPILED, "num_bytes": compiled_bytes(), "dtype": "", "problem": None}
     compiled["source"] = "compiled programs and CPU kernels"
     listed = [*models, *[compiled] * (compiled_bytes() > 0)]
@@ -87,7 +87,7 @@ def show_cache(console: Console, models: list[dict[str, Any]]) -> None:
 
 
 def compiled_bytes() -> int:
-    """Size of what has been compiled and is kept: XLA's programs, and the CPU kernels."""
+    """Size of all compiled code that is kept: XLA's programs and the CPU kernels."""
     files = [file for directory in _compiled_directories() for file in directory.glob("*")]
     return sum(file.stat().st_size for file in files if file.is_file())
 

@@ -1,4 +1,4 @@
-"""`jaxspec chat`: a chat in the terminal, which keeps the KV between its turns."""
+"""`jaxspec chat`: a chat in the terminal that keeps its KV between turns."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 
-HELP = "/new begins another chat, /quit or the end of the input ends"
+HELP = "/new starts a new chat; /quit or the end of the input exits"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
-    """Chat with a model, one line per turn. Each turn prefills only what is new: the KV of the
-    chat so far is kept. After each answer a line says how much was reused, and how many bytes it
-    takes."""
+    """Chat with a model, one line per turn. Each turn prefills only what is new, because the KV of
+    the chat so far is kept. After each answer a line says how many tokens were reused, and how many
+    bytes the KV takes."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     max_tokens: int = 512
     """Most tokens of an answer."""
     system: str | None = None
-    """A system message; without a chat template, the beginning of the text."""
+    """A system message; without a chat template, the text begins with it."""
     chat_template: str | None = None
     """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file. If there is none,
     turns are joined as lines of text."""
     draft_length: DraftLength | None = None
-    """Tokens (of a tree: nodes) drafted per round; default: as many as the drafter's tree has, or
-    4. `auto` chooses while decoding."""
+    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
+    tree, or 4. `auto` chooses while decoding."""
     max_length: int = 2048
     """Most tokens of the whole chat."""
     reread: bool = False
-    """Prefill every answer once more with the next turn: then outputs are bitwise those without a
-    session whatever the kernels. With the native kernels they are in any case."""
+    """Prefill every answer again with the next turn, so that outputs are bitwise those without a
+    session with any kernels. With the native kernels they are in any case."""
     dtype: DtypeName | None = None
     """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: float32 on a
-    CPU, else the checkpoint's."""
+    CPU, otherwise the checkpoint's."""
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""
@@ -117,7 +117,8 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
     def _answer(
         self, console: Console, engine: Engine, chat: Chat, text: str
     ) -> list[dict[str, Any]]:
-        """Shows the answer to a text, and what it took; nothing comes of one that does not fit."""
+        """Shows the answer to a text, and a summary of the turn; the result is empty if the text
+        does not fit."""
         try:
             completion = chat.answer(console, text)
         except PromptError as error:
@@ -132,15 +133,15 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
 
 @dataclasses.dataclass(kw_only=True)
 class Chat:
-    """What was said so far.
+    """A chat so far.
 
     Attributes:
-      session: that keeps the KV.
-      params: of every answer.
+      session: keeps the KV.
+      params: those of every answer.
       system: a system message, or None.
       template: a Jinja chat template instead of the tokenizer's own.
       is_chat: whether there is a template; otherwise texts are joined.
-      messages: of user and assistant.
+      messages: those of user and assistant.
     """
 
     session: Session
@@ -151,10 +152,10 @@ class Chat:
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def answer(self, console: Console, text: str) -> Completion:
-        """Prints the answer to a text while it grows, and adds both to the messages.
+        """Prints the answer to a text as it is emitted, and adds both to the messages.
 
         Raises:
-          PromptError: the chat does not fit any more; it is as before.
+          PromptError: the chat would no longer fit; it is left unchanged.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -184,10 +185,10 @@ def read_line() -> str | None:
 
 
 def summary(completion: Completion, *, num_kept: int, kv_bytes: int) -> str:
-    """What a turn took, in a line."""
+    """A one-line summary of a turn."""
     num_reused = completion.num_reused_tokens or 0
     num_read = len(completion.prompt_token_ids) - num_reused
     return (
-        f"[{completion.summary}; {counted(num_reused, 'prompt token')} reused, {num_read} read; "
-        f"KV of {counted(num_kept, 'token')}, {in_units(kv_bytes)}]"
+        f"[{completion.summary}; {counted(num_reused, 'prompt token')} reused, {num_read} "
+        f"prefilled; KV of {counted(num_kept, 'token')}, {in_units(kv_bytes)}]"
     )

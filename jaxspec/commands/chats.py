@@ -1,4 +1,4 @@
-"""Questions of several turns, each in a session of its own."""
+"""Questions with several turns, each in its own session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine
 from jaxspec.requests.sampling_params import SamplingParams
 
-# Token ids of the prompts of some lines.
+# Makes the prompts of some lines into token ids.
 Encode: TypeAlias = Callable[[Sequence[PromptLine]], list[tuple[int, ...]]]
 
 
@@ -23,12 +23,12 @@ class Chat:
     """A question whose turns are being answered.
 
     Attributes:
-      line: with all turns.
-      number: among the questions.
-      session: that keeps its KV.
-      turns: lines of the turns that were asked, each with its whole prompt.
-      completions: of these, as far as they have ended.
-      refusal: why the next turn could not be asked, or None.
+      line: the line, with all turns.
+      number: its index among the questions.
+      session: keeps its KV.
+      turns: lines of the turns asked so far, each with its whole prompt.
+      completions: those of the turns that have ended.
+      refusal: the reason why the next turn could not be asked, or None.
     """
 
     line: PromptLine
@@ -40,7 +40,7 @@ class Chat:
 
     @property
     def is_done(self) -> bool:
-        """Whether every turn was answered, or one cannot be."""
+        """Whether every turn was answered, or the next one cannot be asked."""
         is_cut = bool(self.completions) and self.completions[-1].finish_reason == "abort"
         is_answered = len(self.completions) == self.line.num_turns
         return is_answered or is_cut or self.refusal is not None
@@ -55,17 +55,18 @@ def decode_chats(
     is_chat: bool,
 ) -> Iterator[Chat]:
     """The chats of these lines in order, each as soon as it and those before it are done. As many
-    go on at a time as the engine has rows.
+    run at a time as the engine has rows.
 
     Args:
-      engine: idle.
-      lines: with `later_turns`.
-      params: of each line, for all of its turns.
+      engine: an idle engine.
+      lines: prompts with `later_turns`.
+      params: for each line, used for all of its turns.
       encode: makes prompts into token ids.
-      is_chat: turns are messages for the chat template, not lines of text.
+      is_chat: whether turns are messages for the chat template; otherwise lines of text.
 
     Raises:
-      PromptError: the prompt of a first turn does not fit. A later one that does not ends its chat.
+      PromptError: the prompt of a first turn does not fit. A later turn that does not fit ends its
+        chat.
     """
     waiting = collections.deque(
         Chat(line=line, number=number, session=engine.session())

@@ -32,14 +32,15 @@ from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import save_figure
 
-CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines, the first that is there
+CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     """Compare drafters on the same prompts and seeds; the first one is the baseline.
 
-    Lines of the prompt file may name a `category` or `domain`; results are then shown for each."""
+    Lines of the prompt file may have a `category` or `domain`; results are then also shown by
+    category."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
@@ -47,10 +48,10 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     """`none` (plain decoding), `ngram`, `draft_model:MODEL`, `heads:NAME`, `flexdraft:NAME` or any
     other drafter that `jaxspec generate --help` lists; repeat the option for each."""
     draft_length: int | None = None
-    """Tokens (of a tree: nodes) drafted per round; default: as many as each drafter's tree has, or
-    4."""
+    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of each drafter's
+    tree, or 4."""
     repeats: int = 5
-    """Timed runs of each drafter, in turns."""
+    """Timed runs of each drafter, in alternation."""
     plot: pathlib.Path | None = None
     """Write the plot to this file; its suffix chooses the format."""
 
@@ -126,7 +127,7 @@ def category_of(line: PromptLine) -> str:
 
 
 def candidates_table(comparison: DrafterComparison) -> Table:
-    """One drafter a line."""
+    """One line per drafter."""
     table = _table("drafter", "tokens/s", "speed-up\n(range)", "rounds", "emitted\n/round")
     table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
     table.add_column("equal", no_wrap=True)
@@ -159,7 +160,7 @@ def categories_table(comparison: DrafterComparison) -> Table:
 
 
 def differences_table(comparison: DrafterComparison) -> Table:
-    """Paired differences of every two drafters."""
+    """Paired differences between every two drafters."""
     table = _table("on the same prompt", *(f"difference in\n{metric}" for metric in METRICS))
     for label, other in comparison.pairs():
         found = [comparison.difference(metric, label, other) for metric in METRICS]

@@ -1,4 +1,4 @@
-"""How commands show that something compiles: one line that is redrawn, on a terminal."""
+"""How commands show compilations: on a terminal, one line that is redrawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 from jaxspec.commands.progress import standard_error, working
 from jaxspec.runtime import compilation
 
-MAX_LINES = 10  # where nothing can be redrawn
+MAX_LINES = 10  # if output cannot be redrawn
 
 
 def show_compiling() -> None:
@@ -24,8 +24,8 @@ def show_compiling() -> None:
 
 
 class CompilingLine(logging.Handler):
-    """A spinner with what is being compiled, gone when it is; in a log file, the first `MAX_LINES`
-    long compilations, one line each."""
+    """A spinner that names what is being compiled and disappears when it is done; in a log file,
+    the first `MAX_LINES` long compilations, one line each."""
 
     def __init__(self):
         super().__init__()

@@ -39,9 +39,9 @@ MEASURES = (
 )  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
-PROMPT_SHOWN = 160  # characters of a prompt's end that are printed
+PROMPT_SHOWN = 160  # most characters printed of a prompt, from its end
 
-# Marks of tokens by origin, where there are no colours.
+# Marks for the origin of tokens, for output without colours.
 MARKS = {Origin.ACCEPTED: "[{}]", Origin.CORRECTED: "~{}", Origin.BONUS: "+{}"}
 
 
@@ -58,7 +58,7 @@ class DemoCommand(JsonOption):
     dtype: DtypeName = "float32"
     """Dtype of parameters, compute and cache."""
     repeats: int = 9
-    """Timed runs of each kind; the median counts."""
+    """Timed runs of each kind; the median is reported."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Runs the demo; returns the JSON document."""
@@ -149,7 +149,7 @@ def run_of(comparison: DrafterComparison, own: Candidate) -> dict[str, Any]:
 
 
 def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
-    """Token ids of 16 sample prompts, equally many from each domain, in alternation."""
+    """Token ids of 16 sample prompts, the same number from each domain, in alternation."""
     by_domain: dict[str, list[Prompt]] = {}
     for line in sample_prompts():
         by_domain.setdefault(line.fields["domain"], []).append(line.prompt)
@@ -162,7 +162,7 @@ def choose_prompts(target: LanguageModel) -> list[tuple[int, ...]]:
 def show_completions(
     console: Console, target: LanguageModel, completions: Sequence[Completion]
 ) -> None:
-    """Prints completions, their tokens marked by origin: coloured, or with signs."""
+    """Prints completions with their tokens marked by origin, in colour or with signs."""
     has_colours = console.color_system is not None
     legend = (
         "[green]accepted from the draft[/], [bold red]the target's correction[/], "
@@ -194,7 +194,7 @@ def marked_text(completion: Completion) -> str:
 
 
 def runs_table(runs: Sequence[dict[str, Any]]) -> TextTable:
-    """The comparison, one run a line; 80 columns hold it."""
+    """The comparison, one line per run; it fits into 80 columns."""
     columns: Columns = {
         "batch": "{batch_size}",
         "drafter": "{label}",

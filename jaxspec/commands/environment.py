@@ -20,7 +20,7 @@ class EnvCommand(JsonOption):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Prints and returns the JSON document."""
-        default_kernels()  # compiles them where that has not been done
+        default_kernels()  # compiles them if that has not been done
         document = make_document("env", self)
         devices = document["devices"]
         fallback = devices["kernels_fallback"]

@@ -1,4 +1,4 @@
-"""`jaxspec generate`: complete prompts, one or a file of them."""
+"""`jaxspec generate`: complete a prompt, or a file of prompts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ from jaxspec.verifiers import VerifierName, make_verifier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
-    """Complete prompts, with a drafter speculatively; outputs are in the order of the prompts."""
+    """Complete prompts, speculatively if a drafter is given; outputs are in the order of the
+    prompts."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
@@ -71,41 +72,41 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     chat_template_kwargs: str | None = None
     """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
     turns: Turns = "first"
-    """For questions with several turns. first: ask only the first; all: ask them one after the
-    other, in a session that keeps the KV, and complete each. Without --chat, turns are joined as
-    lines of text."""
+    """For questions with several turns. first: ask only the first; all: ask them one after another,
+    in a session that keeps the KV, and write each answer. Without --chat, turns are joined as lines
+    of text."""
     draft_length: DraftLength | None = None
-    """Tokens (of a tree: nodes) drafted per round; default: as many as the drafter's tree has, or
-    4. `auto` chooses while decoding, by acceptance and by the measured cost of rounds, from 0 up to
-    --verify-length - 1 (without --verify-length, up to the default)."""
+    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
+    tree, or 4. `auto` chooses while decoding, by acceptance and by the measured cost of rounds,
+    from 0 up to --verify-length - 1 (without --verify-length, up to the default)."""
     exactness: Exactness = "bitwise"
     """bitwise: no bit of the output depends on the drafts. ties: score only as many tokens as were
     drafted, which is faster; outputs are equal except at ties within rounding. With the native CPU
-    kernels bitwise is as fast, and ties as exact."""
+    kernels bitwise is just as fast, and ties just as exact."""
     verifier: VerifierName = "coupled"
     """Which rule decides how much of a draft is kept. coupled: outputs are the tokens of plain
-    decoding with the same seeds (coupled:independent: also, but the drafter samples with noise of
-    its own); rejection and block: samples of the target's distribution; typical: lossy."""
+    decoding with the same seeds (coupled:independent: the same, but the drafter samples with its
+    own noise); rejection and block: samples of the target's distribution; typical: lossy."""
     scheduler: SchedulerName = "continuous"
-    """Which rows take part in a round. continuous: a finished row is replaced at once; static:
-    batch after batch, as in EQSPEC; pool: rows of equal length together, as in EXSPEC."""
+    """Which rows take part in a round. continuous: a finished row is replaced in the next round;
+    static: batch after batch, as in EQSPEC; pool: rows of equal length together, as in EXSPEC."""
     layout: Layout = "ragged"
     """How KV is stored. ragged: each row at its own length; aligned: rows padded on the left and
     moved after every round, as in EQSPEC, for comparison."""
     check_invariants: bool = False
-    """Check KV, padding and positions after every round: many times slower, for finding bugs."""
+    """Check KV, padding and positions after every round; many times slower, for debugging."""
     generation_config: bool = False
     """Use the checkpoint's recommended values for sampling options that you do not give."""
     repetition_penalty: float | None = None
-    """Above 1: makes tokens of prompt and output less likely. Default 1: off."""
+    """Above 1 makes tokens of prompt and output less likely. Default 1: off."""
     presence_penalty: float | None = None
     """Subtracted from the logits of tokens that are in the output. Default 0."""
     frequency_penalty: float | None = None
     """Subtracted from a token's logit once per occurrence in the output. Default 0."""
     n: int = 1
-    """Completions per prompt; each has the next seed."""
+    """Completions per prompt, with consecutive seeds."""
     min_tokens: int | None = None
-    """Nothing ends a completion before this many tokens. Default 0."""
+    """No stop token or string ends a completion before this many tokens. Default 0."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends a completion and is cut off; repeat the option for several."""
     logprobs: int | None = None
@@ -116,17 +117,17 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     resume: bool = False
     """Continue an interrupted output file; the result equals that of an uninterrupted run."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
-    """Lines of the output file; spec-bench is what Spec-Bench's own scorer reads."""
+    """Format of the output file; spec-bench is what Spec-Bench's own scorer reads."""
     trace: pathlib.Path | None = None
     """Parquet file with one row per round: context length, drafted, accepted and emitted tokens.
     Written when all prompts are done; replaces an older one."""
     trace_level: Literal["rounds", "tokens", "distributions"] = "rounds"
     """tokens: also one row per drafted token, rejected ones included, in FILE.tokens.parquet;
-    distributions: these with entropies and overlap of target and draft."""
+    distributions: also entropies, and the overlap of target and draft."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Generates; returns the JSON document."""
-        # Whatever can be refused without a model is refused before one is loaded.
+        # Everything that can be refused without a model is refused before one is loaded.
         started_s = time.perf_counter()
         lines, inputs = self._read_lines()
         check_at_least_one(self, "batch_size", "max_length", "verify_length")
@@ -184,7 +185,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             longest=engine.longest_prompt,
             names=[line.name for line in lines],
         )
-        # From here on one line, prompt and request per completion.
+        # From here on there is one line, prompt and request per completion.
         lines = [line for line in lines for _ in range(params.n)]
         num_done, file = 0, None
         if self.output is not None:
@@ -257,10 +258,11 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
     def _check_sampling(self) -> None:
-        """Raises unless the sampling options are in range, as far as that shows without a model."""
+        """Raises unless the sampling options are in range, as far as that can be checked without a
+        model."""
         options = self.given_sampling()
         if self.generation_config:
-            options["n"] = min(self.n, 1)  # whether it samples at all is not known yet
+            options["n"] = min(self.n, 1)  # whether it samples is not known yet
         SamplingParams(**options)
         if self.n > 1 and self.format == "spec-bench":
             raise SettingError(
@@ -269,12 +271,12 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             )
 
     def _check_turns(self) -> None:
-        """Raises unless the options fit questions of several turns, if these are asked."""
+        """Raises unless the options fit questions with several turns, if these are asked."""
         if self.turns == "first":
             return
         reasons = {
             "--resume": (self.resume, "later prompts depend on the answers before them"),
-            "--n": (self.n > 1, "one answer goes on"),
+            "--n": (self.n > 1, "only one answer can be continued"),
             "--max-prompt-tokens": (self.max_prompt_tokens is not None, "it would cut the chat"),
             "--format spec-bench": (self.format == "spec-bench", "its lines hold one answer here"),
             "--layout aligned": (self.layout == "aligned", "sessions need ragged rows"),
@@ -330,7 +332,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         num_done: int,
     ) -> tuple[list[Completion], float]:
         """Completions of the requests after the first `num_done`, and the seconds they took; those
-        of a batch are written to the file as soon as they are there."""
+        of a batch are written to the file as soon as they are finished."""
         completions: list[Completion] = []
         decode_s = 0.0
         with DecodingProgress(len(requests) - num_done) as progress:
@@ -403,7 +405,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         return chat_template(given), kwargs
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
-        """Raises unless the prompts can be written in the format asked for."""
+        """Raises unless the prompts can be written in the requested format."""
         if self.output is None:
             if self.resume or self.format != "jsonl":
                 option = "--resume" if self.resume else f"--format {self.format}"
@@ -418,7 +420,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                     )
 
     def _check_trace(self) -> None:
-        """Raises unless a trace can be written, if one is asked for."""
+        """Raises unless a trace can be written, if one is requested."""
         if self.trace is None:
             if self.trace_level != "rounds":
                 raise SettingError(
@@ -469,7 +471,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
 
 
 def show_completions(console: Console, completions: Sequence[Completion]) -> None:
-    """Prints completions, their tokens coloured by origin."""
+    """Prints completions with their tokens coloured by origin."""
     for completion in completions:
         if len(completions) > 1:
             prompt, *sample = completion.request_id.split("-")
@@ -491,8 +493,8 @@ def summary(
     output: pathlib.Path | None,
     rounds_by_draft_length: Mapping[int, int],
 ) -> str:
-    """What was done, in a sentence. It names no tokens per second: those say something only beside
-    plain decoding's, which `jaxspec compare` measures."""
+    """What was done, in a sentence. It gives no tokens per second: these mean something only next
+    to plain decoding's, which `jaxspec compare` measures."""
     text = Completions(completions).summary if completions else "0 completions"
     if completions:
         text += f", {decode_s:.1f} s"
@@ -507,8 +509,8 @@ def summary(
 def _batches(
     engine: Engine, requests: Sequence[Request], progress: DecodingProgress
 ) -> Iterator[tuple[list[Completion], float]]:
-    """Completions of `requests` in order, as many at a time as there are batch_size, and the
-    seconds since those before them."""
+    """Completions of `requests` in order, `batch_size` at a time, and the seconds since the
+    previous ones."""
     started_s, batch = time.perf_counter(), []
     for completion in engine.run(requests, on_progress=progress.update):
         batch.append(completion)
@@ -521,7 +523,7 @@ def _batches(
 
 
 def _digest_of_weights(params: PyTree) -> str:
-    """Of the values of all arrays, which come from the device one at a time."""
+    """A digest of the values of all arrays, which are fetched from the device one at a time."""
     digest = xxhash.xxh3_128()
     for leaf in jax.tree.leaves(params):
         values = np.ascontiguousarray(jax.device_get(leaf))
@@ -530,8 +532,8 @@ def _digest_of_weights(params: PyTree) -> str:
 
 
 def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str:
-    """Of what a line depends on besides its prompt; other kernels and other devices sum in another
-    order, and take the other of two tokens that tie.
+    """A digest of everything that a line depends on besides its prompt. Other kernels and devices
+    are part of it, because they sum in another order and may choose the other of two tied tokens.
 
     Drafter and draft length change no token of a greedy run or under coupled verification; under
     the other verifiers they do. The seed matters only where tokens are drawn.
@@ -549,7 +551,7 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     settings = [engine.target.name, weights, computed_by, shape, dtypes, sampling, format]
     if kv_dtype_of(engine.target) is not None:
         settings.append(kv_dtype_of(engine.target))
-    if not engine.executor.is_width_invariant:  # the width of its window decides ties
+    if not engine.executor.is_width_invariant:  # the width of the window decides ties
         settings.append(engine.verify_lengths)
     if is_sampled and not engine.verifier.is_coupled:
         described = engine.describe()

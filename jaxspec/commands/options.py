@@ -31,7 +31,7 @@ DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonOption:
-    """Of every command."""
+    """The option that every command has."""
 
     json: bool = False
     """Print one line of JSON at the end of standard output."""
@@ -42,29 +42,30 @@ class DrafterOptions:
     """Which drafter."""
 
     draft: str | None = None
-    """A draft model, named as the target is; short for `--drafter draft_model:MODEL`."""
+    """A draft model, named in the same way as the target; short for `--drafter
+    draft_model:MODEL`."""
     drafter: str | None = None
     """What drafts: `none`, `ngram`, `ngram:MIN-MAX` (lengths of the n-grams), `draft_model:MODEL`,
-    `heads:NAME` (Medusa's, Hydra's, Clover's or Clover-2's), `flexdraft:NAME`, or your own
+    `heads:NAME` (Medusa, Hydra, Clover or Clover-2), `flexdraft:NAME`, or your own
     `package.module:factory`; NAME is a directory or a hub id. `draft_model@0.4:MODEL` ends each
     draft after its first token with a lower probability. Trees: `draft_model[4x4:12]:MODEL` keeps
     the 12 best nodes of a beam search of width 4 and depth 4, `ngram[4]` drafts what followed the 4
     best matches. With --draft MODEL, leave `:MODEL` out (`draft_model@0.4`). `medusa[chain]:NAME`,
-    `clover[8]:NAME` and `clover[4x4:16]:NAME` draft
-    what heads propose, as a chain, as a tree of 8 nodes, and as a beam search's best 16."""
+    `clover[8]:NAME` and `clover[4x4:16]:NAME` draft the heads' proposals as a chain, as a tree of 8
+    nodes, and as the best 16 nodes of a beam search."""
     draft_kv_window: int | None = None
-    """The draft model keeps the KV of its newest so many positions (at least 128) and of its first
-    ones; its memory does not grow with the context. Default: it keeps all KV. Short for
+    """The draft model keeps KV only for this many newest positions (at least 128) and for the first
+    ones, so that its memory does not grow with the context. Default: it keeps all KV. Short for
     `--drafter draft_model~WINDOW+SINKS:MODEL`."""
     draft_kv_sinks: int | None = None
-    """First positions that it keeps besides, 0 to 128. Default 4."""
+    """Number of first positions that it keeps as well, 0 to 128. Default 4."""
 
     @property
     def drafter_name(self) -> str:
-        """What `choose_drafter` takes, of all these options.
+        """The name that `choose_drafter` takes, made from all these options.
 
         Raises:
-          SettingError: they name two drafters, or a window of KV and no draft model.
+          SettingError: they name two drafters, or a KV window but no draft model.
         """
         name = self._name_without_window
         if self.draft_kv_window is None:
@@ -100,36 +101,37 @@ class DrafterOptions:
     def choose_drafter(
         self, *, dtype: str | None, kv_dtype: KvDtype | None = None, verify: bool = True
     ) -> MakeDrafter | None:
-        """What makes the drafter for a target, or None; raises as `names.choose_drafter`."""
+        """A function that makes the drafter for a target, or None; raises what
+        `names.choose_drafter` raises."""
         name = self.drafter_name
         return drafter_of_command(name, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvOptions:
-    """In which dtype KV is stored."""
+    """The dtype that KV is stored in."""
 
     kv_dtype: KvDtype | None = None
     """`int8` stores the target's KV in half the bytes of bfloat16, with a scale per token and head;
-    its outputs then change a little. Default: as it is computed."""
+    its outputs then change a little. Default: the dtype it is computed in."""
     draft_kv_dtype: KvDtype | None = None
-    """Likewise for the draft model's KV; this changes what is drafted, and no output."""
+    """The same for the draft model's KV; this changes what is drafted, but no output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Which prompts."""
+    """Which prompts to decode."""
 
     prompts: pathlib.Path | None = None
     """A file of prompts, one per line: Spec-Bench questions, plain text, or JSON objects with
     `prompt`, `prompt_token_ids` or `messages`. Default: the sample prompts of the embedded pair."""
     limit: int | None = None
-    """Use only this many prompts, from the first on."""
+    """Use only this many prompts, from the beginning of the file."""
     max_prompt_tokens: int | None = None
     """Cut longer prompts after this many tokens."""
 
     def read_prompts(self, *, turns: Turns = "first") -> list[PromptLine]:
-        """The prompts, as many as are asked for."""
+        """The requested number of prompts."""
         check_at_least_one(self, "limit", "max_prompt_tokens")
         if self.prompts is None:
             lines = sample_prompts()
@@ -138,7 +140,7 @@ class PromptOptions:
         return lines[: self.limit]
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of the file they are read from, by its name."""
+        """SHA-256 of the file that they are read from, by its name."""
         if self.prompts is not None:
             return {self.prompts.name: sha256_of(self.prompts)}
         with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
@@ -160,7 +162,7 @@ class SamplingOptions:
     min_p: float | None = None
     """Keep tokens at least this fraction as likely as the likeliest. Default 0: all."""
     seed: int = 0
-    """Seed of the first prompt; the next prompts have the next seeds."""
+    """Seed of the first prompt; later prompts have consecutive seeds."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-text tokens."""
 
@@ -171,7 +173,8 @@ class SamplingOptions:
         return {name: value for name, value in values.items() if value is not None}
 
     def sampling_params(self) -> SamplingParams:
-        """Of the first prompt; raises `SettingError` for what is out of range."""
+        """Sampling parameters of the first prompt; raises `SettingError` for values out of
+        range."""
         return SamplingParams(**self.given_sampling())
 
 
@@ -182,12 +185,12 @@ class EngineOptions(KvOptions):
     verify_length: int | None = None
     """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
     batch_size: int = 8
-    """Prompts decoded together; fewer if there are fewer."""
+    """Prompts decoded together (fewer if there are fewer prompts)."""
     max_length: int = 1024
     """Most tokens of a prompt and its completion together."""
     dtype: DtypeName | None = None
     """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: float32 on a
-    CPU, else the checkpoint's."""
+    CPU, otherwise the checkpoint's."""
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""

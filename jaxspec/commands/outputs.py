@@ -28,7 +28,7 @@ def cannot_write(path: pathlib.Path, error: OSError, advice: str) -> SettingErro
 
 
 def write_parquet(frame: Any, path: pathlib.Path) -> None:
-    """Writes a frame; the file appears whole, or the older one stays.
+    """Writes a frame; the file appears complete, or the older one stays.
 
     Raises:
       SettingError: it cannot be written.
@@ -44,8 +44,8 @@ def only_writer_of(path: pathlib.Path | None, *, resume: bool) -> Iterator[None]
     a path it does nothing.
 
     Raises:
-      SettingError: it cannot be written, holds something that is not to be resumed, or is being
-        written by another process.
+      SettingError: it cannot be written, exists although `resume` is False, or is being written by
+        another process.
     """
     with contextlib.ExitStack() as stack:
         if path is not None:
@@ -68,8 +68,8 @@ def only_writer_of(path: pathlib.Path | None, *, resume: bool) -> Iterator[None]
 class OutputFile:
     """An output file that is always an ordered prefix of the whole.
 
-    Every line begins with a note of its place, its prompt and the settings, by which a run knows
-    the lines of an earlier one, the last of them perhaps cut off by a kill.
+    Every line begins with a note of its index, its prompt and the settings. From these a run
+    recognises the lines of an earlier one, of which the last may have been cut off by a kill.
 
     Attributes:
       path: the file.
@@ -84,11 +84,11 @@ class OutputFile:
     settings: str
 
     def continue_with(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        """Number of finished lines, one per prompt (a prompt with several completions comes as
-        often); removes a line that was cut off.
+        """Number of finished lines, one per prompt (a prompt with several completions has as many
+        lines); removes a line that was cut off.
 
         Raises:
-          SettingError: the lines are not of these prompts under these settings; the file is left as
+          SettingError: the lines do not belong to these prompts and settings; the file is left as
             it is.
         """
         advice = "resume with the same inputs and settings, or name another output."
@@ -121,11 +121,11 @@ class OutputFile:
     def append(
         self, lines: Sequence[PromptLine], batch: Sequence[Completion], first: int, share_s: float
     ) -> None:
-        """Adds a batch of completions and the prompts' lines, which `first` lines precede, and
+        """Adds a batch of completions and the prompts' lines after the first `first` lines, and
         returns when it is on the disk; `share_s` is the batch's seconds divided by its rows.
 
         Raises:
-          SettingError: it cannot be written; the file then ends with the batch before.
+          SettingError: it cannot be written; the file then ends with the previous batch.
         """
         make = spec_bench_line if self.format == "spec-bench" else jsonl_line
         content = b""
@@ -138,7 +138,7 @@ class OutputFile:
                 num_bytes = file.tell()
                 try:
                     written = 0
-                    while written < len(content):  # a disk that fills up takes a part
+                    while written < len(content):  # a disk that fills up writes only a part
                         written += file.write(content[written:])
                     os.fsync(file.fileno())
                 except BaseException:

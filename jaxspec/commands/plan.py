@@ -57,63 +57,63 @@ RUNS: Columns = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCommand(JsonOption):
-    """Settings that fit a memory budget at the least cost in speed, and where the bytes go.
-
-    No weights are needed: presets are planned by their names."""
+    """Find the settings that fit a memory budget at the least cost in speed, and show where the
+    bytes go. No weights are needed: presets are planned by name."""
 
     target: str
     """A preset such as `qwen3-8b`, or any model that `load_model` takes."""
     draft: str | None = None
-    """Its draft model, named alike. Without one or a drafter, plain decoding is planned."""
+    """Its draft model, named in the same way. Without a draft model or drafter, plain decoding is
+    planned."""
     drafter: str | None = None
     """What drafts instead, as in `jaxspec generate`: `ngram`, `ngram[4]`, `heads:NAME`,
-    `flexdraft:NAME`, or `draft_model[4x4:12]:MODEL`, whose KV and weights are searched as those of
-    --draft. Plain `flexdraft` has the paper's sizes for the target. Draft lengths of a tree are
-    numbers of nodes, and need --per-position."""
+    `flexdraft:NAME`, or `draft_model[4x4:12]:MODEL`, whose KV and weights are searched over like
+    those of --draft. Plain `flexdraft` has the paper's sizes for the target. For a tree, draft
+    lengths are numbers of nodes, and --per-position is needed."""
     budget: str
     """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
     batch: int = 8
-    """Rows wanted at a time, over all devices."""
+    """Rows to decode together, over all devices."""
     context: int = 1024
     """Tokens of a request, prompt and output."""
     prompt_tokens: int | None = None
-    """Of these, the prompt's; default half."""
+    """How many of these are the prompt's; default half."""
     device: str = "h200"
     """`a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
-    measured), or a document of `jaxspec bench decode --json` of this machine."""
+    measured), or a JSON document of `jaxspec bench decode --json` from this machine."""
     keep: float = 0.96
-    """Share of the fastest plan's predicted speed to keep."""
+    """Fraction of the fastest plan's predicted speed to keep."""
     acceptance: float = 0.7
-    """Chance that a drafted token is accepted, alike at every position."""
+    """Probability that a drafted token is accepted, the same at every position."""
     per_position: tuple[float, ...] = ()
-    """Measured chances that at least 1, 2, ... drafted tokens are accepted, instead; of a tree,
-    that its first, second, ... node is."""
+    """Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted tokens are
+    accepted; for a tree, that its first, second, ... node is."""
     dtype: DtypeName | None = None
-    """Of the weights; default bfloat16, on a CPU float32."""
+    """Dtype of the weights; default bfloat16, on a CPU float32."""
     verifier: VerifierName = "coupled"
-    """As in `jaxspec generate`; some keep the distributions of the drafts."""
+    """As in `jaxspec generate`; some verifiers keep the distributions of the drafts."""
     scheduler: SchedulerName = "continuous"
-    """As in `jaxspec generate`; `continuous` keeps rows besides the batch."""
+    """As in `jaxspec generate`; `continuous` keeps extra rows besides the batch."""
     mesh: str | None = None
     """Axes of a mesh, such as `data=1,model=8`."""
     num_devices: int = 1
-    """Devices that a plan may split rows and models over as it likes."""
+    """Number of devices; the plan chooses how to split rows and models over them."""
     draft_lengths: tuple[int, ...] | None = None
-    """Draft lengths to try; 0 is plain decoding. Default 0 to 8; of trees and FlexDraft what fills
-    the windows up to theirs (0, 2, 4, 8, ...)."""
+    """Draft lengths to try; 0 is plain decoding. Default 0 to 8; for trees and FlexDraft, lengths
+    that fill the windows up to theirs (0, 2, 4, 8, ...)."""
     prefill_chunks: tuple[int, ...] = Search.prefill_chunks
     """Prefill chunks to try."""
     kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
-    """Of the target's KV, to try: the model's own, or int8, which changes the output a little and
-    is chosen only where nothing else fits."""
+    """Dtypes of the target's KV to try: the model's own, or int8, which changes the output a little
+    and is chosen only if nothing else fits."""
     draft_kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
-    """Of the draft model's KV, to try."""
+    """Dtypes of the draft model's KV to try."""
     draft_kv_windows: tuple[int, ...] = (0, 512)
-    """Tokens whose KV the draft model keeps, to try; 0 keeps all."""
+    """Numbers of tokens whose KV the draft model keeps, to try; 0 keeps all."""
     draft_dtypes: tuple[DtypeName, ...] = ()
-    """Of the draft model's weights, to try; default the target's."""
+    """Dtypes of the draft model's weights to try; default the target's."""
     short: bool = False
-    """Compile the first two layers only; temporaries hardly depend on the others."""
+    """Compile only the first two layers; temporaries hardly depend on the others."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Plans and prints; returns the JSON document."""
@@ -164,8 +164,8 @@ class PlanCommand(JsonOption):
         return make_document("plan", self, plan=plan.to_json())
 
     def _in_child(self, num_devices: int) -> dict[str, Any]:
-        """The document of the same command in a process with virtual CPU devices: how many there
-        are is settled when JAX first looks."""
+        """The document of the same command in a process with virtual CPU devices, because their
+        number is fixed when JAX starts."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL_DEVICES}={num_devices}".strip()
         found = subprocess.run(
             [sys.executable, "-m", "jaxspec", "plan", *self.arguments(), "--json"],
@@ -180,7 +180,7 @@ class PlanCommand(JsonOption):
         return json.loads(found.stdout.strip().splitlines()[-1])
 
     def arguments(self) -> list[str]:
-        """The options on a command line, those at their defaults left out."""
+        """The options as command-line arguments, without those at their defaults."""
         words = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -193,7 +193,7 @@ class PlanCommand(JsonOption):
         return words
 
     def show(self, document: Mapping[str, Any], console: Console) -> None:
-        """Prints the settings, where the bytes go, and the plans beside the chosen one."""
+        """Prints the settings, where the bytes go, and the other plans."""
         plan = document["plan"]
         chosen, settings = plan["chosen"], plan["chosen"]["settings"]
         found = chosen["bytes"]
@@ -239,7 +239,7 @@ class PlanCommand(JsonOption):
 
 
 def needs_virtual_devices(num_devices: int) -> bool:
-    """Whether there are fewer CPU devices than a mesh wants, and more can be made."""
+    """Whether there are fewer CPU devices than a mesh needs, and more can be made."""
     if VIRTUAL_DEVICES in os.environ.get("XLA_FLAGS", ""):
         return False
     return jax.default_backend() == "cpu" and jax.local_device_count() < num_devices
@@ -249,7 +249,7 @@ def parse_bytes(text: str) -> int:
     """Bytes of `24GiB`, `80GB`, `1.5 GiB` or `1000000`.
 
     Raises:
-      SettingError: none of these, or nothing.
+      SettingError: the text has none of these forms, or means no bytes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?B)?", text.strip(), re.ASCII)
     factor = None if match is None else UNITS.get(match.group(2) or "")
@@ -262,7 +262,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
-    """(data, model) of `data=1,model=8`; an axis that is left out has size 1.
+    """(data, model) from `data=1,model=8`; an axis that is left out has size 1.
 
     Raises:
       SettingError: anything else.

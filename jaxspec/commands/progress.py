@@ -16,7 +16,7 @@ from jaxspec.runtime.console import Console
 
 @functools.cache
 def standard_error() -> Console:
-    """The console of everything that is redrawn; two of them would draw over each other."""
+    """The console for everything that is redrawn; two consoles would draw over each other."""
     return Console(stderr=True)
 
 
@@ -26,7 +26,7 @@ def working(message: str) -> Status:
 
 
 def warm_up(engine: Engine) -> float:
-    """Compiles an engine's programs and runs them once; returns the seconds that took."""
+    """Compiles an engine's programs and runs them once; returns the seconds taken."""
     started_s = time.perf_counter()
     with working("compiling") as status:
         engine.warm_up(

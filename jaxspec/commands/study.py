@@ -1,6 +1,6 @@
-"""`jaxspec study`: grids of many runs, with a report at their end.
+"""`jaxspec study`: grids of many runs, with a report at the end.
 
-Another study is one line in `StudyCommand.study`.
+A new study is one line in `StudyCommand.study`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StudyCommand:
 
     @property
     def json(self) -> bool:
-        """Of the study."""
+        """The option of the chosen study."""
         return self.study.json
 
     def run(self, console: Console) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""`jaxspec train`: a small language model (`lm`), texts that a target writes (`texts`), and what
-drafts for it: heads (`heads`), FlexDraft (`flexdraft`)."""
+"""`jaxspec train`: trains a small language model (`lm`) or drafters for a target (`heads`,
+`flexdraft`), and has the target write their training texts (`texts`)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class LmCommand(JsonOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextsCommand(JsonOption):
-    """Have a target write texts for heads to be trained on: its own continuations of the beginnings
-    of documents. A run that was interrupted is continued by the same command."""
+    """Have a target write training texts for heads: its own continuations of the beginnings of
+    documents. The same command continues an interrupted run."""
 
     config: Annotated[TextsConfig, tyro.conf.arg(name="")]
 
@@ -65,7 +65,7 @@ class TextsCommand(JsonOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsCommand(JsonOption):
-    """Train Medusa's, Hydra's, Clover's or Clover-2's heads on texts that their target wrote."""
+    """Train Medusa, Hydra, Clover or Clover-2 heads on texts that their target wrote."""
 
     config: Annotated[HeadsTrainConfig, tyro.conf.arg(name="")]
 
@@ -110,8 +110,8 @@ class FlexDraftCommand(JsonOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a small language model (`lm`), or have a target write texts (`texts`) and train what
-    drafts for it: heads (`heads`) or FlexDraft (`flexdraft`)."""
+    """Train a small language model (`lm`), or have a target write texts (`texts`) and train a
+    drafter for it: heads (`heads`) or FlexDraft (`flexdraft`)."""
 
     what: Annotated[
         Annotated[LmCommand, tyro.conf.subcommand("lm")]
@@ -123,7 +123,7 @@ class TrainCommand:
 
     @property
     def json(self) -> bool:
-        """Of what is trained."""
+        """The option of the chosen command."""
         return self.what.json
 
     def run(self, console: Console) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class TrainCommand:
 
 
 def results_table(results: Mapping[str, Any]) -> TextTable:
-    """Results, those of a domain on a line of their own."""
+    """The results, with a separate line for each domain."""
     forms = {float: "{:.4g}", int: "{:,}"}
     shown = {
         name.replace("_", " "): forms.get(type(value), "{}").format(value)
@@ -142,7 +142,7 @@ def results_table(results: Mapping[str, Any]) -> TextTable:
 
 
 def accuracy_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
-    """Accuracy of each head on held-out texts, a line for all of them and one for each domain."""
+    """Accuracy of each head on held-out texts: one line for all texts, and one for each domain."""
     num_heads = len(held_out["all"]["top1"])
     header = ["texts", *(f"head {1 + index}" for index in range(num_heads))]
     rows = [
@@ -160,7 +160,7 @@ def accuracy_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
 
 def slots_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
     """Accuracy of each slot of a block on held-out texts, calibrated and not, and how many drafts
-    are right before the first that is not."""
+    are right before the first wrong one."""
     num_slots = len(held_out["all"]["num_tokens"])
     header = ["texts", "right", *(f"slot {slot}" for slot in range(num_slots))]
     rows = [

@@ -1,4 +1,4 @@
-"""What both batteries demand, and what they demand it with."""
+"""Requirements that both batteries share, and helpers for checking them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxspec.types import PyTree
 
 ROWS = 3
 WINDOW = 4
-MAX_TOKENS = 24  # of the requests that go through an engine
+MAX_TOKENS = 24  # for requests that go through an engine
 CHUNK = 16  # prompt tokens of one prefill call
 LARGEST_CONSTANT = 2**18  # elements; larger arrays must be parameters
 

@@ -50,7 +50,7 @@ from jaxspec.types import DecodeState, Draft
 ALPHA = 1e-6  # probability that a healthy part fails one test of a distribution
 SHARES = " (if its drafts may depend on other requests, it has to say shares_state = True)"
 NUM_DRAWS = 200  # drafts per row that a distribution is tested with
-DRAWN = (  # how each row is drawn for that
+DRAWN = (  # sampling parameters of each row for that test
     {"temperature": 0.7, "top_p": 1.0},
     {"temperature": 1.0, "top_p": 0.95},
     {"temperature": 1.5, "top_p": 1.0, "top_k": 20},
@@ -69,30 +69,30 @@ def check_drafter(
     max_length: int = 256,
     seed: int = 0,
 ) -> ConformanceReport:
-    """Whether a drafter keeps the contracts of decoding, and draws from the distribution that it
-    states.
+    """Checks that a drafter keeps the contracts of decoding, and draws from the distribution that
+    it states.
 
-    A drafter cannot make the output wrong while the loop is right. It can make a request depend on
-    its neighbours, keep what it should forget, or state a distribution that it did not draw from,
-    and then sampled output is biased.
+    A drafter cannot make the output wrong while the loop is right. But it can make a request depend
+    on its neighbours, keep state that it should forget, or state a distribution that it did not
+    draw from, which biases sampled output.
 
-    Where nothing was drafted, a check is `untested`, not passed, and the report is not ok: give
-    prompts on which it drafts. A drafter that has `shares_state = True` says that its drafts may
-    depend on other requests, earlier ones or neighbours. Its own contract: what requests share has
+    If nothing was drafted, a check is `untested`, not passed, and the report is not ok: give
+    prompts on which it drafts. A drafter with `shares_state = True` declares that its drafts may
+    depend on other requests, earlier ones or neighbours. It has its own contract: shared state has
     no row axis, a fresh state makes it draft the same again, and no output depends on it.
 
     Args:
       drafter: anything that follows the `Drafter` protocol.
       target: the model that it drafts for.
-      prompts: six or more token lists of different lengths, on which it should draft something;
+      prompts: six or more token lists of different lengths for which it should draft something;
         default `battery_prompts`.
       only: names of checks to run; default all of `DRAFTER_CHECKS`.
       skip: names of checks to leave out.
       max_length: slots per row, a multiple of 128.
-      seed: of the requests and draws.
+      seed: seed of the requests and draws.
 
     Raises:
-      SettingError: no such check, or prompts that are too few or too long.
+      SettingError: there is no such check, or the prompts are too few or too long.
     """
     chosen = chosen_checks(DRAFTER_CHECKS, only, skip)
     max_length = kv.round_up_to_block(max_length)
@@ -112,8 +112,8 @@ def check_drafter(
 
 
 def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
-    """Six prompts of random tokens, each a phrase that is repeated, so that a drafter that looks
-    phrases up finds the last tokens of every prompt but the shortest earlier in it."""
+    """Six prompts of random tokens, each a repeated phrase, so that a lookup drafter finds the last
+    tokens of every prompt except the shortest earlier in that prompt."""
     rng = np.random.default_rng(seed)
     prompts = []
     for length in (13, 37, 21, 60, 2, 33):
@@ -123,7 +123,7 @@ def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
 
 
 def _deepest(draft: Draft) -> int:
-    """Depth of the deepest valid node; 0 if none is."""
+    """Depth of the deepest valid node; 0 if there is none."""
     num_rows, num_nodes = draft.tokens.shape
     depth = np.zeros((num_rows, num_nodes + 1), int)  # the last is that of the root
     for node, parents in enumerate(np.clip(draft.parents, -1, num_nodes).T):
@@ -132,12 +132,12 @@ def _deepest(draft: Draft) -> int:
 
 
 def _is_valid(draft: Draft) -> np.ndarray:
-    """`[B, N]` bool; neither padding nor holes."""
+    """`[B, N]` bool, which nodes are neither padding nor holes."""
     return np.asarray(draft.is_node)
 
 
 def _differs(a: Draft, c: Draft, row_of_a: int, row_of_c: int) -> str | None:
-    """What is different between the drafts of two rows; padding does not count."""
+    """The difference between the drafts of two rows, ignoring padding."""
     num_a, num_c = int(a.num_valid[row_of_a]), int(c.num_valid[row_of_c])
     if num_a != num_c:
         return f"{num_a} nodes, not {num_c}"
@@ -155,7 +155,7 @@ def _demand_same(
     places: Mapping[int, int] | None = None,
     hint: str = "",
 ) -> None:
-    """Rows were drafted what was expected; `places` gives the row of each in `expected`."""
+    """Demands that rows got the expected drafts; `places` gives the row of each in `expected`."""
     for row, place in (places or {row: row for row in range(ROWS)}).items():
         difference = _differs(found, expected, row, place)
         demand(not difference, f"{where}, row {row} was drafted {difference}{hint}")
@@ -304,8 +304,8 @@ def _no_drift(b: DrafterUnderTest) -> str:
                     "drafter that has read the same tokens afresh"
                 )
         last = state, draft
-    # Below fp32 a cache written step by step differs from one written in chunks by rounding, and a
-    # tie may turn.
+    # Below fp32 a cache written step by step differs by rounding from one written in chunks, and a
+    # tie may flip.
     allowed = compared // 10 if b.is_rounded else 0
     demand(len(wrong) <= allowed, f"{len(wrong)} of {compared} drafts drifted: {wrong[:1]}")
     _need_drafts(b.num_drafted)
@@ -373,7 +373,8 @@ def _catch_up(b: DrafterUnderTest) -> str:
 
 
 def _limited(state: DecodeState, limits: Sequence[int]) -> DecodeState:
-    """The state with other draft limits, where the old ones lie (or programs compile anew)."""
+    """The state with other draft limits, on the device of the old ones (or programs would be
+    recompiled)."""
     limit = jax.device_put(np.asarray(limits, np.int32), state.draft_limit.sharding)
     return state.replace(draft_limit=limit)
 
@@ -423,7 +424,7 @@ def _output(b: DrafterUnderTest) -> str:
     b.engine.executor.reset()
     plain = b.engine.generate(b.prompts, params, speculate=False)
     num_accepted = num_drafted = 0
-    # The last run finds what the others have left in a state that requests share.
+    # The last run sees what the others have left in a state that requests share.
     for draft_length in (b.num_nodes, 1, *[b.num_nodes] * b.complete.shares_state):
         drafted = b.engine.generate(b.prompts, params, draft_length=draft_length)
         num_accepted += demand_same_output(plain, drafted)
@@ -450,7 +451,7 @@ def _draft_probs(b: DrafterUnderTest) -> str:
             _demand_same(draft, drafts[0], where)
         _need_drafts(int(drafts[0].num_valid.sum()))
         return f"deterministic under {NUM_DRAWS} keys, and q is None"
-    ranks, rng = [], np.random.default_rng((b.seed, 1))  # apart from that of the keys
+    ranks, rng = [], np.random.default_rng((b.seed, 1))  # another generator than that of the keys
     for draft in drafts:
         is_valid = _is_valid(draft)
         q = np.asarray(draft.q, np.float64)[is_valid]
@@ -483,9 +484,9 @@ def _draft_probs(b: DrafterUnderTest) -> str:
 def _fresh_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
     prompt = list(b.prompts[1])
-    # So hot that any distribution is nearly flat: equal noise shows as equal tokens. Row 1 is a
-    # token longer than row 0 and has its key, as one request in two rounds; row 2 is another
-    # request.
+    # A temperature so high that any distribution is nearly flat, so that equal noise shows as equal
+    # tokens. Row 1 is a token longer than row 0 and has its key, as one request in two rounds; row
+    # 2 is another request.
     prompts = [prompt, [*prompt, prompt[0]], prompt]
     hot = [{"temperature": 50.0, "top_p": 1.0}] * ROWS
     draws = b.with_probs.draws(
@@ -562,7 +563,7 @@ def _need_draws(b: DrafterUnderTest) -> None:
 
 
 def _depths(draft: Draft) -> np.ndarray:
-    """`[B, N]` int32, of each node, from 1 on."""
+    """`[B, N]` int32, the depth of each node, from 1 on."""
     parents = np.asarray(draft.parents)
     depths = np.zeros(parents.shape, np.int32)
     for node in range(parents.shape[1]):
@@ -573,7 +574,8 @@ def _depths(draft: Draft) -> np.ndarray:
 
 
 def _taken_by_siblings(draft: Draft, vocab_size: int) -> np.ndarray:
-    """`[B, N, V]` bool, the tokens of each node's earlier siblings: it is not drawn among them."""
+    """`[B, N, V]` bool, the tokens of each node's earlier siblings, which cannot be drawn for
+    it."""
     tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
     is_earlier = np.tri(tokens.shape[1], k=-1, dtype=bool)[None]
     is_sibling = is_earlier & (parents[:, :, None] == parents[:, None, :])

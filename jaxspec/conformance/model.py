@@ -47,18 +47,18 @@ def check_model(
     max_length: int = 256,
     seed: int = 0,
 ) -> ConformanceReport:
-    """Whether a model keeps the contracts that decoding relies on.
+    """Checks that a model keeps the contracts that decoding relies on.
 
     Args:
       model: anything that follows the `Model` protocol.
       only: names of checks to run; default all of `MODEL_CHECKS`.
       skip: names of checks to leave out: `tree_paths` for a model that will only see chains,
-        `positions` for one that knows no positions.
-      max_length: slots per row, a multiple of 128; no position at or above it is used.
-      seed: of the tokens and requests.
+        `positions` for one without positions.
+      max_length: slots per row, a multiple of 128; only positions below it are used.
+      seed: seed of the tokens and requests.
 
     Raises:
-      SettingError: no such check.
+      SettingError: there is no such check.
     """
     chosen = chosen_checks(MODEL_CHECKS, only, skip)
     prepared = ModelUnderTest(model, max_length=kv.round_up_to_block(max_length), seed=seed)
@@ -268,7 +268,7 @@ def _ragged_rows(b: ModelUnderTest) -> str:
 @enters(MODEL_CHECKS, "C1", "positions are heeded: the order of the context matters")
 def _positions(b: ModelUnderTest) -> str:
     # Two rows, each of one token only, so that a KV depends on its token and position alone. Then
-    # the halves are exchanged: row 0 is a a a b b b, row 1 is b b b a a a. A model that knows no
+    # the halves are exchanged: row 0 is a a a b b b, row 1 is b b b a a a. A model without
     # positions gives the next token the same state in both.
     half = 2 * WINDOW
     pair = np.array([[0], [1], [0]])
@@ -387,7 +387,7 @@ def _tree_paths(b: ModelUnderTest) -> str:
     for entry, depth in ((0, 0), (2, 1), (3, 2)):
         demand(
             equal_values(in_tree[1][:, entry], in_chain[1][:, depth]),
-            f"entry {entry} of a tree is scored otherwise than on its path as a chain",
+            f"entry {entry} of a tree is scored differently from its path as a chain",
         )
     changed = b.window.copy()
     changed[:, 1] = b.other(changed[:, 1])

@@ -1,4 +1,4 @@
-"""Records of a battery, and how its checks are run."""
+"""Records of a battery, and the functions that run its checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxspec.runtime.report import TextTable
 
 
 class Outcome(enum.StrEnum):
-    """What became of a check.
+    """The outcome of a check.
 
     UNTESTED: the clause applies, but nothing happened that could have broken it (a drafter drafted
     nothing), or the protocol is not followed. NOT_APPLICABLE: the clause says nothing here.
@@ -26,14 +26,14 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
       name: of the check.
       clause: of the contract that it tests, `C1` to `C6`.
-      statement: what the clause says here.
-      outcome: what became of it.
-      detail: what was seen.
+      statement: what the clause demands here.
+      outcome: its outcome.
+      detail: what was observed.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConformanceReport:
-    """What became of a battery. `rich.print` shows it as a table.
+    """The results of a battery. `rich.print` shows them as a table.
 
     Attributes:
       kind: `model` or `drafter`.
@@ -77,12 +77,12 @@ class ConformanceReport:
         return self.of(Outcome.FAILED)
 
     def __getitem__(self, name: str) -> Check:
-        """The check of that name."""
+        """The check with that name."""
         return next(check for check in self.checks if check.name == name)
 
     def assert_ok(self) -> None:
-        """Raises `ConformanceError` unless `ok`, naming the clauses that are broken, or else those
-        that were not tested."""
+        """Raises `ConformanceError` unless `ok`, naming the broken clauses or, if there are none,
+        the untested ones."""
         if self.ok:
             return
         verb, checks = "breaks", self.failures
@@ -111,7 +111,7 @@ class ConformanceReport:
 
 
 class NotPassed(Exception):
-    """A check that has no more to see; the message says what was seen, or why nothing was."""
+    """Ends a check; the message says what was observed, or why nothing was."""
 
     outcome = Outcome.FAILED
 
@@ -121,13 +121,13 @@ class Broken(NotPassed):
 
 
 class Untested(NotPassed):
-    """It applies, but saw nothing that could have failed."""
+    """It applies, but nothing happened that could have failed."""
 
     outcome = Outcome.UNTESTED
 
 
 class NotApplicable(NotPassed):
-    """It says nothing about this object."""
+    """It does not apply to this object."""
 
     outcome = Outcome.NOT_APPLICABLE
 
@@ -163,10 +163,10 @@ def enters(battery: dict[str, Clause], clause: str, statement: str):
 def chosen_checks(
     battery: dict[str, Clause], only: Sequence[str], skip: Sequence[str]
 ) -> list[Clause]:
-    """The checks of a battery that are asked for.
+    """The requested checks of a battery.
 
     Raises:
-      SettingError: there is no check of a name.
+      SettingError: there is no check with one of the names.
     """
     unknown = [name for name in (*only, *skip) if name not in battery]
     if unknown:
@@ -181,8 +181,8 @@ def chosen_checks(
 def run_checks(
     kind: str, subject: Any, clauses: Sequence[Clause], prepared: Any
 ) -> ConformanceReport:
-    """Runs checks in order on what was prepared for them. Where the protocol is not followed the
-    others are not run: all would fail for that one reason."""
+    """Runs checks in order on the prepared object. If the protocol is not followed, the other
+    checks are not run, because all would fail for that one reason."""
     checks, is_usable = [], True
     for clause in clauses:
         outcome, detail = Outcome.UNTESTED, "not run: the protocol is not followed"
@@ -191,7 +191,7 @@ def run_checks(
                 outcome, detail = Outcome.PASSED, clause.run(prepared)
             except NotPassed as reason:
                 outcome, detail = reason.outcome, str(reason)
-            except Exception as error:  # somebody else's code raises what it likes
+            except Exception as error:  # foreign code may raise anything
                 message = str(error).strip().split("\n")[0]
                 outcome, detail = Outcome.FAILED, f"raised {type(error).__name__}: {message}"
         if clause.name == "protocol" and outcome == Outcome.FAILED:

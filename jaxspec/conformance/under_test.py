@@ -1,4 +1,5 @@
-"""What the batteries look at: a model, or a drafter in the engine, ready for their checks."""
+"""The objects that the batteries check: a model, or a drafter in an engine, prepared for the
+checks."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ NUM_ROUNDS = 8  # of scripted verdicts
 def rewritten(
     cache: kv.KVCache, slots: np.ndarray, change: Callable[[jax.Array], jax.Array]
 ) -> kv.KVCache:
-    """The cache, its k and v `[ROWS, n, K, H]` at `slots` `[ROWS, n]` changed in each layer."""
+    """The cache with its k and v `[ROWS, n, K, H]` at `slots` `[ROWS, n]` changed in each layer."""
     at = jnp.asarray(slots)
 
     def rewrite(layer):
@@ -85,7 +86,7 @@ class ModelUnderTest:
         return ((tokens + 1) % self.model.vocab_size).astype(np.int32)
 
     def empty(self) -> kv.KVCache:
-        """A cache with nothing in it."""
+        """An empty cache."""
         cache = self.model.init_cache(ROWS, self.max_length)
         demand(
             isinstance(cache, kv.KVCache), f"init_cache gave a {type(cache).__name__}, not KVCache"
@@ -123,7 +124,7 @@ class ModelUnderTest:
         return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
 
     def prefill_row(self, row: int, bounds: Sequence[int]) -> kv.KVCache:
-        """A cache in which one row was read in pieces with these ends."""
+        """A cache in which one row was prefilled in pieces with these ends."""
         cache, start = self.empty(), 0
         for stop in bounds:
             place = (np.int32(row), np.int32(start), np.int32(stop))
@@ -137,10 +138,11 @@ class ModelUnderTest:
         Args:
           tokens: `[ROWS, WINDOW]`.
           start: `[ROWS]`.
-          is_running: `[ROWS]` bool; the others write nothing, and stand where the foremost does.
-          slots: `[ROWS, WINDOW]` instead of those that follow from `start`.
+          is_running: `[ROWS]` bool; other rows write nothing, and have the position of the foremost
+            row.
+          slots: `[ROWS, WINDOW]`, replaces those that follow from `start`.
           paths: `[ROWS, WINDOW, WINDOW]` for a tree.
-          params: instead of the model's.
+          params: replaces the model's.
         """
         running = np.ones(ROWS, bool) if is_running is None else np.asarray(is_running)
         start = np.where(running, start, np.max(np.asarray(start)[running], initial=0))[:, None]
@@ -151,12 +153,12 @@ class ModelUnderTest:
         fields = {"start": start[:, 0], "positions": start + depth, "slots": slots, "paths": paths}
         window = Window(**jax.tree.map(lambda array: jnp.asarray(array, jnp.int32), fields))
         params = self.model.params if params is None else params
-        # A copy made now: JAX may read an array of numpy's later, when its owner has changed it.
+        # A copy, because JAX may read a NumPy array later, when its owner has changed it.
         return self.forward(params, cache, np.array(tokens, np.int32), window)
 
     def context(self, lengths, tokens=None, *, params=None) -> kv.KVCache:
-        """A cache in which `lengths` tokens of each row were read, window by window, all rows at
-        the same place."""
+        """A cache in which `lengths` tokens of each row were processed, window by window, with all
+        rows at the same position."""
         tokens = self.tokens if tokens is None else tokens
         cache = self.empty()
         for first in range(0, int(np.max(lengths)), WINDOW):
@@ -168,7 +170,7 @@ class ModelUnderTest:
 
     @functools.cached_property
     def read(self) -> kv.KVCache:
-        """A cache in which each row's first `lengths` tokens were read."""
+        """A cache in which each row's first `lengths` tokens were processed."""
         return self.context(self.lengths)
 
     @functools.cached_property
@@ -215,32 +217,32 @@ class ModelUnderTest:
         self.plain = engine.generate(self.prompts, self.requests, speculate=False)
         known = [[*c.prompt_token_ids, *c.token_ids, *[0] * self.longest] for c in self.plain]
         known = [one[: self.longest] for one in known]
-        # What the drafter knows is a parameter: the compiled programs stay.
+        # The drafter's knowledge is a parameter, so compiled programs can be reused.
         engine.update_params(draft=Oracle(known, acceptance=0.6).params)
         self.drafted = engine.generate(self.prompts, self.requests)
         return engine
 
     @functools.cached_property
     def prompts(self) -> list[list[int]]:
-        """Of different lengths, one of a single token."""
+        """Prompts of different lengths, one with a single token."""
         lengths = (9, 1, 33, 20, 2)
         return [self.tokens[i % ROWS, i : i + n].tolist() for i, n in enumerate(lengths)]
 
     @functools.cached_property
     def requests(self) -> list[SamplingParams]:
-        """How each prompt is decoded."""
+        """The sampling parameters of each prompt."""
         return [mixed_params(i) for i in range(len(self.prompts))]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its output."""
+        """Number of tokens of the longest prompt with its output."""
         return max(map(len, self.prompts)) + MAX_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
 class Scripted:
-    """Coupled verification, except for rows that have the stop token `marker`: of their drafts
-    none, some or all are accepted at random, whatever the target says, so that drafters meet every
+    """Coupled verification, except for rows with the stop token `marker`: a random number of their
+    drafts is accepted, from none to all, whatever the target says, so that drafters meet every
     outcome.
 
     The random numbers are keyed by the request and its length, so a row's script does not depend on
@@ -271,7 +273,7 @@ class Scripted:
 
     def script(self, draft: Draft, rows: BatchView) -> Verdict:
         """Follows first children down the tree for a random number of steps; the next token is one
-        that the row holds already."""
+        that the row already contains."""
         num_rows, num_nodes = draft.tokens.shape
         draws = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32), (num_rows, 2))
         draws = sampling.uniform(sampling.round_keys(rows, draws, sampling.Stream.ACCEPT))
@@ -299,12 +301,12 @@ class DrafterUnderTest:
     """A drafter in the production engine, with rounds whose outcome follows a script.
 
     Attributes:
-      drafter: under test.
-      target: that it drafts for.
-      prompts: on which it should draft something.
+      drafter: the drafter under test.
+      target: the model that it drafts for.
+      prompts: those for which it should draft something.
       max_length: slots per row.
-      seed: of the requests and draws.
-      is_noise_shared: what the engine's shape says to the drafter.
+      seed: seed of the requests and draws.
+      is_noise_shared: as in the engine's shape, which the drafter sees.
       needs_draft_probs: likewise.
     """
 
@@ -347,17 +349,17 @@ class DrafterUnderTest:
 
     @property
     def shape(self) -> EngineShape:
-        """The engine's."""
+        """The engine's shape."""
         return self.engine.shape
 
     @property
     def complete(self) -> DrafterBase:
-        """The drafter, with the defaults for what it leaves out."""
+        """The drafter, with defaults for what it does not define."""
         return self.loop.drafter
 
     @property
     def places(self) -> tuple[Any, Any, Any]:
-        """Shapes of what its functions of a row are given: state, rows, row."""
+        """Shapes of the arguments of its functions of a row: state, rows, row."""
         # The engine is made here: its parameters must not be made while something is traced.
         loop, shape = self.loop, self.shape
         state = jax.eval_shape(lambda: self.drafter.init(shape))
@@ -366,7 +368,7 @@ class DrafterUnderTest:
 
     @property
     def params(self) -> PyTree:
-        """What the drafter's functions are given."""
+        """The parameters that the drafter's functions get."""
         return function_params(self.complete, self.engine.executor.params)
 
     def rows(self, state: DecodeState) -> BatchView:
@@ -382,7 +384,7 @@ class DrafterUnderTest:
 
     @functools.cached_property
     def compiled_draft(self):
-        """The compiled draft of a decode state, which stays as it is."""
+        """The compiled draft of a decode state, which is not changed."""
         draft = jax.jit(lambda params, state: self.propose(params, state)[0])
         return Program(draft, f"the draft of {self.drafter.name}")
 
@@ -401,20 +403,21 @@ class DrafterUnderTest:
         return [self.request(index, self.prompts[index]) for index in indices]
 
     def admit(self, requests: Sequence[Request], *, draft_length: int | None = None) -> None:
-        """Puts requests into the rows of the batch of the engine and reads their prompts."""
+        """Puts requests into the rows of the engine's batch and prefills their prompts."""
         length = self.num_nodes if draft_length is None else draft_length
         for row, request in enumerate(requests):
             self.engine.executor.admit_and_prefill(row, request, draft_length=length, arrival=row)
 
     def fresh(self, requests: Sequence[Request], *, draft_length: int | None = None) -> DecodeState:
-        """The engine's state after these requests entered an engine that has just been made."""
+        """The state of a new engine after these requests entered it."""
         self.engine.executor.reset()
         self.admit(requests, draft_length=draft_length)
         return self.engine.state
 
     def rounds(self, indices: Sequence[int]) -> Iterator[tuple[DecodeState, Draft]]:
         """Rounds of the requests with these numbers, row by row: the state on the host, without
-        caches, and what is drafted from it. Each is decided only when the next is asked for."""
+        caches, and what is drafted from it. Each round is verified only when the next one is
+        requested."""
         self.fresh(self.requests(indices))
         for _ in range(NUM_ROUNDS):
             yield self.engine.executor.fetch(), self.draft(self.engine.state)
@@ -431,14 +434,14 @@ class DrafterUnderTest:
         return sum(int(draft.num_valid.sum()) for _, draft in self.history)
 
     def afresh(self, state: DecodeState) -> Draft:
-        """What is drafted for requests whose prompts are all that the rows had committed."""
+        """The draft for new requests whose prompts are all tokens that the rows had committed."""
         tokens, lengths = jax.device_get((state.tokens, state.num_committed))
         prompts = [tokens[row, : lengths[row]].tolist() for row in range(ROWS)]
         return self.draft(self.fresh([self.request(row, ids) for row, ids in enumerate(prompts)]))
 
     @property
     def is_rounded(self) -> bool:
-        """Whether it computes in less than fp32, so that ties turn by chance."""
+        """Whether it computes in less than fp32, so that ties may flip."""
         leaves = jax.tree.leaves((self.drafter.params, self.places[0]))
         return any(leaf.dtype.itemsize < 4 and leaf.dtype.kind != "b" for leaf in leaves)
 

@@ -1,11 +1,11 @@
-"""Window buckets: the windows between which an engine changes, down to plain decoding.
+"""Window buckets: the window widths that an engine switches between, down to plain decoding.
 
-A round that drafts n tokens needs a window of n + 1, and a wider one only costs time. The widest
-window of an engine makes the state; a narrower round writes less of it. With most kernels the
-window that a token was scored in shows in its rounding (another matrix shape sums in another
-order); outputs then agree with those of one window except at ties within rounding, and only
-`exactness="ties"` uses several. With kernels whose bits do not depend on the width every engine
-does.
+A round that drafts n tokens needs a window of n + 1; a wider one only costs time. The state is made
+for the widest window of an engine; a narrower round writes less of it. With most kernels a token's
+rounding depends on the width of the window it was scored in (a different matrix shape sums in a
+different order); outputs then agree with those of one window except at ties within rounding, and
+only `exactness="ties"` uses several. With kernels whose bits do not depend on the width, every
+engine does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxspec.types import PyTree
 
 def window_buckets(widest: int) -> tuple[int, ...]:
     """The windows that are compiled: 1 (plain decoding), those of 2, 4, 8, ... drafts, and the
-    widest; so no draft is scored in twice the window it needs."""
+    widest; so no draft is scored in a window twice as wide as it needs."""
     windows, draft_length = {1, widest}, 2
     while draft_length + 1 < widest:
         windows.add(draft_length + 1)
@@ -35,15 +35,15 @@ def window_buckets(widest: int) -> tuple[int, ...]:
 def choose_windows(
     loop: DecodeLoop, *, exactness: Exactness, is_adaptive: bool, keeps_bits: bool
 ) -> tuple[int, ...]:
-    """The windows that an engine compiles rounds of, from the narrowest to the widest, which is
+    """The windows for which an engine compiles rounds, from the narrowest to the widest, which is
     that of `loop`.
 
     Args:
-      loop: of the engine.
-      exactness: the promise that was asked for.
-      is_adaptive: whether the draft length changes from round to round. Where it does not, plain
+      loop: the engine's loop.
+      exactness: the requested promise.
+      is_adaptive: whether the draft length changes from round to round. If it does not, plain
         decoding is the only narrower window that `bitwise` uses.
-      keeps_bits: as `keeps_bits_at_every_width` says.
+      keeps_bits: the result of `keeps_bits_at_every_width`.
 
     Raises:
       SettingError: `ties`, with a drafter that keeps a state that depends on the window.
@@ -64,15 +64,15 @@ def choose_windows(
 
 
 def _drafter_state(loop: DecodeLoop, verify_length: int) -> tuple[PyTree, list[tuple]]:
-    """The form of the drafter's state in an engine of this window."""
+    """The structure, shapes and dtypes of the drafter's state in an engine with this window."""
     shape = dataclasses.replace(loop.resident_shape, verify_length=verify_length)
     return form_of(jax.eval_shape(lambda: loop.drafter.init(shape)))
 
 
 def keeps_bits_at_every_width(loop: DecodeLoop) -> bool:
-    """Whether the tokens of `loop` are the same, to the bit, in every window up to its own: the
-    verifier draws the target's own tokens, and the target's bits do not depend on the window. Of
-    one device and the ragged layout only."""
+    """Whether the output of `loop` is the same, bit for bit, in every window up to its own: the
+    verifier draws the target's own tokens, and the target's bits do not depend on the window. True
+    on one device and in the ragged layout only."""
     return (
         loop.verifier.is_coupled
         and loop.layout == "ragged"

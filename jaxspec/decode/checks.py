@@ -1,8 +1,8 @@
-"""What a model and a drafter return, held against what the loop takes: dtypes and shapes.
+"""Checks that what a model and a drafter return has the dtypes and shapes that the loop takes.
 
-Nothing is computed: the functions are traced for their shapes. Those of the package's own parts are
-not (its tests hold them to their contracts), which would cost each engine the time of a trace more;
-of its models the parameters are checked. `jaxspec.testing` checks what the values have to be.
+Nothing is computed: the functions are only traced for their shapes. The package's own parts are not
+traced, because that would cost every engine another trace and tests already check them; for the
+package's models the parameters are checked. `jaxspec.testing` checks values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def check_parts(loop: DecodeLoop, drafter: Drafter | None) -> None:
     """Raises `ModelError` unless the loop can run with its target and drafter.
 
     Args:
-      loop: with the drafter, its defaults filled in.
-      drafter: as it was given, or None.
+      loop: the loop, whose drafter has its defaults filled in.
+      drafter: the drafter that the caller gave, or None.
     """
     models = [loop.target]
     if isinstance(drafter, DraftModel):

@@ -1,4 +1,4 @@
-"""Invariants of the decode state, checked on the host after every round: for hunting a fault."""
+"""Invariants of the decode state, checked on the host after every round, for debugging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxspec.types import DecodeState, Finish
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What the invariants are about, on the host, for every resident row.
+    """What the invariants refer to, copied to the host, for every resident row.
 
     Attributes:
       num_committed: `[B]`; 0 where the row is empty.
@@ -34,7 +34,7 @@ class Snapshot:
 
 
 def snapshot(state: DecodeState) -> Snapshot:
-    """A copy of what the invariants are about."""
+    """A copy of what the invariants refer to."""
     finish, first_slot = np.array(state.finish), state.cache.first_slot
     values = [np.array(each) for each in kv_by_position(state.cache)]
     return Snapshot(
@@ -52,17 +52,18 @@ def broken_invariants(
 ) -> list[str]:
     """A sentence for each invariant of 2510.22876, section 3.1, that one round has broken.
 
-    - I1 (aligned only): all rows of the round end at one slot: after it, or, where the scheduler
-      `regroups` and rows are aligned only when they enter the batch, before it.
-    - I2: a token's position is its slot less the padding, and positions are contiguous: a row grows
-      by 1 to `verify_length` tokens after those it has, which stay, and lies within its max_length.
-    - I3: a row's slots hold the KV of its tokens but the newest: to the bit what they held before
-      the round, for those that were committed then, and none that was never written for the others.
+    - I1 (aligned only): all rows of the round end at one slot. This holds after the round or, if
+      the scheduler `regroups` and rows are aligned only when they enter the batch, before it.
+    - I2: a token's position is its slot minus the padding, and positions are contiguous: a row
+      grows by 1 to `verify_length` tokens, keeps the tokens that it had, and stays within its
+      max_length.
+    - I3: a row's slots hold the KV of all its tokens but the newest. For tokens committed before
+      the round it is unchanged, bit for bit; for the others it has been written.
 
     Args:
       before: with NaN in all slots without committed KV (`pages.poison_uncommitted`), so that KV
-        which was not written shows, and KV that was read by mistake makes the row's scores not
-        finite.
+        that was not written can be seen, and KV that was read by mistake makes the row's logits
+        non-finite.
       after: one round later.
     """
     sentences = []

@@ -1,16 +1,18 @@
-"""Rows that outlive their request: continued by another prompt, taken out of the state, put back.
+"""Rows that outlive their request: continued with another prompt, copied out of the state, put
+back.
 
 A row that has ended holds its KV until another request takes the row. If that request's prompt
-begins with the same tokens, only the rest has to be read. With `=` what both share, and `|` the end
-of the KV that counts:
+begins with the same tokens, only the rest has to be prefilled. Below, `=` marks what both share,
+and `|` the end of the valid KV:
 
     kept        a b c d e f|g        the newest token has no KV
     prompt      a b c d x y z
     continued   = = = =|x y z        positions 0 to 3 stay, x and y are read, the first round
                                      scores z
 
-To make room for others, a row is copied out page by page, at the cost of its live pages and not of
-its capacity, and copied back into any row later. What a drafter keeps of the row goes with it.
+To make room for other requests, a row is copied out page by page, at a cost that depends on its
+live pages and not on its capacity, and later copied back into any row. The drafter's state of the
+row goes with it.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredRow:
-    """A copy of what a state holds of one row.
+    """A copy of one row of a state.
 
     Attributes:
-      pages: for each block of the row, the page of every layer of every cache, `[K, block, H]`.
-      rest: the row's part of everything else that target and drafter keep.
+      pages: for each block of the row, the pages `[K, block, H]` of every layer of every cache.
+      rest: the row's part of all other state of target and drafter.
     """
 
     pages: tuple[PyTree, ...]
@@ -45,19 +47,18 @@ class StoredRow:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves((self.pages, self.rest)))
 
     def on_host(self, place: jax.sharding.Sharding | None = None) -> StoredRow:
-        """The same in the host's memory.
+        """The same row in the host's memory.
 
         Args:
-          place: memory of the host that the device copies to and from directly; None makes NumPy
-            arrays.
+          place: host memory that the device can copy to and from directly; None makes NumPy arrays.
         """
         parts = self.pages, self.rest
         if place is not None:
-            # Waits, so that a lack of memory shows here.
+            # Waits, so that running out of memory raises here.
             pages, rest = jax.block_until_ready(jax.device_put(parts, place))
         else:
             # A copy: on a CPU `device_get` returns views of the device's arrays.
@@ -66,8 +67,8 @@ class StoredRow:
 
 
 def keeps_prefixes(drafter: DrafterBase) -> bool:
-    """Whether a drafter says how to keep the beginning of a row (`rewind`). One that does not
-    starts anew, as with a new request."""
+    """Whether a drafter can keep the beginning of a row (`rewind`). One that cannot starts from
+    scratch, as with a new request."""
     return getattr(drafter.rewind, "__func__", None) is not DrafterBase.rewind
 
 
@@ -80,18 +81,18 @@ def continue_row(
     num_kept: jax.Array,
     start: jax.Array,
 ) -> DecodeState:
-    """State with a request in row `row`, which holds the beginning of its prompt.
+    """State with a request in row `row`, which already holds the beginning of the prompt.
 
     Args:
-      loop: of the engine, ragged.
-      params: of target and drafter.
-      state: of the resident rows.
+      loop: the engine's loop, in the ragged layout.
+      params: those of target and drafter.
+      state: that of the resident rows.
       row: int32 scalar.
-      admission: of the request.
-      num_kept: int32 scalar, tokens of the prompt whose KV the row holds, less than its length.
-      start: int32 scalar, the first token that will be read, at most `num_kept`. A drafter that
-        pairs the feature of a token with the token after it has to be shown the last kept one
-        again.
+      admission: the request.
+      num_kept: int32 scalar, number of prompt tokens whose KV the row holds; less than the prompt's
+        length.
+      start: int32 scalar, the first token that will be prefilled, at most `num_kept`: a drafter
+        that pairs a token's feature with the token after it has to see the last kept token again.
     """
     state = mark_prefilled(admit_row(state, row, admission), row, start)
     drafter, own = loop.drafter, function_params(loop.drafter, params)
@@ -103,7 +104,7 @@ def continue_row(
 
 
 def num_pages(num_slots: int) -> int:
-    """Blocks that hold this many slots."""
+    """Number of blocks that hold this many slots."""
     return -(-num_slots // BLOCK)
 
 
@@ -112,19 +113,19 @@ def _is_cache(node: Any) -> bool:
 
 
 def _caches(state: DecodeState) -> list[KVCache]:
-    """The target's and the drafter's."""
+    """The caches of target and drafter."""
     nodes = jax.tree.leaves((state.cache, state.drafter), is_leaf=_is_cache)
     return [node for node in nodes if _is_cache(node)]
 
 
 def _page_of(cache: KVCache, row: jax.Array, index: jax.Array) -> jax.Array:
-    """Number of the row's page; of a cache of fewer pages the last."""
+    """Number of the row's `index`-th page, or of its last one if it has fewer."""
     pages = cache.table.pages if isinstance(cache.table, AlignedTable) else cache.table
     return pages[row, jnp.minimum(index, pages.shape[1] - 1)]
 
 
 def take_page(state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
-    """The `index`-th page of a row in every cache, for each of them a tuple of layers."""
+    """The `index`-th page of a row in every cache; for each cache a tuple of layers."""
 
     def take(cache: KVCache) -> PyTree:
         page = _page_of(cache, row, index)
@@ -134,7 +135,7 @@ def take_page(state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
 
 
 def put_page(state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree) -> DecodeState:
-    """State with what `take_page` returned as the `index`-th page of a row."""
+    """State in which the `index`-th page of a row is what `take_page` returned."""
     given = iter(pages)
 
     def put(node: PyTree) -> PyTree:
@@ -149,7 +150,7 @@ def put_page(state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree
 
 
 def take_rest(state: DecodeState, row: jax.Array) -> PyTree:
-    """A row's part of what target and drafter keep besides pages of KV."""
+    """A row's part of all state of target and drafter other than pages of KV."""
     parts = state.cache, state.drafter
 
     def take(is_per_row: bool, node: PyTree) -> Any:
@@ -159,7 +160,7 @@ def take_rest(state: DecodeState, row: jax.Array) -> PyTree:
 
 
 def put_rest(state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
-    """State with what `take_rest` returned as a row's part."""
+    """State in which a row's part is what `take_rest` returned."""
     parts, given = (state.cache, state.drafter), iter(rest)
 
     def put(is_per_row: bool, node: PyTree) -> PyTree:
@@ -170,7 +171,7 @@ def put_rest(state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
 
 
 def shape_of_page(state: DecodeState) -> PyTree:
-    """Shapes of what `take_page` returns, of a state or of its shapes."""
+    """Shapes of what `take_page` returns for a state (or for its shapes)."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return jax.eval_shape(take_page, state, number, number)
 

@@ -1,7 +1,7 @@
 """The decode loop: rounds until every row has ended, in one `lax.while_loop`.
 
-Nothing leaves the device in between. The same loop runs speculative rounds (`round`) and plain
-steps (`plain`): which of them, a window of more than one token or of one decides.
+Nothing leaves the device in between. The same loop runs speculative rounds (`round`) if the window
+has more than one token, and plain steps (`plain`) if it has one.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ from jaxspec.verifiers.coupled import Coupled
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeLoop:
-    """The functions of one engine, pure, for `jax.jit` with the state donated.
+    """The pure functions of one engine, for `jax.jit` with the state donated.
 
-    `params` is everywhere `{"target": ..., "drafter": ...}`. Without a drafter the window is of one
+    `params` is everywhere `{"target": ..., "drafter": ...}`. Without a drafter the window has one
     token and every round is a plain step.
 
     Attributes:
-      target: the model whose output this is.
+      target: the model whose output is decoded.
       drafter: what proposes tokens.
       verifier: what decides how much of a draft is kept.
       scheduler: which rows take part in a round.
-      shape: of the batch; the widest window that the state is used with.
+      shape: that of the batch, with the widest window that the state is used with.
       num_stop_tokens: room for stop tokens per row.
-      layout: of the target's cache; a drafter that keeps a cache lays it out as it likes.
+      layout: that of the target's cache; a drafter with a cache of its own chooses that one's
+        layout.
       logprobs: which log-probabilities are kept, if any.
       trace: what is recorded of each round, if anything.
       verify_length: tokens scored per round by this loop, at most `shape.verify_length`, which is
@@ -70,12 +71,13 @@ class DecodeLoop:
 
     @property
     def params(self) -> PyTree:
-        """Parameters of target and drafter."""
+        """The parameters of target and drafter."""
         return {"target": self.target.params, "drafter": self.drafter.params}
 
     @property
     def resident_shape(self) -> EngineShape:
-        """The shape of the state: a row for every resident, not only for those in the batch."""
+        """The shape of the state, whose rows are all resident ones and not only those of the
+        batch."""
         num_rows = self.scheduler.num_residents(self.shape.batch_size)
         return dataclasses.replace(self.shape, batch_size=num_rows)
 
@@ -87,7 +89,7 @@ class DecodeLoop:
 
     @property
     def draft_depth(self) -> int:
-        """D, the deepest that a draft may be."""
+        """D, the greatest depth of a draft."""
         num_nodes, max_depth = self.shape.num_nodes, self.drafter.max_depth
         return num_nodes if max_depth is None else min(max_depth, num_nodes)
 
@@ -98,7 +100,7 @@ class DecodeLoop:
 
     @property
     def longest_prompt(self) -> int:
-        """Prompt tokens that leave room for one round."""
+        """The most prompt tokens that leave room for one round."""
         return layouts.longest_prompt(
             self.layout,
             max_length=self.shape.max_length,
@@ -115,7 +117,8 @@ class DecodeLoop:
     def at(self, verify_length: int) -> DecodeLoop:
         """The same loop over the same state, with rounds of `verify_length` tokens.
 
-        A narrower window is for what its drafter drafts there: of chains no tree is laid out.
+        A narrower window is laid out for what the drafter drafts in it: if these are chains, for no
+        trees.
         """
         if verify_length == self.shape.verify_length:
             return self
@@ -147,7 +150,7 @@ class DecodeLoop:
     def admit(
         self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
     ) -> DecodeState:
-        """State with a request in row `row`; its prompt has still to be prefilled."""
+        """State with a request in row `row`; its prompt is still to be prefilled."""
         state = admit_row(state, row, admission)
         return self._tell_drafter(self.drafter.admit, params, state, row)
 
@@ -160,8 +163,8 @@ class DecodeLoop:
     def prefill_target(
         self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
     ) -> DecodeState:
-        """State after one chunk of a row's prompt, read by the target only. The drafter lags, but
-        one with taps is shown what the target made of it."""
+        """State after one chunk of a row's prompt was prefilled by the target only. The drafter
+        lags, but a drafter with taps sees the target's features."""
         stop = jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1)
         cache, features = prefill_chunk(
             self.target,
@@ -180,18 +183,18 @@ class DecodeLoop:
         return self._tell_drafter(self.drafter.observe, params, state, row, start, stop, features)
 
     def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
-        """State after the drafter has read a chunk of what it has not seen of a row."""
+        """State after the drafter has read one chunk of a row's tokens that it had not seen."""
         return self._tell_drafter(self.drafter.catch_up, params, state, row)
 
     def _tell_drafter(self, function, params: PyTree, state: DecodeState, *arguments):
-        """State after one of the drafter's functions of the resident rows."""
+        """State after one of the drafter's functions on the resident rows."""
         own = function_params(self.drafter, params)
         rows = batch_view(state, is_chain=self.drafter.is_chain)
         drafter = function(self.resident_shape, own, state.drafter, rows, *arguments)
         return state.replace(drafter=drafter)
 
     def lag(self, state: DecodeState) -> jax.Array:
-        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
         lag = self.drafter.lag(state.drafter, batch_view(state))
         return jnp.zeros_like(state.num_committed) if lag is None else lag
 
@@ -203,10 +206,11 @@ class DecodeLoop:
     def run(
         self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
     ) -> DecodeState:
-        """State after `num_rounds` rounds, or fewer if less than `min_running` rows are left.
+        """State after `num_rounds` rounds, or after fewer if less than `min_running` rows are left.
 
-        Where there are more residents than rows in a batch, a batch is decoded until the scheduler
-        would choose others; only then is it put back and another taken, so a round costs the same.
+        If more rows are resident than a batch has, a batch is decoded until the scheduler would
+        choose other rows. Only then is it put back and another one taken, so the cost of a round is
+        the same.
         """
         num_rows, batch_size = state.num_committed.shape[0], self.shape.batch_size
 
@@ -239,10 +243,10 @@ class DecodeLoop:
     def _decode(self, params: PyTree, state: DecodeState, index: jax.Array, should_continue):
         """Rounds of one batch, counted from `index`, while `should_continue((index, state))`.
 
-        Rows of an aligned cache are aligned when they enter the batch. A scheduler that keeps them
-        there has them aligned after every round too, as EQSPEC does; one that regroups has not, and
-        those that it puts together again may need nothing (EXSPEC). A ragged cache has nothing to
-        align.
+        Rows of an aligned cache are aligned when they enter the batch. If the scheduler keeps them
+        there, they are also aligned after every round, as in EQSPEC. If it regroups, they are not,
+        because the rows that it groups next may already be aligned (EXSPEC). A ragged cache needs
+        no alignment.
         """
         regroups = self.scheduler.regroups
 
@@ -282,9 +286,9 @@ def count_round(state: DecodeState, was_active: jax.Array) -> DecodeState:
 
 
 def count_lengths(state: DecodeState, was_active: jax.Array) -> DecodeState:
-    """State with the rows `was_active` `[B]` of a round compared by length; see
+    """State after counting which of the rows `was_active` `[B]` of a round have equal lengths; see
     `ScheduleCounts`."""
-    # Rows that took no part get lengths below zero, each its own. Sorted, equals are
+    # Rows that took no part get distinct lengths below zero. After sorting, equal lengths are
     # neighbours.
     absent = -1 - jnp.arange(was_active.shape[0], dtype=jnp.int32)
     length = jnp.sort(jnp.where(was_active, layouts.lengths(state), absent))

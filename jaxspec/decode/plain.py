@@ -2,8 +2,9 @@
 
 It shares the model, the distribution of a row's tokens (`sampling`), the state and the recorders
 with the speculative round, but no code that places, verifies or commits tokens. With most kernels
-its bits differ from a wider window's (another matrix shape sums in another order), and its output
-equals theirs except at ties within rounding; with those that are `is_width_invariant` it is equal.
+its bits differ from a wider window's (a different matrix shape sums in a different order), and its
+output is equal except at ties within rounding; with kernels that are `is_width_invariant` it is
+equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
 
 def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
-    """The state with one more token in every running row. The drafter rests; one that reads the
-    target sees the token as a round without drafts, so that it never lags."""
+    """The state with one more token in every running row. The drafter does nothing, but a drafter
+    that reads the target sees the token as a round without drafts, so that it never lags."""
     drafter = parts.drafter
     num_rows, max_length = state.tokens.shape
     row = jnp.arange(num_rows, dtype=jnp.int32)

@@ -1,8 +1,7 @@
-"""What is kept of every round besides its tokens: counts, log-probabilities, a trace.
+"""What is recorded of every round besides its tokens: counts, log-probabilities, a trace.
 
 A recorder is a function of the state before a round and of the round's `RoundInfo`; it returns its
-own buffers with the round in them. None of them is read by the rounds that follow, so recording
-changes no output.
+own buffers with the round added. Later rounds read none of them, so recording changes no output.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def record(
     logprobs: LogprobsConfig | None,
     trace: TraceConfig | None,
 ) -> dict[str, Any]:
-    """The fields of `state`, which is that before the round, with the round recorded in them."""
+    """The fields of `state` (the state before the round) with the round recorded in them."""
     recorded: dict[str, Any] = {"counts": count(state, info)}
     if logprobs is not None:
         recorded["logprobs"] = record_logprobs(logprobs, state, info)
@@ -36,8 +35,8 @@ def record(
 
 
 def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
-    """Totals after the round. Only tokens that were kept count as accepted: what comes after a stop
-    token was never emitted."""
+    """Totals after the round. Only tokens that were kept count as accepted: tokens after a stop
+    token were never emitted."""
     num_emitted = info.emission.num_emitted
     is_counted = num_emitted > 0
     if info.draft.tokens.shape[1] == 0:  # plain steps, also of engines whose other rounds draft
@@ -69,7 +68,7 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
 def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo) -> Logprobs:
     """The buffers with the log-probabilities of the tokens that this round may emit.
 
-    Written for all of them, kept or not: what lies beyond `num_committed` is garbage.
+    They are written for all of these, kept or not: everything past `num_committed` is garbage.
     """
     tokens, logits = info.emission.tokens, info.scores.logits
     # The j-th token was drawn from the logits of the window entry before it on the path.

@@ -1,16 +1,16 @@
 """The speculative round: propose, score, verify, commit.
 
-Rows accept different numbers of tokens, so each stands at an offset of its own, `num_committed`.
-Two rows, window of four (`r` the newest committed token, `d` drafts), before a round and after it:
+Rows accept different numbers of tokens, so each has its own offset, `num_committed`. Two rows with
+a window of four (`r` is the newest committed token, `d` drafts), before and after a round:
 
     row 0   a b r|d d d .        accepts 2    a b r d d n|. .
     row 1   a b c d e r|d d d    accepts 0    a b c d e r n|. .
 
-Plain decoding is the same program with `draft_limit` 0: every node invalid. The logits after the
+Plain decoding is the same program with `draft_limit` 0: every node is invalid. The logits after the
 newest committed token do not depend on what follows it in the window, so speculative output equals
-plain output bit for bit, with the verifiers that draw the target's own tokens (`coupled`). Where
-the target's bits do not depend on the width of the window either, plain decoding runs in windows of
-one token (`plain`), to the same bits; see `buckets`.
+plain output bit for bit, with the verifiers that draw the target's own tokens (`coupled`). If the
+target's bits do not depend on the width of the window either, plain decoding runs in windows of one
+token (`plain`), with the same bits; see `buckets`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> 
 def draft_and_verify(
     parts: DecodeLoop, params: PyTree, state: DecodeState
 ) -> tuple[RoundInfo, PyTree, PyTree]:
-    """What a round finds, before it is committed; the target's cache with the accepted path in
+    """The result of a round before it is committed, the target's cache with the accepted path in
     place, and the drafter's state."""
     rows = batch_view(state, is_chain=parts.drafter.is_chain)
     draft, drafter_state, cache = propose(parts, params, state, rows)
@@ -88,11 +88,11 @@ def draft_and_verify(
 def propose(
     parts: DecodeLoop, params: PyTree, state: DecodeState, rows: BatchView
 ) -> tuple[Draft, PyTree, PyTree]:
-    """The drafter's draft, without the nodes that a row did not want, the drafter's state, and the
-    target's cache, to which the drafter may have written where nothing is committed."""
+    """The draft without nodes beyond a row's limit, the drafter's state, and the target's cache, in
+    which the drafter may have written to uncommitted slots."""
     drafter = parts.drafter
     if drafter.drafts_last_token and rows.remaining is not None:
-        is_near_end = rows.draft_limit == rows.remaining - 1  # held back by the row's end
+        is_near_end = rows.draft_limit == rows.remaining - 1  # limited by the end of the row
         rows = rows.replace(draft_limit=jnp.where(is_near_end, rows.remaining, rows.draft_limit))
     draft, drafter_state, cache = draft_with(
         drafter, parts.round_shape, params, state.drafter, rows, state.cache
@@ -115,8 +115,8 @@ def score(
     window: Window,
     cache: PyTree,
 ) -> tuple[Scores, PyTree, PyTree]:
-    """The target's scores of the window, its cache with the window's KV, and the drafter's state:
-    its own `score` may have drafted on in the same pass."""
+    """The target's scores of the window, its cache with the window's KV, and the drafter's state,
+    because the drafter's own `score` may have drafted in the same pass."""
     target, drafter = parts.target, parts.drafter
     if drafter.score is None:
         hidden, features, cache = forward_features(
@@ -133,16 +133,17 @@ def score(
 
 def window_tokens(state: DecodeState, draft: Draft) -> jax.Array:
     """`[B, T]` int32: the newest token, then the nodes. Padding and holes repeat the newest token,
-    which any model can embed; they are scored, and nothing reads their logits."""
+    which any model can embed; they are scored, but nothing reads their logits."""
     root = newest_token(state)
     return jnp.concatenate([root, jnp.where(draft.is_node, draft.tokens, root)], axis=1)
 
 
 def make_window(state: DecodeState, draft: Draft, *, tree_depth: int) -> Window:
-    """Where the newest token and the draft's nodes stand; `tree_depth` as in `EngineShape`.
+    """The positions and slots of the newest token and the draft's nodes; `tree_depth` as in
+    `EngineShape`.
 
-    Entry i is stored at slot `start + i` and stands at position `start + depth`. All T entries of a
-    running row are written, valid or not, so no live block holds a slot of unknown content.
+    Entry i is stored at slot `start + i` and has position `start + depth`. All T entries of a
+    running row are written, valid or not, so that no live block holds a slot with unknown content.
     Rows that have ended write nothing.
     """
     start = layouts.window_start(state)
@@ -150,7 +151,7 @@ def make_window(state: DecodeState, draft: Draft, *, tree_depth: int) -> Window:
     slots = jnp.where(state.is_running[:, None], start[:, None] + entry, -1)
     if tree_depth == 0:
         return Window(start=start, positions=start[:, None] + entry, slots=slots)
-    # Padding and holes hang from the root, as their parents may be garbage.
+    # Padding and holes become children of the root, because their parents may be garbage.
     parents = jnp.where(draft.is_node, draft.parents, -1)
     depth, paths = lay_out(parents, tree_depth)
     return Window(start=start, positions=start[:, None] + depth, slots=slots, paths=paths)
@@ -160,13 +161,13 @@ def lay_out(parents: jax.Array, tree_depth: int) -> tuple[jax.Array, jax.Array]:
     """The depth `[B, T]` of the root and of each node, and `Window.paths` `[B, T, tree_depth + 1]`.
 
     Args:
-      parents: `[B, N]`, of nodes that are at most `tree_depth` deep.
+      parents: `[B, N]`; no node is deeper than `tree_depth`.
       tree_depth: static.
     """
     # Window entries: 0 is the root, node n is entry n + 1.
     parent = jnp.pad(parents + 1, ((0, 0), (1, 0)))
     entry = jnp.arange(parent.shape[1], dtype=jnp.int32)[None]
-    above = [jnp.broadcast_to(entry, parent.shape)]  # of each entry: itself, its parent, ...
+    above = [jnp.broadcast_to(entry, parent.shape)]  # for each entry: itself, its parent, ...
     for _ in range(min(tree_depth, parents.shape[1])):
         above.append(jnp.take_along_axis(parent, above[-1], axis=1))
     above = jnp.stack(above, axis=2)  # 0 from the root on
@@ -177,14 +178,14 @@ def lay_out(parents: jax.Array, tree_depth: int) -> tuple[jax.Array, jax.Array]:
 
 
 def draft_context(draft: Draft, window: Window) -> DraftContext:
-    """What stands before the token that is drawn after each window entry: the entry's ancestors and
-    itself. The root is committed already."""
+    """The uncommitted tokens before the one that is drawn after each window entry: the entry's
+    ancestors and itself. The root is committed already."""
     num_nodes = draft.tokens.shape[1]
     entry = jnp.arange(num_nodes + 1, dtype=jnp.int32)
     if window.paths is None:
         is_before = (entry[None, 1:] <= entry[:, None])[None]
     else:
-        # Beyond an entry's own depth its path holds the root, which is no node.
+        # Beyond an entry's own depth its path holds the root, which is not a node.
         on_path = window.paths[..., None] == entry[None, None, None, 1:]
         is_before = jnp.any(on_path, axis=2)
     return DraftContext(
@@ -205,8 +206,8 @@ def emitted_tokens(draft: Draft, verdict: Verdict) -> jax.Array:
 
 def emit(state: DecodeState, draft: Draft, verdict: Verdict) -> Emission:
     """What a verdict adds to each row: the accepted tokens and the target's next one, cut after a
-    stop token or at the row's limit. Where the target's logits are not finite there is no next
-    token, and the row ends."""
+    stop token or at the row's limit. If the target's logits are not finite there is no next token,
+    and the row ends."""
     tokens = emitted_tokens(draft, verdict)
     length = tokens.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""From settings to the decode loop that they ask for: which of them fit together."""
+"""Makes the decode loop that the settings describe, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxspec.verifiers import Verifier
 Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
 DEFAULT_DRAFT_LENGTH = 4
-LARGEST_NUM_SLOTS = 2**30  # of all rows; the device counts in int32
+LARGEST_NUM_SLOTS = 2**30  # over all rows; the device counts in int32
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 PINNED = "pinned_host"  # JAX's name of that kind of memory
 
@@ -43,12 +43,12 @@ def make_loop(
     logprobs: LogprobsConfig | None = None,
     trace: TraceConfig | None = None,
 ) -> DecodeLoop:
-    """The loop of these settings, which are an engine's; it decodes plainly without a drafter.
+    """The loop for an engine's settings; without a drafter it decodes plainly.
 
     Raises:
       SettingError: a setting out of range, or two that contradict each other.
-      ModelError: the drafter cannot draft for the target, or one of them returns arrays of other
-        dtypes or shapes than the loop takes; see `decode.checks`.
+      ModelError: the drafter cannot draft for the target, or one of them returns arrays with dtypes
+        or shapes that the loop does not take; see `decode.checks`.
     """
     check_layout(layout)
     check_at_least_one(batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
@@ -140,7 +140,7 @@ def check_at_least_one(**settings: int) -> None:
 
 
 def check_exactness(exactness: str) -> None:
-    """Raises `SettingError` unless it is a promise that an engine can be asked for."""
+    """Raises `SettingError` unless an engine offers this promise."""
     if exactness not in get_args(Exactness):
         raise SettingError(
             f"exactness {exactness!r} was given; it must be 'bitwise' (one window width, equal to "
@@ -159,17 +159,17 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
 
 
 def default_draft_length(drafter: Drafter | None) -> int:
-    """The number of nodes that a drafter drafts unless it is told otherwise."""
+    """The number of nodes that a drafter drafts by default."""
     num_nodes = None if drafter is None else with_defaults(drafter).num_nodes
     return DEFAULT_DRAFT_LENGTH if num_nodes is None else num_nodes
 
 
 def choose_tree_depth(drafter: DrafterBase, num_nodes: int, tree_depth: int | None) -> int:
-    """`EngineShape.tree_depth` for a drafter of `num_nodes` nodes: as deep as its trees, 0 for
-    chains, or what was asked for.
+    """`EngineShape.tree_depth` for a drafter with `num_nodes` nodes: the requested depth, or by
+    default that of its trees, 0 for chains.
 
     Raises:
-      SettingError: the drafter's drafts are deeper than that.
+      SettingError: the drafter's trees are deeper than the requested depth.
     """
     deepest = num_nodes if drafter.max_depth is None else min(drafter.max_depth, num_nodes)
     if tree_depth is None:
@@ -183,10 +183,10 @@ def choose_tree_depth(drafter: DrafterBase, num_nodes: int, tree_depth: int | No
 
 
 def home_of(params: PyTree) -> jax.sharding.Sharding | None:
-    """The one device that parameters were put on, or None.
+    """The single device that holds the parameters, or None.
 
-    A first state on another device would move there with the first call, which compiles every
-    program twice.
+    A first state on another device would move there in the first call, and every program would be
+    compiled twice.
     """
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     homes = {device for array in arrays for device in array.devices()}
@@ -194,8 +194,8 @@ def home_of(params: PyTree) -> jax.sharding.Sharding | None:
 
 
 def pinned_memory(home: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
-    """Memory of the host that the one device of `home` copies to and from directly; None where it
-    has none, and on a CPU, which is the host."""
+    """Host memory that the device of `home` can copy to and from directly; None if it has none, and
+    on a CPU, which is the host."""
     [device] = home.device_set
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:

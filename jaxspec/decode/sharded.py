@@ -1,17 +1,18 @@
 """Meshes: the decode loop on many devices.
 
-Over the mesh's `data` axis every shard holds rows of its own, with their pages and page table, and
-runs the whole loop for itself: its own number of rounds, no collective. Over the `model` axis
-heads, feed-forward and vocabulary are split, and XLA inserts the sums (GSPMD, 2105.04663); the
-devices of one shard take every round together. Two shards of two rows, each split in two:
+Over the mesh's `data` axis every shard holds its own rows, with their pages and page table, and
+runs the whole loop by itself, with its own number of rounds and no collectives. Over the `model`
+axis heads, feed-forward layers and vocabulary are split, and XLA inserts the sums (GSPMD,
+2105.04663); the devices of one shard run every round together. Two shards of two rows, each split
+in two:
 
               model 0      model 1
     data 0    heads 0, 1   heads 2, 3     rows 0, 1
     data 1    heads 0, 1   heads 2, 3     rows 2, 3
 
-Rows are numbered through: row r lives on shard `r // rows per shard`. What has a row axis
-keeps it, one shard's rows after the other's; what has none (a round counter) gets the shards as its
-first axis. Page numbers are a shard's own, so a table is read on its shard only.
+Rows are numbered across all shards: row r lives on shard `r // rows per shard`. Arrays with a row
+axis keep it, one shard's rows after another's; arrays without one (a round counter) get a first
+axis over the shards. Page numbers are local to a shard, so a table is read on its own shard only.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _is_split(specs: PyTree) -> bool:
 
 
 def _part(array: PyTree, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """Shape of what one device holds of an array."""
+    """Shape of the part of an array that one device holds."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
 
 
@@ -107,11 +108,11 @@ class ShardedLoop:
     """A loop with the same functions for all shards of a mesh.
 
     They are for `jax.jit` with the state donated and `out_shardings=state_shardings`, and with
-    parameters that `place` has put on the devices. Where they take numbers of rows, an array `[D]`
+    parameters that `place` has put on the devices. Where they take a number of rows, an array `[D]`
     has one for each data shard.
 
     Attributes:
-      loop: of one shard; its `shape.batch_size` is a shard's.
+      loop: that of one shard; its `shape.batch_size` is per shard.
       mesh: as `check_mesh` returns it.
     """
 
@@ -120,8 +121,8 @@ class ShardedLoop:
 
     @property
     def params(self) -> PyTree:
-        """The loop's parameters, where they happen to be; see `place`. Weights that are split over
-        devices are not packed."""
+        """The loop's parameters, on whatever devices they are; see `place`. Weights that are split
+        over devices are not packed."""
         params = self.loop.params
         return unpacked(params) if self.mesh.shape[MODEL] > 1 else params
 
@@ -132,7 +133,7 @@ class ShardedLoop:
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows that each shard holds, in the batch or waiting."""
+        """The number of rows that each shard holds, in the batch or waiting."""
         return self.loop.resident_shape.batch_size
 
     @property
@@ -161,13 +162,14 @@ class ShardedLoop:
 
     @functools.cached_property
     def state_shardings(self) -> DecodeState:
-        """Where each array of the state belongs."""
+        """The sharding of each array of the state."""
         by_data = NamedSharding(self.mesh, P(DATA))
         by_heads = NamedSharding(self.mesh, P(DATA, MODEL))
         num_shards = self.mesh.shape[MODEL]
 
         def of(state: PyTree, owner: Any) -> PyTree:
-            """Shardings of `state`; a cache is split as the parameters that write it are."""
+            """Shardings of `state`; a cache is split in the same way as the parameters that write
+            it."""
             specs = () if owner is None else param_specs(owner, num_shards)
 
             def of_node(node):
@@ -184,7 +186,7 @@ class ShardedLoop:
         )
 
     def params_of_device(self) -> PyTree:
-        """Shapes of the parameters, or parts of them, that one device holds."""
+        """Shapes of the parameters, or of their parts, that one device holds."""
         params = jax.eval_shape(lambda: self.params)  # unpacks nothing
         return jax.tree.map(_part, params, self.param_shardings)
 
@@ -203,16 +205,16 @@ class ShardedLoop:
         return has_rows(jax.eval_shape(self.loop.init))
 
     def _inside(self, state: DecodeState) -> DecodeState:
-        """One shard's part of the state, as the loop knows it."""
+        """One shard's part of the state, in the form that the loop uses."""
         return self._for_shared(state, lambda leaf: leaf[0])
 
     def _outside(self, state: DecodeState) -> DecodeState:
-        """The loop's state as one shard's part."""
+        """The loop's state, in the form of one shard's part."""
         return self._for_shared(state, lambda leaf: leaf[None])
 
     def _for_shared(self, state: DecodeState, change) -> DecodeState:
-        """The state with `change` made to all arrays without a row axis. A cache is its shard's:
-        pages follow pages, and tables tables."""
+        """The state with `change` applied to all arrays without a row axis. Caches belong to their
+        shards: their pages and tables are concatenated."""
 
         def of(is_per_row: bool, node: PyTree) -> PyTree:
             return node if is_per_row or _is_cache(node) else change(node)
@@ -237,14 +239,14 @@ class ShardedLoop:
     def admit(
         self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
     ) -> DecodeState:
-        """State with a request in row `row` (int32 scalar, numbered through); its prompt has still
-        to be read."""
+        """State with a request in row `row` (int32 scalar, numbered across all shards); its prompt
+        is still to be prefilled."""
         return self._on_row(self.loop.admit, params, state, row, admission)
 
     def continue_row(
         self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
     ) -> DecodeState:
-        """`kept.continue_row` of a row that is numbered through."""
+        """`kept.continue_row` for a row numbered across all shards."""
 
         def continue_row(params, state, row, *arguments):
             return kept.continue_row(self.loop, params, state, row, *arguments)
@@ -252,17 +254,17 @@ class ShardedLoop:
         return self._on_row(continue_row, params, state, row, *arguments)
 
     def take_page(self, state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
-        """`kept.take_page` of a row that is numbered through."""
+        """`kept.take_page` for a row numbered across all shards."""
         return self._of_row(kept.take_page, state, row, index)
 
     def take_rest(self, state: DecodeState, row: jax.Array) -> PyTree:
-        """`kept.take_rest` of a row that is numbered through."""
+        """`kept.take_rest` for a row numbered across all shards."""
         return self._of_row(kept.take_rest, state, row)
 
     def put_page(
         self, state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree
     ) -> DecodeState:
-        """`kept.put_page` of a row that is numbered through."""
+        """`kept.put_page` for a row numbered across all shards."""
 
         def put_page(_, state, row, index, pages):
             return kept.put_page(state, row, index, pages)
@@ -270,7 +272,7 @@ class ShardedLoop:
         return self._on_row(put_page, (), state, row, index, pages)
 
     def put_rest(self, state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
-        """`kept.put_rest` of a row that is numbered through."""
+        """`kept.put_rest` for a row numbered across all shards."""
 
         def put_rest(_, state, row, rest):
             return kept.put_rest(state, row, rest)
@@ -283,7 +285,7 @@ class ShardedLoop:
         """State after one chunk of the prompt of one row on each shard.
 
         Args:
-          rows: `[D]` int32, the row among its shard's own; -1 reads nothing there.
+          rows: `[D]` int32, a row number local to each shard; -1 prefills nothing there.
           starts: `[D]` int32, the chunk's first token.
         """
         return self._on_rows(self.loop.prefill, params, state, rows, starts)
@@ -295,8 +297,8 @@ class ShardedLoop:
         return self._on_rows(self.loop.prefill_target, params, state, rows, starts)
 
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
-        """State after the drafter has read a chunk of what it has not seen of one row on each
-        shard."""
+        """State after the drafter has read, on each shard, one chunk of a row's tokens that it had
+        not seen."""
 
         def catch_up(params, state, row, _):
             return self.loop.catch_up(params, state, row)
@@ -304,7 +306,7 @@ class ShardedLoop:
         return self._on_rows(catch_up, params, state, rows, rows)
 
     def lag(self, state: DecodeState) -> jax.Array:
-        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
 
         def on_shard(state):
             return self.loop.lag(self._inside(state))
@@ -342,7 +344,7 @@ class ShardedLoop:
     def _on_rows(
         self, function, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
-        """`function(params, state, row, start)` of one row on each shard, or of none."""
+        """`function(params, state, row, start)` for one row on each shard, or for none."""
 
         def on_shard(params, state, row, start):
             return self._if(
@@ -355,8 +357,8 @@ class ShardedLoop:
     def run(
         self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
     ) -> DecodeState:
-        """State after `num_rounds` rounds on each shard, or fewer where less than its `min_running`
-        (`[D]` int32) rows are left."""
+        """State after `num_rounds` rounds on each shard, or after fewer where less than its
+        `min_running` (`[D]` int32) rows are left."""
 
         def on_shard(params, state, num_rounds, min_running):
             state = self.loop.run(params, self._inside(state), num_rounds, min_running[0])
@@ -368,7 +370,7 @@ class ShardedLoop:
     def _if(self, is_wanted: jax.Array, function, state: DecodeState) -> DecodeState:
         """`function` of one shard's part of the state, where it is wanted.
 
-        A loop of one trip or none, because a conditional would copy the cache.
+        This is a loop of one trip or none, because a conditional would copy the cache.
         """
         inside = self._inside(state)
         trips = is_wanted.astype(jnp.int32)

@@ -1,8 +1,9 @@
-"""The decode state: made empty, filled by requests, and the rows of a batch taken out of it.
+"""The decode state: making an empty one, admitting requests, and taking the rows of a batch out of
+it.
 
 One integer per row, `num_committed`, is the truth about its length. Arrays have the rows as their
-first axis, so a batch is taken out of the resident rows, and put back, by row numbers. The KV is
-not copied: only the page table has a row axis.
+first axis, so a batch is taken out of the resident rows, and put back, by row number. The KV is not
+copied: only the page table has a row axis.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Admission(struct.PyTreeNode, kw_only=True):
 
     Attributes:
       tokens: `[S]` int32, the prompt, padded.
-      length: int32 scalar, of the prompt.
+      length: int32 scalar, that of the prompt.
       limit: int32 scalar, `num_committed` at which the row ends.
       limit_finish: int32 scalar, the `Finish` to report there.
       draft_limit: int32 scalar, draft length; 0 decodes plainly.
       stop_tokens: `[num_stop]` int32, padded with -1.
-      sampling: this row's values, scalars (the key `[2]`).
+      sampling: this row's values, all scalars (the key is `[2]`).
       arrival: int32 scalar, order among requests.
     """
 
@@ -63,7 +64,8 @@ class LogprobsConfig:
 
     Attributes:
       num_top: likeliest alternatives kept per token.
-      is_processed: of the distribution that is sampled from; otherwise of the model's own logits.
+      is_processed: whether they are those of the distribution that is sampled from, rather than of
+        the model's own logits.
     """
 
     num_top: int
@@ -129,7 +131,7 @@ def empty_state(
 
 
 def empty_counts(num_rows: int, num_nodes: int, depth: int) -> AcceptanceCounts:
-    """Counts of rows that have taken part in no round."""
+    """Counts of rows that have not taken part in any round."""
     none = jnp.zeros((num_rows,), jnp.int32)
     none_at = jnp.zeros((num_rows, depth), jnp.int32)
     return AcceptanceCounts(
@@ -158,8 +160,8 @@ def empty_logprobs(
 
 
 def admit_row(state: DecodeState, row: jax.Array, admission: Admission) -> DecodeState:
-    """State with a request in row `row`; its prompt has still to be prefilled. The KV of the row's
-    predecessor stays where it is, as garbage."""
+    """State with a request in row `row`; its prompt is still to be prefilled. The KV of the row's
+    previous request stays where it is, as garbage."""
     return state.replace(
         cache=layouts.reset_padding(state.cache, row),
         num_committed=state.num_committed.at[row].set(admission.length),
@@ -186,7 +188,8 @@ def _first_finish(admission: Admission) -> jax.Array:
 
 
 def mark_prefilled(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeState:
-    """State after row `row` was prefilled up to slot `stop`; it runs if that was all."""
+    """State after row `row` was prefilled up to slot `stop`; the row starts running if that was the
+    whole prompt."""
     is_prefilled = stop >= state.num_committed[row] - 1
     finish = state.finish[row]
     finish = jnp.where(is_prefilled & (finish == Finish.PREFILLING), Finish.RUNNING, finish)
@@ -200,7 +203,7 @@ def batch_view(state: DecodeState, *, is_chain: bool = True) -> BatchView:
     depth_limit = jnp.where(state.is_running, room - 1, 0)
     if is_chain:
         draft_limit = jnp.where(state.is_running, jnp.minimum(state.draft_limit, room - 1), 0)
-    else:  # some node of a tree may be emitted, as long as it is not too deep
+    else:  # any node of a tree may be emitted, if it is not too deep
         draft_limit = jnp.where(depth_limit > 0, state.draft_limit, 0)
     return BatchView(
         tokens=state.tokens,
@@ -234,10 +237,10 @@ def scatter_rows(
 
 
 def has_rows(state: PyTree) -> PyTree:
-    """For each array of a state whether it has a row axis; a cache as a whole has one.
+    """For each array of a state, whether it has a row axis; a cache as a whole has one.
 
-    The rule is `DecodeState`'s: every array has the rows as its first axis, but scalars and what is
-    wrapped in `Shared` have none.
+    The rule is `DecodeState`'s: every array has the rows as its first axis, except scalars and what
+    is wrapped in `Shared`.
     """
 
     def of(node: PyTree) -> PyTree:
@@ -255,7 +258,8 @@ def form_of(tree: PyTree) -> tuple[PyTree, list[tuple]]:
 
 
 def check_rows(name: str, state: PyTree, num_rows: int) -> None:
-    """Raises `ModelError` unless a drafter's state (or its shapes) keeps the rule of `has_rows`."""
+    """Raises `ModelError` unless a drafter's state (or its shapes) follows the rule of
+    `has_rows`."""
 
     def check(path, is_per_row: bool, node: PyTree) -> None:
         size = (node.table if isinstance(node, KVCache) else node).shape[:1]
@@ -270,8 +274,8 @@ def check_rows(name: str, state: PyTree, num_rows: int) -> None:
 
 
 def take_rows(state: DecodeState, rows: jax.Array) -> DecodeState:
-    """The state of some `rows` `[n]`, distinct. Their KV stays where it is: of a cache only the
-    rows of its page table are taken."""
+    """The state of some `rows` `[n]`, distinct. Their KV stays where it is: only the rows of a
+    cache's page table are taken."""
 
     def take(is_per_row: bool, node: PyTree) -> PyTree:
         if isinstance(node, KVCache):
@@ -282,8 +286,8 @@ def take_rows(state: DecodeState, rows: jax.Array) -> DecodeState:
 
 
 def put_rows(state: DecodeState, rows: jax.Array, batch: DecodeState) -> DecodeState:
-    """The state with the rows of `batch`, which `take_rows` took and rounds have changed, back in
-    their places."""
+    """The state with the rows of `batch`, which `take_rows` took and rounds have changed, put back
+    in place."""
 
     def put(is_per_row: bool, node: PyTree, new: PyTree) -> PyTree:
         if isinstance(node, KVCache):

@@ -1,1 +1,1 @@
-"""Drafters: what proposes tokens. `base` states the protocol."""
+"""Drafters propose tokens. `base` defines the protocol."""

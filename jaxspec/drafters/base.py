@@ -1,13 +1,14 @@
 """The drafter protocol: pure functions and a state.
 
-A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens, and after
+A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens and, after
 verification, what was accepted. All functions run inside the compiled loop, so they are traced
-once. They are given `params` and must not close over them; `EngineShape` fixes every shape.
+once. They receive `params` as an argument and must not close over them; `EngineShape` fixes every
+shape.
 
-An engine may hold more rows than it decodes at a time. `init`, `admit` and `catch_up` are given a
-`shape` whose `batch_size` counts all resident rows, and `rows` of all of them; `propose` and
-`commit` those of the batch, with the state of just these. So every array of a drafter's state has
-the rows as its first axis (or is a `KVCache`, whose page table has them). What all rows share is a
+An engine may hold more rows than it decodes at a time. `init`, `admit` and `catch_up` get a `shape`
+whose `batch_size` counts all resident rows, and `rows` of all of them; `propose` and `commit` get
+the rows of the batch only, with their part of the state. So every array of a drafter's state has
+the rows as its first axis (or is a `KVCache`, whose page table does). What all rows share is a
 scalar, or is wrapped in `types.Shared`; an engine refuses other states.
 
 To write one, subclass `DrafterBase` and define `name` and `propose`. Pass an instance to
@@ -31,7 +32,7 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chai
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A source of drafts: the least that a class without `DrafterBase` must have.
+    """A source of drafts: the minimum that a class without `DrafterBase` must implement.
 
     Attributes:
       name: for reports.
@@ -61,18 +62,19 @@ class Drafter(Protocol):
         ...
 
     def init(self, shape: EngineShape) -> PyTree:
-        """State of an engine with no requests."""
+        """The state for an engine with no requests."""
         ...
 
     def admit(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, row: jax.Array
     ) -> PyTree:
-        """State after a new request took row `row` (int32 scalar); nothing of it has been seen."""
+        """The state after a new request took row `row` (int32 scalar); the drafter has not seen any
+        of its tokens."""
         ...
 
     def lag(self, state: PyTree, rows: BatchView) -> jax.Array | None:
-        """`[B]` int32, committed tokens before the newest that the drafter has not seen; None if it
-        keeps nothing that could lag."""
+        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen;
+        None if it keeps no state that could lag."""
         ...
 
     def catch_up(
@@ -90,46 +92,48 @@ class Drafter(Protocol):
     def commit(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, info: RoundInfo
     ) -> PyTree:
-        """State after the round; `rows` are those after it."""
+        """The state after the round; `rows` shows the batch after it."""
         ...
 
 
 class DrafterBase:
-    """Base of drafters: defaults for all but `name` and `propose`.
+    """Base class of drafters, with defaults for everything but `name` and `propose`.
 
     Attributes:
       name: for reports.
       params: the drafter's own parameters, a pytree of arrays.
       is_chain: whether every draft is a chain; then no KV has to be moved after acceptance.
       is_synthetic: whether it knows the answer (an oracle); reports must say so.
-      shares_state: whether its drafts may depend on other requests, as those of a cache that
-        learns.
-      max_depth: of trees, the depth that no node exceeds; None for chains.
-      prunes_by_token: whether a node is drafted or left out because of its own token's probability,
-        as where the likeliest nodes of a larger tree are kept. Under verifiers that judge a token
-        by the distribution it was drawn from that is a bias, so an engine refuses the two together.
-        What the tokens *before* a node are (its ancestors, its earlier siblings) may decide.
-      num_nodes: nodes of its trees; None where any number is as good. An engine drafts so many
-        unless its `draft_length` says otherwise.
-      taps: boundaries of the target whose residual stream it reads: boundary b is the stream after
-        b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` is given
-        it for prompts, `commit` in `RoundInfo.features`.
+      shares_state: whether its drafts may depend on other requests, as with a cache that learns
+        from them.
+      max_depth: for trees, the greatest depth of a node; None for chains.
+      prunes_by_token: whether a node may be left out because of its own token's probability, as
+        when only the likeliest nodes of a larger tree are kept. This would bias verifiers that
+        judge a token by the distribution it was drawn from, so an engine refuses the combination.
+        The choice may depend on the tokens *before* a node (its ancestors and earlier siblings).
+      num_nodes: number of nodes of its trees, which is then the default `draft_length` of an
+        engine; None where it has no preference.
+      taps: boundaries of the target at which it reads the residual stream: boundary b is the stream
+        after b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` gets
+        these features for prompts, `commit` gets them in `RoundInfo.features`.
       uses_target: whether its functions get `{"own": params, "target": the target's}` instead of
-        its own parameters alone. Nothing is copied.
-      uses_target_cache: whether `propose` is given the target's cache, as `target_cache`, and
-        returns `(draft, state, cache)`. It may read what is committed, and write to slots from the
-        newest token's on, of which the round reads nothing that it has not written itself. The
-        cache is returned even if nothing was written, as XLA would copy one that is only read.
+        just its own parameters. Nothing is copied.
+      uses_target_cache: whether `propose` gets the target's cache, as `target_cache`, and returns
+        `(draft, state, cache)`. It may read committed slots, and write to the newest token's slot
+        and those after it: the round reads nothing there before it has written it itself. The cache
+        must be returned even if nothing was written, because XLA would copy one that is only read.
       score_keeps_bits: whether the hidden states and KV that its `score` returns have the bits of
         the target's forward pass, where these do not depend on the width of a window.
-      variants: other ways to the same drafts, over the same state and with the same parameters, at
-        another cost. Variant 0 is the drafter itself, variant i + 1 is `variants[i]`. Where
-        the output does not depend on it, an engine with `draft_length="auto"` measures all of them
-        and uses the fastest; others use what `choose_variant` says.
+      variants: other ways to compute the same drafts, over the same state and with the same
+        parameters, at a different cost. Variant 0 is the drafter itself, variant i + 1 is
+        `variants[i]`. Where the output does not depend on the choice, an engine with
+        `draft_length="auto"` measures all of them and uses the fastest; other engines use the one
+        that `choose_variant` returns.
       drafts_at_once: whether a chain is drafted as a whole, so that a shorter one costs the same in
-        the same window. Then an engine with `draft_length="auto"` tries only those that fill one.
-      drafts_last_token: whether it may draft the last token that a row may still emit, which is the
-        target's own in any case unless the verifier adds no bonus token.
+        the same window. An engine with `draft_length="auto"` then tries only lengths that fill a
+        window.
+      drafts_last_token: whether it may draft the last token that a row may still emit. The target
+        supplies that token anyway, unless the verifier adds no bonus token.
     """
 
     name: str
@@ -152,14 +156,14 @@ class DrafterBase:
         """Drafts for any target."""
 
     def for_target(self, target: Model) -> DrafterBase:
-        """The drafter that an engine of `target` uses, after `check`; one that calls functions of
-        its target returns a copy that knows it."""
+        """The drafter that an engine of `target` uses, after `check`; a drafter that calls
+        functions of its target returns a copy that holds the target."""
         return self
 
     def within(self, num_nodes: int) -> DrafterBase:
-        """The drafter of rounds that have room for `num_nodes` nodes and no more. It drafts the
-        first nodes of what this one drafts, from the same state; where so few can be drafted at
-        less cost, this is another drafter."""
+        """The drafter for rounds that have room for only `num_nodes` nodes. It drafts the first
+        nodes that this one would draft, from the same state; it is a different drafter where fewer
+        nodes can be drafted at less cost."""
         return self
 
     def init(self, shape: EngineShape) -> PyTree:
@@ -167,15 +171,15 @@ class DrafterBase:
         return ()
 
     def admit(self, shape, params, state, rows, row):
-        """Nothing to note."""
+        """Leaves the state as it is."""
         return state
 
     def lag(self, state, rows):
-        """Cannot lag."""
+        """None: there is no state that could lag."""
         return None
 
     def catch_up(self, shape, params, state, rows, row):
-        """Nothing to read."""
+        """Leaves the state as it is."""
         return state
 
     def observe(
@@ -189,29 +193,30 @@ class DrafterBase:
         stop: jax.Array,
         features: jax.Array,
     ) -> PyTree:
-        """State after the target prefilled tokens `start` to `stop` of row `row`; only called for
-        drafters with taps, also while they rest.
+        """The state after the target prefilled tokens `start` to `stop` of row `row`. Only called
+        for drafters with taps, even while drafting is switched off.
 
         Args:
-          shape: of the resident rows.
+          shape: the engine's, with all resident rows as its batch.
           params: see `uses_target`.
-          state: of the resident rows.
-          rows: the resident rows.
+          state: the state of all resident rows.
+          rows: all resident rows.
           row: int32 scalar.
           start: int32 scalar, position of the chunk's first token.
           stop: int32 scalar, the position after its last.
-          features: `[prefill_chunk, n, E]`, of the tokens from `start` on; padding from `stop` on.
+          features: `[prefill_chunk, n, E]`, those of the tokens from `start` on; padding from
+            `stop` on.
         """
         return state
 
     def choose_variant(self, shape: EngineShape) -> int:
-        """The variant that rounds of this shape use where nothing measures them; itself by
-        default."""
+        """The variant that rounds of this shape use unless they are measured; by default 0, the
+        drafter itself."""
         return 0
 
     def num_scratch_slots(self, shape: EngineShape) -> int:
-        """Slots that the target's cache has beyond `shape.max_length`, for KV of the drafter's own:
-        `propose` and `score` may store it after the round's window. None by default."""
+        """Extra slots of the target's cache beyond `shape.max_length`, for the drafter's own KV,
+        which `propose` and `score` may store after the round's window. 0 by default."""
         return 0
 
     def propose(
@@ -220,17 +225,17 @@ class DrafterBase:
         """A draft of `shape.num_nodes` nodes; the round takes no more than `rows.draft_limit`."""
         raise NotImplementedError(f"{type(self).__name__} has no propose")
 
-    # None, or a method. It replaces the target's forward pass of a round, so that rows of the
-    # drafter's own can ride in it:
+    # None, or a method that replaces the target's forward pass in a round, so that the drafter can
+    # compute its own entries in the same pass:
     #     score(shape, params, state, rows, draft, tokens, window, cache)
     #         -> (hidden, features, cache, state)
-    # `tokens` `[B, T]` and `window` are what the target is to score. Of these, the hidden states
-    # `[B, T, E]`, the features at `taps` (or None) and the KV in `cache` must be those of the
-    # target's own `forward`. `state` is what `propose` returned, and is handed on to `commit`.
+    # `tokens` `[B, T]` and `window` are what the target is to score. For these tokens, the hidden
+    # states `[B, T, E]`, the features at `taps` (or None) and the KV in `cache` must be those of
+    # the target's own `forward`. `state` is what `propose` returned, and is passed on to `commit`.
     score: Callable[..., tuple[jax.Array, jax.Array | None, PyTree, PyTree]] | None = None
 
     def commit(self, shape, params, state, rows, info):
-        """Nothing to note."""
+        """Leaves the state as it is."""
         return state
 
     def rewind(
@@ -242,12 +247,12 @@ class DrafterBase:
         row: jax.Array,
         num_kept: jax.Array,
     ) -> PyTree:
-        """State after row `row` was cut back to its first `num_kept` tokens.
+        """The state after row `row` was cut back to its first `num_kept` tokens.
 
-        A session calls it before a turn, in place of `admit`: the row is to hold a prompt that
-        begins with the same `num_kept` tokens. `rows` has that prompt. What is missing may lag (see
-        `catch_up`), and a drafter with taps is shown the last kept token again by `observe`, for
-        the token after it has changed. For a drafter that does not define this, `admit` is called.
+        A session calls it before a turn, instead of `admit`: the row will hold a prompt that begins
+        with the same `num_kept` tokens. `rows` has that prompt. Missing state may lag (see
+        `catch_up`), and `observe` shows a drafter with taps the last kept token again, because the
+        token after it has changed. For a drafter that does not define this, `admit` is called.
         """
         return state
 
@@ -279,7 +284,7 @@ def with_defaults(drafter: Drafter) -> DrafterBase:
 
 
 def function_params(drafter: DrafterBase, params: PyTree) -> PyTree:
-    """What a drafter's functions are given of a loop's `params`."""
+    """The part of a loop's `params` that a drafter's functions get."""
     if drafter.uses_target:
         return {"own": params["drafter"], "target": params["target"]}
     return params["drafter"]
@@ -293,10 +298,11 @@ def draft_with(
     rows: BatchView,
     target_cache: PyTree,
 ) -> tuple[Draft, PyTree, PyTree]:
-    """`drafter.propose`, given the target's cache if it uses it; draft, state and that cache.
+    """Calls `drafter.propose`, with the target's cache if it uses it; returns draft, state and
+    cache.
 
     Args:
-      params: of the loop, target's and drafter's.
+      params: those of the loop, the target's and the drafter's.
     """
     own, propose = function_params(drafter, params), cast(Callable[..., Any], drafter.propose)
     if drafter.uses_target_cache:
@@ -310,7 +316,7 @@ class NoDrafter(DrafterBase):
     name = "none"
 
     def propose(self, shape, params, state, rows):
-        """A chain of no valid nodes."""
+        """A chain without valid nodes."""
         draft = Draft(
             tokens=jnp.zeros((shape.batch_size, shape.num_nodes), jnp.int32),
             parents=chain_parents(shape.batch_size, shape.num_nodes),

@@ -1,17 +1,17 @@
 """A small language model as the drafter (Leviathan et al., 2211.17192), with its own KV cache.
 
 The cache is kept between rounds: rejected drafts are forgotten by lowering an integer, as in the
-target. After full acceptance the last draft is still unseen. So the first draft step of a round
-reads two tokens, of which the first is kept where it is new: with `d` the drafts of a round of
-three, and `|` the end of what the drafter has seen,
+target. After full acceptance the last draft has not been read yet. So the first draft step of a
+round reads two tokens, and stores the first one's KV if that is new. Below, `d` marks the drafts of
+a round of three, and `|` the end of what the drafter has seen:
 
     rejected after d1:   ... x d1|y          the next round drafts from y, having read d1 again
     all accepted:        ... x d1 d2|d3 y    the next round reads d3 and drafts from y
 
 With a `tree` it drafts trees instead of chains, level by level; see `draft_tree`.
 
-With a `kv_window` the cache keeps the newest positions and the first few (`cache.pages.Ring`), in
-memory that does not grow with the context. What is drafted changes then, the output does not.
+With a `kv_window` the cache keeps only the newest positions and the first few (`cache.pages.Ring`),
+so that its memory does not grow with the context. This changes what is drafted, but not the output.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
 
-NUM_SINKS = 4  # what StreamingLLM found to be enough
+NUM_SINKS = 4  # enough, according to StreamingLLM
 
 
 class DraftModelState(struct.PyTreeNode, kw_only=True):
-    """The draft model's cache and how far it is valid.
+    """The draft model's cache, and up to where it is valid.
 
     Attributes:
-      cache: of the draft model.
-      num_seen: `[B]` int32, committed tokens whose KV is in it.
-      num_steps: `[B]` int32, draft steps that each row took in the round in progress; of a tree its
-        levels.
-      num_positions: int32 scalar, tokens read so far, prompts and drafts, of all rows that drafted
-        or were read; what the drafter has cost. What a first step reads again is not counted. It
-        wraps around: take differences.
-      stored: `[B, nodes of the tree]` int32, where the KV of the round's nodes stands, see
-        `draft_tree.TreeDraft`; None in an engine without a tree.
-      num_written: `[B]` int32, positions below it may have been stored since the row was read from
-        its beginning; what a ring has lost depends on it. None without a `kv_window`.
+      cache: the draft model's.
+      num_seen: `[B]` int32, number of committed tokens whose KV is in the cache.
+      num_steps: `[B]` int32, draft steps (for a tree: levels) that each row took in the round in
+        progress.
+      num_positions: int32 scalar, the drafter's cost so far: tokens of prompts and drafts that it
+        has read, over all rows that were drafting or prefilling. Tokens that a first step reads
+        again are not counted. It wraps around, so take differences.
+      stored: `[B, nodes of the tree]` int32, where the KV of the round's nodes is stored, see
+        `draft_tree.TreeDraft`; None without a tree.
+      num_written: `[B]` int32, one past the highest position stored since the row was read from its
+        beginning; it determines what a ring has overwritten. None without a `kv_window`.
     """
 
     cache: KVCache
@@ -72,47 +72,49 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
 @refuse_other_names
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class DraftModel(DrafterBase):
-    """Drafts with another model that shares the target's tokenizer, each row by its own sampling
-    parameters: greedily where the row is greedy.
+    """Drafts with another model that shares the target's tokenizer, with each row's own sampling
+    parameters (greedily for a greedy row).
 
     Vocabularies that are padded to different sizes are fine: only ids that both have are proposed.
 
-    With `min_confidence` a row stops drafting early, after the first token that the draft model
-    was less sure of than that; the round's draft steps end when every row has stopped (Hugging
-    Face's `assistant_confidence_threshold`). The token itself stays in the draft. A draft may end
-    because of tokens it holds, but a token left out because of what it is would bias the output
-    under `rejection` and `block`: the target would draw its successor as if nothing were known.
+    With `min_confidence` a row stops drafting after the first token whose probability is lower; the
+    round's draft steps end when every row has stopped (Hugging Face's
+    `assistant_confidence_threshold`). That token itself stays in the draft. A draft may end because
+    of tokens that it contains, but leaving a token out because of its own value would bias the
+    output under `rejection` and `block`: the target would draw the next token as if that draft had
+    never been made.
 
     With a `tree` the draft model's second and third choices are drafted too. A greedy row's
-    children are the likeliest tokens. A sampled row's are the highest after noise: under `coupled`
-    that by which the target draws, so that the first child is what a chain would have drafted;
-    under `rejection` they are drawn without replacement, which takes a `StaticTree`.
+    children are the likeliest tokens. A sampled row's are the highest after adding noise: under
+    `coupled` the noise that the target will use, so that the first child is what a chain would have
+    drafted; under `rejection` they are drawn without replacement, which needs a `StaticTree`.
 
     With a `kv_window` each query of the draft model sees the newest `kv_window` positions and the
     first `kv_sinks` (StreamingLLM, 2309.17453, but with positions counted from the beginning of the
     text). However long a row grows, its KV takes `1 + ceil((kv_window + n - 1) / 128)` pages of 128
-    slots, where n is the longest of a prefill chunk, a round's window and the slots of a tree.
-    Layers with a sliding window of their own that is narrower keep it, and see no sinks.
+    slots, where n is the largest of a prefill chunk, a round's window and the slots of a tree.
+    Layers whose own sliding window is narrower keep that window, and see no sinks.
 
     Attributes:
-      model: the draft model; a name is loaded as `load_model` does. The argument `kv_dtype` stores
-        its KV in that dtype (`int8`), independently of the target's; None leaves it as the model
-        has it. What is drafted changes a little, what is emitted does not.
+      model: the draft model; a name is passed to `load_model`. The argument `kv_dtype` sets the
+        dtype in which its KV is stored (`int8`), independently of the target's; None keeps the
+        model's. This changes a little what is drafted, but not what is emitted.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
-        from; of a greedy row under the softmax of its scores. 0 never stops, and costs nothing.
+        from (for a greedy row, the softmax of its logits). 0 never stops early, and costs nothing.
       tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
-      kv_window: positions that a query of the draft model sees, itself included, at least 128; None
-        for all of them.
-      kv_sinks: first positions that it sees besides, 0 to 128. Without a `kv_window` they mean
-        nothing.
-      room: nodes that rounds have room for, of what `within` returns; None otherwise.
+      kv_window: number of newest positions that a query of the draft model sees, its own included,
+        at least 128; None for all.
+      kv_sinks: number of first positions that it sees as well, 0 to 128. Has no effect without a
+        `kv_window`.
+      room: for a drafter returned by `within`, the number of nodes that rounds have room for;
+        otherwise None.
 
     Raises:
-      SettingError: `min_confidence` is no probability, or was given together with a tree; the KV
-        dtype is unknown, or the model makes its cache itself; `kv_window` or `kv_sinks` is out of
-        range; a `kv_window` for a model that is no `LanguageModel`, whose attention may not know
-        it.
-      ModelError, CheckpointError: there is no model of that name; see `load_model`.
+      SettingError: `min_confidence` is not a probability, or was given together with a tree; the KV
+        dtype is unknown, or the model makes its own cache; `kv_window` or `kv_sinks` is out of
+        range; or `kv_window` was given for a model that is not a `LanguageModel`, whose attention
+        may not support it.
+      ModelError, CheckpointError: there is no model with that name; see `load_model`.
     """
 
     model: Model
@@ -160,7 +162,7 @@ class DraftModel(DrafterBase):
     @property
     def name(self) -> str:
         """`draft_model:NAME`, `draft_model@MIN_CONFIDENCE:NAME` or `draft_model[TREE]:NAME`; with a
-        window of KV `draft_model~WINDOW+SINKS:NAME`."""
+        KV window `draft_model~WINDOW+SINKS:NAME`."""
         tree = "" if self.tree is None else f"[{self.tree.name}]"
         confidence = f"@{self.min_confidence:g}" if self.min_confidence else ""
         window = "" if self.kv_window is None else f"~{self.kv_window}+{self.kv_sinks}"
@@ -168,7 +170,7 @@ class DraftModel(DrafterBase):
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has no tree, or one of which rounds have room for a chain only."""
+        """Whether it has no tree, or rounds only have room for a chain of it."""
         if self.tree is None or self.room is None:
             return self.tree is None
         return self.tree.within(self.room).is_chain
@@ -185,30 +187,31 @@ class DraftModel(DrafterBase):
 
     @property
     def prunes_by_token(self) -> bool:
-        """Whether its tree leaves nodes out by what they hold, or siblings by their rank."""
+        """Whether its tree leaves out nodes by their token, or siblings by their rank."""
         is_as_drawn = isinstance(self.tree, StaticTree) and self.tree.is_by_rank
         return self.tree is not None and not is_as_drawn
 
     @property
     def params(self) -> PyTree:
-        """The draft model's."""
+        """The draft model's parameters."""
         return self.model.params
 
     def param_specs(self, num_shards: int) -> PyTree:
-        """How a mesh axis `model` splits the draft model; one that it does not divide is replicated
-        (every device runs all of it, which a small model hardly feels)."""
+        """How a mesh axis `model` splits the draft model; a draft model that cannot be split evenly
+        is replicated (every device runs all of it, which costs a small model little)."""
         try:
             return param_specs(self.model, num_shards)
         except SettingError:
             return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(unpacked, self.params))
 
     def pack(self, params: PyTree) -> PyTree:
-        """The draft model's parameters as its kernels read them best; see `LanguageModel.pack`."""
+        """The draft model's parameters in the form that its kernels read fastest; see
+        `LanguageModel.pack`."""
         return self.model.pack(params) if isinstance(self.model, LanguageModel) else params
 
     def check(self, target: Model) -> None:
-        """Raises `ModelError` if the two tokenizers give one id to different tokens, `SettingError`
-        if a node of the tree has more children than there are tokens."""
+        """Raises `ModelError` if the two tokenizers give the same id to different tokens,
+        `SettingError` if a node of the tree has more children than the two models share tokens."""
         num_tokens = min(target.vocab_size, self.model.vocab_size)
         if self.tree is not None and self.tree.num_children > num_tokens:
             raise SettingError(
@@ -230,13 +233,13 @@ class DraftModel(DrafterBase):
             )
 
     def within(self, num_nodes: int) -> DraftModel:
-        """The same draft model; it drafts chains where there is no room for another tree."""
+        """The same draft model, which drafts chains where there is no room for a tree."""
         within = copy.copy(self)
         object.__setattr__(within, "room", num_nodes)
         return within
 
     def _longest_draft(self, shape: EngineShape) -> int:
-        """Slots from the newest token's on that a round may store KV in."""
+        """The number of slots, from the newest token's on, in which a round may store KV."""
         num_scratch = 0 if self.tree is None else num_scratch_slots(self.tree)
         return max(shape.verify_length, 1 + num_scratch)
 
@@ -252,7 +255,7 @@ class DraftModel(DrafterBase):
         return as_ring(self.model.init_cache(shape.batch_size, num_slots), ring, capacity)
 
     def init(self, shape: EngineShape) -> DraftModelState:
-        """An empty cache; with a tree it has room for expanded nodes after any newest token."""
+        """An empty cache; with a tree it has room for the expanded nodes after the newest token."""
         capacity, stored, num_written = shape.max_length, None, None
         if self.tree is not None:
             capacity += num_scratch_slots(self.tree)
@@ -269,14 +272,15 @@ class DraftModel(DrafterBase):
         )
 
     def admit(self, shape, params, state: DraftModelState, rows: BatchView, row) -> DraftModelState:
-        """Nothing of the new request has been seen."""
+        """Nothing has been seen of the new request."""
         state = state.replace(num_seen=state.num_seen.at[row].set(0))
         if state.num_written is None:
             return state
         return state.replace(num_written=state.num_written.at[row].set(0))
 
     def lag(self, state: DraftModelState, rows: BatchView) -> jax.Array:
-        """`[B]`, what `catch_up` should read; a lag of one is made up by the next round itself."""
+        """`[B]`, the number of tokens that `catch_up` should read; the next round itself makes up
+        for a lag of one."""
         return jnp.maximum(rows.num_committed - 1 - state.num_seen, 0)
 
     def catch_up(
@@ -302,12 +306,13 @@ class DraftModel(DrafterBase):
         return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
 
     def propose(self, shape, params, state: DraftModelState, rows: BatchView):
-        """A chain or a tree; as many steps as the most demanding row asks for, counted at run time,
-        but on a GPU all that the window has room for, unless drafts end early.
+        """A chain or a tree; it takes as many steps as the longest draft of any row needs, counted
+        at run time. On a GPU it takes all steps that the window has room for, unless drafts end
+        early.
 
-        The first step also reads the one token that a row may lag by. A row keeps what its own
-        draft needs and nothing else, however long its neighbours draft. Rows that lag by more than
-        one token get no draft: their context has a hole.
+        The first step also reads the one token that a row may lag by. A row stores only what its
+        own draft needs, however long its neighbours draft. Rows that lag by more than one token get
+        no draft, because their context is incomplete.
         """
         if self.tree is not None and not self.is_chain:
             return self._propose_tree(self.tree, shape, params, state, rows)
@@ -316,14 +321,14 @@ class DraftModel(DrafterBase):
         can_draft = rows.num_committed - 2 <= state.num_seen
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         is_drafting = num_valid > 0
-        # A row that drafts nothing writes nothing, and takes a position that does not make
-        # attention longer.
+        # A row that drafts nothing writes nothing, and gets a position that does not make attention
+        # longer.
         newest = rows.num_committed - 1
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
         def read(tokens, positions, is_kept, cache):
-            """Hidden states `[B, E]` of the last of each row's tokens; their KV is kept where
-            `is_kept`. All are `[B, T]`."""
+            """Hidden states `[B, E]` of each row's last token; KV is stored where `is_kept`. The
+            arguments are `[B, T]`."""
             positions = jnp.maximum(positions, 0)
             slots = jnp.where(is_kept, positions, -1)
             window = Window(start=positions[:, 0], positions=positions, slots=slots)
@@ -366,7 +371,7 @@ class DraftModel(DrafterBase):
 
         def step(node, carry: _Drafting) -> _Drafting:
             last = lax.dynamic_slice_in_dim(carry.tokens, node - 1, 1, axis=1)
-            # A row that has stopped stays where it stood, so that it looks at no unwritten slot.
+            # A row that has stopped keeps its position, so that it sees no unwritten slot.
             depth = jnp.minimum(node, jnp.maximum(carry.num_valid - 1, 0))
             is_kept = (node < carry.num_valid)[:, None]
             hidden, cache = read(last, (newest + depth)[:, None], is_kept, carry.cache)
@@ -418,10 +423,10 @@ class DraftModel(DrafterBase):
         start: int,
         stop: int,
     ) -> _Drafting:
-        """Draft steps `start` to `stop`, as far as some row wants them.
+        """Draft steps `start` to `stop`, for as long as some row wants them.
 
-        A loop ends there, and passes the cache through without copying it, as a conditional would
-        not. Where the host runs loops, all steps are taken: those that no row wants keep nothing.
+        A loop ends there, and unlike a conditional passes the cache through without copying it.
+        Where the host runs loops, all steps are taken; those that no row wants store nothing.
         """
         if loops_run_on_host() and not self.min_confidence:
             return lax.fori_loop(start, stop, step, drafting)
@@ -437,8 +442,8 @@ class DraftModel(DrafterBase):
         return lax.while_loop(is_wanted, advance, (jnp.int32(start), drafting))[1]
 
     def rewind(self, shape, params, state: DraftModelState, rows: BatchView, row, num_kept):
-        """The KV of what was cut away is forgotten. Where a ring has overwritten what the last kept
-        tokens see, nothing counts, and the row is read from its beginning."""
+        """Forgets the KV of what was cut off. If a ring has overwritten what the last kept tokens
+        see, everything is forgotten, and the row is read from its beginning."""
         num_seen = jnp.minimum(state.num_seen[row], num_kept)
         ring = state.cache.ring
         if ring is not None and state.num_written is not None:
@@ -450,7 +455,7 @@ class DraftModel(DrafterBase):
         return state.replace(num_seen=state.num_seen.at[row].set(num_seen))
 
     def commit(self, shape, params, state: DraftModelState, rows: BatchView, info: RoundInfo):
-        """Of the accepted drafts all but the row's last step's have been seen."""
+        """All accepted drafts have been seen, except the one of the row's last step."""
         before = info.rows.num_committed
         if self.is_chain or state.stored is None:
             seen = before + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
@@ -466,7 +471,7 @@ class DraftModel(DrafterBase):
 
 
 def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> None:
-    """Raises `SettingError` unless a draft model can keep a window of KV of these sizes."""
+    """Raises `SettingError` unless a draft model can keep a KV window of these sizes."""
     if kv_window is not None and kv_window < BLOCK:
         raise SettingError(
             f"kv_window {kv_window} was given; KV is kept in blocks of {BLOCK} positions, so give "
@@ -491,7 +496,7 @@ class _Drafting(struct.PyTreeNode, kw_only=True):
 def end_draft(num_valid: jax.Array, node: jax.Array, *, is_sure: jax.Array) -> jax.Array:
     """`num_valid` `[B]` int32 after `node` was drafted: rows that are not sure of it end after it.
 
-    Whether a node is drafted is thus decided by the nodes before it alone, which is what lossless
-    rules need: given these, it is drawn from q, or the target draws in its place.
+    So only the nodes before it decide whether a node is drafted, as lossless rules require: given
+    these, the node is drawn from q, or the target draws a token instead.
     """
     return jnp.where(is_sure, num_valid, jnp.minimum(num_valid, node + 1))

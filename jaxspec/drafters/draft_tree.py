@@ -1,14 +1,14 @@
 """A draft model grows a tree: level by level (`growth`), several nodes in one call of the model.
 
-A level reads the tokens of the K nodes that it expands. With K = W = 2 and depth 3, `r` the newest
-token and expanded nodes in capitals:
+A level reads the tokens of the K nodes that it expands. For K = W = 2 and depth 3, where `r` is the
+newest token and capitals are expanded nodes:
 
     level 0    r -> A B             reads r               stored at slot start
     level 1    A -> c D  B -> E f   reads A and B         stored at slots start + 1, start + 2
     level 2    D -> g h  E -> i j   reads D and E         stored at slots start + 3, start + 4
 
-A node's KV stands where its level put it, and `Window.paths` leads its descendants there. After the
-verdict the accepted path's KV moves into consecutive slots, and only its last node may have none.
+A node's KV stays where its level put it, and `Window.paths` leads its descendants there. After the
+verdict the accepted path's KV moves into consecutive slots; only the last node may have none.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from jaxspec.models.base import Model, kernels_of
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, Window
 
-# A node is worth the chance that the target takes its token. That is more for the likeliest tokens
-# than their probability says: a greedy target takes the likeliest one, however unlikely it is, and
-# one that samples with the drafter's noise takes the highest of nearly the same scores. So scores
-# are multiplied by these before they become probabilities. Of 1 to 6 (sampled: 1 to 3) they gave
-# the most tokens per round on the embedded pair, with trees of 16 nodes: 4.40 instead of 3.68 at 1,
-# and 3.45 instead of 3.36.
+# A node's worth is the probability that the target takes its token. For the likeliest tokens this
+# is higher than their probability under the draft model: a greedy target takes the likeliest token,
+# however unlikely it is, and a target that samples with the drafter's noise takes the highest of
+# nearly the same logits. So logits are multiplied by these factors before they become
+# probabilities. Of the values 1 to 6 (sampled: 1 to 3) these gave the most tokens per round on the
+# embedded pair, with trees of 16 nodes: 4.40 instead of 3.68 at 1, and 3.45 instead of 3.36.
 GREEDY_SHARPNESS, SAMPLED_SHARPNESS = 3.0, 1.5
 
 
 def num_scratch_slots(tree: Tree) -> int:
-    """Slots after the newest token's that hold the KV of expanded nodes."""
+    """The number of slots after the newest token's that hold the KV of expanded nodes."""
     return num_offsets(tree)
 
 
 class TreeDraft(struct.PyTreeNode, kw_only=True):
-    """A drafted tree, and what drafting it has left behind.
+    """A drafted tree, and the state after drafting it.
 
     Attributes:
-      draft: of `shape.num_nodes` nodes.
+      draft: a draft of `shape.num_nodes` nodes.
       cache: the draft model's, with the KV of the newest token and of the expanded nodes.
-      stored: `[B, tree.num_nodes]` int32: the KV of node n stands at `start + 1 + stored[b, n]`,
-        where start is the position of the newest token; -1 where it has none.
-      num_levels: `[B]` int32, levels of each row; 0 for rows that drafted nothing.
-      num_read: int32 scalar, tokens read for all rows; what a first step reads again is not
-        counted.
+      stored: `[B, tree.num_nodes]` int32: the KV of node n is stored at `start + 1 + stored[b, n]`,
+        where start is the position of the newest token; -1 if it has none.
+      num_levels: `[B]` int32, number of levels of each row; 0 for rows that drafted nothing.
+      num_read: int32 scalar, tokens read for all rows, without those that a first step reads again.
     """
 
     draft: Draft
@@ -75,16 +74,16 @@ def draft_tree(
     rows: BatchView,
     num_seen: jax.Array,
 ) -> TreeDraft:
-    """A tree per row: the first `shape.num_nodes` nodes of `tree`, in the order of their worth.
+    """A tree per row: the first `shape.num_nodes` nodes of `tree`, best first.
 
-    A row's tree does not depend on how large its neighbours' are. Rows that lag by more than one
-    token get none, and a lag of one is made up by the first level, as in a chain.
+    A row's tree does not depend on the size of its neighbours'. Rows that lag by more than one
+    token get none; the first level makes up for a lag of one, as in a chain.
 
     Args:
       model: the draft model.
       tree: which children are expanded, and which are kept.
-      shape: of the engine.
-      params: of the draft model.
+      shape: the engine's.
+      params: the draft model's.
       cache: of the draft model, with room for `num_scratch_slots` after any newest token.
       rows: the batch.
       num_seen: `[B]` int32, tokens whose KV is in the cache.
@@ -116,8 +115,8 @@ def draft_tree(
 def commit_tree(
     cache: KVCache, stored: jax.Array, num_committed: jax.Array, path: jax.Array
 ) -> tuple[KVCache, jax.Array]:
-    """The draft model's cache with the accepted path in place, and how many of its nodes `[B]` have
-    KV.
+    """The draft model's cache with the accepted path in place, and how many nodes of that path
+    `[B]` have KV.
 
     Args:
       cache: after drafting.
@@ -131,18 +130,18 @@ def commit_tree(
 
 
 class _Reader:
-    """Grows a tree with what the draft model reads."""
+    """Grows a tree by running the draft model."""
 
     def __init__(self, model: Model, params: PyTree, grower: Grower):
         self.model, self.params, self.grower = model, params, grower
-        # A row that drafts nothing takes a position that does not make attention longer.
+        # A row that drafts nothing gets a position that does not make attention longer.
         is_drafting = grower.num_levels > 0
         newest = grower.rows.num_committed - 1
         self.newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
     def grow(self, cache: KVCache, lags: jax.Array) -> tuple[Growth, KVCache]:
-        """All levels that some row wants, counted at run time; on a GPU, where the host runs loops,
-        all there are."""
+        """Grows all levels that some row wants, counted at run time; on a GPU, where the host runs
+        loops, all levels of the tree."""
         tree = self.grower.tree
         stop = tree.max_depth if loops_run_on_host() else jnp.max(self.grower.num_levels)
         first = 1 if loops_run_on_host() else jnp.minimum(stop, 1)
@@ -157,7 +156,7 @@ class _Reader:
     def _read_newest(
         self, growth: Growth, cache: KVCache, lags: jax.Array
     ) -> tuple[Growth, KVCache]:
-        """Level 0; the token before the newest is read too, and kept where the row lags."""
+        """Level 0; the token before the newest one is read too, and its KV kept if the row lags."""
         position = self.newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
         position = jnp.maximum(position, 0)
         is_kept = jnp.stack([lags, self.grower.num_levels > 0], axis=1)
@@ -170,7 +169,7 @@ class _Reader:
         return self.grower.add_children(growth, jnp.int32(0), logits, worth), cache
 
     def _expand(self, level: jax.Array, grown: tuple[Growth, KVCache]) -> tuple[Growth, KVCache]:
-        """Level `level`, from 1 on: K children of the level before are read. A row of fewer levels
+        """Level `level`, from 1 on: reads K children of the previous level. A row with fewer levels
         writes nothing."""
         growth, cache = grown
         growth, nodes = self.grower.expand(growth, level)
@@ -187,14 +186,14 @@ class _Reader:
     def _read(
         self, tokens: jax.Array, window: Window, cache: KVCache, num_last: int = 0
     ) -> tuple[jax.Array, KVCache]:
-        """Logits `[B, n, V]` after the last n tokens of the window; 0 is all of them."""
+        """Logits `[B, n, V]` after the last n tokens of the window; 0 means all of them."""
         tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
         hidden, cache = self.model.forward(self.params, tokens, window, cache)
         return self.model.logits(self.params, hidden[:, -num_last:]), cache
 
 
 def _stored(tree: Tree, chosen: jax.Array, kept: jax.Array, num_levels: jax.Array) -> jax.Array:
-    """`TreeDraft.stored` of the candidates that were `kept` `[B, N]`."""
+    """`TreeDraft.stored` for the candidates that were `kept` `[B, N]`."""
     node = index_of(kept, chosen)
     is_stored = (node >= 0) & (node // tree.num_expanded < num_levels[:, None])
     return jnp.where(is_stored, node - tree.num_expanded, -1)

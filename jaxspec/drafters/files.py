@@ -1,4 +1,4 @@
-"""Drafters with weights of their own on the disk: heads, and FlexDraft."""
+"""Saved drafters with weights of their own: heads, and FlexDraft."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxspec.runtime.files import expand_user
 
 Kind: TypeAlias = heads_config.Kind | Literal["flexdraft"]
 
-# Those that come with the package, for `demo-target`, and their directories in it.
+# Drafters that come with the package, for `demo-target`, and their directories in it.
 DEMO_DRAFTERS = {"demo-flexdraft": "flexdraft"}
 
 
@@ -47,15 +47,15 @@ def save_drafter(
     target: LanguageModel | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes heads or FlexDraft's weights as a directory, which `load_drafter` reads back bit for
-    bit.
+    """Writes heads or FlexDraft's weights to a directory, from which `load_drafter` reads them bit
+    for bit.
 
     Args:
-      drafter: its settings (the tree of heads; mode, confidence, rule and block size of FlexDraft)
-        are not stored.
+      drafter: heads or FlexDraft. Settings (the tree of heads; mode, confidence, rule and block
+        size of FlexDraft) are not stored.
       directory: to write.
-      target: the model that it was made for: its name and a digest of its weights are stored, so
-        that `load_drafter` can tell other weights.
+      target: the model that it was made for. Its name and a digest of its weights are stored, so
+        that `load_drafter` notices other weights.
       overwrite: replace the directory if it holds a drafter of the same kind.
 
     Raises:
@@ -85,28 +85,29 @@ def load_drafter(
 
     `name` is a directory that `save_drafter` (or `jaxspec train`) wrote, or a directory or hub id
     in one of these layouts: Medusa's `medusa_lm_head.safetensors` or `.pt` (which needs torch),
-    `medusa_head.*` among the tensors of a merged model, vLLM's Medusa, Clover-2's, FlexDraft's
-    release; or `demo-flexdraft`, FlexDraft for `demo-target`. From the hub only the files that hold
-    the drafter are fetched. Heads that repeat the target's head share it; if their vocabulary was
-    truncated, they then propose tokens of all of it.
+    `medusa_head.*` among the tensors of a merged model, vLLM's Medusa, Clover-2's release,
+    FlexDraft's release; or `demo-flexdraft`, FlexDraft for `demo-target`. From the hub only the
+    files that hold the drafter are fetched. Heads that contain a copy of the target's head share
+    the target's instead; if their vocabulary was truncated, they then propose tokens of the whole
+    vocabulary.
 
     Args:
-      name: of the drafter.
-      target: the model that it drafts for, or its name as `load_model` takes it.
-      dtype: of the parameters; None is the target's.
-      kind: that the drafter must be of: `medusa`, `hydra`, `clover`, `clover2` or `flexdraft`; None
-        takes any.
+      name: the drafter's.
+      target: the model that it drafts for, or a name for `load_model`.
+      dtype: that of the parameters; None is the target's.
+      kind: the required kind of drafter: `medusa`, `hydra`, `clover`, `clover2` or `flexdraft`;
+        None accepts any.
       tree: the tree that heads draft, or its name: `chain`, a number of nodes,
         `WIDTHxDEPTH:NODES` or one of Medusa's, see `parse_tree`; None is Clover's of four nodes.
-      mode: of FlexDraft; this and the next three are as `FlexDraft` takes them, or None.
-      confidence: of FlexDraft.
-      rule: of FlexDraft.
-      block_size: of FlexDraft.
+      mode: for FlexDraft only; this and the next three are arguments of `FlexDraft`, or None.
+      confidence: see `FlexDraft`.
+      rule: see `FlexDraft`.
+      block_size: see `FlexDraft`.
       revision: branch, tag or commit of a hub id.
       verify: compare the files of our directories with their checksums.
 
     Raises:
-      SettingError: a setting is out of range, or that of another kind of drafter.
+      SettingError: a setting is out of range, or belongs to another kind of drafter.
       ModelError: there is no such drafter, it is of another kind, or it does not fit the target.
       CheckpointError: it cannot be read, or its files are damaged.
 
@@ -143,7 +144,7 @@ def _load(
     settings: dict[str, Any],
     verify: bool,
 ) -> Heads | FlexDraft:
-    """`load_drafter` of a directory; `settings` are those of FlexDraft that were given."""
+    """`load_drafter` for a directory; `settings` are the given settings of FlexDraft."""
     if _holds_flexdraft(directory, kind):
         if kind not in (None, KIND):
             raise ModelError(
@@ -188,7 +189,7 @@ def export_drafter(
       directory: to write.
       format: `vllm` for Medusa's heads, `clover2` for Clover-2's and `flexdraft` for FlexDraft's
         weights as their releases have them.
-      target: the model that they draft for, whose head the layouts of heads repeat.
+      target: the model that they draft for, a copy of whose head is part of the layouts of heads.
       overwrite: replace the directory if it holds a drafter in one of these layouts.
 
     Raises:
@@ -196,7 +197,7 @@ def export_drafter(
       CheckpointError: the directory exists and may not be replaced, or the disk is full.
 
     Warns:
-      JaxspecWarning: Clover-2's release computes these heads otherwise than they were trained.
+      JaxspecWarning: Clover-2's release does not compute these heads as they were trained.
     """
     if isinstance(drafter, Heads):
         export_heads(drafter, directory, format, target=target, overwrite=overwrite)
@@ -211,7 +212,7 @@ def export_drafter(
 
 @contextlib.contextmanager
 def _found(name: str, revision: str | None) -> Iterator[Path]:
-    """The directory of a name, fetched from the hub where it is a hub id."""
+    """The directory of a name, fetched from the hub if it is a hub id."""
     if name in DEMO_DRAFTERS:
         assets = importlib.resources.files("jaxspec") / "assets" / DEMO_DRAFTERS[name]
         with importlib.resources.as_file(assets) as directory:
@@ -232,7 +233,7 @@ def _found(name: str, revision: str | None) -> Iterator[Path]:
 
 
 def _fetch_drafter(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
-    """Fetches what holds a drafter; `config.json` says whether it is FlexDraft's."""
+    """Fetches the files of a drafter; `config.json` says whether it is FlexDraft."""
     files = set(files)
     has_own_file = not files.isdisjoint(MEDUSA_FILES)
     if has_own_file or "config.json" not in files or not _is_release(fetch(["config.json"])):
@@ -246,8 +247,8 @@ def _is_release(directory: Path) -> bool:
 
 
 def _holds_flexdraft(directory: Path, kind: Kind | None) -> bool:
-    """Whether a directory is to be read as FlexDraft's: by what it says of itself, or by what was
-    asked for where it says nothing."""
+    """Whether to read a directory as FlexDraft's: by its own manifest, or if it has none, by the
+    requested kind."""
     if is_converted(directory):
         found = kind_of(directory)
         return found == KIND or (found is None and kind == KIND)

@@ -1,13 +1,13 @@
-"""How a draft tree grows, level by level, whatever scores its tokens.
+"""How a draft tree grows, level by level, whichever model scores its tokens.
 
-A level expands K nodes of one depth: it finds the W best children of each. With K = W = 2 and depth
-3, `r` the newest token and expanded nodes in capitals:
+A level expands K nodes of one depth: it finds the W best children of each. For K = W = 2 and depth
+3, where `r` is the newest token and capitals are expanded nodes:
 
     level 0    r -> A B
     level 1    A -> c D    B -> E f
     level 2    D -> g h    E -> i j
 
-All children are candidates, and the tree says which of them are the draft's nodes.
+All children are candidates; the tree chooses which of them become the draft's nodes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Tree: TypeAlias = BeamTree | BudgetTree | StaticTree
 
 
 class Growth(struct.PyTreeNode, kw_only=True):
-    """A tree as it grows. Level l expands as nodes `l * K` to `(l + 1) * K`; of level 0 only the
-    first is real, the newest token. S is `max_depth * K`.
+    """A tree as it grows. Level l expands nodes `l * K` to `(l + 1) * K`; in level 0 only the first
+    one is real: the newest token. S is `max_depth * K`.
 
     Attributes:
       tokens: `[B, S, W]` int32, the children of each expanded node: the candidates.
-      worth: `[B, S, W]` fp32, of the path to each; -inf is no candidate.
+      worth: `[B, S, W]` fp32, the worth of the path to each candidate; -inf where there is none.
       q: `[B, S, V]` fp32, the distribution after each expanded node, or None.
       chosen: `[B, S]` int32, which candidate each expanded node is; -1 is the newest token, -2
-        none.
-      drafted: `[B, S]` int32, its token.
-      paths: `[B, K, max_depth]` int32, of the last level's nodes the offset from the newest token
-        of what stands at each depth, as in `Window.paths`: expanded node `K + i` has offset
+        means none.
+      drafted: `[B, S]` int32, the token of each expanded node.
+      paths: `[B, K, max_depth]` int32, for each node of the last level, the offset from the newest
+        token of its ancestor at each depth, as in `Window.paths`: expanded node `K + i` has offset
         `i + 1`.
     """
 
@@ -69,9 +69,9 @@ class Level(NamedTuple):
 
     Attributes:
       tokens: `[B, K]` int32.
-      worth: `[B, K]` fp32, of the paths to them.
-      parent: `[B, K]` int32, which expanded node of the level before each of them continues.
-      offset: `[1, K]` int32, of each as in `Growth.paths`.
+      worth: `[B, K]` fp32, the worth of the paths to them.
+      parent: `[B, K]` int32, which expanded node of the previous level each of them continues.
+      offset: `[1, K]` int32, the offset of each, as in `Growth.paths`.
       is_wanted: `[B, 1]` bool, which rows want this level.
     """
 
@@ -90,9 +90,9 @@ def num_offsets(tree: Tree) -> int:
 def count_levels(
     tree: Tree, shape: EngineShape, rows: BatchView, can_draft: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Nodes and levels `[B]` int32 that each row wants; none where it cannot draft.
+    """Nodes and levels `[B]` int32 that each row wants; 0 where it cannot draft.
 
-    The first n nodes are no deeper than n, so that a row needs no more levels.
+    The first n nodes are no deeper than n, so n nodes need at most n levels.
     """
     wanted = jnp.where(can_draft, rows.draft_limit, 0)
     wanted = jnp.minimum(wanted, min(tree.num_nodes, shape.num_nodes))
@@ -107,14 +107,14 @@ class Grower:
     """What stays the same from level to level.
 
     Attributes:
-      tree: which children are expanded, and which are kept.
-      shape: of the engine.
+      tree: chooses which children are expanded, and which are kept.
+      shape: the engine's.
       rows: the batch.
       num_levels: `[B]` int32, levels that each row wants.
-      greedy_sharpness: what a greedy row's scores are multiplied by before they become
-        probabilities, whose product along a path is its worth.
-      sampled_sharpness: a sampled row's.
-      kernels: what finds the highest scores.
+      greedy_sharpness: factor on a greedy row's logits before they become probabilities, whose
+        product along a path is its worth.
+      sampled_sharpness: the same for a sampled row.
+      kernels: used to find the highest scores.
     """
 
     tree: Tree
@@ -126,7 +126,7 @@ class Grower:
     kernels: Kernels = XLA
 
     def start(self) -> Growth:
-        """Nothing has grown yet."""
+        """A growth without nodes."""
         num_rows, tree, shape = self.num_levels.shape[0], self.tree, self.shape
         size = (num_rows, tree.max_depth * tree.num_expanded)
         q = None
@@ -143,7 +143,7 @@ class Grower:
         )
 
     def expand(self, growth: Growth, level: jax.Array | int) -> tuple[Growth, Level]:
-        """The growth with the nodes that `level` expands, from level 1 on, and these nodes."""
+        """The growth with the nodes that `level` (from 1 on) expands, and these nodes."""
         num_expanded, num_children = self.tree.num_expanded, self.tree.num_children
         before, here = (level - 1) * num_expanded, level * num_expanded
 
@@ -154,7 +154,7 @@ class Grower:
         index = self.tree.expand(level, worth)
         drafted = at(flat(level_before(growth.tokens)), index)
 
-        # Row by row: a row of fewer levels looks at its newest token alone.
+        # Row by row: a row with fewer levels sees its newest token only.
         is_wanted = (level < self.num_levels)[:, None]
         offset = 1 + before + jnp.arange(num_expanded, dtype=jnp.int32)[None]
         parent = index // num_children
@@ -184,11 +184,11 @@ class Grower:
         """The growth with the best children of the nodes that `level` expands.
 
         Args:
-          growth: so far.
+          growth: the growth so far.
           level: int32 scalar, or an int.
-          logits: `[B, n, V']` after the n nodes, the first of those that the level expands;
-            `[B, 1, V']` where they are the same after each of them.
-          worth: `[B, n]` fp32, of the paths to them.
+          logits: `[B, n, V']` after the first n nodes that the level expands; `[B, 1, V']` if they
+            are the same after each of them.
+          worth: `[B, n]` fp32, the worth of the paths to them.
         """
         logits = fit_vocabulary(logits, self.shape.vocab_size)
         num_nodes, num_alike = worth.shape[1], worth.shape[1] // logits.shape[1]
@@ -223,8 +223,8 @@ class Grower:
     def _choose(
         self, growth: Growth, level: jax.Array | int, logits: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The best children of the first n nodes that a level expands, `[B, n, W]`: tokens, and the
-        logarithms of their shares of their parents' worth. And q `[B, n, V]`, or None.
+        """The best children of the first n nodes that a level expands, `[B, n, W]`: tokens, the
+        logarithms of their shares of their parents' worth, and q `[B, n, V]` or None.
 
         `logits` are `[B, n, V]` fp32.
         """
@@ -250,12 +250,13 @@ class Grower:
         return best.places, scores - best.log_total[..., None], q
 
     def _highest(self, scores: jax.Array) -> Highest:
-        """The children of each node, of all the `scores` `[B, n, V]` of tokens after it."""
+        """The children of each node, chosen from the `scores` `[B, n, V]` of all tokens after
+        it."""
         return self.kernels.highest(scores, self.tree.num_children, self._sharpness)
 
     @property
     def _sharpness(self) -> jax.Array | None:
-        """`[B]` fp32, each row's; None if all have 1, or if it decides nothing."""
+        """`[B]` fp32, each row's sharpness; None if all are 1, or if it affects nothing."""
         is_one = self.greedy_sharpness == 1 and self.sampled_sharpness == 1
         if is_one or not self.tree.ranks_paths:
             return None
@@ -293,20 +294,21 @@ def _draw(
     shape: EngineShape,
     choose: Callable[[jax.Array], Highest],
 ) -> tuple[Highest, jax.Array | None]:
-    """What `choose` finds in the scores `[B, n, V]` fp32 of the children of n nodes, and q
-    `[B, n, V]`.
+    """What `choose` returns for the scores `[B, n, V]` fp32 of the children of n nodes, and q `[B,
+    n, V]`.
 
-    Of a sampled row scores are log-probabilities with Gumbel noise: the highest one is a sample,
-    and in falling order they are samples without replacement. With shared noise all nodes of a
-    depth have that by which the target will draw the token there.
+    A sampled row's scores are log-probabilities plus Gumbel noise: the highest one is a sample, and
+    in descending order they are samples without replacement. If noise is shared, all nodes of a
+    depth use the noise with which the target will draw the token at that position.
 
     Args:
       logits: `[B, n, V]` fp32.
       rows: the batch.
-      context: of the n tokens to be drawn.
-      numbers: `[B, n]` int32, keys of the noise that is not shared.
-      shape: `is_noise_shared`, `needs_draft_probs`, `needs_greedy_probs` of it.
-      choose: called where the scores are made, so that XLA need not copy them out of a conditional.
+      context: that of the n tokens to be drawn.
+      numbers: `[B, n]` int32, numbers that key the noise if it is not shared.
+      shape: used for `is_noise_shared`, `needs_draft_probs` and `needs_greedy_probs`.
+      choose: called where the scores are computed, so that XLA need not copy them out of a
+        conditional.
     """
     vocab_size = logits.shape[-1]
 
@@ -344,8 +346,8 @@ def at(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def index_of(values: jax.Array, among: jax.Array) -> jax.Array:
-    """`[B, n]` int32, where each of `values` `[B, n]` first stands in `among` `[B, m]`; -1 where it
-    does not."""
+    """`[B, n]` int32, the first index of each of `values` `[B, n]` in `among` `[B, m]`; -1 if it is
+    not there."""
     is_same = values[:, :, None] == among[:, None]
     return jnp.where(jnp.any(is_same, axis=2), jnp.argmax(is_same, axis=2).astype(jnp.int32), -1)
 

@@ -1,4 +1,4 @@
-"""Drafters by name: what `Engine(drafter=...)` and `--drafter` take."""
+"""Drafters by name, as `Engine(drafter=...)` and `--drafter` take them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxspec.runtime.files import expand_user
 
 MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
-# A number of more than nine digits is a slip, and would be slow to read.
+# A number of more than nine digits is a mistake, and would be slow to parse.
 _NGRAM = re.compile(r"ngram(?:\[(\d{1,9})\])?(?::(\d{1,9})-(\d{1,9}))?", re.ASCII)
 _DRAFT_MODEL = re.compile(
     r"(draft_model(?:\[([^\]]*)\]|@([^:~]*))?(?:~([^:]*))?)(?::(.*))?", re.DOTALL
@@ -41,10 +41,10 @@ _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModelName:
-    """What the name of a draft model says; see `choose_drafter`.
+    """The parsed name of a draft model; see `choose_drafter`.
 
     Attributes:
-      model: as `load_model` takes it.
+      model: a name for `load_model`.
       options: arguments of `DraftModel` that the name gives: `min_confidence`, `tree`, `kv_window`
         and `kv_sinks`.
     """
@@ -56,27 +56,27 @@ class DraftModelName:
 def choose_drafter(
     name: str, *, dtype: Any = None, kv_dtype: KvDtype | None = None, verify: bool = True
 ) -> MakeDrafter | None:
-    """What makes the drafter of this name for a target; None for `none`, plain decoding.
+    """A function that makes the named drafter for a target; None for `none`, plain decoding.
 
     The name is checked now; models are loaded when the drafter is made.
 
     Args:
-      name: `none`, `ngram`, `ngram:MIN-MAX`, `ngram[BRANCHES]` with or without lengths, a draft
-        model's name as `load_model` takes it, `draft_model:MODEL`,
-        `draft_model@MIN_CONFIDENCE:MODEL`, `draft_model[WIDTHxDEPTH:NODES]:MODEL`, each also with
-        a window of KV as in `draft_model~WINDOW:MODEL` or `draft_model~WINDOW+SINKS:MODEL` (see
-        `DraftModel`), `heads:NAME` or, for heads of one kind only, `medusa:NAME`, `hydra:NAME`,
-        `clover:NAME`, `clover2:NAME`, with a tree as in `clover[8]:NAME` (see `load_drafter` and
-        `parse_tree`), `flexdraft:NAME` or `flexdraft[MODE]:NAME` with one of FlexDraft's modes, or
+      name: `none`, `ngram`, `ngram:MIN-MAX`, `ngram[BRANCHES]` with or without lengths, the name of
+        a draft model for `load_model`, `draft_model:MODEL`, `draft_model@MIN_CONFIDENCE:MODEL`,
+        `draft_model[WIDTHxDEPTH:NODES]:MODEL`, each optionally with a KV window as in
+        `draft_model~WINDOW:MODEL` or `draft_model~WINDOW+SINKS:MODEL` (see `DraftModel`),
+        `heads:NAME` or, for heads of one kind only, `medusa:NAME`, `hydra:NAME`, `clover:NAME`,
+        `clover2:NAME`, with a tree as in `clover[8]:NAME` (see `load_drafter` and `parse_tree`),
+        `flexdraft:NAME` or `flexdraft[MODE]:NAME` with one of FlexDraft's modes, or
         `package.module:factory`, a function of the target or of nothing.
-      dtype: of a draft model, see `load_model`.
-      kv_dtype: of a draft model's KV, see `load_model`.
+      dtype: that of a draft model, see `load_model`.
+      kv_dtype: that of a draft model's KV, see `load_model`.
       verify: whether its files are compared with their checksums, see `load_model`.
 
     Raises:
-      SettingError: the name is malformed, or begins with a home directory that is not known; or a
-        KV dtype was given and the drafter is not a draft model.
-      ModelError: the factory cannot be imported; when called, also if it returns no drafter.
+      SettingError: the name is malformed, or begins with an unknown user's home directory; or a KV
+        dtype was given, but the drafter is not a draft model.
+      ModelError: the factory cannot be imported or, when it is called, does not return a drafter.
     """
     check_kv_dtype(kv_dtype)
     load = functools.partial(load_model, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
@@ -106,7 +106,8 @@ def choose_drafter(
 def make_drafter(
     drafter: Drafter | str | None, target: Model, *, dtype: Any = None
 ) -> Drafter | None:
-    """A drafter for `target`: what `choose_drafter` makes of a name; anything else as it is."""
+    """A drafter for `target`: a name is resolved by `choose_drafter`; anything else is returned as
+    it is."""
     if not isinstance(drafter, str):
         return drafter
     make = choose_drafter(drafter, dtype=dtype)
@@ -132,7 +133,7 @@ def _draft_model(name: str, load: Callable[[str], Model]) -> MakeDrafter:
 
 
 def parse_draft_model(name: str) -> DraftModelName:
-    """What a name says for which `names_draft_model` is true. No model is loaded.
+    """Parses a name for which `names_draft_model` is true. No model is loaded.
 
     Raises:
       SettingError: the name is malformed, or one of its numbers is out of range.
@@ -193,8 +194,8 @@ def _flexdraft(name: str, *, verify: bool) -> MakeDrafter:
 
 
 def parse_flexdraft(name: str) -> tuple[Mode | None, str | None]:
-    """The mode and the weights that a name says for which `names_flexdraft` is true, each None if
-    it does not say.
+    """The mode and the weights in a name for which `names_flexdraft` is true; None for what the
+    name leaves out.
 
     Raises:
       SettingError: the name is malformed.
@@ -222,19 +223,19 @@ def _beam_tree(name: str, tree: str) -> BeamTree:
 
 
 def names_draft_model(name: str) -> bool:
-    """Whether `choose_drafter` makes a `DraftModel` of this name."""
+    """Whether this name is that of a `DraftModel`."""
     if _BEGINS_OTHER.match(name):
         return False
     return bool(_BEGINS_DRAFT_MODEL.match(name)) or _is_model(name)
 
 
 def names_flexdraft(name: str) -> bool:
-    """Whether `choose_drafter` makes FlexDraft of this name."""
+    """Whether this name is that of a `FlexDraft`."""
     return bool(re.match(r"flexdraft([:\[]|$)", name))
 
 
 def _is_model(name: str) -> bool:
-    """Whether a name that is no drafter's is a model's. A hub id without a slash looks like a
+    """Whether a name that is not a drafter's is a model's. A hub id without a slash looks like a
     misspelt drafter, so it is written `draft_model:ID`."""
     is_path = "/" in name or (name != "" and os.path.isdir(expand_user(name)))
     return name in DEMO_MODELS or name.startswith("random:") or is_path

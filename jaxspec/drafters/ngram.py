@@ -13,30 +13,31 @@ from jaxspec.errors import SettingError
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
-LONGEST_LOOKUP = 64  # the compiled program has a comparison for every length
+LONGEST_LOOKUP = 64  # the compiled program has one comparison per length
 MOST_BRANCHES = 16  # and one for every branch and depth
 NODES_PER_BRANCH = 4
-HEAD_START = 2  # levels that a branch is ahead of the next one
+HEAD_START = 2  # levels by which a branch is ahead of the next one
 
 
 @refuse_other_names
 @dataclasses.dataclass(frozen=True)
 class NGram(DrafterBase):
-    """Proposes what followed the latest earlier occurrence of the row's last tokens.
+    """Proposes the tokens that followed the latest earlier occurrence of the row's last tokens.
 
-    The longest match wins, then the latest. Matching runs on the device for all rows at once.
+    The longest match is used; of several, the latest. Matching runs on the device for all rows at
+    once.
 
-    With `branches` it proposes what followed each of the best matches, merged into a tree: what
-    they have in common is proposed once, and matches that were continued alike count as one. The
-    first branch is what would have been the chain. A branch is drafted two levels ahead of the
-    next: as of a prompt lookup some 0.7 of the tokens at each depth are right, a match is then
-    taken to be half as likely as the one before it.
+    With `branches` it proposes what followed each of the best matches, merged into a tree: common
+    beginnings are proposed once, and matches with the same continuation count as one. The first
+    branch is the chain that would have been drafted without `branches`. A branch is drafted two
+    levels ahead of the next one: with prompt lookup about 0.7 of the tokens at each depth are
+    right, so this treats a match as half as likely as the previous one.
 
     Attributes:
-      prompt_lookup_min: shortest match that is used. Matches of one token are worth it, because the
-        whole window is scored anyway, so an unlikely draft costs nothing.
+      prompt_lookup_min: shortest match that is used. Matches of one token are worth using, because
+        the whole window is scored anyway, so an unlikely draft costs nothing.
       prompt_lookup_max: longest match that is tried, at most 64.
-      branches: matches whose continuations are drafted, at most 16; 1 drafts chains.
+      branches: number of matches whose continuations are drafted, at most 16; 1 drafts chains.
     """
 
     prompt_lookup_min: int = 1
@@ -87,8 +88,8 @@ class NGram(DrafterBase):
         return draft, state
 
     def _match(self, shape: EngineShape, rows: BatchView) -> jax.Array:
-        """`[B, S]` int32, tokens that agree going backwards from slot j - 1 and from the row's end,
-        so that slot j holds a continuation."""
+        """`[B, S]` int32, how many tokens agree, going backwards from slot j - 1 and from the row's
+        end; slot j then holds the continuation."""
         tokens, length = rows.tokens, rows.num_committed[:, None]
         slot = jnp.arange(shape.max_length, dtype=jnp.int32)[None]
         # Slots wrap around, hence the test against `size`.
@@ -101,7 +102,8 @@ class NGram(DrafterBase):
         return matched
 
     def _best(self, matched: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Size and slot `[B]` of the longest match, then the latest: one maximum over both."""
+        """Size and slot `[B]` of the longest match (of several, the latest): one maximum over
+        both."""
         num_slots = matched.shape[1]
         slot = jnp.arange(num_slots, dtype=jnp.int32)[None]
         best = jnp.max(jnp.where(matched > 0, matched * num_slots + slot, 0), axis=1)
@@ -135,8 +137,8 @@ def continuation(tokens: jax.Array, source: jax.Array, num_tokens: int) -> jax.A
 
 
 def adds_nothing(rows: BatchView, branch: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """`[B, S]` bool: what is committed from slot j on, as far as a branch may reach, is the
-    beginning of `branch` `[B, n]`, of which the first `num_tokens` `[B]` are real."""
+    """`[B, S]` bool: whether the committed tokens from slot j on, up to the length of a branch, are
+    the beginning of `branch` `[B, n]`, of which the first `num_tokens` `[B]` are real."""
     slot = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
     is_covered = jnp.ones(rows.tokens.shape, bool)
     for depth in range(branch.shape[1]):
@@ -147,16 +149,17 @@ def adds_nothing(rows: BatchView, branch: jax.Array, num_tokens: jax.Array) -> j
 
 
 def merge(branches: jax.Array, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens and parents `[B, n]` int32 of the tree that branches make, and its nodes `[B]`.
+    """Tokens and parents `[B, n]` int32 of the tree that the branches form, and its number of nodes
+    `[B]`.
 
-    Two branches of which the first token is the same, and the order of the nodes:
+    Two branches with the same first token, and the order of the nodes:
 
         a b c d        a0 b1 c2 d3
         a x y             x4 y5
 
     Args:
-      branches: `[B, M, n]` int32, the best first; n is also how many nodes are returned.
-      num_tokens: `[B, M]` int32, tokens that each of them has.
+      branches: `[B, M, n]` int32, best first; n is also the number of nodes returned.
+      num_tokens: `[B, M]` int32, how many tokens each of them has.
     """
     num_rows, num_branches, length = branches.shape
     depth = jnp.arange(length, dtype=jnp.int32)
@@ -169,7 +172,7 @@ def merge(branches: jax.Array, num_tokens: jax.Array) -> tuple[jax.Array, jax.Ar
     branch = jnp.arange(num_branches, dtype=jnp.int32)[None, :, None]
     is_node = is_real & (owner == branch)
 
-    # All places in the order of their worth; those that are nodes are numbered in it.
+    # All places, best first; those that are nodes are numbered in this order.
     of_branch, of_depth = np.divmod(np.arange(num_branches * length), length)
     order = np.lexsort((of_branch, of_depth + HEAD_START * of_branch))
     rank = np.argsort(order)

@@ -1,6 +1,7 @@
-"""An oracle: proposes each row's recorded true continuation, right with a chosen probability.
+"""An oracle: proposes the recorded true continuation of each row, with a chosen probability of
+being right.
 
-For tests, and for measuring speed at a chosen acceptance without trained weights. It is synthetic
+For tests, and for measuring speed at a chosen acceptance without trained weights. It is synthetic,
 and every report says so.
 """
 
@@ -22,14 +23,14 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chai
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Oracle(DrafterBase):
-    """Knows the answers.
+    """A synthetic drafter that knows the answers.
 
     Attributes:
-      sequences: prompt and true continuation of every request it may meet, as token ids. A prompt
-        that none of them starts with is not drafted for.
+      sequences: prompt and true continuation of every request it may meet, as token ids. Nothing is
+        drafted for a prompt that none of them starts with.
       acceptance: probability that a proposed token is the true one, drawn once per sequence and
         position; a wrong token is the true one's successor in the vocabulary.
-      seed: of those draws.
+      seed: seed of these draws.
       cost_of: a drafter that is run in every round and whose drafts are thrown away, so that a
         round costs what a real one does. It may not read the target.
     """
@@ -62,7 +63,7 @@ class Oracle(DrafterBase):
 
     @property
     def name(self) -> str:
-        """Names the acceptance, and says that it is synthetic."""
+        """Contains the acceptance, and says that it is synthetic."""
         cost = f", cost of {self.cost_of.name}" if self.cost_of else ""
         return f"oracle:{self.acceptance:g} (synthetic{cost})"
 
@@ -112,7 +113,7 @@ class Oracle(DrafterBase):
         return {**state, "cost": cost}
 
     def propose(self, shape: EngineShape, params, state, rows: BatchView):
-        """The next recorded tokens, some of them poisoned."""
+        """The next recorded tokens, some of them made wrong."""
         table = params["table"]
         position = rows.num_committed[:, None] + jnp.arange(shape.num_nodes, dtype=jnp.int32)[None]
         sequence = jnp.maximum(state["sequence"], 0)

@@ -46,10 +46,10 @@ class DrafterManifest:
     `config` and `kind`.
 
     Attributes:
-      dtype: of the stored parameters.
+      dtype: that of the stored parameters.
       target: name of the model that they were made for; None if it was not given.
       target_weights: `weights_digest` of its parameters; None if it was not given.
-      num_params: parameters.
+      num_params: number of parameters.
       files: size in bytes and checksum of every other file, by its path in the directory.
     """
 
@@ -64,7 +64,7 @@ class DrafterManifest:
 
 
 def leaf_paths(shapes: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, tuple[int, ...]]]:
-    """Path and shape of every leaf of a pytree of shapes, e.g. of `("layers", 0, "qkv")`."""
+    """Path, e.g. `("layers", 0, "qkv")`, and shape of every leaf of a pytree of shapes."""
     if decoder.is_shape(shapes):
         yield path, shapes
         return
@@ -73,7 +73,7 @@ def leaf_paths(shapes: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, tup
 
 
 def as_params(shapes: Any, leaf: Callable[[LeafPath], Any], path: LeafPath = ()) -> PyTree:
-    """A pytree like `shapes`, whose leaves are made of their paths."""
+    """A pytree like `shapes`, whose leaves are made from their paths."""
     if decoder.is_shape(shapes):
         return leaf(path)
     if isinstance(shapes, Mapping):
@@ -89,7 +89,7 @@ def at_path(tree: Any, path: LeafPath) -> Any:
 
 
 def as_floats(path: LeafPath, dtype: Any) -> np.dtype:
-    """Of parameters all of which have one dtype."""
+    """The dtype of each leaf, for parameters that all have one dtype."""
     return np.dtype(dtype)
 
 
@@ -112,12 +112,12 @@ def write_drafter(
 
     Args:
       directory: to write.
-      manifest: of the drafter's kind.
+      manifest: the manifest class of the drafter's kind.
       config: its architecture.
       params: not packed.
-      shapes: of the parameters, a pytree with a shape at each leaf.
+      shapes: those of the parameters, a pytree with a shape at each leaf.
       dtype: of the parameters.
-      name: of the drafter, for messages.
+      name: the drafter's, for messages.
       target: the model that it was made for, or None.
       overwrite: replace the directory if it holds a drafter of this kind.
 
@@ -160,11 +160,11 @@ def read_manifest(
     """The manifest of a saved drafter.
 
     Args:
-      directory: that holds it.
-      manifest: of the kind that is expected.
-      check: raises `ValueError` for sizes that no drafter has, before anything is made of them.
-      shapes_of: the shapes of a configuration's parameters.
-      what: the drafter is, for messages.
+      directory: the directory that holds it.
+      manifest: the manifest class of the expected kind.
+      check: raises `ValueError` for impossible sizes, before anything of that size is made.
+      shapes_of: returns the shapes of a configuration's parameters.
+      what: description of the drafter, for messages.
       again: what a user does about a directory that is damaged, for messages.
       verify: compare its own checksum too.
 
@@ -199,14 +199,14 @@ def read_weights(
     """The parameters of a saved drafter, placed like the target's.
 
     Args:
-      directory: that holds them.
-      manifest: of the directory.
-      shapes: of the parameters.
+      directory: the directory that holds them.
+      manifest: that of the directory.
+      shapes: those of the parameters.
       target: the model that they are to draft for.
       dtype: of the parameters.
       dtype_of: the dtype of each leaf, by its path and `dtype`.
-      what: they are, for messages.
-      plural: what they are called in the warning.
+      what: description of the weights, for messages.
+      plural: their name in the warning.
       again: what a user does about a directory that is damaged, for messages.
       verify: compare the files with their checksums.
 
@@ -231,7 +231,7 @@ def read_weights(
 
 
 def sharding_of(target: Model) -> jax.sharding.Sharding:
-    """Where a drafter's parameters go: to the devices of the target's, on each of them whole."""
+    """Where a drafter's parameters go: to all devices of the target's parameters, replicated."""
     found = next(
         (leaf.sharding for leaf in jax.tree.leaves(target.params) if isinstance(leaf, jax.Array)),
         jax.sharding.SingleDeviceSharding(jax.devices()[0]),
@@ -256,7 +256,7 @@ def warn_of_other_weights(plural: str, directory: Path, made_for: str, target: M
 
 
 def tensors_of(leaves: Iterable[Leaf], params: PyTree) -> dict[str, np.ndarray]:
-    """The tensors that parameters are made of: a table, read from right to left.
+    """The tensors that parameters are made from: applies a table in reverse.
 
     Args:
       leaves: the table.
@@ -287,11 +287,11 @@ def write_tensors(
 
     Args:
       directory: to write.
-      fields: of `config.json`.
-      tensors: by name.
-      what: is being done, for messages.
-      overwrite: replace the directory, if that is allowed.
-      may_replace: whether it is.
+      fields: the fields of `config.json`.
+      tensors: the tensors by name.
+      what: description of the operation, for messages.
+      overwrite: replace the directory, if `may_replace` allows it.
+      may_replace: whether a given directory may be replaced.
 
     Raises:
       CheckpointError: the directory exists and may not be replaced, or the disk is full.

@@ -1,9 +1,8 @@
-"""Shapes of draft trees: fixed ones, those of a beam search, those of independent positions.
+"""Shapes of draft trees: fixed ones, those of a beam search, and those for independent positions.
 
-Nodes are always in the order of their worth, parents before children, so that any number of first
-nodes is a tree too. `StaticTree`, `BeamTree` and `BudgetTree` are also what drafters grow level by
-level (see `growth`): a level expands some of the nodes of its depth, each into its likeliest
-children.
+Nodes are always ordered best first, with parents before children, so that the first n nodes are a
+tree too, for any n. Drafters grow `StaticTree`, `BeamTree` and `BudgetTree` level by level (see
+`growth`): a level expands some of the nodes of its depth, each into its likeliest children.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class StaticTree:
     """A tree whose nodes are known before anything is drafted.
 
     Attributes:
-      choices: of each node the ranks on the way to it, as in Medusa (2401.10774): `(0,)` is the
-        likeliest token, `(0, 1)` the second likeliest after it. They stand in the order of their
-        worth, each after the one that it continues.
+      choices: for each node, the ranks on the path to it, as in Medusa (2401.10774): `(0,)` is the
+        likeliest token, `(0, 1)` the second likeliest token after that. They are ordered best
+        first, each after the one that it continues.
 
     Raises:
-      SettingError: there are no choices, one of them comes twice or before the one that it
-        continues, or has a rank below 0.
+      SettingError: there are no choices, or one of them appears twice, comes before the one that it
+        continues, or has a negative rank.
     """
 
     choices: tuple[Path, ...]
@@ -73,7 +72,7 @@ class StaticTree:
 
     @property
     def max_depth(self) -> int:
-        """Of the deepest node; children of the newest token have depth 1."""
+        """The depth of the deepest node; children of the newest token have depth 1."""
         return int(self.depth.max())
 
     @functools.cached_property
@@ -84,18 +83,19 @@ class StaticTree:
 
     @functools.cached_property
     def depth(self) -> np.ndarray:
-        """`[N]` int32, from 1 on."""
+        """`[N]` int32, the depth of each node, from 1 on."""
         return np.array([len(choice) for choice in self.choices], np.int32)
 
     @functools.cached_property
     def rank(self) -> np.ndarray:
-        """`[N]` int32, among the tokens that may follow the node's parent; 0 is the likeliest."""
+        """`[N]` int32, the rank of each node among the tokens that may follow its parent; 0 is the
+        likeliest."""
         return np.array([choice[-1] for choice in self.choices], np.int32)
 
     @property
     def is_by_rank(self) -> bool:
-        """Whether all siblings are those of rank 0, 1, 2, ... in this order. Siblings drawn without
-        replacement must be: each is drawn from what those before it have left."""
+        """Whether all siblings have the ranks 0, 1, 2, ... in this order. Siblings drawn without
+        replacement must, because each is drawn from what the earlier ones have left."""
         siblings = [self.rank[self.parents == parent].tolist() for parent in set(self.parents)]
         return all(ranks == list(range(len(ranks))) for ranks in siblings)
 
@@ -105,23 +105,24 @@ class StaticTree:
         return self.max_depth == self.num_nodes
 
     def within(self, num_nodes: int) -> StaticTree:
-        """What is drafted for a window of `num_nodes` nodes: the first of these."""
+        """What is drafted for a window of `num_nodes` nodes: the first of this tree's nodes."""
         return self
 
     # Growing the tree level by level; see `growth`.
 
     @property
     def num_children(self) -> int:
-        """W, candidates that each expanded node needs."""
+        """W, the number of candidates that each expanded node needs."""
         return int(self.rank.max()) + 1
 
     @property
     def num_expanded(self) -> int:
-        """K, the most nodes of one depth that have children."""
+        """K, the largest number of nodes at one depth that have children."""
         return max(1, *(len(self._inner(depth)) for depth in range(1, self.max_depth + 1)))
 
     def num_expanded_by(self, level: int) -> int:
-        """Nodes that `level` expands, at most K; they come first among those of `expand`."""
+        """The number of nodes that `level` expands, at most K; they come first in the result of
+        `expand`."""
         return max(1, len(self._inner(level)))
 
     @property
@@ -130,14 +131,14 @@ class StaticTree:
         return False
 
     def _inner(self, depth: int) -> np.ndarray:
-        """The nodes of a depth that have children; of depth 0 the newest token."""
+        """The nodes of a depth that have children; for depth 0, the newest token."""
         if depth == 0:
             return np.array([-1], np.int32)
         return np.intersect1d(np.flatnonzero(self.depth == depth), self.parents).astype(np.int32)
 
     @functools.cached_property
     def _place(self) -> np.ndarray:
-        """`[N]` int32, place of each node among the candidates of its level, as `expand` has it."""
+        """`[N]` int32, index of each node among the candidates of its level, as in `expand`."""
         parent_place = [
             self._inner(depth - 1).tolist().index(parent)
             for depth, parent in zip(self.depth, self.parents, strict=True)
@@ -146,8 +147,8 @@ class StaticTree:
 
     @functools.cached_property
     def _expanded(self) -> np.ndarray:
-        """`[max_depth, K]` int32, the nodes that each level expands. A level of fewer than K
-        repeats one of them, which nothing uses."""
+        """`[max_depth, K]` int32, the nodes that each level expands. A level with fewer than K
+        repeats one of them, which is never used."""
         levels = np.full((self.max_depth, self.num_expanded), -1, np.int32)
         for level in range(self.max_depth):
             inner = self._inner(level)
@@ -187,10 +188,10 @@ class BeamTree:
     """A tree grown by beam search and pruned to its best nodes (EAGLE-2, 2406.16858, section 4).
 
     Every level expands its `width` best nodes into their `width` likeliest children. Of all these
-    candidates the `nodes` best are kept, by the chance that the target takes the path to them, as
-    the draft model's scores tell it (`draft_tree.GREEDY_SHARPNESS`). Windows for fewer
-    nodes get the first of them, or a chain if they have no more nodes than the tree has levels: a
-    small tree is a chain but for a node or two, and a chain is cheaper to draft.
+    candidates the `nodes` best are kept, by the probability that the target takes the path to them,
+    as estimated from the draft model's logits (`draft_tree.GREEDY_SHARPNESS`). Windows for fewer
+    nodes get the first of them, or a chain if they have no more nodes than the tree has levels: so
+    small a tree is a chain except for a node or two, and a chain is cheaper to draft.
 
     Attributes:
       width: K, nodes expanded per level and children of each.
@@ -198,7 +199,7 @@ class BeamTree:
       nodes: N, nodes kept of the K + (depth - 1) K^2 candidates.
 
     Raises:
-      SettingError: one of them is below 1, or there are fewer candidates than nodes.
+      SettingError: one of these is below 1, or there are fewer candidates than nodes.
     """
 
     width: int = 4
@@ -240,7 +241,8 @@ class BeamTree:
         return self.width == 1
 
     def within(self, num_nodes: int) -> BeamTree:
-        """What is drafted for a window of `num_nodes` nodes: the first of these, or a chain."""
+        """What is drafted for a window of `num_nodes` nodes: the first of this tree's nodes, or a
+        chain."""
         if num_nodes < self.nodes and num_nodes <= self.depth:
             return BeamTree(width=1, depth=num_nodes, nodes=num_nodes)
         return self
@@ -252,7 +254,7 @@ class BeamTree:
 
     @property
     def num_expanded(self) -> int:
-        """K, nodes that a level expands."""
+        """K, the number of nodes that a level expands."""
         return self.width
 
     def num_expanded_by(self, level: int) -> int:
@@ -276,8 +278,8 @@ class BeamTree:
         """The N best `[B, N]` int32 of the candidates of all levels, best first; `worth` is
         `[B, depth * K, W]`.
 
-        A path is worth no more than its beginnings, and of equals the first candidates are kept, so
-        that parents are kept with their children, and stand before them.
+        A path is worth no more than its beginnings, and of equally good candidates the first are
+        kept, so parents are kept with their children, and come before them.
         """
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.nodes)[1]
 
@@ -289,18 +291,18 @@ class BeamTree:
 
 @dataclasses.dataclass(frozen=True)
 class BudgetTree:
-    """A tree that spends its nodes level by level, as Clover does (2405.00263, and the picture of
-    its sampling that was released with Clover-2).
+    """A tree that spends its nodes level by level, as in Clover (2405.00263, and the figure of its
+    sampling in the Clover-2 release).
 
-    A child is considered if it is among the likeliest that together have the probability `top_p`,
-    and at least `min_ratio` times as likely as its likeliest sibling. Of all children of a depth
-    the likeliest paths become nodes, as many as the depths before have left of `nodes`. So a level
-    that is sure of its token leaves more for the next ones. Where it is not, a row may get fewer
-    nodes than there is room for.
+    A child is considered if it is among the likeliest tokens that together have the probability
+    `top_p`, and at least `min_ratio` times as likely as its likeliest sibling. Of all children at a
+    depth, the likeliest paths become nodes, as many as earlier depths have left of `nodes`. So a
+    level that is sure of its token leaves more nodes for the next levels. A row may get fewer nodes
+    than there is room for.
 
     Attributes:
       nodes: N, the most nodes.
-      depth: levels, and the depth that no node exceeds.
+      depth: number of levels, and the greatest depth of a node.
       top_p: probability in (0, 1].
       min_ratio: in [0, 1].
 
@@ -360,8 +362,8 @@ class BudgetTree:
         return max(1, self.nodes - 1)
 
     def num_expanded_by(self, level: int) -> int:
-        """Nodes that `level` expands: the newest token, then so many that together with at least
-        one of each depth before them they leave one for a child."""
+        """The number of nodes that `level` expands: first the newest token, then as many as leave
+        one node for a child, if every earlier depth has at least one node."""
         return 1 if level == 0 else max(1, self.nodes - level)
 
     @property
@@ -374,12 +376,12 @@ class BudgetTree:
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_expanded)[1]
 
     def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
-        """The worth `[B, n, W]` of a level's candidates, -inf of those that do not become nodes.
+        """The worth `[B, n, W]` of a level's candidates, -inf for those that do not become nodes.
 
         Args:
           worth: `[B, n, W]`, log-probabilities of the paths to them.
-          log_share: `[B, n, W]`, of each after its parent, falling.
-          before: `[B, S, W]`, worth of the candidates of the levels before.
+          log_share: `[B, n, W]`, log-probability of each after its parent, in descending order.
+          before: `[B, S, W]`, worth of the candidates of earlier levels.
         """
         share = jnp.exp(log_share)
         likelier = jnp.cumsum(share, axis=-1) - share
@@ -408,18 +410,19 @@ class BudgetTree:
 
 
 def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
-    """The tree whose expected accepted length is the largest of all trees of `nodes` nodes.
+    """The tree with the largest expected accepted length among all trees of `nodes` nodes.
 
-    It takes the likeliest paths (Medusa, 2401.10774, section 2.3.3); of equals the shallower, then
-    that of the lower ranks.
+    It takes the likeliest paths (Medusa, 2401.10774, section 2.3.3); on a tie the shallower one,
+    then the one with lower ranks.
 
     Args:
-      acceptance: `[D, W]`, probability that the token of rank w is right at depth d + 1, after a
-        right path to there.
-      nodes: how many.
+      acceptance: `[D, W]`, the probability that the token of rank w is right at depth d + 1, if the
+        path to it is right.
+      nodes: number of nodes.
 
     Raises:
-      SettingError: `acceptance` is no table of probabilities, or too small for so many nodes.
+      SettingError: `acceptance` is not a table of probabilities, or is too small for this many
+        nodes.
     """
     table = np.asarray(acceptance, np.float64)
     if table.ndim != 2 or not table.size or not np.all((table >= 0) & (table <= 1)):
@@ -448,10 +451,10 @@ class ProductTree(NamedTuple):
     """The likeliest paths of independent positions, likeliest first; all `[B, N]`.
 
     Attributes:
-      rank: int32, of each node's token at its position.
+      rank: int32, the rank of each node's token at its position.
       parents: int32, -1 is the newest token.
       depth: int32, from 1 on.
-      log_prob: fp32, of the path to the node.
+      log_prob: fp32, log-probability of the path to the node.
     """
 
     rank: jax.Array
@@ -461,15 +464,15 @@ class ProductTree(NamedTuple):
 
 
 def product_tree(log_q: jax.Array, nodes: int) -> ProductTree:
-    """The `nodes` likeliest paths where every position has a distribution of its own, whatever
-    stands before it (DDTree, 2604.12989: exact best-first search).
+    """The `nodes` likeliest paths where the distribution at every position is independent of the
+    tokens before it (DDTree, 2604.12989: exact best-first search).
 
     Taking a node opens two more: its next sibling and its first child. Every path is opened once,
-    by one that is no less likely, so the likeliest open node is the next best of all. Of equals the
-    one that was opened first is taken.
+    by a path that is no less likely, so the likeliest open node is the next best of all. On a tie
+    the one that was opened first is taken.
 
     Args:
-      log_q: `[B, D, W]` fp32, log-probabilities by position and rank, falling with the rank.
+      log_q: `[B, D, W]` fp32, log-probabilities by position and rank, in descending order.
       nodes: N, static.
 
     Raises:
@@ -482,7 +485,7 @@ def product_tree(log_q: jax.Array, nodes: int) -> ProductTree:
 
 
 class _Frontier(NamedTuple):
-    """Nodes that were opened, `[2 N + 1]` each, and whether they may still be taken."""
+    """Nodes that were opened, `[2 N + 1]` each, and whether they can still be taken."""
 
     is_open: jax.Array
     rank: jax.Array
@@ -493,7 +496,7 @@ class _Frontier(NamedTuple):
 
 def _product_tree_of_row(log_q: jax.Array, nodes: int) -> ProductTree:
     num_depths, width = log_q.shape
-    lowest = jnp.finfo(jnp.float32).min  # of open nodes; impossible ones are taken last
+    lowest = jnp.finfo(jnp.float32).min  # for open nodes; impossible ones are taken last
 
     def take_best(node, carry: tuple[_Frontier, ProductTree]):
         opened, tree = carry
@@ -543,7 +546,8 @@ def _product_tree_of_row(log_q: jax.Array, nodes: int) -> ProductTree:
 
 
 def _check_num_nodes(nodes: int, num_depths: int, width: int) -> None:
-    """Raises `SettingError` unless there are so many paths of up to `num_depths` ranks."""
+    """Raises `SettingError` unless there are at least this many paths of up to `num_depths`
+    ranks."""
     num_paths = sum(width**depth for depth in range(1, num_depths + 1))
     if not 1 <= nodes <= num_paths:
         raise SettingError(

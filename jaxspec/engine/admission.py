@@ -1,4 +1,4 @@
-"""From a request to the record with which it enters a row of the batch."""
+"""Makes the record with which a request enters a row of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
     """Every token that ends the request's output.
 
     Raises:
-      SettingError: there are more than the decode state has room for.
+      SettingError: there are more stop tokens than the decode state has room for.
     """
     stops = request.params.stop_tokens(model)
     if len(stops) > MAX_STOP_TOKENS:
@@ -34,10 +34,10 @@ def make_admission(
     """The record of a request whose prompt is no longer than `loop.longest_prompt`.
 
     Args:
-      request: what is decoded.
-      loop: of one shard; says how long a row may grow.
+      request: the request to decode.
+      loop: that of one shard, which limits the length of a row.
       draft_length: tokens drafted per round; 0 decodes plainly.
-      arrival: order among the requests; schedulers prefer the oldest.
+      arrival: order among requests; schedulers prefer the oldest.
     """
     prompt, params = request.prompt_token_ids, request.params
     tokens = np.zeros((loop.shape.max_length,), np.int32)

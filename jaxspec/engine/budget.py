@@ -1,8 +1,8 @@
-"""The most rows that fit a memory budget, for models that are loaded.
+"""The largest number of rows that fits a memory budget, for loaded models.
 
-The models, the length of a row and the length of a draft are what the caller needs. Rows are what
-is left to choose, and more of them are not slower, so no prediction of speed is wanted here.
-`analysis.planner` chooses the other settings too, by such a prediction.
+The caller fixes the models, the length of a row and the draft length. Only the number of rows is
+left to choose, and more rows are never slower, so no prediction of speed is needed here.
+`analysis.planner` also chooses the other settings, by predicted speed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from jaxspec.errors import SettingError
 def fit_rows(
     loop: DecodeLoop, budget_bytes: int, *, mesh: jax.sharding.Mesh | None = None
 ) -> DecodeLoop:
-    """The loop with as many rows, up to its own number, as weights, state and programs leave room
-    for.
+    """The loop with as many rows as fit beside weights and programs, at most its own number.
 
     Weights and state are counted exactly, without allocating anything. Programs are compiled to
-    learn their temporaries: with the most rows that the others would leave room for, and with fewer
-    until all of it fits.
+    find the size of their temporaries: first with as many rows as weights and state alone would
+    allow, then with fewer until everything fits.
 
     Args:
-      loop: of one data shard.
-      budget_bytes: per device.
-      mesh: that the engine will have.
+      loop: that of one data shard.
+      budget_bytes: the budget per device.
+      mesh: the engine's mesh, or None.
 
     Raises:
-      SettingError: one row does not fit; the message has the smallest budget.
+      SettingError: one row does not fit; the message gives the smallest budget that would.
     """
     check_at_least_one(budget_bytes=budget_bytes)
 
@@ -56,7 +55,7 @@ def fit_rows(
         found = bytes_of(on_devices(num_rows))
         if found.total_bytes <= budget_bytes:
             return with_rows(num_rows)
-        # All but the weights grows with the rows, so it can be shared out among them.
+        # Everything except the weights grows with the rows, so it is divided among them.
         left = budget_bytes - found.parts.weights_bytes
         num_rows = min(num_rows - 1, int(num_rows * left / found.generation_bytes))
     least = bytes_of(on_devices(1))
@@ -69,6 +68,7 @@ def fit_rows(
 
 
 def bytes_of(loop: DecodeLoop | ShardedLoop) -> PlanBytes:
-    """What an engine with this loop takes, per device; its programs are compiled for that."""
+    """The bytes that an engine with this loop takes, per device; compiles its programs to find
+    out."""
     added_bytes = max(each.added_bytes for each in compile_programs(loop))
     return PlanBytes.of_programs(measure_parts(loop), added_bytes, "compiled")

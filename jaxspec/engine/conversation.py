@@ -1,4 +1,4 @@
-"""What an engine remembers of a conversation between two of its turns."""
+"""What an engine keeps of a conversation between two turns."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Conversation:
     """Tokens whose KV is kept, and where it is: in a row of the batch, on the host, or nowhere.
 
     Attributes:
-      is_reread: KV that rounds wrote is read again, in chunks that begin where they would begin
-        without a session.
-      token_ids: of the last turn, prompt and output; some tokens may follow a stop string.
-      num_slots: tokens whose KV there is, from the first on.
-      num_prefilled: of these, the ones whose KV was written by chunks of a prompt that begin at
-        multiples of the chunk.
-      row: of the batch, that holds the KV.
-      stored: the KV on the host.
-      last_used: a number that grows with every use, of all conversations.
-      is_closed: nothing is kept after the turn in progress.
+      is_reread: whether KV that rounds wrote is prefilled again, in chunks that begin where they
+        would without a session.
+      token_ids: those of the last turn, prompt and output; some tokens may follow a stop string.
+      num_slots: number of first tokens whose KV is kept.
+      num_prefilled: how many of these have KV that was written by prefill chunks which begin at
+        multiples of the chunk size.
+      row: the row of the batch that holds the KV, or None.
+      stored: the KV on the host, or None.
+      last_used: a counter over all conversations that grows with every use.
+      is_closed: whether nothing is kept after the turn in progress.
     """
 
     is_reread: bool = False
@@ -35,7 +35,7 @@ class Conversation:
 
     @property
     def num_held(self) -> int:
-        """Tokens of the last turn that a next one would have to read without a session."""
+        """How many tokens of the last turn the next one would have to prefill without a session."""
         return max(len(self.token_ids) - 1, 0)
 
     @property
@@ -44,8 +44,9 @@ class Conversation:
         return self.row is not None or self.stored is not None
 
     def num_common(self, prompt: tuple[int, ...], *, is_reread: bool) -> int:
-        """Tokens of the prompt, from the first on, whose KV is kept, with `is_reread` by chunks of
-        a prompt; less than all of them: the first round scores the last one."""
+        """How many first tokens of the prompt have KV that is kept (with `is_reread`, only KV
+        written by prefill chunks); never all tokens, because the first round scores the last
+        one."""
         if not self.has_kv:
             return 0
         limit = min(self.num_prefilled if is_reread else self.num_slots, len(prompt) - 1)

@@ -31,7 +31,7 @@ from jaxspec.types import DecodeState, Finish
 
 _log = logging.getLogger(__name__)
 
-# Between two chunks of prompts, two pieces of a stream, and two looks at deadlines.
+# Rounds between two chunks of prompts, two pieces of a stream, and two checks of deadlines.
 ROUNDS_PER_CHUNK = 4
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
 
@@ -47,19 +47,19 @@ class EngineCore:
     """Moves requests from the queue through the executor's rows to their completions.
 
     Args:
-      executor: with every row empty.
+      executor: an executor with every row empty.
       adaptive: chooses draft lengths; None leaves them as the requests ask.
-      rounds_per_sync: most rounds between two looks at the rows.
+      rounds_per_sync: most rounds that run before the rows are checked.
       max_queue: requests that may wait.
-      step_timeout_s: seconds after which a step, or another call of the device, is given up, and
-        the engine with it; None for never.
+      step_timeout_s: seconds after which a step, or another call of the device, is abandoned
+        together with the engine; None for never.
       logprobs_mode: noted in completions with log-probabilities.
-      session_bytes: KV of sessions that is kept on the host at most.
+      session_bytes: most bytes of sessions' KV kept on the host.
 
     Attributes:
       lock: guards the device; held during a step. Take it before calling the executor.
-      queue: of requests, with a lock of its own that is held for moments only.
-      kept: KV that outlives its request.
+      queue: the requests, with its own lock, which is only held briefly.
+      kept: the KV that outlives its request.
       metrics: counters.
     """
 
@@ -97,8 +97,8 @@ class EngineCore:
         return 0 if schedule is None else int(np.sum(schedule.num_rounds))
 
     def step(self) -> None:
-        """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are read and
-        output is awaited it is one chunk and `ROUNDS_PER_CHUNK` rounds."""
+        """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are being
+        prefilled and output is awaited, a step is one chunk and `ROUNDS_PER_CHUNK` rounds."""
         self.watched(self._step)
 
     def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
@@ -127,13 +127,13 @@ class EngineCore:
             self.kept.clear()
 
     def reset(self) -> None:
-        """Drops the state, and what its rows held."""
+        """Drops the state, and the KV that its rows held."""
         self.kept.forget_rows()
         self.executor.reset()
 
     def watched(self, call: Callable[[], T]) -> T | None:
-        """What a call of the device returns. If it takes too long, the engine ends; from then on
-        nothing is called, and this returns None."""
+        """Returns the result of a call of the device. If it takes too long, the engine ends; from
+        then on nothing is called, and this returns None."""
         with self.lock:
             if self._is_abandoned:
                 return None
@@ -148,10 +148,10 @@ class EngineCore:
     def _make_watchdog(self, limit_s: float) -> Watchdog:
         return Watchdog(limit_s, lambda: is_compiling(self.executor))
 
-    # What waits for the output of requests, and steps until it is there.
+    # Methods that wait for the output of requests, and step until it is there.
 
     def enqueue(self, *tickets: Ticket, is_limited: bool = True) -> None:
-        """Lets tickets wait for rows; see `RequestQueue.add`."""
+        """Queues tickets for rows; see `RequestQueue.add`."""
         if self.adaptive is not None and not self.queue.is_closed:
             renew = None if self._watchdog is None else self._watchdog.renew
             self.watched(functools.partial(self.adaptive.prepare, on_answer=renew))
@@ -183,7 +183,7 @@ class EngineCore:
             self.queue.cancel_all(tickets)
 
     def stream(self, ticket: Ticket) -> Generator[StreamOutput, None, None]:
-        """The output of a ticket as it grows. Closing the iterator cancels it."""
+        """The output of a ticket as it is emitted. Closing the iterator cancels the ticket."""
         try:
             is_done = False
             while not is_done:
@@ -233,7 +233,7 @@ class EngineCore:
             raise
 
     def _end_early(self) -> None:
-        """Ends what was cancelled, and what is overdue."""
+        """Ends requests that were cancelled or are overdue."""
         self.queue.end_overdue()
         tickets = self.queue.tickets_by_row
         cancelled = [row for row, ticket in tickets.items() if ticket.is_cancelled]
@@ -256,15 +256,16 @@ class EngineCore:
             self._catch_up(ticket)
 
     def _prefill_prompts(self) -> None:
-        """Reads prompts, the oldest first: all of them, or one chunk where the output of running
-        rows is awaited."""
+        """Prefills prompts, the oldest first: all of them, or only one chunk if the output of
+        running rows is awaited."""
         while self._prefill_chunk():
             tickets = self.queue.tickets_by_row.values()
             if _is_interactive(tickets) and not all(ticket.is_prefilling for ticket in tickets):
                 break
 
     def _prefill_chunk(self) -> bool:
-        """Reads a chunk of the oldest unread prompt of each shard; False if there is none."""
+        """Prefills a chunk of the oldest unfinished prompt of each shard; False if there is
+        none."""
         tickets = self.queue.tickets_by_row.items()
         unread = [(row, ticket) for row, ticket in tickets if ticket.is_prefilling]
         oldest: dict[int, tuple[int, Ticket]] = {}
@@ -282,8 +283,8 @@ class EngineCore:
         return True
 
     def _catch_up(self, ticket: Ticket) -> None:
-        """Lets the drafter read what it has not seen of a prompt, the beginning of which was not
-        read for this request, as soon as the target has read the rest."""
+        """Lets the drafter catch up on a prompt whose beginning was not prefilled for this request,
+        as soon as the target has prefilled the rest."""
         is_resting = self.adaptive is not None and self.adaptive.is_resting
         if (
             ticket.num_reused
@@ -320,7 +321,7 @@ class EngineCore:
         executor.run(num_rounds, draft_length=longest, min_running=min_running, variant=variant)
 
     def _collect(self) -> None:
-        """Looks at the rows: buffers what streams hand out, and finishes those that have ended."""
+        """Checks the rows: buffers output for streams, and finishes rows that have ended."""
         tickets = self.queue.tickets_by_row
         if not tickets:
             return
@@ -345,7 +346,7 @@ class EngineCore:
                     stopped.append(row)
                 elif is_live and ticket.is_streamed:
                     ticket.buffer_output(tokenizer, output)
-            except Exception:  # of a tokenizer, perhaps the user's own: the others go on
+            except Exception:  # from a tokenizer, perhaps the user's own; other requests continue
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
                 unreadable.append(row)
             if not is_live or ticket.stopped is not None or row in unreadable:
@@ -356,7 +357,7 @@ class EngineCore:
             ended=[tickets[row].acceptance for row in ended],
             running=[ticket.acceptance for row, ticket in tickets.items() if row not in ended],
         )
-        if stopped:  # they ran a few rounds too far; what they emitted there is cut off
+        if stopped:  # they ran a few rounds too many, whose tokens are cut off
             self.executor.end_rows(stopped, Finish.STOP_STRING)
         if unreadable:
             self.executor.end_rows(unreadable, Finish.TOKENIZER_ERROR)
@@ -386,12 +387,12 @@ class EngineCore:
         )
         try:
             return complete(finish=Finish(int(state.finish[row])), stopped=ticket.stopped)
-        except Exception:  # of a tokenizer: the tokens are kept, and the others go on
+        except Exception:  # from a tokenizer: the tokens are kept, and other requests continue
             _log.exception("the output of request %s cannot be read", request.request_id)
             return complete(finish=Finish.TOKENIZER_ERROR)
 
     def _give_up_if_lost(self) -> None:
-        """Ends every request that has a row if the state was donated to a call that failed."""
+        """Ends every request that has a row, if the state was donated to a call that failed."""
         if not self.executor.is_lost:
             return
         self.reset()
@@ -400,7 +401,7 @@ class EngineCore:
             self.queue.abort(ticket, Finish.DEVICE_ERROR)
 
     def _abandon(self) -> None:
-        """Ends every request, and the engine: its device does not answer any more."""
+        """Ends every request and the engine, because the device no longer answers."""
         self._is_abandoned = True
         self.kept.clear()
         _log.error("the engine %s", self._why_abandoned)
@@ -425,7 +426,7 @@ class EngineCore:
 
 
 def _is_interactive(tickets: Collection[Ticket]) -> bool:
-    """Whether the output of one of them is awaited."""
+    """Whether the output of any of them is awaited."""
     return any(ticket.is_interactive for ticket in tickets)
 
 

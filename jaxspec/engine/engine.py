@@ -51,67 +51,70 @@ class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
     `generate` decodes a list. `submit` and `step`, or `stream` and `astream`, take requests while
-    others are being decoded, from any thread. Requests are served in the order in which they came.
+    others are being decoded, from any thread. Requests are served in order of arrival.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
     engine's shape: `max_length`, `verify_length`, `tree_depth`, `batch_size`, `prefill_chunk`, mesh
     and dtype. It does not depend on other requests, the row, the drafter or the draft length. For
     the other verifiers see their `promise`.
 
-    With a `mesh`, each shard of its axis `data` decodes rows of its own; an axis `model` splits
-    heads, feed-forward and vocabulary over the devices of a shard. An output does not depend on the
+    With a `mesh`, each shard of its axis `data` decodes its own rows; an axis `model` splits heads,
+    feed-forward layers and vocabulary over the devices of a shard. An output does not depend on the
     shard; between meshes it may differ by rounding.
 
     Args:
-      target: the model to decode; a name is loaded as `load_model` does.
-      drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, a draft model's, or
-        `package.module:factory`. None and `none` decode plainly, one token per step.
+      target: the model to decode with; a name is passed to `load_model`.
+      drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, the name of a draft
+        model, or `package.module:factory`. None and `none` decode plainly, one token per step.
       verifier: how much of a draft is kept, or its name; default `Coupled()`.
-      scheduler: which rows take part in a round. The default `Continuous()` replaces a row that
-        ends in the next round by one whose prompt has already been read; `Static()` decodes batch
-        after batch, each to its end; `Pool()` is EXSPEC's.
-      layout: of the target's KV cache: `ragged` never moves KV; `aligned` pads rows on the left so
-        that all end at one slot, and moves them after every round, as 2510.22876 does.
-      draft_length: tokens drafted per round, 1 to `verify_length - 1`, of a tree the number of its
-        nodes; default the drafter's own number of nodes, or 4. `auto` chooses them, or none, by
+      scheduler: which rows take part in a round. The default `Continuous()` replaces a finished row
+        in the next round by one whose prompt has already been prefilled; `Static()` decodes batch
+        after batch, each to its end; `Pool()` groups rows of equal length, as EXSPEC does.
+      layout: how the target's KV cache is laid out: `ragged` never moves KV; `aligned` pads rows on
+        the left so that all end at one slot, and moves them after every round, as 2510.22876 does.
+      draft_length: tokens drafted per round, 1 to `verify_length - 1` (for a tree, its number of
+        nodes); default the drafter's own number of nodes, or 4. `auto` chooses them, or none, by
         acceptance and by the measured cost of rounds; see `engine.adaptive`.
-      exactness: with `bitwise` drafts do not change a bit of the output. With `ties` two tokens
+      exactness: with `bitwise`, drafts do not change a bit of the output. With `ties`, two tokens
         that tie within rounding may be exchanged; every round scores only as many tokens as its
         drafts need, down to one. Where the kernels' bits do not depend on the width of a window
-        (`native`), both do that and both are bitwise; with others `bitwise` keeps to one width.
-      verify_length: T, tokens scored per round, or at most with `ties`; default `draft_length + 1`,
-        which with `auto` is of the default draft length. Runs that should agree bit for bit must
-        share it.
-      tree_depth: how deep the trees may be that windows are laid out for; default as deep as the
+        (`native`), both score narrow windows and both are bitwise; with other kernels `bitwise`
+        uses one width only.
+      verify_length: T, tokens scored per round (with `ties`, at most this many); default
+        `draft_length + 1`, where `auto` counts as the default draft length. Runs that should agree
+        bit for bit must share it.
+      tree_depth: the depth of the deepest tree that windows are laid out for; default the
         drafter's, 0 for chains. Where the kernels' bits depend on the width of a window, runs that
         should agree bit for bit must share this too.
-      batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own numbers of
-        rows are per shard.
+      batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own row counts
+        are per shard.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
         round of a row needs `verify_length` slots.
-      budget_bytes: what weights, state and compiled programs may take together, per device. Then
-        `batch_size` is the most rows, and fewer are taken where these would not fit; see
-        `engine.budget`. None: all that is free on the device. `plan_memory` chooses more settings.
-      prefill_chunk: prompt tokens read per call.
-      rounds_per_sync: most rounds between two looks of the host.
+      budget_bytes: what weights, state and compiled programs may take together, per device.
+        `batch_size` is then an upper limit, and is lowered to what fits; see `engine.budget`. None:
+        all that is free on the device. `plan_memory` chooses more settings.
+      prefill_chunk: prompt tokens prefilled per call.
+      rounds_per_sync: most rounds that run before the host checks for finished rows.
       max_queue: requests that may wait for a row; `submit` refuses more.
-      step_timeout_s: seconds that a step may take, without compilations. After that every request
-        ends with the stop reason `device timeout`, and the engine takes no more. None: no limit.
-      session_bytes: KV of sessions and common prefixes that is kept on the host at most; default a
+      step_timeout_s: seconds that a step may take, not counting compilation. After that every
+        request ends with the stop reason `device timeout`, and the engine accepts no more. None: no
+        limit.
+      session_bytes: most bytes of sessions' and common prefixes' KV kept on the host; default a
         quarter of the host's free memory.
-      max_logprobs: log-probabilities kept per token, besides the emitted token's, for requests that
-        ask for them; None keeps none.
-      logprobs_mode: of the model's own logits (`raw_logprobs`), or of the distribution that tokens
-        are drawn from (`processed_logprobs`; of a greedy row at temperature 1).
+      max_logprobs: log-probabilities kept per position, besides the emitted token's, for requests
+        that ask for them; None keeps none.
+      logprobs_mode: log-probabilities under the model's own logits (`raw_logprobs`), or under the
+        distribution that tokens are drawn from (`processed_logprobs`; for a greedy row, at
+        temperature 1).
       trace: what to record for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, also one
         record per drafted token; or `distributions`, also entropies and the overlap of p and q.
       check_invariants: check KV, padding and positions after every round, and raise
         `AssertionError` if `decode.invariants` finds a fault; many times slower.
-      mesh: devices to use, with an axis `data` and perhaps an axis `model`; default one device.
+      mesh: devices to use, with an axis `data` and optionally an axis `model`; default one device.
 
     Attributes:
-      executor: the rows on the device and the compiled programs, for checks and measurements.
-      queue: requests that wait or have a row.
+      executor: holds the rows on the device and the compiled programs; for checks and measurements.
+      queue: requests that are waiting or have a row.
       shape: `EngineShape` of the batch.
 
     Raises:
@@ -214,17 +217,17 @@ class Engine:
         drafter: Drafter | str | None = None,
         **options: Any,
     ) -> Engine:
-        """The engine of a plan (see `plan_memory`), on its mesh if it has one.
+        """The engine that a plan describes (see `plan_memory`), on the plan's mesh if it has one.
 
         Args:
-          plan: its settings are the engine's.
-          target: the model that was planned for, as `MemoryPlan.code` loads it.
+          plan: gives the engine its settings.
+          target: the model that the plan was made for, loaded as in `MemoryPlan.code`.
           drafter: likewise; a plan that decodes plainly does not use it.
           **options: further arguments of `Engine`.
 
         Raises:
-          SettingError: target or drafter store KV otherwise than planned, or there are fewer
-            devices; and what `Engine` raises.
+          SettingError: target or drafter store KV in another dtype or window than planned, there
+            are fewer devices, or a setting that `Engine` refuses.
         """
         target = as_model(target)
         drafter = make_drafter(drafter, target)
@@ -250,14 +253,14 @@ class Engine:
 
     @property
     def longest_prompt(self) -> int:
-        """Prompt tokens that leave room for one round."""
+        """The most prompt tokens that leave room for one round."""
         return self.executor.longest_prompt
 
     @property
     def exactness(self) -> str:
         """`bitwise` (the target's own tokens), `ties` (the same except at ties within rounding:
-        several widths where they show in the bits, or the aligned layout), `distribution` (the
-        target's distribution) or `lossy`."""
+        windows of several widths with kernels whose bits depend on the width, or the aligned
+        layout), `distribution` (the target's distribution) or `lossy`."""
         if self.verifier.is_coupled:
             is_bitwise = self.layout == "ragged" and self.executor.is_width_invariant
             return "bitwise" if is_bitwise else "ties"
@@ -276,13 +279,13 @@ class Engine:
 
     @property
     def memory(self) -> Memory:
-        """Bytes of weights and state, and what sessions keep now."""
+        """Bytes of weights and state, and what sessions keep at present."""
         return dataclasses.replace(self.executor.memory, **kept_counts(self._core))
 
     def metrics(self) -> dict[str, Any]:
-        """Counters of the engine's life, in vLLM's names (see `telemetry.Metrics.snapshot`); and of
-        its sessions: tokens whose KV is in rows (`num_resident_tokens`) and on the host
-        (`num_parked_tokens`, `parked_bytes`) now, and the prompt tokens whose KV was reused, read
+        """Counters over the engine's life, under vLLM's names (see `telemetry.Metrics.snapshot`).
+        Those of its sessions: tokens whose KV is now in rows (`num_resident_tokens`) and on the
+        host (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
         again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
         """
         return {**self._core.metrics.snapshot(), **self._core.kept.metrics()}
@@ -305,23 +308,24 @@ class Engine:
         timeout_s: float | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Completions:
-        """Completions of `prompts`, in their order; `n` in a row where a prompt asks for `n`.
+        """Completions of `prompts`, in order; `n` consecutive ones where a prompt asks for `n`.
 
         Requests that were submitted are decoded alongside.
 
         Args:
-          prompts: each text, token ids or a list of chat messages.
+          prompts: each a text, token ids or a list of chat messages.
           params: one for all, or one each; default `SamplingParams()`.
           speculate: False decodes plainly: in the same compiled program with every draft marked
             invalid, or in steps of one token where the engine has several widths.
-          draft_length: instead of the engine's, up to `verify_length - 1`; compiles nothing.
+          draft_length: replaces the engine's, up to `verify_length - 1`; triggers no compilation.
           chat_template: Jinja template for messages instead of the tokenizer's own.
-          timeout_s: seconds after which requests end with what they have, and the stop reason
-            `timeout`; looked at every few rounds.
-          on_progress: called at every look of the host, at least every `rounds_per_sync` rounds.
+          timeout_s: seconds after which requests end with the tokens they have and the stop reason
+            `timeout`; checked every few rounds.
+          on_progress: called whenever the host checks the rows, at least every `rounds_per_sync`
+            rounds.
 
         Raises:
-          PromptError: a prompt is empty, too long or malformed; nothing has been decoded then.
+          PromptError: a prompt is empty, too long or malformed; nothing is decoded in this case.
           SettingError: a parameter out of range.
           RequestError: the engine was shut down.
         """
@@ -358,7 +362,7 @@ class Engine:
         self._core.enqueue(*(tickets[index] for index in order), is_limited=False)
         yield from self._core.completions(tickets, on_progress)
 
-    # Requests one by one: what a server or a loop of one's own calls.
+    # Requests one by one, for a server or your own loop.
 
     def submit(
         self,
@@ -378,7 +382,7 @@ class Engine:
           prompt: text, token ids or a list of chat messages.
           params: default `SamplingParams()`; `n` must be 1.
           request_id: a name that no unfinished request has; by default one is made.
-          session: of which this is the next turn.
+          session: the session of which this is the next turn.
 
         The other arguments are those of `generate`.
 
@@ -399,28 +403,28 @@ class Engine:
         return ticket.request.request_id
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request; its completion has what was emitted until then, and the finish reason
-        `abort` (`cancelled`). Any thread may call it.
+        """Ends a request; its completion holds the tokens emitted so far, with the finish reason
+        `abort` and the stop reason `cancelled`. Any thread may call it.
 
         Raises:
-          RequestError: there is no unfinished request of this name.
+          RequestError: there is no unfinished request with this id.
         """
         self.queue.cancel(request_id)
 
     def step(self) -> list[Completion]:
-        """Admits waiting requests, reads prompts and runs some rounds; returns the submitted
+        """Admits waiting requests, prefills prompts and runs some rounds; returns the submitted
         requests that have ended since the last call, in the order in which they ended.
 
         A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        read it is one chunk of a prompt and a few rounds, so that a long prompt delays running rows
-        by no more than a chunk at a time.
+        prefilled, a step is one chunk of a prompt and a few rounds, so that a long prompt delays
+        running rows by no more than a chunk at a time.
         """
         self._core.step()
         return self.queue.take_finished()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or is being decoded, or has ended since the last `step`."""
+        """Whether a request is waiting, is being decoded, or has ended since the last `step`."""
         return not self.queue.is_empty
 
     def stream(
@@ -434,10 +438,10 @@ class Engine:
         chat_template: str | None = None,
         timeout_s: float | None = None,
     ) -> Generator[StreamOutput, None, None]:
-        """Yields what a request emits, as it is emitted; the last piece has the completion.
+        """Yields what a request emits, as it is emitted; the last piece holds the completion.
 
-        Takes the arguments of `submit`, and raises what it raises, at once. Other requests are
-        decoded alongside. Closing the iterator cancels the request.
+        Takes the arguments of `submit`, and raises the same errors, when it is called. Other
+        requests are decoded alongside. Closing the iterator cancels the request.
         """
         ticket = self._intake.single(
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
@@ -456,29 +460,29 @@ class Engine:
         chat_template: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[StreamOutput, None]:
-        """`stream` for asyncio: any number of tasks of one event loop may stream at a time, and
-        share the steps; another event loop is refused with a `RequestError`. Waits for a place in
-        the queue where `stream` would refuse.
+        """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
+        and share the steps; another event loop is refused with a `RequestError`. Where `stream`
+        raises `QueueFullError`, this waits for a place in the queue.
         """
         ticket = self._intake.single(
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         ).streamed()
         return self._core.astream(ticket)
 
-    # Conversations, and beginnings that prompts share.
+    # Conversations, and prefixes that prompts share.
 
     def session(self, *, reread: bool = False) -> Session:
-        """A conversation whose KV stays from turn to turn, so that a turn reads only what is new.
+        """A conversation whose KV is kept between turns, so that a turn prefills only what is new.
 
-        KV that was written by rounds, one answer long, equals to the bit what reading the answer
-        would have written, with kernels whose bits do not depend on the width of a window
-        (`native`); with others it does up to rounding. `Session.exactness` says which: `bitwise`,
-        or `ties`. With `reread` it is as exact as the engine with any kernels.
+        An answer's KV is written by rounds. With kernels whose bits do not depend on the width of a
+        window (`native`) it equals, bit for bit, what prefilling the answer would have written;
+        with others it does up to rounding. `Session.exactness` says which: `bitwise`, or `ties`.
+        With `reread` it is as exact as the engine with any kernels.
 
         Args:
-          reread: read every answer once more, as part of the next prompt, in chunks that begin
+          reread: prefill every answer once more, as part of the next prompt, in chunks that begin
             where they would without a session. Prompts, with the answers of earlier turns in them,
-            are still read once.
+            are still prefilled only once.
 
         Raises:
           SettingError: the layout is aligned.
@@ -486,11 +490,12 @@ class Engine:
         return open_session(self._core, self._intake, exactness=self.exactness, reread=reread)
 
     def cache_prefix(self, prompt: Prompt, *, chat_template: str | None = None) -> int:
-        """Reads a beginning that many prompts share, such as a system prompt, and keeps its KV on
+        """Prefills a prefix that many prompts share, such as a system prompt, and keeps its KV on
         the host; returns its number of tokens. From then on every request that begins with it, in a
-        session or not, copies that KV instead of reading it, and emits the same tokens and bits.
-        (With kernels whose bits depend on the width, whole chunks of `prefill_chunk` tokens are
-        copied, and a shorter prefix is of no use.) `forget_prefixes` drops it, as do new weights.
+        session or not, copies that KV instead of computing it, and emits the same tokens and bits.
+        (With kernels whose bits depend on the width, only whole chunks of `prefill_chunk` tokens
+        are copied, so a shorter prefix is of no use.) `forget_prefixes` drops it, as do new
+        weights.
 
         Args:
           prompt: text, token ids or messages.
@@ -504,21 +509,21 @@ class Engine:
         return cache_prefix(self._core, self._intake, prompt, chat_template=chat_template)
 
     def forget_prefixes(self) -> None:
-        """Drops what `cache_prefix` keeps."""
+        """Drops all prefixes that `cache_prefix` keeps."""
         with self._core.lock:
             self._core.kept.forget_prefixes()
 
     # The engine's own life.
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
-        """Replaces the weights of the target, the draft model or both by others like
-        `engine.target.params` and `engine.drafter.params`; nothing is compiled again. KV that
-        sessions and common prefixes have is dropped, and a warning is logged that says how much;
-        sessions read it again with their next turn. With `draft_length="auto"` the acceptance seen
-        so far is forgotten, and drafting begins again.
+        """Replaces the weights of the target, the draft model or both by others with the structure
+        of `engine.target.params` and `engine.drafter.params`; nothing is recompiled. The KV of
+        sessions and common prefixes is dropped, and a logged warning says how much; sessions
+        prefill it again with their next turn. With `draft_length="auto"` the acceptance seen so far
+        is forgotten, and drafting begins again.
 
         Raises:
-          RequestError: requests are being decoded; their KV is the old weights'.
+          RequestError: requests are being decoded, with KV of the old weights.
           SettingError: a pytree of another structure, shape or dtype.
         """
         with self._core.lock:
@@ -543,14 +548,14 @@ class Engine:
                 self.target = dataclasses.replace(model, params=self.executor.target_params)
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
-        """Compiles every program ahead of the first request, instead of each at its first use; see
+        """Compiles every program ahead of the first request instead of at its first use; see
         `Executor.warm_up`. With `draft_length="auto"` the first request still waits until rounds
         have been measured. Any thread may call it."""
         return self._core.warm_up(on_program)
 
     def reset(self) -> None:
-        """Drops the state of ended requests; no output depends on it. Sessions whose KV is in a row
-        read it again.
+        """Drops the state of finished requests; no output depends on it. Sessions whose KV is in a
+        row prefill it again.
 
         Raises:
           RequestError: requests are being decoded.
@@ -560,8 +565,8 @@ class Engine:
         self._core.reset()
 
     def shutdown(self) -> None:
-        """Cancels what has not ended, frees the device's state, and refuses requests from now on.
-        `with Engine(...) as engine:` ends with it."""
+        """Cancels all unfinished requests, frees the device's state, and refuses requests from now
+        on. A block `with Engine(...) as engine:` calls it at its end."""
         self._core.shut_down()
 
     def __enter__(self) -> Engine:
@@ -574,7 +579,7 @@ class Engine:
 def _drafting(
     executor: Executor, drafter: Drafter | None, draft_length: DraftLength | None
 ) -> tuple[int, AdaptiveDrafting | None]:
-    """The longest draft, and what chooses among the lengths up to it where `auto` asks for it."""
+    """The longest draft length and, with `auto`, the controller that chooses lengths up to it."""
     if drafter is None:
         return 0, None
     if draft_length is None:

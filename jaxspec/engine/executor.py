@@ -1,18 +1,18 @@
 """The executor: the rows on the device, and the compiled programs that change them.
 
-It has no queue and no clock. A caller says which request goes into which row, when a chunk of a
-prompt is read and how many rounds are run:
+It has no queue and no clock. The caller decides which request goes into which row, when a chunk of
+a prompt is prefilled and how many rounds run:
 
     executor = make_executor(target, drafter, batch_size=2)
     executor.admit_and_prefill(0, request, draft_length=4)
     executor.run(8)
     executor.fetch("tokens", "num_committed")
 
-`Engine` decides these things for users; audits, benchmarks and tests call the executor themselves,
-as `engine.executor` or with one of their own. It is not thread-safe.
+`Engine` makes these decisions for users; audits, benchmarks and tests call the executor directly,
+as `engine.executor` or as one of their own. It is not thread-safe.
 
-With a mesh, rows are numbered through the data shards: shard 0 has rows 0 to `rows_per_shard - 1`,
-shard 1 those after them. Everything here takes these numbers.
+With a mesh, rows are numbered across the data shards: shard 0 has rows 0 to `rows_per_shard - 1`,
+shard 1 the next ones. Everything here takes these numbers.
 """
 
 from __future__ import annotations
@@ -71,39 +71,39 @@ SESSION_PROGRAMS = ("continue", "take_page", "take_rest", "put_page", "put_rest"
 
 
 class Executor:
-    """The state of a batch on the device, and what may be done to it.
+    """The state of a batch on the device, and the operations on it.
 
-    Every program is compiled once. The state is donated to each, so keep no reference to
-    `state` across calls.
+    Every program is compiled once. Each program takes the state as a donated argument, so keep no
+    reference to `state` across calls.
 
     Args:
-      loop: of one data shard; `make_executor` makes it from settings.
-      exactness: `ties` compiles rounds of several verify lengths, and `run` takes the narrowest
-        that a draft length needs. So does `bitwise` where that changes no bit; see
-        `decode.buckets`.
-      is_adaptive: warm up also what lets the drafter rest and catch up.
-      check_invariants: run round by round, with NaN wherever no committed KV is, and check after
-        each what `invariants.broken_invariants` says.
-      mesh: devices to use, as `Engine` takes it; its data axis multiplies the loop's rows.
+      loop: that of one data shard; `make_executor` makes it from settings.
+      exactness: `ties` compiles rounds of several verify lengths, and `run` uses the narrowest that
+        fits a draft length. So does `bitwise` if that changes no bit; see `decode.buckets`.
+      is_adaptive: whether `warm_up` also compiles the programs that pause the drafter and let it
+        catch up.
+      check_invariants: run round by round, with NaN wherever there is no committed KV, and check
+        the state with `invariants.broken_invariants` after each round.
+      mesh: devices to use, as in `Engine`; its data axis multiplies the loop's rows.
 
     Raises:
       SettingError: the state does not fit into memory, or the mesh does not fit the loop.
 
     Attributes:
-      loop: of one shard.
-      mesh: with axes `data` and `model`, or None.
-      shape: of the whole batch: `batch_size` counts the rows of all shards.
-      num_rows: rows of the state, in the batch or waiting for their turn in it.
+      loop: that of one shard.
+      mesh: a mesh with axes `data` and `model`, or None.
+      shape: that of the whole batch, whose `batch_size` counts the rows of all shards.
+      num_rows: number of rows of the state, in the batch or waiting to join it.
       num_shards: D, data shards.
-      params: of target and drafter, where the programs expect them.
+      params: those of target and drafter, where the programs expect them.
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
-      memory: what weights and state take.
+      memory: the bytes that weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
-      variants: of the loop's drafter, between which `run` can choose; see `DrafterBase.variants`.
-        Where it is only one, the loop has the drafter that `choose_variant` named.
+      variants: those of the loop's drafter, between which `run` can choose; see
+        `DrafterBase.variants`. If there is only one, it is the one that `choose_variant` returned.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
-        may put a wrapper in the place of one, to watch its calls.
+        may replace one by a wrapper, to watch its calls.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Executor:
                 "only; leave the mesh out to hunt the fault."
             )
         check_exactness(exactness)
-        # A mesh may split what is summed, and then XLA does it.
+        # A mesh may split what is summed; XLA then does the sum.
         keeps_bits = not loop.is_plain and mesh is None and keeps_bits_at_every_width(loop)
         self.verify_lengths = choose_windows(
             loop, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
@@ -141,9 +141,9 @@ class Executor:
             loop.shape, batch_size=self.num_shards * loop.shape.batch_size
         )
         self.memory: Memory = measure_memory(everywhere)
-        # A program is compiled again where an argument is bound to a device that was not before;
-        # so parameters and state are bound from the start to the device where the parameters are,
-        # or to their places on the mesh.
+        # A program is recompiled if an argument is committed to a device and was not before, so
+        # parameters and state are committed from the start: to the device of the parameters, or to
+        # their places on the mesh.
         self.params, self.home = everywhere.params, home_of(loop.params)
         if isinstance(everywhere, ShardedLoop):
             self.params, self.home = everywhere.place(self.params), everywhere.state_shardings
@@ -195,8 +195,8 @@ class Executor:
     def program(
         self, what: str, function: Callable, *, verify_length: int | None = None, **options: Any
     ) -> Program:
-        """A function compiled by `jax.jit` with these options, named for messages after what it
-        does, the models and the sizes of the batch."""
+        """A function compiled by `jax.jit` with these options, with a name for messages made from
+        what it does, the models and the sizes of the batch."""
         models = self.loop.target.name
         if not self.loop.is_plain:
             models = f"{models} with {self.loop.drafter.name}"
@@ -215,23 +215,24 @@ class Executor:
 
     @property
     def longest_prompt(self) -> int:
-        """Prompt tokens that leave room for one round."""
+        """The most prompt tokens that leave room for one round."""
         return self.loop.longest_prompt
 
     # Rows and shards.
 
     @property
     def rows_per_shard(self) -> int:
-        """Rows of the state of one shard."""
+        """The number of rows of one shard's state."""
         return self.num_rows // self.num_shards
 
     def shard_of(self, row: int) -> int:
-        """The data shard that a row is on."""
+        """The data shard that holds a row."""
         return row // self.rows_per_shard
 
     def free_rows(self, taken: Collection[int]) -> list[int]:
-        """Rows that may be given away now, when some are taken: those of the shard with the fewest
-        taken rows first. A scheduler that does not refill gives a shard away when it is empty."""
+        """Rows that may be assigned now, given the taken ones: those of the shard with the fewest
+        taken rows first. If the scheduler does not refill rows, a shard's rows become free when all
+        of them are."""
         num_taken = collections.Counter(map(self.shard_of, taken))
         next_place, free = num_taken.copy(), []
         for row in range(self.num_rows):
@@ -242,7 +243,7 @@ class Executor:
         return [row for _, row in sorted(free)]
 
     def _of_rows(self, values: Mapping[int, int]) -> tuple[Any, Any]:
-        """Values by row, no more than one row on a shard, as `(rows within shards, values)`, each
+        """Values by row, with at most one row per shard, as `(rows within shards, values)`, each
         `[D]`; -1 where a shard has none."""
         rows, given = np.full((2, self.num_shards), -1, np.int32)
         for row, value in values.items():
@@ -251,14 +252,14 @@ class Executor:
         return self._per_shard(rows), self._per_shard(given)
 
     def _per_shard(self, values: np.ndarray) -> Any:
-        """`[D]` int32 as the programs take it: a scalar where there is no mesh."""
+        """`[D]` int32 in the form that programs take: a scalar if there is no mesh."""
         return values[0] if self.mesh is None else values
 
     # The state.
 
     @property
     def state(self) -> DecodeState:
-        """The decode state on the device; it is made, with every row empty, when first used."""
+        """The decode state on the device; it is made on first use, with every row empty."""
         state = self.programs["init"]() if self._state is None else self._state
         self._state = state
         return state
@@ -274,21 +275,21 @@ class Executor:
         return any(leaf.is_deleted() for leaf in leaves)
 
     def reset(self) -> None:
-        """Drops the state. Every row is empty then, and no output depends on it."""
+        """Drops the state, so that every row is empty; no output depends on it."""
         self._state = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether the device has done all that it was given."""
+        """Whether the device has finished all its work."""
         return cast(Any, self.state.finish).is_ready()  # not in the declared type
 
     def wait(self) -> None:
-        """Waits until the device has done all that it was given."""
+        """Waits until the device has finished all its work."""
         jax.block_until_ready(self.state.finish)
 
     def fetch(self, *fields: str) -> Any:
-        """A copy of the state on the host: without caches and drafter, or, where fields of
-        `DecodeState` are named, of these alone."""
+        """A copy of the state on the host: of everything but caches and drafter, or of the named
+        fields of `DecodeState` only."""
         if not fields:
             return jax.device_get(self.state.replace(cache=(), drafter=()))
         others = {field.name: None for field in dataclasses.fields(DecodeState)}
@@ -298,23 +299,23 @@ class Executor:
     # Requests and prompts.
 
     def admit(self, row: int, request: Request, *, draft_length: int, arrival: int = 0) -> None:
-        """Puts a request into a row; its prompt has still to be read by `prefill`.
+        """Puts a request into a row; `prefill` must then prefill its prompt.
 
         Args:
-          row: its old content is not read again.
-          request: its prompt has at most `longest_prompt` tokens.
+          row: the row; its old content is not read again.
+          request: a request whose prompt has at most `longest_prompt` tokens.
           draft_length: tokens drafted per round; 0 decodes plainly.
-          arrival: order among the requests.
+          arrival: order among requests.
         """
         admission = make_admission(request, self.loop, draft_length=draft_length, arrival=arrival)
         self.state = self.programs["admit"](self.params, self.state, np.int32(row), admission)
 
     def prefill(self, starts: Mapping[int, int], *, target_only: bool = False) -> None:
-        """Reads a chunk of the prompts of some rows, of at most one row per shard.
+        """Prefills a chunk of the prompts of some rows, at most one row per shard.
 
         Args:
-          starts: the first token of the chunk, by row.
-          target_only: the drafter reads nothing and lags; see `catch_up`.
+          starts: the index of the chunk's first token, by row.
+          target_only: whether to leave out the drafter, which then lags; see `catch_up`.
         """
         prefill = self.programs["prefill_target" if target_only else "prefill"]
         self.state = prefill(self.params, self.state, *self._of_rows(starts))
@@ -322,7 +323,8 @@ class Executor:
     def admit_and_prefill(
         self, row: int, request: Request, *, draft_length: int, arrival: int = 0
     ) -> None:
-        """Puts a request into a row and reads its whole prompt: the row is ready for `run`."""
+        """Puts a request into a row and prefills its whole prompt, so that the row is ready for
+        `run`."""
         self.admit(row, request, draft_length=draft_length, arrival=arrival)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             self.prefill({row: start})
@@ -340,14 +342,14 @@ class Executor:
         arrival: int = 0,
     ) -> None:
         """Puts a request into a row that holds the KV of the first `num_kept` tokens of its prompt;
-        `prefill` has to read the prompt from `start` on.
+        `prefill` must prefill the prompt from `start` on.
 
         Args:
-          row: of an earlier request, or filled by `put_row`.
+          row: the row of an earlier request, or one filled by `put_row`.
           request: as in `admit`.
           draft_length: as in `admit`.
-          num_kept: less than the length of the prompt.
-          start: at most `num_kept`.
+          num_kept: must be less than the length of the prompt.
+          start: must be at most `num_kept`.
           arrival: as in `admit`.
         """
         admission = make_admission(request, self.loop, draft_length=draft_length, arrival=arrival)
@@ -357,16 +359,16 @@ class Executor:
 
     @property
     def _home_of_copies(self) -> Any:
-        """Where copies of a row are: every device of a mesh has them."""
+        """The sharding of a row's copies: every device of a mesh has them."""
         if self.mesh is None:
             return home_of(self.loop.params)
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     @functools.cached_property
     def parking_place(self) -> jax.sharding.Sharding | None:
-        """Where copies of rows are kept on the host: in memory that the device copies to and from
-        directly; None is in NumPy arrays. So it is on a mesh, where each device would have a copy,
-        and on a CPU, whose own memory is the host's."""
+        """Where copies of rows are kept on the host: memory that the device can copy to and from
+        directly, or None for NumPy arrays. It is None on a mesh, where each device would have a
+        copy, and on a CPU, whose memory is the host's."""
         home = self._home_of_copies if self.mesh is None else None
         return None if home is None else pinned_memory(home)
 
@@ -387,7 +389,7 @@ class Executor:
 
     def put_row(self, row: int, stored: StoredRow) -> None:
         """Copies what `take_row` returned into a row that holds no running request."""
-        if self._home_of_copies is not None:  # elsewhere, programs would be compiled again
+        if self._home_of_copies is not None:  # otherwise programs would be compiled again
             parts = jax.device_put((stored.pages, stored.rest), self._home_of_copies)
             stored = StoredRow(pages=parts[0], rest=parts[1])
         state = self.state
@@ -396,7 +398,7 @@ class Executor:
         self.state = self.programs["put_rest"](state, np.int32(row), stored.rest)
 
     def row_bytes(self, num_slots: int) -> int:
-        """Of the pages of a row with so many slots, for target and drafter."""
+        """The bytes of a row's pages for this many slots, for target and drafter."""
         return kept.num_pages(num_slots) * self._page_bytes
 
     @functools.cached_property
@@ -405,9 +407,9 @@ class Executor:
 
     @functools.cached_property
     def keeps_prompt_bits(self) -> bool:
-        """Whether a token's KV has the same bits from a round as from a chunk of a prompt, wherever
-        the chunk begins: those of the kernels depend on no width, which was tried (see
-        `models.width_probe`)."""
+        """Whether a token's KV has the same bits from a round as from a prefill chunk, wherever the
+        chunk begins: true if the kernels' bits do not depend on the width, which has been tested
+        (see `models.width_probe`)."""
         shape, loop = self.loop.shape, self.loop
         sizes = (
             (shape.batch_size, shape.verify_length, shape.tree_depth),
@@ -423,7 +425,7 @@ class Executor:
 
     def set_draft_limits(self, limits: Sequence[int] | np.ndarray) -> None:
         """Sets the draft length of every row, `[B]`, for the next rounds."""
-        # Put where the state has them: elsewhere, the round would be compiled again.
+        # Put on the state's device, otherwise the round would be compiled again.
         place = self.state.draft_limit.sharding
         limits = np.asarray(limits, np.int32)
         self.state = self.state.replace(draft_limit=jax.device_put(limits, place))
@@ -440,14 +442,14 @@ class Executor:
         min_running: int | Sequence[int] | np.ndarray = 1,
         variant: int = 0,
     ) -> None:
-        """Runs rounds. A shard stops before that when fewer than `min_running` of its rows run.
+        """Runs rounds. A shard stops early when fewer than `min_running` of its rows are running.
 
         Args:
-          num_rounds: at most.
-          draft_length: the longest of any row; with several verify lengths, the narrowest that it
-            fits is used. By default the widest.
-          min_running: of every shard, or one number per shard.
-          variant: of the drafter, one of `variants`.
+          num_rounds: the most rounds to run.
+          draft_length: the longest of any row; with several verify lengths, the narrowest that fits
+            it is used. By default the widest is used.
+          min_running: one number for every shard, or one per shard.
+          variant: the drafter's variant, one of `variants`.
         """
         if draft_length is None:
             length = self.loop.shape.verify_length
@@ -484,7 +486,7 @@ class Executor:
                 raise AssertionError(" ".join(broken))
 
     def end_rows(self, rows: Collection[int], finish: Finish) -> None:
-        """Ends those of some rows that have not ended yet."""
+        """Ends those of the given rows that have not ended yet."""
         is_ended = np.zeros((self.num_rows,), bool)
         is_ended[list(rows)] = True
         self.state = self.programs["end_rows"](self.state, is_ended, np.int32(finish))
@@ -492,14 +494,14 @@ class Executor:
     # The drafter.
 
     def lags(self) -> np.ndarray:
-        """`[B]` int32, committed tokens before the newest that the drafter has not seen."""
+        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
         return jax.device_get(self.programs["lag"](self.state))
 
     def catch_up(self, lags: Mapping[int, int]) -> int:
-        """Lets the drafter read what it has not seen of some rows; returns the number of chunks.
+        """Lets the drafter catch up on some rows; returns the number of chunks that it read.
 
         Args:
-          lags: tokens that it has not seen, by row.
+          lags: the number of tokens that it has not seen, by row.
         """
         num_chunks = 0
         for row, lag in lags.items():
@@ -513,7 +515,7 @@ class Executor:
 
     def update_params(self, *, target: PyTree | None = None, drafter: PyTree | None = None) -> None:
         """Replaces weights by others of the same structure, shapes and dtypes, packed for the
-        kernels or not; nothing is compiled again. KV of the old weights stays in the state.
+        kernels or not; nothing is recompiled. KV of the old weights stays in the state.
 
         Raises:
           SettingError: a pytree of another structure, shape or dtype.
@@ -531,18 +533,19 @@ class Executor:
 
     @property
     def target_params(self) -> PyTree:
-        """The target's."""
+        """The target's parameters."""
         return self.params["target"]
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program ahead of its first call. Nothing runs and no state is made.
 
         Args:
-          on_program: called before each program is compiled, with a name for `str`, `number` and
-            `num_programs`.
+          on_program: called before each program is compiled, with an object that has `number`,
+            `num_programs` and a name as its `str`.
 
         Returns:
-          of each program its name, the seconds it took, and whether the persistent cache held it.
+          for each program, its name, the seconds that it took, and whether the persistent cache had
+          it.
         """
         state = compilation.shapes_at(self.eval_state(), self.home)
         of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
@@ -564,8 +567,8 @@ class Executor:
         )
 
     def lower_run(self) -> jax.stages.Lowered:
-        """The lowered program of rounds, of the widest verify length: to read its text, or to
-        compile it and read its memory."""
+        """The lowered program of rounds at the widest verify length, for reading its text, or for
+        compiling it and reading its memory use."""
         min_running = self._per_shard(np.ones((self.num_shards,), np.int32))
         run = self.programs["run"]
         return run.lower(self.params, self.eval_state(), np.int32(1), min_running)
@@ -593,8 +596,8 @@ class Executor:
         ]
 
     def poison(self) -> None:
-        """Puts NaN wherever the target's cache holds no committed KV, so that whatever reads there
-        shows. Of one device's state only."""
+        """Puts NaN wherever the target's cache holds no committed KV, so that wrong reads can be
+        seen. Works on a single device only."""
         self.state = self._poison(self.state)
 
 
@@ -619,7 +622,7 @@ def make_executor(
     mesh: jax.sharding.Mesh | None = None,
     budget_bytes: int | None = None,
 ) -> Executor:
-    """The executor of an engine with these settings; see `Engine` for what they mean.
+    """The executor of an engine with these settings, which `Engine` describes.
 
     Raises:
       SettingError: a setting out of range, or two that contradict each other.
@@ -675,7 +678,8 @@ def make_executor(
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
-    """State in which some rows `[B]` bool, those that have not ended, end with this `Finish`."""
+    """State in which those of the rows `is_ended` `[B]` bool that have not ended yet end with this
+    `Finish`."""
     is_live = state.is_running | (state.finish == Finish.PREFILLING)
     return state.replace(finish=jnp.where(is_ended & is_live, finish, state.finish))
 
@@ -687,7 +691,7 @@ def _row_kv(
     """k and v of each layer `[S, K, H]` of one row, by position."""
     positions = jnp.arange(cache.capacity, dtype=jnp.int32)[None]
     table = cache.table[row[None]]
-    if num_shards > 1:  # page numbers are a shard's own
+    if num_shards > 1:  # page numbers are local to a shard
         first = shard * (cache.layers[0].k.shape[0] // num_shards)
         if isinstance(table, kv.AlignedTable):
             table = table.replace(pages=table.pages + first)
@@ -701,7 +705,8 @@ def _row_kv(
 
 
 def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
-    """`given` where `old` is, and packed as it is, if it is of the same shapes and dtypes."""
+    """`given`, put on the devices of `old` and packed like it, if it has the same shapes and
+    dtypes."""
     before, after = jax.eval_shape(unpacked, old), jax.eval_shape(unpacked, given)
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise SettingError(

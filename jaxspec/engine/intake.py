@@ -1,4 +1,4 @@
-"""From a user's call to tickets that the engine can serve."""
+"""Turns a user's call into tickets that the engine can serve."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Intake:
     """Checks requests against the engine's settings, before anything is queued.
 
     Attributes:
-      executor: what they will run on.
-      draft_length: of requests that ask for none of their own; 0 without a drafter.
-      max_logprobs: log-probabilities kept per token, or None.
+      executor: the executor that they will run on.
+      draft_length: the default for requests that do not set one; 0 without a drafter.
+      max_logprobs: log-probabilities kept per position, or None.
     """
 
     executor: Executor
@@ -71,7 +71,7 @@ class Intake:
         draft_length: int | None,
         timeout_s: float | None,
     ) -> list[Ticket]:
-        """The tickets of requests that are decoded as a list. See `Engine.run`."""
+        """The tickets of a list of requests. See `Engine.run`."""
         draft_length = self._draft_length(speculate, draft_length)
         deadline = _deadline(timeout_s)
         for request in requests:
@@ -89,8 +89,8 @@ class Intake:
         return draft_length
 
     def _check(self, request: Request) -> None:
-        """Raises `SettingError` for a request that asks for what the engine does not keep, and
-        warns once of one that asks for more tokens than fit."""
+        """Raises `SettingError` for a request for log-probabilities that the engine does not keep,
+        and warns once if a request asks for more tokens than fit."""
         stop_tokens(request, self.executor.loop.target)
         wanted, kept = request.params.logprobs, self.max_logprobs
         if wanted is not None and (kept is None or wanted > kept):
@@ -121,6 +121,6 @@ def check_timeout(**settings: float | None) -> None:
 
 
 def _deadline(timeout_s: float | None) -> float | None:
-    """When requests that come now have to end, by `time.monotonic`."""
+    """When requests that arrive now must end, by `time.monotonic`."""
     check_timeout(timeout_s=timeout_s)
     return None if timeout_s is None else time.monotonic() + timeout_s

@@ -1,8 +1,8 @@
-"""KV that outlives its request: in the rows where it was made, parked on the host, put back.
+"""KV that outlives its request: in the row where it was computed, parked on the host, put back.
 
-A conversation stays in its row while no other request needs it. Of the rows that are needed, the
-one whose conversation was used least recently is parked on the host. There is a limit on the bytes
-there; what goes beyond is forgotten, the least recently used first, and is simply read again.
+A conversation stays in its row while no other request needs it. When a row is needed, the
+conversation that was used least recently is parked on the host. The bytes there are limited; beyond
+the limit the least recently used KV is forgotten, and is simply prefilled again when needed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class KeptRows:
     Only the thread that holds the engine's lock calls it.
 
     Args:
-      executor: whose rows they are.
-      max_bytes: parked on the host at most.
+      executor: the executor whose rows these are.
+      max_bytes: most bytes parked on the host.
 
     Attributes:
-      max_bytes: as given.
-      prefixes: beginnings that any request may share, on the host, which count among its bytes and
-        are never forgotten for others.
+      max_bytes: most bytes parked on the host.
+      prefixes: prefixes on the host that any request may share. They count towards its bytes, and
+        are never forgotten to make room.
     """
 
     def __init__(self, executor: Executor, *, max_bytes: int):
@@ -47,8 +47,8 @@ class KeptRows:
     # Requests that come and go.
 
     def choose_row(self, ticket: Ticket, free: Sequence[int]) -> int:
-        """The row among `free` that a ticket should get: its conversation's, else one that holds
-        nothing, else the one that was used least recently."""
+        """The row among `free` that a ticket should get: its conversation's, otherwise one that
+        holds nothing, otherwise the one that was used least recently."""
         own = None if ticket.conversation is None else ticket.conversation.row
         if own is not None and own in free:
             return own
@@ -58,8 +58,8 @@ class KeptRows:
         return self._by_row[row].last_used if row in self._by_row else 0
 
     def admit(self, ticket: Ticket) -> None:
-        """Puts a ticket's request into its row, with as much KV of its prompt as there is; what the
-        row held of another conversation is parked."""
+        """Puts a ticket's request into its row, with all kept KV of its prompt; KV of another
+        conversation in that row is parked."""
         executor, row, own = self._executor, ticket.row, ticket.conversation
         assert row is not None, "a ticket is admitted to the row that it was given"
         request = ticket.request
@@ -101,8 +101,8 @@ class KeptRows:
             own.last_used = next(self._uses)
 
     def _longest(self, ticket: Ticket) -> tuple[Conversation | None, int]:
-        """What shares most with a ticket's prompt, of its own conversation and the common
-        beginnings, and how many tokens."""
+        """Whichever of its own conversation and the common prefixes shares most tokens with a
+        ticket's prompt, and how many these are."""
         prompt, own = ticket.request.prompt_token_ids, ticket.conversation
         best: tuple[Conversation | None, int] = None, 0
         for each in ([] if own is None else [own]) + self.prefixes:
@@ -112,21 +112,22 @@ class KeptRows:
         return best
 
     def _first_read(self, ticket: Ticket, num_kept: int) -> int:
-        """The token at which reading begins. A drafter with taps pairs the feature of a token with
-        the token after it, so that the last pair that was kept is of the old next token."""
+        """The token at which prefill begins. A drafter with taps pairs a token's feature with the
+        token after it, so the last kept pair has the old next token and must be read again."""
         first = num_kept - bool(self._executor.loop.drafter.taps)
         if self._is_reread(ticket):
             first -= first % self._executor.shape.prefill_chunk
         return max(first, 0)
 
     def _is_reread(self, ticket: Ticket) -> bool:
-        """Whether a ticket takes over only what the same chunks of its own prompt would have
-        written. Without a session no output may show whether there was KV to begin with."""
+        """Whether a ticket reuses only KV that the same chunks of its own prompt would have
+        written. Without a session the output must not depend on whether there was any KV to
+        reuse."""
         own = ticket.conversation
         return not self._executor.keeps_prompt_bits if own is None else own.is_reread
 
     def keep(self, ticket: Ticket, state: DecodeState, row: int) -> None:
-        """Notes what the row of a ticket that has ended holds, from a state on the host."""
+        """Records what the row of a finished ticket holds, from a state on the host."""
         own = ticket.conversation
         if own is None:
             return
@@ -144,7 +145,7 @@ class KeptRows:
     # Conversations between their turns.
 
     def fork(self, source: Conversation) -> Conversation:
-        """A conversation that goes on from the same tokens; it has a copy of the KV on the host, if
+        """A conversation that continues from the same tokens, with a copy of the KV on the host if
         there is room."""
         copy = Conversation(
             is_reread=source.is_reread,
@@ -161,8 +162,8 @@ class KeptRows:
         return copy
 
     def add_prefix(self, prefix: Conversation) -> bool:
-        """Moves what was read into a row to the host, where all requests may copy it; False if it
-        does not fit there."""
+        """Moves a prefilled prefix from its row to the host, where all requests may copy it; False
+        if it does not fit there."""
         self._park(prefix)
         if prefix.stored is None:
             return False
@@ -171,7 +172,7 @@ class KeptRows:
         return True
 
     def forget_prefixes(self) -> None:
-        """Drops all common beginnings."""
+        """Drops all common prefixes."""
         found, self.prefixes = self.prefixes, []
         self._drop_all(found)
 
@@ -181,7 +182,7 @@ class KeptRows:
         conversation.num_slots = conversation.num_prefilled = 0
 
     def forget_rows(self) -> int:
-        """Forgets what rows hold, whose state is gone; returns the number of tokens."""
+        """Forgets the KV in rows whose state is gone; returns the number of tokens."""
         return self._drop_all(list(self._by_row.values()))
 
     def clear(self) -> int:
@@ -198,7 +199,7 @@ class KeptRows:
         return num_tokens
 
     def _leave(self, conversation: Conversation) -> None:
-        """Takes a conversation from where it is."""
+        """Removes a conversation from wherever it is."""
         if conversation.row is not None:
             del self._by_row[conversation.row]
         if conversation in self._parked:
@@ -216,7 +217,7 @@ class KeptRows:
         self._store(conversation, row)
 
     def _store(self, conversation: Conversation, row: int) -> None:
-        """Copies a row to the host, for a conversation that has its tokens."""
+        """Copies a row to the host, for a conversation with the row's tokens."""
         num_bytes = self._executor.row_bytes(conversation.num_slots)
         num_bytes += sum(_num_bytes(prefix) for prefix in self.prefixes)
         try:
@@ -233,23 +234,24 @@ class KeptRows:
             self._add_parked(conversation)
 
     def _add_parked(self, conversation: Conversation) -> None:
-        """Notes a conversation that is on the host, and forgets others if there are too many."""
+        """Records a conversation that is on the host, and forgets others if there are too many
+        bytes."""
         self._parked.append(conversation)
         for oldest in sorted(self._parked, key=lambda each: each.last_used):
             if self.parked_bytes <= self.max_bytes:
                 break
             self._drop_all([oldest])
 
-    # Figures.
+    # Counts.
 
     @property
     def parked_bytes(self) -> int:
-        """On the host."""
+        """Bytes on the host."""
         return sum(map(_num_bytes, [*self._parked, *self.prefixes]))
 
     @property
     def num_resident_tokens(self) -> int:
-        """Tokens whose KV is in a row, for a next turn."""
+        """Tokens whose KV is in a row, for another turn."""
         return sum(each.num_slots for each in [*self._by_row.values()])
 
     @property
@@ -258,7 +260,8 @@ class KeptRows:
         return sum(each.num_slots for each in [*self._parked, *self.prefixes])
 
     def metrics(self) -> dict[str, Any]:
-        """Tokens whose KV is kept now, and was reused, read again and dropped so far."""
+        """Counts of tokens whose KV is kept now, and was reused, prefilled again and dropped so
+        far."""
         return {
             "num_resident_tokens": self.num_resident_tokens,
             "num_parked_tokens": self.num_parked_tokens,

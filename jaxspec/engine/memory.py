@@ -21,25 +21,25 @@ from jaxspec.types import EngineShape, PyTree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     """What an engine keeps on the device between rounds, and the largest temporary of a round. With
-    a mesh, all figures are per device.
+    a mesh, all numbers are per device.
 
     Attributes:
-      num_devices: devices that hold this much each.
-      num_rows: resident rows; a `model` axis shares them.
+      num_devices: number of devices that hold this much each.
+      num_rows: number of resident rows; the devices of a `model` axis share them.
       max_length: slots of a row.
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
       buffers_bytes: tokens, log-probabilities and everything else kept per row.
       logits_bytes: fp32 logits of all tokens that a round scores, `[B, T, V]`, and as much again
-        for the distributions of drafts where the verifier needs them. A tree of many nodes makes
-        them large; a round needs other temporaries besides.
-      free_bytes: free on the device before the state is made; None if it does not say. On a CPU
-        what the host, the process's cgroups and its limits (`ulimit`) leave.
-      num_resident_tokens: tokens of ended turns whose KV is in a row, for the next turn of their
-        session; of `Engine.memory`, and as of now.
+        for the distributions of drafts if the verifier needs them. A tree with many nodes makes
+        them large; a round also needs other temporaries.
+      free_bytes: bytes free on the device before the state is made; None if the device does not
+        say. On a CPU, what the host, the process's cgroups and its limits (`ulimit`) allow.
+      num_resident_tokens: tokens of finished turns whose KV is in a row at present, for the next
+        turn of their session; only in `Engine.memory`.
       num_parked_tokens: tokens whose KV is on the host, for sessions and common prefixes.
-      parked_bytes: of these, on the host.
-      num_reread_tokens: prompt tokens that sessions have had to read again so far.
+      parked_bytes: the bytes of these on the host.
+      num_reread_tokens: prompt tokens that sessions have had to prefill again so far.
     """
 
     num_devices: int
@@ -87,18 +87,18 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Where the bytes of an engine are, per device, before anything runs. Temporaries of programs
-    come on top.
+    """Where the bytes of an engine go, per device, before anything runs. Temporaries of programs
+    are additional.
 
     Attributes:
       target_weights_bytes: parameters of the target.
-      draft_weights_bytes: of the drafter.
-      target_kv_bytes: KV of the target, of all resident rows.
+      draft_weights_bytes: parameters of the drafter.
+      target_kv_bytes: KV of the target, for all resident rows.
       draft_kv_bytes: KV that the drafter keeps.
       buffers_bytes: tokens, log-probabilities and everything else kept per row.
       logits_bytes: fp32 logits of the tokens that a round scores, `[B, T, V]`.
-      draft_probs_bytes: fp32 distributions that drafts were drawn from, `[B, N, V]`, where the
-        verifier asks for them.
+      draft_probs_bytes: fp32 distributions that drafts were drawn from, `[B, N, V]`, if the
+        verifier needs them.
     """
 
     target_weights_bytes: int
@@ -128,10 +128,10 @@ class Parts:
 def measure_parts(
     loop: DecodeLoop | ShardedLoop, *, num_rows: int | None = None, max_length: int | None = None
 ) -> Parts:
-    """Where the bytes of an engine with this loop are, from shapes without allocating anything.
+    """Where the bytes of an engine with this loop go, from shapes, without allocating anything.
 
     Args:
-      loop: its parameters may be shapes.
+      loop: a loop, whose parameters may be shapes.
       num_rows: resident rows of a shard, instead of the loop's own.
       max_length: slots per row, instead of the loop's own.
     """
@@ -159,8 +159,8 @@ def measure_parts(
 
 
 def draft_probs_bytes(shape: EngineShape) -> int:
-    """Bytes of the fp32 distributions that a round's drafts were drawn from; 0 where the verifier
-    does not need them."""
+    """Bytes of the fp32 distributions that a round's drafts were drawn from; 0 if the verifier does
+    not need them."""
     return _distribution_bytes(shape, shape.needs_draft_probs * shape.num_nodes)
 
 
@@ -170,7 +170,7 @@ def _distribution_bytes(shape: EngineShape, num_tokens: int) -> int:
 
 
 def _cache_bytes(state: PyTree) -> int:
-    """Bytes of the KV caches in part of a state."""
+    """Bytes of the KV caches in a part of a state."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, KVCache))
     return num_bytes([node for node in nodes if isinstance(node, KVCache)])
 
@@ -180,7 +180,7 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
 
     Raises:
       SettingError: the state and the logits of a round do not fit into the free memory. The message
-        names the largest batch_size and the largest max_length that would.
+        gives the largest batch_size and the largest max_length that would.
     """
     resident, parts = _of_shard(loop).resident_shape, measure_parts(loop)
     if isinstance(loop, ShardedLoop):
@@ -215,7 +215,7 @@ def num_bytes(tree: PyTree) -> int:
 
 
 def _free_bytes(device: Any) -> int | None:
-    """Bytes that are free on an accelerator, None if it does not say."""
+    """Bytes that are free on an accelerator; None if it does not say."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
@@ -223,7 +223,7 @@ def _free_bytes(device: Any) -> int | None:
 
 
 def in_units(count: int) -> str:
-    """Bytes for people: `512 B`, `1.5 MiB`, `23.4 GiB`."""
+    """Bytes in readable units: `512 B`, `1.5 MiB`, `23.4 GiB`."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -1,7 +1,8 @@
-"""Plans: settings of an engine, the bytes that they take, and what XLA says of their programs.
+"""Plans: settings of an engine, the bytes that they take, and what XLA reports about their
+programs.
 
-Which settings are searched, and which are best, `analysis.planner` decides: it needs the cost
-model, which stands above this room.
+`analysis.planner` decides which settings are searched and which are best, because this needs the
+cost model, which this room may not import.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.runtime.compilation import shapes_at
 
-# How the temporaries of a plan are known; see `PlanBytes`.
+# Where the temporaries of a plan come from; see `PlanBytes`.
 Source: TypeAlias = Literal["compiled", "compiled short", "estimated"]
 
 
@@ -32,14 +33,14 @@ class PlanSettings:
     """The settings that a plan chooses.
 
     Attributes:
-      batch_size: rows of a batch, of all data shards.
+      batch_size: rows of a batch, over all data shards.
       max_length: slots per row.
       draft_length: tokens drafted per round; 0 decodes plainly, without the drafter.
-      prefill_chunk: prompt tokens read per call.
-      kv_dtype: of the target's KV; None is the model's dtype.
-      draft_kv_dtype: of the draft model's KV, likewise.
+      prefill_chunk: prompt tokens prefilled per call.
+      kv_dtype: that of the target's KV; None is the model's dtype.
+      draft_kv_dtype: the same for the draft model's KV.
       draft_kv_window: tokens whose KV the draft model keeps; None keeps all.
-      draft_dtype: of the draft model's weights; None where what drafts is planned as it is.
+      draft_dtype: that of the draft model's weights; None if the drafter is planned as it is.
       num_data_shards: devices of the mesh axis `data`.
       num_model_shards: devices of the mesh axis `model`.
     """
@@ -57,16 +58,16 @@ class PlanSettings:
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh; 1 is no mesh."""
+        """Number of devices of the mesh; 1 without a mesh."""
         return self.num_data_shards * self.num_model_shards
 
     @property
     def changes_output(self) -> bool:
-        """Whether the target itself becomes another one: its KV is rounded."""
+        """Whether the target's own output changes, because its KV is rounded."""
         return self.kv_dtype is not None
 
     def options_of(self, owner: str) -> dict[str, Any]:
-        """These settings as arguments of one of `KNOBS`' owners, defaults left out."""
+        """These settings as arguments of one of the owners in `KNOBS`, without defaults."""
         found = {
             knob.argument: getattr(self, field)
             for field, knob in KNOBS.items()
@@ -101,9 +102,9 @@ class Knob:
     """How a setting is passed to the part that it belongs to.
 
     Attributes:
-      owner: `engine`, `target` (where it is loaded), `draft` (likewise) or `drafter`.
-      argument: of the owner.
-      option: of `jaxspec generate`; None where it has none.
+      owner: `engine`, `target` (when it is loaded), `draft` (likewise) or `drafter`.
+      argument: the owner's argument.
+      option: that of `jaxspec generate`; None if it has none.
     """
 
     owner: str
@@ -126,14 +127,14 @@ KNOBS: Mapping[str, Knob] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBytes:
-    """What XLA says of a compiled program, per device.
+    """What XLA reports about a compiled program, per device.
 
     Attributes:
       name: `round` or `prefill`.
-      argument_bytes: what it takes; parameters that it does not use are left out.
-      output_bytes: what it returns.
-      alias_bytes: of these, written where the arguments were.
-      temporary_bytes: what it needs in between.
+      argument_bytes: its arguments, without parameters that it does not use.
+      output_bytes: its results.
+      alias_bytes: the part of the results that is written in place of arguments.
+      temporary_bytes: its temporaries.
       lower_s: seconds to trace and lower it.
       compile_s: seconds to compile it, or to load it from the persistent cache.
     """
@@ -154,7 +155,7 @@ class ProgramBytes:
 
     @property
     def added_bytes(self) -> int:
-        """What it needs besides its arguments."""
+        """The bytes that it needs besides its arguments."""
         return self.output_bytes - self.alias_bytes + self.temporary_bytes
 
 
@@ -162,7 +163,8 @@ def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]
     """The rounds and the prefill of a loop, compiled from shapes; nothing is allocated.
 
     Args:
-      loop: its parameters may be shapes. With a mesh its devices must be there, and may be virtual.
+      loop: a loop, whose parameters may be shapes. The devices of a mesh must exist, but may be
+        virtual.
     """
     number = jax.ShapeDtypeStruct((), jnp.int32)
     each = number
@@ -201,12 +203,12 @@ class PlanBytes:
     """The bytes of a plan, per device.
 
     Attributes:
-      parts: weights, KV, buffers and logits, exactly.
+      parts: exact bytes of weights, KV, buffers and logits.
       temporaries_bytes: what the larger of the two programs, the round and the prefill, needs
         besides these.
-      source: `compiled`, of the plan's own programs; `compiled short`, of these programs with the
-        first layers only (XLA uses the temporaries of one layer for the next); or `estimated`, from
-        such programs of other sizes.
+      source: `compiled`: from the plan's own programs; `compiled short`: from these programs with
+        the first layers only (XLA reuses the temporaries of one layer for the next); or
+        `estimated`: from such programs of other sizes.
     """
 
     parts: Parts
@@ -215,20 +217,20 @@ class PlanBytes:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All bytes."""
         return self.parts.weights_bytes + self.generation_bytes
 
     @property
     def generation_bytes(self) -> int:
-        """All but the weights."""
+        """All bytes except the weights."""
         parts = self.parts
         logits_bytes = parts.logits_bytes + parts.draft_probs_bytes
         return parts.state_bytes + logits_bytes + self.temporaries_bytes
 
     @classmethod
     def of_programs(cls, parts: Parts, added_bytes: int, source: Source) -> PlanBytes:
-        """The bytes where programs need `added_bytes` besides their arguments: the logits, which
-        are part of it, are counted once."""
+        """The bytes if programs need `added_bytes` besides their arguments; the logits, which are
+        part of these, are counted once."""
         named = parts.logits_bytes + parts.draft_probs_bytes
         return cls(parts=parts, temporaries_bytes=max(added_bytes - named, 0), source=source)
 
@@ -245,13 +247,13 @@ class PlanBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """Settings, what they take and what they are predicted to bring.
+    """Settings, the bytes they take and their predicted speed.
 
     Attributes:
-      settings: of the engine.
-      bytes: per device.
-      tokens_per_s: predicted, of all rows together, prompts included.
-      decode_tokens_per_s: predicted of rounds alone.
+      settings: those of the engine.
+      bytes: the bytes per device.
+      tokens_per_s: predicted for all rows together, including prompts.
+      decode_tokens_per_s: predicted for rounds alone.
     """
 
     settings: PlanSettings
@@ -279,24 +281,24 @@ class MemoryPlan:
       draft: name of the draft model; None without one.
       draft_options: arguments of `DraftModel` that were not searched: a `tree`, a `min_confidence`,
         `kv_sinks`.
-      drafter: name of what drafts instead of a draft model; None without.
-      dtype: of the target's weights, compute and (unless `kv_dtype` says otherwise) KV.
-      scheduler: its name.
-      verifier: its name.
-      budget_bytes: per device.
-      keep: share of the best predicted speed that the chosen settings keep at least.
+      drafter: name of the drafter used instead of a draft model, or None.
+      dtype: that of the target's weights, compute and (unless `kv_dtype` differs) KV.
+      scheduler: name of the scheduler.
+      verifier: name of the verifier.
+      budget_bytes: the budget per device.
+      keep: smallest fraction of the best predicted speed that the chosen settings may have.
       chosen: the plan.
-      fastest: of all that fit. Here as below settings that change the output count only where the
-        chosen ones do.
-      cheaper: the fastest of those that take fewer bytes than the chosen one; None if none does.
-      faster: the cheapest of those predicted to be faster, whether it fits or not.
-      baseline_bytes: what the baseline policy takes for the same rows, by part; see
+      fastest: the fastest plan that fits. Here and below, settings that change the output are
+        considered only if the chosen ones do.
+      cheaper: the fastest plan that takes fewer bytes than the chosen one; None if there is none.
+      faster: the smallest plan that is predicted to be faster, whether it fits or not.
+      baseline_bytes: bytes of the baseline policy for the same rows, by part; see
         `analysis.baseline`.
-      programs: compiled for the chosen settings.
-      formulas: by part of `engine.memory.Parts`, how its bytes come about, in words.
-      num_candidates: settings that were looked at.
-      num_fitting: of these, within the budget.
-      remarks: what to know about the figures, in sentences.
+      programs: those compiled for the chosen settings.
+      formulas: by part of `engine.memory.Parts`, how its bytes are computed, in words.
+      num_candidates: number of settings that were considered.
+      num_fitting: number of these that fit the budget.
+      remarks: notes on the figures, in sentences.
     """
 
     target: str
@@ -325,12 +327,12 @@ class MemoryPlan:
 
     @property
     def settings(self) -> PlanSettings:
-        """Those of the chosen plan."""
+        """The settings of the chosen plan."""
         return self.chosen.settings
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """The arguments of `Engine` besides models and mesh."""
+        """The arguments of `Engine` other than models and mesh."""
         options = self.settings.options_of("engine") | {"scheduler": self.scheduler}
         return options | ({"verifier": self.verifier} if self.settings.draft_length else {})
 
@@ -366,8 +368,8 @@ class MemoryPlan:
 
     @property
     def command(self) -> str | None:
-        """The beginning of a command line of `jaxspec generate`; None where it has no option for
-        one of the settings."""
+        """The beginning of a `jaxspec generate` command; None if it lacks an option for one of the
+        settings."""
         settings = self.settings
         if settings.num_devices > 1 or settings.prefill_chunk != 128:
             return None
@@ -389,7 +391,8 @@ class MemoryPlan:
 
     @property
     def _option_words(self) -> list[str]:
-        """`draft_options` on a command line. A chain ends early or a tree is drafted, not both."""
+        """`draft_options` as command-line words. Either a chain ends early or a tree is drafted,
+        not both."""
         options, words = self.draft_options, []
         if "tree" in options:
             words += ["--drafter", f"draft_model[{options['tree'].name}]"]
@@ -400,7 +403,7 @@ class MemoryPlan:
         return words
 
     def check(self, target: Model, drafter: Drafter | None) -> None:
-        """Raises `SettingError` unless models and drafter are as the plan has them."""
+        """Raises `SettingError` unless models and drafter match the plan."""
         settings = self.settings
         if settings.draft_length and drafter is None:
             raise SettingError(

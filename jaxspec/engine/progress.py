@@ -1,4 +1,4 @@
-"""How far a call of `Engine.generate` has come."""
+"""The progress of a call of `Engine.generate`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxspec.telemetry.counters import Acceptance
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a progress callback is given, every few rounds.
+    """What a progress callback gets, every few rounds.
 
     Attributes:
-      num_requests: of the call.
+      num_requests: requests of the call.
       num_finished: requests that have ended.
-      num_emitted_tokens: of all requests so far.
+      num_emitted_tokens: tokens that all requests have emitted so far.
       num_rounds: rounds run since the call began, on all shards of a mesh together.
-      num_draft_tokens: drafted so far.
-      num_accepted_tokens: of these, accepted.
+      num_draft_tokens: tokens drafted so far.
+      num_accepted_tokens: how many of these were accepted.
       elapsed_s: seconds since the call began.
-      time_left_s: seconds, if the rest takes as long per token and no output ends before its
-        `max_tokens`; None while nothing is known.
+      time_left_s: estimated seconds left, if the speed stays the same and every output reaches its
+        `max_tokens`; None while there is no estimate.
     """
 
     num_requests: int

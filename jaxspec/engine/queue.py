@@ -22,11 +22,12 @@ class StreamOutput:
     """A piece of a request's output.
 
     Attributes:
-      request_id: of the request.
-      token_ids: emitted since the last piece.
-      text: what became final since the last piece. Incomplete characters, and text that may turn
-        into a stop string, come with a later piece. All pieces joined are the completion's text.
-      completion: only with the last piece.
+      request_id: that of the request.
+      token_ids: tokens emitted since the last piece.
+      text: the text that became final since the last piece. Incomplete characters, and text that
+        may turn into a stop string, come with a later piece. All pieces joined are the completion's
+        text.
+      completion: set only in the last piece.
     """
 
     request_id: str
@@ -37,32 +38,33 @@ class StreamOutput:
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """A request on its way through the engine: it waits, gets a row, has its prompt read, runs, and
-    ends with a completion.
+    """A request on its way through the engine: it waits, gets a row, has its prompt prefilled,
+    runs, and ends with a completion.
 
     Attributes:
-      request: what is decoded.
+      request: the request to decode.
       draft_length: drafted tokens per round; 0 decodes plainly.
-      has_consumer: the completion is taken from the ticket; otherwise `Engine.step` returns it.
-      is_interactive: submitted or streamed, so that its output is awaited; otherwise it is one of a
-        list that is decoded for the least time in all.
-      is_streamed: the output is read while it grows.
-      deadline: when it ends with what it has, by `time.monotonic`; None for never.
-      conversation: of which it is a turn, or None.
-      name: by which it can be cancelled; unique among unfinished tickets.
-      row: on the device, while it has one.
-      arrival: order among those that got a row.
-      num_prefilled: prompt tokens read so far, or taken over.
-      num_reused: prompt tokens whose KV was taken over; None where none could be.
-      num_reread: prompt tokens that the conversation had read or emitted before, and that are read
-        again; None like `num_reused`.
-      is_cancelled: to be ended at the next step.
+      has_consumer: whether a caller takes the completion from the ticket; otherwise `Engine.step`
+        returns it.
+      is_interactive: whether it was submitted or streamed, so that its output is awaited; otherwise
+        it belongs to a list, for which only the total time counts.
+      is_streamed: whether the output is read as it is emitted.
+      deadline: when it ends with the tokens it has, by `time.monotonic`; None for never.
+      conversation: the conversation of which it is a turn, or None.
+      name: the name by which it can be cancelled; unique among unfinished tickets.
+      row: its row on the device, while it has one.
+      arrival: order among tickets that got a row.
+      num_prefilled: prompt tokens prefilled or reused so far.
+      num_reused: prompt tokens whose KV was reused; None if there was nothing to reuse from.
+      num_reread: prompt tokens that the conversation had prefilled or emitted before, and that are
+        prefilled again; None if `num_reused` is.
+      is_cancelled: whether to end it at the next step.
       stopped: the stop string found in its output.
-      acceptance: as of the last time the host looked.
-      completion: once it has ended.
-      pending_output: token ids and text that the stream has not handed out yet.
+      acceptance: counts as of the host's last check.
+      completion: its completion, once it has ended.
+      pending_output: token ids and text that the stream has not returned yet.
       num_streamed: tokens put into `pending_output` so far.
-      text: their text.
+      text: the text of these.
     """
 
     request: Request
@@ -88,23 +90,23 @@ class Ticket:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether part of the prompt is still to be read. Its last token is not prefilled: the
-        first round scores it."""
+        """Whether part of the prompt is still to be prefilled. The last token is not prefilled,
+        because the first round scores it."""
         return self.num_prefilled < self.prompt_length - 1
 
     @property
     def num_committed(self) -> int:
-        """Tokens of prompt and output, as of the last time the host looked."""
+        """Number of tokens of prompt and output, as of the host's last check."""
         return self.prompt_length + self.acceptance.num_emitted_tokens
 
     @property
     def reads_output(self) -> bool:
-        """Whether the host must see the output while it grows."""
+        """Whether the host must see the output as it is emitted."""
         return self.is_streamed or bool(self.request.params.stop)
 
     @property
@@ -118,7 +120,7 @@ class Ticket:
         return bool(self.pending_output) or self.completion is not None
 
     def streamed(self) -> Ticket:
-        """The same ticket, of an output that is read while it grows."""
+        """The same ticket, with output that is read as it is emitted."""
         return dataclasses.replace(self, has_consumer=True, is_streamed=True)
 
     def check_stop_strings(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
@@ -128,7 +130,7 @@ class Ticket:
             self.stopped = find_stop(tokenizer, output, params.stop, min_tokens=params.min_tokens)
 
     def buffer_output(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
-        """Adds what is new in the output to `pending_output`, with the text that is final."""
+        """Adds new tokens of the output, and text that has become final, to `pending_output`."""
         token_ids = tuple(output[self.num_streamed :])
         if not token_ids:
             return
@@ -160,10 +162,9 @@ class Ticket:
 
 
 class RequestQueue:
-    """Tickets in the order in which they came, and the rows that some of them have.
+    """Tickets by arrival, and the rows that some of them have.
 
-    Any thread may call it. Only the thread that steps the engine gives out rows and takes them
-    back.
+    Any thread may call it. Only the thread that steps the engine assigns and frees rows.
 
     Args:
       num_rows: rows on the device.
@@ -181,7 +182,7 @@ class RequestQueue:
         self._unfinished: dict[Hashable, Ticket] = {}
         self._rows: list[Ticket | None] = [None] * num_rows
         self._finished: list[Completion] = []
-        self._closed: str | None = None  # what became of the engine
+        self._closed: str | None = None  # why the engine is closed
 
     @property
     def num_waiting(self) -> int:
@@ -195,7 +196,7 @@ class RequestQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every ticket has ended, and `take_finished` has returned all it should."""
+        """Whether every ticket has ended, and `take_finished` has returned all that it has to."""
         with self._lock:
             return not self._unfinished and not self._finished
 
@@ -210,7 +211,7 @@ class RequestQueue:
         return {row: ticket for row, ticket in enumerate(self._rows) if ticket is not None}
 
     def add(self, *tickets: Ticket, is_limited: bool = True) -> None:
-        """Lets tickets wait for rows.
+        """Queues tickets for rows.
 
         Raises:
           RequestError: the queue is closed, or an unfinished ticket has the same name.
@@ -238,8 +239,8 @@ class RequestQueue:
                 self._waiting.append(ticket)
 
     def place_next(self, choose_row: Callable[[Ticket], int]) -> Ticket | None:
-        """Gives the ticket that has waited longest the row that is chosen for it; None if none
-        waits."""
+        """Gives the ticket that has waited longest the row that `choose_row` returns; None if no
+        ticket waits."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -249,7 +250,7 @@ class RequestQueue:
             return ticket
 
     def cancel(self, name: Hashable) -> None:
-        """Ends a ticket: at once if it waits, at the next step if it has a row.
+        """Ends a ticket: immediately if it is waiting, at the next step if it has a row.
 
         Raises:
           RequestError: no unfinished ticket has this name.
@@ -273,7 +274,7 @@ class RequestQueue:
                     self.abort(ticket, Finish.CANCELLED)
 
     def end_overdue(self) -> None:
-        """Ends the tickets that wait and whose deadline has passed."""
+        """Ends waiting tickets whose deadline has passed."""
         with self._lock:
             for ticket in [ticket for ticket in self._waiting if ticket.is_overdue]:
                 self._waiting.remove(ticket)
@@ -284,8 +285,8 @@ class RequestQueue:
         self.finish(ticket, self._abort(ticket.request, finish))
 
     def finish(self, ticket: Ticket, completion: Completion) -> None:
-        """Gives a ticket its completion, and frees its name and its row. A completion that it has
-        stays: a step that was given up may come back."""
+        """Gives a ticket its completion, and frees its name and its row. A ticket that already has
+        a completion keeps it, because an abandoned step may still return."""
         with self._lock:
             if ticket.completion is not None:
                 return
@@ -311,11 +312,11 @@ class RequestQueue:
             self.cancel_all(list(self._unfinished.values()))
 
     def abandon(self, finish: Finish, why: str) -> None:
-        """Ends every ticket at once, without output, and refuses new ones.
+        """Ends every ticket immediately, without output, and refuses new ones.
 
         Args:
-          finish: of every ticket.
-          why: what became of the engine, to go after "an engine that".
+          finish: the reason for every ticket.
+          why: what happened to the engine, to follow "an engine that".
         """
         with self._lock:
             self._closed = why

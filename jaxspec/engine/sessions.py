@@ -1,4 +1,4 @@
-"""Sessions: conversations whose KV stays from one turn to the next."""
+"""Sessions: conversations whose KV is kept between turns."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxspec.requests.sampling_params import SamplingParams
 class Session:
     """A conversation, made by `Engine.session`.
 
-    Every turn's prompt is whole, as for `Engine.generate`: all messages so far, or the whole text.
-    It is compared with the tokens whose KV the session has, and read from the first difference on;
-    `Completion.num_reused_tokens` and `.num_reread_tokens` say how that went. Prompts that share
-    nothing with the last one are fine, and are read like any other.
+    Give each turn the whole prompt, as for `Engine.generate`: all messages so far, or the whole
+    text. It is compared with the tokens whose KV the session has, and prefilled from the first
+    difference on; `Completion.num_reused_tokens` and `.num_reread_tokens` report the result. A
+    prompt may share nothing with the last one; it is then prefilled like any other.
 
     Between turns the KV stays in its row as long as no other request needs it, and is then parked
-    on the host (`Engine(session_bytes=...)`). KV that was forgotten is read again. So a session
-    costs other requests no room, and any number may be open.
+    on the host (`Engine(session_bytes=...)`). KV that was dropped is prefilled again. So a session
+    takes no room from other requests, and any number may be open.
 
     Turns of one session follow one another; different sessions may be used by different threads.
     `with engine.session() as session:` closes it.
@@ -64,12 +64,12 @@ class Session:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens whose KV is kept; as of the last turn, while another is in progress."""
+        """Number of tokens whose KV is kept; while a turn is in progress, as of the last one."""
         return self._conversation.num_slots
 
     @property
     def row(self) -> int | None:
-        """The row of the executor that holds the KV, if one does."""
+        """The row of the executor that holds the KV, or None."""
         return self._conversation.row
 
     @property
@@ -97,7 +97,8 @@ class Session:
         The other arguments are those of `Engine.submit`.
 
         Raises:
-          PromptError, SettingError, QueueFullError: as `Engine.submit`; the session is as before.
+          PromptError, SettingError, QueueFullError: as in `Engine.submit`; the session is left
+            unchanged.
           RequestError: the session is closed, or its last turn has not ended.
         """
         ticket = self._intake.single(
@@ -118,9 +119,9 @@ class Session:
         chat_template: str | None = None,
         timeout_s: float | None = None,
     ) -> Generator[StreamOutput, None, None]:
-        """Yields what the next turn emits, as it is emitted; the last piece has the completion.
-        Takes the arguments of `generate`, and raises what it raises, at once. Closing the iterator
-        cancels the turn."""
+        """Yields what the next turn emits, as it is emitted; the last piece holds the completion.
+        Takes the arguments of `generate`, and raises the same errors, when it is called. Closing
+        the iterator cancels the turn."""
         ticket = self._intake.single(
             prompt, params, None, speculate, draft_length, chat_template, timeout_s
         ).streamed()
@@ -128,8 +129,8 @@ class Session:
         return self._core.stream(ticket)
 
     def fork(self) -> Session:
-        """Another session that goes on from the same tokens; the two know nothing of each other. It
-        has a copy of the KV on the host, as far as `session_bytes` allows.
+        """Another, independent session that continues from the same tokens. It has a copy of the KV
+        on the host, if `session_bytes` allows.
 
         Raises:
           RequestError: the session is closed, or its last turn has not ended.
@@ -137,7 +138,7 @@ class Session:
         with self._lock, self._core.lock:
             self._check("forked")
             copy = self._core.watched(lambda: self._core.kept.fork(self._conversation))
-        if copy is None:  # the device does not answer any more
+        if copy is None:  # the device no longer answers
             copy = Conversation(is_reread=self._conversation.is_reread)
         return Session(self._core, self._intake, exactness=self.exactness, conversation=copy)
 
@@ -158,12 +159,12 @@ class Session:
         self.close()
 
     def enqueue(self, ticket: Ticket, core: EngineCore | None = None) -> None:
-        """Lets a ticket wait for a row, as the next turn; `Engine.submit` and the methods above
-        call it.
+        """Queues a ticket for a row, as the next turn; called by `Engine.submit` and the methods
+        above.
 
         Args:
-          ticket: without a conversation.
-          core: of the engine that was given the ticket.
+          ticket: a ticket without a conversation.
+          core: that of the engine which was given the ticket.
 
         Raises:
           RequestError: the session is closed, another engine's, or its last turn has not ended.
@@ -195,7 +196,7 @@ class Session:
 
 
 def open_session(core: EngineCore, intake: Intake, *, exactness: str, reread: bool) -> Session:
-    """A session with nothing kept; `exactness` is the engine's.
+    """A session without kept KV; `exactness` is the engine's.
 
     Raises:
       SettingError: the engine's rows cannot be kept.
@@ -213,15 +214,15 @@ def open_session(core: EngineCore, intake: Intake, *, exactness: str, reread: bo
 def cache_prefix(
     core: EngineCore, intake: Intake, prompt: Prompt, *, chat_template: str | None
 ) -> int:
-    """Reads a beginning that prompts share, and keeps its KV on the host; returns its tokens. See
-    `Engine.cache_prefix`."""
+    """Prefills a prefix that prompts share, and keeps its KV on the host; returns its number of
+    tokens. See `Engine.cache_prefix`."""
     check_keeps_rows(core.executor)
     one = SamplingParams(max_tokens=1, ignore_eos=True)
     ticket = intake.single(prompt, one, None, False, None, chat_template, None)
     prefix = Conversation(is_reread=not core.executor.keeps_prompt_bits)
     ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)
     num_tokens = ticket.prompt_length
-    with core.lock:  # no other request may take the row before it was copied
+    with core.lock:  # no other request may take the row before it has been copied
         core.enqueue(ticket)
         [completion] = core.completions([ticket], None)
         if completion.finish_reason == "abort":
@@ -249,7 +250,7 @@ def check_keeps_rows(executor: Executor) -> None:
 
 
 def kept_counts(core: EngineCore) -> dict[str, Any]:
-    """What `Engine.memory` says of kept KV."""
+    """The counts of kept KV in `Engine.memory`."""
     names = ("num_resident_tokens", "num_parked_tokens", "parked_bytes", "num_reread_tokens")
     metrics = core.kept.metrics()
     return {name: metrics[name] for name in names}

@@ -14,7 +14,7 @@ class SharedSteps:
     """Steps on another thread, for the streams of one event loop at a time.
 
     Args:
-      step: may be called on any thread.
+      step: a function that may be called on any thread.
     """
 
     def __init__(self, step: Callable[[], None]):
@@ -26,7 +26,7 @@ class SharedSteps:
 
     @contextlib.contextmanager
     def for_stream(self) -> Iterator[None]:
-        """For as long as a stream lasts: the running event loop may call `wait_for_step`.
+        """While a stream lasts, lets the running event loop call `wait_for_step`.
 
         Raises:
           RequestError: another event loop has streams that have not ended.
@@ -50,7 +50,7 @@ class SharedSteps:
                     self._num_streams -= 1
 
     async def wait_for_step(self) -> None:
-        """A step, which all tasks that wait for one share."""
+        """Waits for a step, which all waiting tasks share."""
         if self._running is None or self._running.done():
             event_loop = asyncio.get_running_loop()
             self._running = event_loop.run_in_executor(None, self._step)

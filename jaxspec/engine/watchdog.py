@@ -1,4 +1,4 @@
-"""A limit on the time of a step, so that a device that does not answer is not waited for."""
+"""A time limit for steps, so that nothing waits forever for a device that does not answer."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-POLL_S = 0.1  # between two looks at whether something is being compiled
+POLL_S = 0.1  # between two checks whether something is being compiled
 
 T = TypeVar("T")
 
 
 class StepTimeoutError(Exception):
-    """A step that has not returned in time; it goes on in its thread."""
+    """A step that has not returned in time; it continues in its thread."""
 
 
 class Watchdog:
-    """Runs what calls the device in a thread that can be given up: such a call cannot be ended.
+    """Runs calls of the device in a thread that can be abandoned, as they cannot be interrupted.
 
     One caller at a time.
 
     Args:
-      limit_s: seconds that a step may take, or a part of it that `renew` ends.
-      is_compiling: whether something is being compiled now, which does not count.
+      limit_s: seconds that a step may take, or a part of it between calls of `renew`.
+      is_compiling: tells whether something is being compiled, which does not count.
     """
 
     def __init__(self, limit_s: float, is_compiling: Callable[[], bool]):
@@ -34,10 +34,10 @@ class Watchdog:
         self._is_renewed = False
 
     def run(self, step: Callable[[], T]) -> T:
-        """Returns what the step returns, and raises what it raises.
+        """Returns the step's result, or raises its error.
 
         Raises:
-          StepTimeoutError: it takes too long.
+          StepTimeoutError: the step takes too long.
         """
         if self._last is not None:  # its caller may have been interrupted
             self._wait_for(self._last)
@@ -47,8 +47,8 @@ class Watchdog:
         return done.result()
 
     def renew(self) -> None:
-        """Gives the step that runs its whole time again. The step calls it where the device has
-        answered, if it waits for it several times."""
+        """Gives the running step its full time again. A step that waits for the device several
+        times calls this when the device has answered."""
         self._is_renewed = True
 
     def _wait_for(self, done: concurrent.futures.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a decoder computes with: products and attention, and XLA's version of both.
+"""The computations of a decoder, products and attention, and XLA's version of both.
 
 Kernels know arrays, not model families. Norms, rotary angles and logits are fp32 whatever the
 parameters' dtype, as in Hugging Face's models.
@@ -37,14 +37,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 class PackedWeight(struct.PyTreeNode):
-    """The weight of a product, in an order in which it is read from end to end.
+    """The weight of a product, in an order that allows reading it sequentially.
 
     The columns are in panels of 16. `data[panel, i, column, j]` is the weight of input `2 i + j`;
-    where there are no more columns, and after the last input up to a multiple of 32, it is zero.
+    it is zero past the last column, and past the last input up to a multiple of 32.
 
     Attributes:
       data: `[ceil(outputs / 16), padded inputs / 2, 16, 2]`.
-      shape: of the weight, `[in..., out...]`.
+      shape: that of the weight, `[in..., out...]`.
       num_input_axes: how many of these axes are inputs.
     """
 
@@ -59,7 +59,7 @@ class PackedWeight(struct.PyTreeNode):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The axes that are no inputs."""
+        """The axes that are not inputs."""
         return self.shape[self.num_input_axes :]
 
     def unpacked(self) -> jax.Array:
@@ -69,14 +69,14 @@ class PackedWeight(struct.PyTreeNode):
         return flat[: self.num_inputs, : math.prod(self.output_shape)].reshape(self.shape)
 
     def columns(self, index: jax.Array) -> jax.Array:
-        """The columns at `index` `[...]` int32 of a matrix, `[..., in]`; nothing else is read."""
+        """The columns `[..., in]` of a matrix at `index` `[...]` int32; nothing else is read."""
         panel = self.data.shape[2]
         pairs = self.data[index // panel, :, index % panel]
         return pairs.reshape(*index.shape, -1)[..., : self.num_inputs]
 
 
 def unpacked(tree: PyTree) -> PyTree:
-    """A pytree with plain arrays in the place of its `PackedWeight`s."""
+    """A pytree with plain arrays instead of its `PackedWeight`s."""
 
     def is_packed(node: Any) -> bool:
         return isinstance(node, PackedWeight)
@@ -98,7 +98,8 @@ def product(
     residual: jax.Array | None = None,
     dtype=None,
 ) -> jax.Array:
-    """`f(x) @ weight + residual` `[..., out...]`, with what stands around a product in a decoder.
+    """`f(x) @ weight + residual` `[..., out...]`: a product with the operations around it in a
+    decoder.
 
     The weight is not flattened: a `model` mesh axis that splits one of its inner axes would have to
     move it for that.
@@ -107,10 +108,10 @@ def product(
       x: `[..., in]`; `[..., 2, in]` if it is gated.
       weight: `[in, out...]`.
       norm: `[in]` weight of an RMS norm of x (`rms_norm`), or None.
-      epsilon: of the norm.
+      epsilon: that of the norm.
       is_gated: x is `silu(x[..., 0, :]) * x[..., 1, :]` (SwiGLU).
       residual: `[..., out...]` to be added, or None.
-      dtype: of the result; None is that of x.
+      dtype: that of the result; None is that of x.
     """
     if norm is not None:
         x = rms_norm(x, norm, epsilon)
@@ -172,15 +173,15 @@ def attention_inputs(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The expensive parts of a layer, and of growing a tree. A backend brings its own functions, or
-    overrides `attend` to do a layer's attention from the projections on.
+    """The expensive parts of a layer, and of growing a tree. A backend provides its own functions,
+    or overrides `attend` to compute a layer's attention from the projections on.
 
     Attributes:
       attention: see `block_attention`.
       product: see `product`.
       highest: see `jaxspec.kernels.highest.highest`.
-      is_width_invariant: whether a token gets the same bits in windows of every width, wherever
-        these kernels leave no product to XLA. Engines try it before they rely on it.
+      is_width_invariant: whether a token gets the same bits in windows of every width, as long as
+        these kernels leave no product to XLA. Engines test it before they rely on it.
     """
 
     attention: Attention = block_attention
@@ -189,9 +190,9 @@ class Kernels:
     is_width_invariant: bool = False
 
     def pack(self, weight: jax.Array | PackedWeight, num_input_axes: int = 1) -> Any:
-        """A weight as `product` reads it best, `[in..., out...]` or a `PackedWeight`.
+        """A weight in the form that `product` reads fastest: `[in..., out...]` or a `PackedWeight`.
 
-        It is given as either, and not copied where it is so already.
+        It may be given in either form, and is not copied if it already has the right one.
         """
         return unpacked(weight)
 
@@ -217,16 +218,16 @@ class Kernels:
         Args:
           qkv: `[B, T, K, G + 2, H]` projections.
           layer: KV of this layer.
-          table: `[B, S / block]` page numbers of the window's rows.
-          window: where the queries stand, and where their KV goes.
-          angles: of the window's positions.
-          dtype: of the KV.
-          is_interleaved: rotated pairs are neighbours, not halves.
+          table: `[B, S / block]`, page numbers of the window's rows.
+          window: the positions of the queries, and the slots for their KV.
+          angles: those of the window's positions.
+          dtype: that of the KV.
+          is_interleaved: whether rotated pairs are neighbours, instead of one from each half.
           bias: `[K, G + 2, H]` added to the projections, or None.
           query_norm: `[H]` weight of the queries' RMS norm, or None.
-          key_norm: of the keys', likewise.
+          key_norm: the same for the keys, or None.
           epsilon: of these norms.
-          sliding_window: slots that a query sees, or None for all.
+          sliding_window: number of slots that a query sees, or None for all.
           sinks: `num_sinks` where the cache is a ring, see `block_attention`.
         """
         queries, keys, values = attention_inputs(
@@ -238,8 +239,8 @@ class Kernels:
             key_norm=key_norm,
             epsilon=epsilon,
         )
-        # 0 * NaN is NaN: a non-finite value would reach earlier queries, which do not see it. As a
-        # key it reaches only those that do.
+        # 0 * NaN is NaN, so a non-finite value would reach earlier queries, which do not see it. A
+        # non-finite key reaches only the queries that see it.
         is_finite = jnp.isfinite(values)
         keys = jnp.where(is_finite, keys, jnp.array(jnp.nan, keys.dtype))
         values = jnp.where(is_finite, values, jnp.zeros((), values.dtype))

@@ -1,5 +1,4 @@
-"""The highest scores of a row, and what all of its scores add up to: the children of a tree's
-node."""
+"""The highest scores of a row and their log-sum-exp, for choosing the children of a tree's node."""
 
 from __future__ import annotations
 
@@ -11,15 +10,15 @@ from jax import lax
 
 from jaxspec.runtime.environment import loops_run_on_host
 
-BLOCK = 64  # scores of which the maximum is taken before the highest are looked for
+BLOCK = 64  # size of the blocks of scores whose maxima are compared first
 
 
 class Highest(NamedTuple):
     """The highest scores of some rows.
 
     Attributes:
-      scores: `[..., n]` fp32, in falling order.
-      places: `[..., n]` int32, where they stand in the row.
+      scores: `[..., n]` fp32, in descending order.
+      places: `[..., n]` int32, their indices in the row.
       log_total: `[...]` fp32, the logarithm of the sum of `exp(sharpness * score)` over the row.
     """
 
@@ -29,16 +28,16 @@ class Highest(NamedTuple):
 
 
 def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
-    """The `count` highest of `scores` `[B, ..., V]` fp32, of equals the first.
+    """The `count` highest of `scores` `[B, ..., V]` fp32; on a tie, the first ones.
 
-    XLA:CPU's `top_k` handles one score at a time, and the maximum of a block of them at once. The
-    highest scores are in the blocks of the highest maxima, so it need look at no others.
+    XLA:CPU's `top_k` handles one score at a time, but the maximum of a block is vectorised. The
+    highest scores are in the blocks with the highest maxima, so `top_k` only has to look at these.
 
     Args:
-      scores: they may be -inf. The `log_total` of a row with a NaN is NaN, and what else is
-        returned of it is unspecified, but for places that exist.
+      scores: may be -inf. For a row with a NaN, `log_total` is NaN and the other results are
+        unspecified, except that `places` are valid indices.
       count: at most V.
-      sharpness: `[B]` fp32, above 0; None is 1.
+      sharpness: `[B]` fp32, above 0; None means 1.
     """
     *leading, size = scores.shape
     scaled = scores

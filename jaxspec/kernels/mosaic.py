@@ -1,10 +1,10 @@
-"""Attention of a window as a kernel for Hopper GPUs, in Pallas' Mosaic GPU.
+"""Attention of a window as a kernel for Hopper GPUs, written in Pallas for Mosaic GPU.
 
-A program attends all queries of a row and KV head to one split of the row's slots, with the
-products of a warpgroup. KV is copied through the page table from where it lies, `TILE` slots at a
-time and several tiles ahead of their use; a program copies no further than its queries see, and one
-without a live slot ends at once and writes nothing. Splits are long: chains that fit into one need
-no second kernel; otherwise another kernel puts the splits together, and with them what XLA
+A program computes the attention of all queries of a row and KV head over one split of the row's
+slots, with warpgroup products. KV is copied through the page table, `TILE` slots at a time and
+several tiles ahead of their use; a program copies no further than its queries see, and a program
+without a live slot ends at once and writes nothing. Splits are long, so that chains that fit into
+one need no second kernel; otherwise another kernel combines the splits with the parts that XLA
 computes: the tails of a tree and attention sinks (`tail_sums` and `sink_sums` of
 `jaxspec.kernels.xla`).
 
@@ -12,9 +12,9 @@ A query's bits depend on its own row only, and not on the width of the window: e
 of the same products of 64, tiles and splits begin at absolute slots and are summed in their order,
 and slots that a query does not see leave its sums unchanged to the bit.
 
-It has not run on a GPU yet; `SPLIT_LENGTH` and `TILE` are estimates. Products of this kind exist on
-compute capability 9 only. Elsewhere, for what `is_supported` leaves out, and for KV in int8, there
-is `jaxspec.kernels.pallas`.
+It has not run on a GPU yet; `SPLIT_LENGTH` and `TILE` are estimates. These products exist on
+compute capability 9 only. Elsewhere, where `is_supported` is False, and for KV in int8,
+`jaxspec.kernels.pallas` is used.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from jaxspec.types import Window
 
 SPLIT_LENGTH = 2048  # slots
 TILE = 64  # slots that are multiplied at a time
-_NUM_ROWS = 64  # of a product: what a warpgroup multiplies at once
-_BYTES_AHEAD = 131072  # of KV, in shared memory,
-_TILES_AHEAD = 8  # in at most so many tiles
-_BY_QUERY = plgpu.Layout.WGMMA.reduce(1)  # of a value per query
+_NUM_ROWS = 64  # rows of a product: what a warpgroup multiplies at once
+_BYTES_AHEAD = 131072  # of KV copied ahead into shared memory,
+_TILES_AHEAD = 8  # in at most this many tiles
+_BY_QUERY = plgpu.Layout.WGMMA.reduce(1)  # layout of one value per query
 _LOWEST = -1e30  # finite, for the reason given in `jaxspec.kernels.xla`
 
 
@@ -55,7 +55,7 @@ def mosaic_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Does as `pallas_attention` where `is_supported` says no, and with KV in int8. A tree, or a
+    Calls `pallas_attention` where `is_supported` is False, and for KV in int8. A tree, or a
     capacity of more than `SPLIT_LENGTH`, needs scratch memory for one layer's partial sums, fp32:
     the number of splits, times the queries padded to 64.
 
@@ -63,10 +63,10 @@ def mosaic_attention(
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.
       layer: KV of this layer.
       table: page numbers of the window's rows.
-      window: where the queries stand.
+      window: the positions of the queries.
       dtype: dtype of the KV that is read.
-      sliding_window: slots that a query sees, or None for all.
-      num_sinks: first slots that it sees too, or None.
+      sliding_window: number of slots that a query sees, or None for all.
+      num_sinks: number of first slots that it sees as well, or None.
       interpret: `InterpretGPUParams` of Pallas' interpreter (from JAX 0.12), or None to compile.
     """
     return attend_grouped(
@@ -124,12 +124,12 @@ def attend_grouped(
 
     num_queries = window_length * group
     padded = _padded(num_queries)
-    # Of each query the first position that it sees, and one past the last that is read for it.
+    # For each query the first position that it sees, and one past the last that is read for it.
     first = jnp.zeros_like(last_read)
     if sliding_window is not None:
         first = jnp.maximum(window.positions - sliding_window + 1, 0)
     read = jnp.repeat(jnp.stack([first, last_read + 1], axis=1), group, axis=2)
-    read = jnp.pad(read, ((0, 0), (0, 0), (0, padded - num_queries)))  # the others see nothing
+    read = jnp.pad(read, ((0, 0), (0, 0), (0, padded - num_queries)))  # padding sees nothing
     k, v = (
         x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype) for x in (layer.k, layer.v)
     )
@@ -233,8 +233,8 @@ def _attend_split(
     v_loaded,
     block: int,
 ):
-    """One row, KV head and split: the heads, or, if more is to be combined, the highest score, the
-    total weight and the weighted values."""
+    """One row, KV head and split: the heads or, if parts are still to be combined, the highest
+    score, the total weight and the weighted values."""
     # The outputs are `[B, T, K, G, H]`, or `[B, K, splits, M]` twice and `[B, K, splits, M, H]`.
     is_partial = len(outputs) == 3
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
@@ -302,7 +302,7 @@ def _attend_split(
                 v_s[stage] = jnp.where(is_live, values, jnp.zeros_like(values))
 
             plgpu.commit_smem()
-            # All warps are done with the tile before, so that its place can be written to.
+            # All warps are done with the previous tile, so its place can be overwritten.
             ahead = tile + num_stages - 1
             pl.when(ahead < end)(functools.partial(fetch, ahead))
 
@@ -341,8 +341,8 @@ def _combine_splits(
     *references,  # sinks and tails, if any, [B, K, M] twice and [B, K, M, H]; [B, T, K, G, H]
     staged_s,
 ):
-    """One row and KV head: puts the live splits together, in the order of their slots, and the
-    rest."""
+    """One row and KV head: combines the live splits, in the order of their slots, and the other
+    parts."""
     *rest, heads_ref = references
     row, head = lax.axis_index("row"), lax.axis_index("head")
     tiles_per_split = SPLIT_LENGTH // TILE
@@ -373,7 +373,7 @@ def _combine_splits(
 
 
 def _write_heads(total: jax.Array, output: jax.Array, staged_s, heads_ref, row, head) -> None:
-    """Normalises the weighted values `[M, H]` and copies them to where they belong."""
+    """Normalises the weighted values `[M, H]` and copies them to the output."""
     _, window_length, _, group, _ = heads_ref.shape
     heads = output / lax.broadcast_in_dim(total, output.shape, [0])
     _store(staged_s, heads.astype(staged_s.dtype))
@@ -400,7 +400,7 @@ def _nothing(num_queries: int, head_size: int) -> tuple[jax.Array, jax.Array, ja
     )
 
 
-# For loads and stores that are done once per program and need not be fast. From JAX 0.11 on `load`
+# For loads and stores that happen once per program and need not be fast. From JAX 0.11 on `load`
 # takes no index, and from 0.12 on there is a `store` for them.
 _NO_INDEX = () if jax.__version_info__ >= (0, 11) else ((),)
 

@@ -1,14 +1,14 @@
-"""Attention of a short window as GPU kernels: split over KV, each row at its own length's cost.
+"""Attention of a short window as GPU kernels: split over KV, at a cost that depends on each row's
+own length.
 
-These are `attention_inputs`, `kv.write` and `block_attention` for GPUs, written for Pallas' Triton
-compiler. Elsewhere they are interpreted, which is slow and meant for tests. `write_window` makes
-the queries from the projections and writes the window's KV in place. XLA reads blocks of KV one
-after the other, up to the end of the longest row. Here they are read in parallel, as in
-flash-decoding (Dao et al., 2023): one kernel has a program per row, KV head and split of
-`SPLIT_LENGTH` slots, and another combines the splits of each row. A program without a live slot
-ends at once and writes nothing. A tree's queries share the splits up to their tails
-(`Window.tail_start`); these are left to XLA, and enter the combination as the last split. So do
-attention sinks before the sliding window.
+These are `attention_inputs`, `kv.write` and `block_attention` for GPUs, written in Pallas for
+Triton. Elsewhere they are interpreted, which is slow and meant for tests. `write_window` makes the
+queries from the projections and writes the window's KV in place. XLA reads blocks of KV one after
+the other, up to the end of the longest row. Here they are read in parallel, as in flash-decoding
+(Dao et al., 2023): one kernel has a program per row, KV head and split of `SPLIT_LENGTH` slots, and
+another combines the splits of each row. A program without a live slot ends at once and writes
+nothing. A tree's queries share the splits up to their tails (`Window.tail_start`), which XLA
+computes and which are combined as the last split. So are attention sinks before the sliding window.
 
 They have not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
 accepts Triton kernels, and warns that a later version will not.
@@ -37,9 +37,9 @@ from jaxspec.kernels.xla import Attention, Sums, block_attention, sink_sums, tai
 from jaxspec.types import Window
 
 SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leave less to combine
-MAX_QUERIES = 128  # query rows of a program, padded: what its registers hold
+MAX_QUERIES = 128  # query rows of a program, padded, that fit into its registers
 _MIN_SIZE = 16  # the smallest side of a product on tensor cores
-_TILE_BYTES = 16384  # of K, and of V, that a program reads at a time
+_TILE_BYTES = 16384  # of K, and likewise of V, that a program reads at a time
 _LOWEST = -1e30  # finite, for the reason given in `jaxspec.kernels.xla`
 
 
@@ -56,7 +56,7 @@ def pallas_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Calls `block_attention` where `is_supported` says no: for long windows (prefill) and head sizes
+    Calls `block_attention` where `is_supported` is False: for long windows (prefill) and head sizes
     that Triton cannot tile. Needs scratch memory for one layer's partial sums, fp32: the capacity
     divided by `SPLIT_LENGTH`, times the padded queries.
 
@@ -64,10 +64,10 @@ def pallas_attention(
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.
       layer: KV of this layer.
       table: page numbers of the window's rows.
-      window: where the queries stand.
+      window: the positions of the queries.
       dtype: dtype of the KV that is read.
-      sliding_window: slots that a query sees, or None for all.
-      num_sinks: first slots that it sees too, or None.
+      sliding_window: number of slots that a query sees, or None for all.
+      num_sinks: number of first slots that it sees as well, or None.
       interpret: run in Pallas' interpreter; None does so unless there is a GPU.
     """
     return attend_grouped(
@@ -83,7 +83,7 @@ def pallas_attention(
 
 
 def by_kv_head(queries: jax.Array, num_heads: int) -> jax.Array:
-    """Queries `[B, T, Q, H]` as `[B, K, T, G, H]`, of K = `num_heads`."""
+    """Queries `[B, T, Q, H]` as `[B, K, T, G, H]`, with K = `num_heads`."""
     num_rows, window_length, num_query_heads, head_size = queries.shape
     group = num_query_heads // num_heads
     grouped = queries.reshape(num_rows, window_length, num_heads, group, head_size)
@@ -205,8 +205,8 @@ def attend_grouped(
 
 
 def last_read_together(window: Window) -> jax.Array:
-    """`[B, T]` int32: the last position that a kernel reads for each query: the last that a chain's
-    sees, and of a tree the one before its tail, -1 if there is none."""
+    """`[B, T]` int32, the last position that a kernel reads for each query: in a chain the last one
+    that the query sees, in a tree the one before its tail, -1 if there is none."""
     if window.paths is not None:
         return window.tail_start - 1
     return window.positions if window.ends is None else window.ends - 1
@@ -230,8 +230,8 @@ def padded_rest_sums(
     num_sinks: int | None = None,
     num_queries: int,
 ) -> Sums:
-    """`sink_sums` and `tail_sums` of queries by KV head, as splits are summed: `[B, K, M]` twice
-    and `[B, K, M, H]`, M = `num_queries`, with copies of the last query where there are no more."""
+    """`sink_sums` and `tail_sums` of queries by KV head, in the form of a split's sums: `[B, K, M]`
+    twice and `[B, K, M, H]`, with M = `num_queries`, padded with copies of the last query."""
     inputs = queries.transpose(0, 2, 1, 3, 4), layer, table, window
     settings = {"dtype": dtype, "sliding_window": sliding_window}
     if num_sinks:
@@ -277,8 +277,8 @@ def pages_of(table: kv.Table) -> tuple[jax.Array, jax.Array]:
 
 
 def _query_indices(padded: int, window_length: int, group: int) -> tuple[jax.Array, jax.Array]:
-    """Of each query of a tile `[M]`: its entry of the window, and its place in the group. Copies of
-    the last query fill the tile; they are stored where it is, and are the same to the bit."""
+    """For each query of a tile `[M]`, its entry of the window and its index in the group. Copies of
+    the last query fill the tile; they are stored to the same place, and are bitwise equal."""
     index = jnp.minimum(jnp.arange(padded, dtype=jnp.int32), window_length * group - 1)
     return lax.div(index, group), lax.rem(index, group)
 
@@ -291,7 +291,7 @@ def _attend_split(
     queries_ref,  # [B, K, T, G, H]
     k_ref,  # [P, K, block, H]
     v_ref,
-    *references,  # of codes their scales, [P, K, block] twice; then highest, total and output
+    *references,  # for codes their scales, [P, K, block] twice; then highest, total and output
     padded: int,
     tile: int,
     tiles_per_split: int,
@@ -358,7 +358,8 @@ def _combine_splits(
     group: int,
     tiles_per_split: int,
 ):
-    """One row and KV head: combines the live splits, in the order of their slots, and the rest."""
+    """One row and KV head: combines the live splits, in the order of their slots, and the other
+    parts."""
     *rest, combined_ref = references
     row, head = pl.program_id(0), pl.program_id(1)
     first = extents_ref[row, 0] // tiles_per_split
@@ -485,8 +486,8 @@ def _write_window(
     epsilon: float,
 ):
     """One entry of a row's window, and one KV head."""
-    # Those given of the bias [K, G + 2, H] and the norms [H]; K and V [P, K, block, H] and any
-    # scales [P, K, block] as they were, and as they are now, after the queries [B, K, T, G, H].
+    # The bias [K, G + 2, H] and the norms [H], if given; K and V [P, K, block, H] and any scales
+    # [P, K, block] before the call; then the queries [B, K, T, G, H], and K, V and scales after it.
     optional, queries_ref = references[: len(given)], references[len(given) + num_stored]
     k_ref, v_ref, *scale_refs = references[-num_stored:]
     optional_refs = dict(zip(given, optional, strict=True))
@@ -549,7 +550,7 @@ def _to_storage(values: jax.Array, stored: jnp.dtype) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PallasKernels(Kernels):
-    """The kernels above, and XLA's where these do not apply.
+    """The kernels above, and XLA's where they do not apply.
 
     Attributes:
       grouped_attention: see `attend_grouped`.

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 KernelsName: TypeAlias = Literal["xla", "mosaic", "pallas", "native"]
 
-# Where each is found: module and attribute.
+# Module and attribute of each.
 KERNELS: Mapping[str, tuple[str, str]] = {
     "xla": ("jaxspec.kernels.base", "XLA"),
     "mosaic": ("jaxspec.kernels.mosaic", "MOSAIC"),
@@ -32,10 +32,10 @@ KERNELS: Mapping[str, tuple[str, str]] = {
 
 @functools.cache
 def get_kernels(name: str) -> Kernels:
-    """The kernels of this name.
+    """The kernels with this name.
 
     Raises:
-      SettingError: there are none of this name, or what they need cannot be imported.
+      SettingError: there are no kernels with this name, or their dependencies cannot be imported.
     """
     if name not in KERNELS:
         raise SettingError(f"There are no kernels {name!r}; choose one of {', '.join(KERNELS)}.")
@@ -50,7 +50,7 @@ def get_kernels(name: str) -> Kernels:
 
 
 def check_kernels(name: str) -> None:
-    """Raises `SettingError` unless kernels of this name exist and can be used here."""
+    """Raises `SettingError` unless kernels with this name exist and can be used here."""
     get_kernels(name)
     if name == "mosaic" and not environment.is_hopper():
         raise SettingError(
@@ -78,8 +78,8 @@ def native_problem() -> str | None:
 
 
 def family_of(name: str | None) -> str | None:
-    """The instructions that kernels of this name multiply bfloat16 with (`cpu.family`); None where
-    XLA chooses them."""
+    """The instructions with which the kernels of this name multiply bfloat16 (`cpu.family`); None
+    if XLA chooses them."""
     if name != "native":
         return None
     from jaxspec.kernels import cpu
@@ -91,9 +91,8 @@ def default_kernels() -> KernelsName:
     """`native` on a CPU, `mosaic` on a Hopper GPU, `pallas` on another, where they can be used;
     otherwise `xla`.
 
-    Where it is `xla` on a CPU or GPU, that is announced once, by a warning in the log, in
-    `Engine.describe()` and in every JSON document: it is slower, and its outputs may differ at ties
-    within rounding.
+    If this is `xla` on a CPU or GPU, a warning in the log says so once, as do `Engine.describe()`
+    and every JSON document: it is slower, and its outputs may differ at ties within rounding.
     """
     wanted, problem = _wanted_kernels(jax.default_backend())
     name: KernelsName = wanted if problem is None else "xla"
@@ -104,7 +103,7 @@ def default_kernels() -> KernelsName:
 
 
 def _wanted_kernels(platform: str) -> tuple[KernelsName, str | None]:
-    """The kernels that are made for a platform, and why they cannot be used here, or None."""
+    """The kernels intended for a platform, and the reason why they cannot be used here, or None."""
     if platform == "cpu":
         return "native", native_problem()
     if platform != "gpu":

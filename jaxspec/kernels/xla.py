@@ -1,11 +1,11 @@
 """Attention of a window over a row's live KV blocks, with an online softmax.
 
-Only blocks that hold slots some query can see are read, so a step costs what is live, not what is
-allocated; wholly masked blocks change no bit of a row's result, so neighbours of other lengths do
-not matter either. With attention sinks each row reads its first block, then those of its own
-window. The nodes of a tree share these blocks up to their tails (`Window.tail_start`), which are
-gathered along their paths. Backends share the signature of `block_attention` and are
-injected into the decoder.
+Only blocks with slots that some query can see are read, so the cost of a step depends on live
+slots, not on allocated ones. Fully masked blocks change no bit of a row's result, so neighbours of
+other lengths do not matter either. With attention sinks each row reads its first block, then those
+of its own window. The nodes of a tree share these blocks up to their tails (`Window.tail_start`),
+which are gathered along their paths. Backends have the signature of `block_attention`, and are
+passed to the decoder.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 _LOWEST = -1e30
 
 
-Attention: TypeAlias = Callable[..., jax.Array]  # a backend, called as `block_attention` is
+Attention: TypeAlias = Callable[..., jax.Array]  # a backend, called like `block_attention`
 
-# Over some of the slots that each query sees, fp32: the highest score and the total weight
+# Sums over some of the slots that each query sees, fp32: the highest score and the total weight
 # `[B, K, G, T]`, and the weighted values `[B, K, G, T, H]`; weights are relative to the highest.
 Sums: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -52,21 +52,22 @@ def block_attention(
 
     Scores, softmax and the output sum are fp32; the probabilities enter the second product in
     `dtype`. Sums run over absolute slots in block order, whatever the window holds: this is what
-    makes a drafted token's result bit-equal to plain decoding's. Of a tree the sums of each query
-    end with its tail, whose slots depend on the query's own place only.
+    makes a drafted token's result bit-equal to plain decoding's. In a tree the sums of each query
+    end with its tail, whose slots depend on the query's own position only.
 
-    The loop over blocks ends where the longest row does, which no compiler knows. On a GPU its host
-    waits for the device before every block of every layer, so that using it there is announced.
+    The loop over blocks ends with the longest row, so its trip count is dynamic. On a GPU the host
+    therefore waits for the device before every block of every layer, and a warning is logged.
 
     Args:
       queries: `[B, T, Q, H]`, rotated.
       layer: KV of this layer.
-      table: `[B, S / block]` page numbers of the window's rows, and their padding if there is any.
-      window: where the queries stand.
+      table: `[B, S / block]`, page numbers of the window's rows, with their padding if there is
+        any.
+      window: the positions of the queries.
       dtype: dtype of the KV that is read.
       sliding_window: a query at position i sees positions above `i - sliding_window` only,
-      num_sinks: and those below `num_sinks`, at most a block. Given for a cache that keeps no
-        others (`pages.Ring`), with a sliding window; None otherwise.
+      num_sinks: and those below `num_sinks`, at most a block. Set, together with a sliding window,
+        for a cache that keeps only these positions (`pages.Ring`); otherwise None.
     """
     num_rows, window_length, num_query_heads, head_size = queries.shape
     block, num_kv_heads = layer.block, layer.num_heads
@@ -79,11 +80,12 @@ def block_attention(
 
     positions = window.positions
     is_padded = isinstance(table, kv.AlignedTable)
-    # One past the last slot that each query sees here; a tree's tails come after the loop.
+    # One past the last slot that each query sees in the loop; a tree's tails come after it.
     ends = window.visible_ends if window.paths is None else window.tail_start
     row_end = jnp.max(ends, axis=1)
     # Slots and positions are the same in the ragged layout. In the aligned one a row's first block
-    # may lie to the right of slot 0, and its padding is masked like all that is not its own.
+    # may lie to the right of slot 0, and its padding is masked like everything else outside the
+    # row.
     query_slots = kv.slots_of(table, positions)
     last_block = (jnp.max(kv.slots_of(table, ends - 1)) + block) // block
     first_block = jnp.int32(0)
@@ -105,7 +107,7 @@ def block_attention(
             within = jnp.arange(block, dtype=jnp.int32)
             key_positions = block_index[:, None] * block + within[None]
         k, v = kv.read_block(layer, table, block_index, dtype)
-        # Garbage may be NaN, and 0 * NaN is NaN: V is zeroed where no query of the row looks.
+        # Garbage may be NaN, and 0 * NaN is NaN, so V is zeroed where no query of the row looks.
         is_live = key_positions < row_end[:, None]
         if is_padded:
             is_live &= key_positions >= 0
@@ -151,11 +153,11 @@ def tail_sums(
       queries: `[B, T, K, G, H]`.
       layer: KV of this layer; this and the next arguments are as in `block_attention`.
       table: page numbers of the window's rows.
-      window: where the queries stand, with `paths`.
+      window: the positions of the queries, with `paths`.
       dtype: dtype of the KV that is read.
-      sliding_window: slots that a query sees, or None for all.
-      num_sinks: first slots that it sees too, or None.
-      before: sums over earlier slots, to be continued; None for the tails' alone.
+      sliding_window: number of slots that a query sees, or None for all.
+      num_sinks: number of first slots that it sees as well, or None.
+      before: sums over earlier slots to continue from; None for the tails alone.
     """
     num_rows, window_length, num_kv_heads, group, head_size = queries.shape
     if before is None:
@@ -189,7 +191,8 @@ def sink_sums(
     num_sinks: int,
 ) -> Sums:
     """Sums over the attention sinks that lie before the sliding window of each query, and before
-    its tail: what kernels that know sliding windows leave out. Arguments as of `tail_sums`."""
+    its tail: what kernels that support only sliding windows leave out. Arguments as in
+    `tail_sums`."""
     num_rows, window_length, num_kv_heads, group, head_size = queries.shape
     before = _no_sums((num_rows, num_kv_heads, group, window_length), head_size)
     slots = jnp.arange(num_sinks, dtype=jnp.int32)[None]
@@ -212,7 +215,7 @@ def _no_sums(shape: tuple[int, ...], head_size: int) -> Sums:
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Their einsum in fp32."""
+    """The einsum of a and b in fp32."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32, precision=precision)
 
@@ -222,8 +225,8 @@ def _add(sums: Sums, scores: jax.Array, visible: jax.Array, v: jax.Array, equati
 
     Args:
       sums: over earlier slots.
-      scores: of queries and keys, the slots last; not scaled yet.
-      visible: which of them count, broadcast to `scores`.
+      scores: those of queries and keys, slots last; not yet scaled.
+      visible: which of them are visible; broadcast to `scores`.
       v: values, finite.
       equation: einsum of the weights and `v`.
     """
@@ -258,7 +261,7 @@ def causal_attention(
     *,
     sliding_window: int | None = None,
 ) -> jax.Array:
-    """Dense causal attention `[B, T, Q, H]` within segments: for training, where nothing is cached.
+    """Dense causal attention `[B, T, Q, H]` within segments: for training, which needs no cache.
 
     Args:
       queries: `[B, T, Q, H]`.

@@ -90,8 +90,8 @@ class TappedModel(Model, Protocol):
     """A model whose residual stream can be read between its layers.
 
     Attributes:
-      num_layers: L. Boundary b, 0 to L, is the stream after b layers: 0 the embeddings, L what
-        `forward` returns. `LAST` is L too.
+      num_layers: L. Boundary b, from 0 to L, is the residual stream after b layers: boundary 0 is
+        the embeddings, boundary L is what `forward` returns. `LAST` means L.
     """
 
     @property
@@ -106,7 +106,8 @@ class TappedModel(Model, Protocol):
         cache: kv.KVCache,
         taps: tuple[int, ...],
     ) -> tuple[jax.Array, jax.Array, kv.KVCache]:
-        """Hidden states as of `forward`, the streams `[B, T, n, E]` at n boundaries, the cache."""
+        """Hidden states as `forward` returns them, the streams `[B, T, n, E]` at n boundaries, and
+        the cache."""
         ...
 
 
@@ -114,7 +115,7 @@ def check_taps(model: Model, taps: tuple[int, ...], reader: str) -> None:
     """Raises `ModelError` unless these boundaries of the model can be read.
 
     Args:
-      reader: what reads them, for the message.
+      reader: the name of what reads them, for the error message.
     """
     is_tapped = isinstance(model, TappedModel)
     for tap in taps:
@@ -152,7 +153,8 @@ def forward_features(
 
 
 def kv_dtype_of(model: Any) -> kv.KvDtype | None:
-    """In which dtype a model stores KV; None is its own, or whatever a user's model does."""
+    """The dtype in which a model stores KV; None is its compute dtype, or for a user's model,
+    whatever it does."""
     return getattr(model, "kv_dtype", None)
 
 
@@ -191,11 +193,11 @@ def param_specs(owner: Any, num_shards: int) -> PyTree:
 
 @runtime_checkable
 class HeadedModel(Model, Protocol):
-    """A model whose head drafters may use by itself: `logits` in two steps, and what the head knows
-    of a token. Between the two steps they put something of their own."""
+    """A model whose head drafters may use separately: `logits` in two steps, between which they may
+    insert their own computation, and the head's weights of a token."""
 
     def final_norm(self, params: PyTree, hidden: jax.Array) -> jax.Array:
-        """Hidden states `[..., E]` of `forward`, normed as before the head."""
+        """Hidden states `[..., E]` of `forward` after the final norm."""
         ...
 
     def head(self, params: PyTree, normed: jax.Array) -> jax.Array:
@@ -203,18 +205,18 @@ class HeadedModel(Model, Protocol):
         ...
 
     def head_rows(self, params: PyTree, tokens: jax.Array) -> jax.Array:
-        """The weights `[..., E]` that the head gives each of `tokens` `[...]` int32."""
+        """The head's weights `[..., E]` for each of `tokens` `[...]` int32."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LanguageModel:
-    """A model of the package's own decoder: `(config, params)`, tokenizer and stop tokens.
+    """A model computed by the package's own decoder: config, parameters, tokenizer and stop tokens.
 
     Attributes:
       name: the name it was loaded under.
       config: architecture.
-      params: parameters in the compute dtype, in which KV is read too, as `pack` returns them.
+      params: parameters as `pack` returns them, in the compute dtype (KV is read in it too).
       eos_token_ids: from the checkpoint's generation config.
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults; they apply only where
@@ -223,8 +225,8 @@ class LanguageModel:
         Hopper GPUs; or `pallas`, attention for all GPUs (interpreted elsewhere, for tests). They
         sum in different orders, so outputs differ at ties within rounding. On a mesh that splits
         the model, `native` falls back to `xla`, and `mosaic` and `pallas` are refused.
-      kv_dtype: in which KV is stored: None is the dtype of the parameters; `int8` takes half the
-        bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
+      kv_dtype: the dtype in which KV is stored: None is that of the parameters; `int8` takes half
+        the bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
 
     Raises:
       SettingError: unknown kernels, kernels that cannot be used here, or an unknown KV dtype.
@@ -271,11 +273,12 @@ class LanguageModel:
         return get_kernels(self.kernels).is_width_invariant
 
     def pack(self, params: PyTree) -> PyTree:
-        """Parameters as the kernels read them best, from any that `jaxspec.models.decoder` takes.
+        """Parameters in the form that the kernels read fastest, from any form that
+        `jaxspec.models.decoder` takes.
 
         XLA:CPU is three times slower at products of a few rows with a transposed matrix, so on a
-        CPU a tied head is also kept transposed. The C++ kernels have weights of their own order,
-        `PackedWeight`; `jaxspec.kernels.base.unpacked` makes plain arrays of them.
+        CPU a tied head is also kept transposed. The C++ kernels store weights in their own order,
+        as `PackedWeight`; `jaxspec.kernels.base.unpacked` turns these into plain arrays.
         """
         if "head" not in params and jax.default_backend() == "cpu":
             params = {**params, "head": params["embedding"].T}
@@ -309,8 +312,8 @@ class LanguageModel:
         """How a mesh axis `model` of `num_shards` devices splits `params`.
 
         Raises:
-          SettingError: it does not divide the heads, the feed-forward or the vocabulary, or the
-            kernels cannot be split.
+          SettingError: `num_shards` does not divide the heads, the feed-forward width or the
+            vocabulary, or the kernels cannot be split.
         """
         if num_shards > 1 and self.kernels in ("mosaic", "pallas"):
             raise SettingError(
@@ -354,7 +357,7 @@ class LanguageModel:
         return decoder.head(self.config, params, hidden, kernels=get_kernels(self.kernels))
 
     def final_norm(self, params, hidden):
-        """Hidden states `[..., E]`, normed as before the head."""
+        """Hidden states `[..., E]` after the final norm."""
         return rms_norm(hidden, params["final_norm"], self.config.norm_epsilon)
 
     def head(self, params, normed):
@@ -363,10 +366,10 @@ class LanguageModel:
         return decoder.head(self.config, params, normed, is_normed=True, kernels=kernels)
 
     def head_rows(self, params, tokens):
-        """The weights `[..., E]` that the head gives each of `tokens` `[...]`."""
+        """The head's weights `[..., E]` for each of `tokens` `[...]`."""
         return decoder.head_rows(self.config, params, tokens)
 
 
 def kernels_of(model: Model | None) -> Kernels:
-    """What a model computes with, where it is one of the package's own; otherwise XLA's kernels."""
+    """The kernels of a model of the package; XLA's for any other."""
     return get_kernels(model.kernels) if isinstance(model, LanguageModel) else XLA

@@ -1,10 +1,11 @@
 """Chat templates, rendered in a process of their own with limits on time and memory.
 
-A template comes with a checkpoint, and is a program. Jinja's sandbox keeps it from the machine's
-files, but not from running for ever or from taking all memory, and no count of its steps would
-help: a single filter can do either. So transformers renders it in a second process, started with
-the first chat and kept: that takes some two seconds once, and less than a millisecond per prompt.
-The system ends it when it is over its processor time, and refuses it memory over the limit.
+A template comes with a checkpoint, and is a program. Jinja's sandbox keeps it away from the
+machine's files, but does not stop it from running forever or taking all memory, and counting its
+steps would not help, because a single filter can do either. So transformers renders it in a second
+process, which is started with the first chat and kept: this takes about two seconds once, and less
+than a millisecond per prompt. The system kills the process when it exceeds its processor time, and
+refuses it memory over the limit.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from typing import Any
 
 from jaxspec.errors import PromptError
 
-TIME_LIMIT_S = 10.0  # of processor time for one prompt; templates take milliseconds
-MEMORY_LIMIT_BYTES = 2**30  # of address space; the process has 200 MB of it before it renders
+TIME_LIMIT_S = 10.0  # processor time for one prompt; templates take milliseconds
+MEMORY_LIMIT_BYTES = 2**30  # address space, of which the process uses 200 MB before it renders
 LONGEST_TEXT = 2**24  # characters
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateProcess:
-    """Renders chat templates in a process that is started when it is needed, and again after it was
-    ended for its time or memory. Threads take turns.
+    """Renders chat templates in a process that is started when needed, and restarted after it was
+    killed for its time or memory. Threads take turns.
 
     Args:
       time_limit_s: processor time for one prompt.
@@ -58,12 +59,12 @@ class TemplateProcess:
 
         Args:
           template: Jinja.
-          messages: of JSON values.
-          variables: further ones of the template, JSON values.
+          messages: made of JSON values.
+          variables: further variables of the template, JSON values.
 
         Raises:
           PromptError: the template refuses the messages, takes too much time or memory, or writes
-            too much; or messages or variables are no JSON values.
+            too much; or messages or variables are not JSON values.
         """
         try:
             request = json.dumps(
@@ -90,8 +91,8 @@ class TemplateProcess:
             process.communicate()
 
     def _ask(self, request: str) -> dict[str, str]:
-        """The reply to one request. Whatever interrupts it ends the process, so that no later
-        request gets the reply of an earlier one."""
+        """The reply to one request. An interruption ends the process, so that no later request gets
+        the reply to an earlier one."""
         with self._turn:
             if self._owner != os.getpid():  # after a fork: the process is the parent's
                 self._process, self._owner = None, os.getpid()
@@ -144,7 +145,7 @@ class TemplateProcess:
 
 @functools.cache
 def template_process() -> TemplateProcess:
-    """The process of this program, which all tokenizers share."""
+    """This program's process, which all tokenizers share."""
     process = TemplateProcess()
     atexit.register(process.close)
     return process

@@ -24,7 +24,8 @@ class RopeConfig:
     Attributes:
       theta: base of the frequencies.
       rotary_size: leading components of a head that are rotated (all, or half of them for GLM-4).
-      is_interleaved: pairs are (0, 1), (2, 3), ... (GLM-4) instead of (i, i + rotary_size / 2).
+      is_interleaved: whether rotated pairs are (0, 1), (2, 3), ... (GLM-4) instead of (i, i +
+        rotary_size / 2).
       scaling: `none`, `linear`, `llama3` (Llama 3.1) or `yarn` (2309.00071).
       factor: extension factor of the rule.
       original_max_length: context length of the original training (`llama3`, `yarn`).
@@ -32,7 +33,7 @@ class RopeConfig:
       high_frequency_factor: `llama3` only.
       beta_fast: `yarn` only; frequencies that make more rotations than this over the original
         context are not scaled.
-      beta_slow: `yarn` only; those that make fewer are scaled fully.
+      beta_slow: `yarn` only; frequencies that make fewer are scaled fully.
       attention_factor: `yarn` only, multiplies cos and sin; None means 0.1 ln(factor) + 1.
       is_truncated: `yarn` only, whether the ramp's bounds are rounded to whole components.
     """
@@ -120,14 +121,15 @@ class ModelConfig:
       num_kv_heads: K, a divisor of Q.
       head_size: H.
       max_length: context length of the model.
-      norm_epsilon: of every RMS norm.
+      norm_epsilon: the epsilon of every RMS norm.
       rope: rotary embedding.
       has_qkv_bias: q, k and v projections have a bias (Qwen2, GLM-4).
       has_output_bias: the attention output projection has a bias.
       has_qk_norm: q and k are RMS-normed per head before rotation (Qwen3).
       has_sandwich_norms: attention and feed-forward outputs are normed too (GLM-4-0414).
       is_tied: the head is the embedding.
-      sliding_windows: per layer, tokens a query sees, or None for all (Mistral, some Qwen2).
+      sliding_windows: for each layer, the number of tokens that a query sees, or None for all
+        (Mistral, some Qwen2).
     """
 
     family: str
@@ -185,7 +187,7 @@ class ModelConfig:
         return self.sliding_windows[layer_index] if self.sliding_windows else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, as `from_json` takes them."""
+        """The fields, for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -196,7 +198,7 @@ class ModelConfig:
 
 
 def _check_count(name: str, value: Any) -> None:
-    """Raises `ModelError` unless a field is a whole number that the device can count to."""
+    """Raises `ModelError` unless a field is a positive integer that fits into int32."""
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or not 1 <= value < 2**31:
         raise _out_of_range(name, value, f"a whole number from 1 to {2**31 - 1}")

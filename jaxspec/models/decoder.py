@@ -1,9 +1,9 @@
 """The one decoder, in parts: embed, a range of layers, head.
 
 Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; the
-head `[E, V]` may be absent where it is tied to the embedding. Layers are unrolled and their
-parameters and caches kept apart: scanning over stacked ones copies the cache and slices every
-weight in each round.
+head `[E, V]` may be absent where it is tied to the embedding. Layers are unrolled, with separate
+parameters and caches: a scan over stacked ones would copy the cache and slice every weight in each
+round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxspec.types import Window
 
 Params = Mapping[str, Any]
 
-# Weights of products, and how many of their axes are inputs.
+# The weights of products, and the number of their input axes.
 _PRODUCTS = {"qkv": 1, "output": 3, "gate_up": 1, "down": 1}
 
 
@@ -120,7 +120,8 @@ def init_params(
     """Random parameters: norms 1, biases 0, matrices normal with `stddev` (with GPT-2's residual
     scaling of the two products that enter the residual stream).
 
-    The draws of one layer are compiled once for all layers, and land where they belong.
+    Drawing one layer is compiled once for all layers, and the draws are made on the devices they
+    belong to.
 
     Args:
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
@@ -160,11 +161,12 @@ def _init_leaves(config: ModelConfig, shapes, key: jax.Array, dtype, stddev: flo
 
 
 def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> Params:
-    """Parameters with the weights of products as these kernels read them best; see `Kernels.pack`.
+    """Parameters with the weights of products in the form that these kernels read fastest; see
+    `Kernels.pack`.
 
     Args:
-      consume: the parameters are not needed any more: each weight is freed when it has been packed,
-        so that there are never two copies of all of them.
+      consume: whether to free each weight as soon as it has been packed, so that there are never
+        two copies of everything; the given parameters cannot be used afterwards.
     """
 
     def pack(weight: Any, num_input_axes: int) -> Any:
@@ -209,8 +211,8 @@ def run_layers(
 ) -> tuple[jax.Array, kv.KVCache]:
     """Hidden states `[B, T, E]` after layers `start` to `stop`, their KV written to the cache.
 
-    The window's KV is written before it is attended to, at each row's own offset. Without the
-    feed-forward, only the layers' attention is computed.
+    The window's KV is written before it is attended to, at each row's own offset. If the
+    feed-forward is left out, only the layers' attention is computed.
     """
     stop = config.num_layers if stop is None else stop
     angles = layers.rotary_angles(config.rope, window.positions)
@@ -272,16 +274,16 @@ def run_dual_layers(
 ) -> tuple[jax.Array, jax.Array, kv.KVCache]:
     """`run_layers` from layer `start` to the last, with mask rows beside the window's own rows.
 
-    Mask rows have attention projectors of their own and everything else in common with the target.
-    In each layer the window's own attention comes first, as without them: it sees nothing of a mask
-    row, whatever `mask_window` says. The feed-forward takes both kinds of rows in one product.
+    Mask rows have their own attention projectors, and share everything else with the target. In
+    each layer the window's own attention comes first, as if they were not there: it never sees a
+    mask row, whatever `mask_window` says. The feed-forward takes both kinds of rows in one product.
 
     Args:
-      projectors: of layers `start` on, what takes the place of the target's parameters.
+      projectors: for layers `start` on, the parameters that replace the target's.
       hidden: `[B, T, E]`, before layer `start`.
       mask_hidden: `[B, M, E]`, likewise.
-      window: of the T rows.
-      mask_window: of the M mask rows; their KV has slots of its own.
+      window: that of the T rows.
+      mask_window: that of the M mask rows; their KV has its own slots.
 
     Returns:
       hidden states `[B, T, E]` and `[B, M, E]` after the last layer, and the cache with the KV of
@@ -295,9 +297,9 @@ def run_dual_layers(
         hidden, cache = _run_attention(
             config, layer, index, hidden, window, own_angles, cache, kernels=kernels
         )
-        # Mask rows must write their KV after the window's rows have read the layer's: where one
-        # does not depend on the other, XLA copies the layer's cache. (A barrier is gone before it
-        # decides on that.)
+        # Mask rows must write their KV after the window's rows have read the layer's: if one does
+        # not depend on the other, XLA copies the layer's cache. (A barrier does not help, because
+        # XLA removes it before it decides about copies.)
         is_finite = jnp.isfinite(hidden[:, :1, :1])
         mask_hidden = jnp.where(is_finite, mask_hidden, jnp.zeros((), mask_hidden.dtype))
         mask_layer = {**layer, **projectors[index - start]}
@@ -318,8 +320,8 @@ def head(
     is_normed: bool = False,
     kernels: Kernels = XLA,
 ) -> jax.Array:
-    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, not yet normed
-    unless they are said to be."""
+    """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, which are normed
+    first unless they already are."""
     return kernels.product(
         hidden,
         params["head"] if "head" in params else params["embedding"].T,
@@ -330,8 +332,8 @@ def head(
 
 
 def head_rows(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """The weights `[..., E]` that the head gives each of `tokens` `[...]`; of a tied head they are
-    the embedding's. Ids outside the vocabulary are clipped into it."""
+    """The head's weights `[..., E]` for each of `tokens` `[...]`; for a tied head, those of the
+    embedding. Ids outside the vocabulary are clipped into it."""
     tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
     if config.is_tied or "head" not in params:
         return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
@@ -349,9 +351,7 @@ def forward(
     *,
     kernels: Kernels = XLA,
 ) -> tuple[jax.Array, kv.KVCache]:
-    """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache that holds
-    them.
-    """
+    """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache with their KV."""
     hidden = embed(params, tokens)
     return run_layers(config, params, hidden, window, cache, kernels=kernels)
 
@@ -366,8 +366,8 @@ def forward_features(
     *,
     kernels: Kernels = XLA,
 ) -> tuple[jax.Array, jax.Array, kv.KVCache]:
-    """`forward`, and between its results the residual stream `[B, T, n, E]` after each of `taps`
-    layers: 0 is the embeddings, `num_layers` what `forward` returns."""
+    """`forward`, with the residual stream `[B, T, n, E]` after each of `taps` layers as the second
+    result: 0 is the embeddings, `num_layers` what `forward` returns."""
     hidden = embed(params, tokens)
     streams, done = {0: hidden}, 0
     for stop in sorted({*taps, config.num_layers}):
@@ -383,7 +383,7 @@ def training_logits(
 ) -> jax.Array:
     """Logits `[B, T, V]` fp32 of packed sequences: causal within segments `[B, T]`, nothing cached.
 
-    Weights that are packed for kernels are unpacked: only XLA's products are differentiated.
+    Packed weights are unpacked, because only XLA's products can be differentiated.
     """
     params = unpacked(params)
     hidden = training_layers(config, params, embed(params, tokens), segments)
@@ -397,8 +397,8 @@ def training_features(
     segments: jax.Array,
     taps: Sequence[int],
 ) -> jax.Array:
-    """Residual stream `[B, T, n, E]` of packed sequences after each of `taps` layers, as
-    `forward_features` has it and computed as in `training_logits`."""
+    """Residual stream `[B, T, n, E]` of packed sequences after each of `taps` layers, as in
+    `forward_features`, but computed as in `training_logits`."""
     params = unpacked(params)
     hidden = embed(params, tokens)
     streams, done = {0: hidden}, 0
@@ -419,7 +419,7 @@ def training_layers(
     has_feed_forward: bool = True,
 ) -> jax.Array:
     """Hidden states `[B, T, E]` after layers `start` to `stop`, causal within segments `[B, T]`:
-    `run_layers` with nothing cached, of parameters that are not packed.
+    `run_layers` without a cache, for parameters that are not packed.
 
     Rotary angles depend on differences of positions only, so a segment need not start at position
     0.

@@ -1,6 +1,6 @@
 """One layer of the decoder, and the rotary angles that all layers share.
 
-Products and attention are the kernels' (`jaxspec.kernels`); here they are put in order.
+Kernels (`jaxspec.kernels`) compute products and attention; this module puts them in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def rotary_angles(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, ja
 
 
 def attention_settings(config: ModelConfig, params: LayerParams) -> dict[str, Any]:
-    """What a layer's attention takes besides projections and cache: see `Kernels.attend`."""
+    """The arguments of a layer's attention other than projections and cache; see
+    `Kernels.attend`."""
     return {
         "is_interleaved": config.rope.is_interleaved,
         "bias": params.get("qkv_bias"),
@@ -56,8 +57,8 @@ def decoder_layer(
 ) -> jax.Array:
     """Hidden states `[B, T, E]` after one layer, or after its attention only.
 
-    `attend(qkv)` returns heads `[B, T, Q, H]` of the projections `[B, T, K, G + 2, H]`; the caller
-    decides where keys and values are kept (in a cache, or nowhere in training).
+    `attend(qkv)` returns the heads `[B, T, Q, H]` for the projections `[B, T, K, G + 2, H]`; the
+    caller decides where keys and values are kept (in a cache or, in training, nowhere).
     """
     x = attention(config, params, x, attend, product)
     return feed_forward(config, params, x, product) if has_feed_forward else x
@@ -90,7 +91,7 @@ def attention(
 def feed_forward(
     config: ModelConfig, params: LayerParams, x: jax.Array, product: Product = product
 ) -> jax.Array:
-    """Hidden states `[B, T, E]` after a layer's feed-forward; the rows do not mix in it."""
+    """Hidden states `[B, T, E]` after a layer's feed-forward; it does not mix rows."""
     epsilon = config.norm_epsilon
     both = product(x, params["gate_up"], norm=params["feed_forward_norm"], epsilon=epsilon)
     if config.has_sandwich_norms:

@@ -1,6 +1,6 @@
-"""Prefill: a request's prompt, alone, in chunks of one shape.
+"""Prefill: computes the KV of one request's prompt, in chunks of one shape.
 
-A prompt of p tokens is read up to its last but one; the last one is the root of the first round's
+A prompt is prefilled up to its last token but one; the last token is the root of the first round's
 window. So prefill needs no logits, and a request's KV never depends on what else is being decoded.
 """
 
@@ -26,9 +26,9 @@ def chain_window(
     Args:
       start: `[B]` int32, position of each row's first token.
       num_tokens: T, tokens of each row.
-      stop: `[B]` int32, where each row's tokens end. The rest of the window is padding: it is
-        stored nowhere, and repeats the last position, so that it sees no slot that a real token
-        does not see. None if there is no padding.
+      stop: `[B]` int32, one past each row's last token. The rest of the window is padding: it is
+        not stored, and repeats the last position, so that it sees no slot that a real token does
+        not see. None if there is no padding.
       rows: as in `Window`.
     """
     positions = slots = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
@@ -57,8 +57,8 @@ def prefill_chunk(
       tokens: `[B, S]` int32, the rows' committed tokens.
       row: int32 scalar, the row in `tokens` and in the cache's table.
       start: int32 scalar.
-      stop: int32 scalar; the rest of the chunk is padding, written nowhere.
-      chunk: static shape of the call.
+      stop: int32 scalar; the rest of the chunk is padding and is not written.
+      chunk: static, the number of tokens of the call.
       taps: see `models.base.forward_features`.
     """
     window = chain_window(start[None], chunk, stop=stop[None], rows=row[None])

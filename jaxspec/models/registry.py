@@ -1,10 +1,10 @@
 """Presets: the published pairs' architectures by name, with random weights.
 
 Values as in `lmsys/vicuna-7b-v1.3`, `double7/vicuna-68m`, `meta-llama/Llama-2-70b-chat-hf`,
-`Qwen/Qwen3-8B`, `Qwen/Qwen3-0.6B`, `zai-org/GLM-4-9B-0414` and
-`jukofyork/GLM-4.5-DRAFT-0.6B-v3.0` (for the last the YaRN factor is inferred from its context
-length). `llama-635m` and `llama-65m` were never published: a pair of a size that a CPU decodes at
-some ten tokens per second, its draft model a tenth of its target.
+`Qwen/Qwen3-8B`, `Qwen/Qwen3-0.6B`, `zai-org/GLM-4-9B-0414` and `jukofyork/GLM-4.5-DRAFT-0.6B-v3.0`
+(for the last the YaRN factor is inferred from its context length). `llama-635m` and `llama-65m` are
+not published models: they are a pair of a size that a CPU decodes at some ten tokens per second,
+with a draft model a tenth as large as the target.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def random_model(
 
     Args:
       preset: a key of `PRESETS`, or a `ModelConfig`.
-      dtype: of parameters and compute, in which KV is read too.
-      seed: of the weights.
+      dtype: that of parameters and compute; KV is read in it too.
+      seed: seed of the weights.
       sharding: a `jax.sharding.Sharding` (or a pytree of them) for the parameters.
       kernels: see `LanguageModel`; None is `default_kernels()`.
       kv_dtype: see `LanguageModel`.

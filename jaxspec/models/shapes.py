@@ -1,4 +1,4 @@
-"""Models of shapes: everything about a model but its numbers, for planning and compiling."""
+"""Models with shapes instead of weights, for planning and compiling."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxspec.types import PyTree
 class ShapeModel(LanguageModel):
     """A model whose parameters are `jax.ShapeDtypeStruct`s.
 
-    Its functions can be traced, lowered and compiled; there is nothing to run them on.
+    Its functions can be traced, lowered and compiled, but not run.
     """
 
     def pack(self, params: PyTree) -> PyTree:
-        """The parameters as they are: they were given as the kernels read them."""
+        """The parameters as they are, because they already have the form that the kernels read."""
         return params
 
 
@@ -35,15 +35,15 @@ def shape_model(
     is_packed: bool = True,
     **options: Any,
 ) -> ShapeModel:
-    """The shapes of a model of this architecture. Nothing is allocated.
+    """A model of this architecture with shapes instead of weights. Nothing is allocated.
 
     Args:
       config: architecture.
       name: for reports.
-      dtype: of parameters, compute and cache.
+      dtype: that of parameters, compute and cache.
       kernels: see `LanguageModel`.
-      is_packed: the parameters are those that `LanguageModel.pack` makes on this machine; False
-        leaves them as they are stored, for a device of another kind.
+      is_packed: whether the parameters have the form that `LanguageModel.pack` makes on this
+        machine; False leaves them as they are stored, for another kind of device.
       **options: other fields of `LanguageModel`.
     """
 
@@ -60,7 +60,7 @@ def shape_model(
 
 
 def shortened(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """The architecture with at most so many layers, the first ones."""
+    """The architecture with at most the first `num_layers` layers."""
     num_layers = min(num_layers, config.num_layers)
     windows = config.sliding_windows[:num_layers]
     return dataclasses.replace(config, num_layers=num_layers, sliding_windows=windows)

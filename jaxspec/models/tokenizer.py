@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face tokenizer with its special prefix written down."""
+"""Text to token ids and back: a Hugging Face tokenizer with an explicit special prefix."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class TextTokenizer:
     ) -> list[int]:
         """Token ids of chat messages, up to where the assistant's answer begins.
 
-        The template is rendered in a process of its own, with limits on time and memory; see
+        The template is rendered in a separate process, with limits on time and memory; see
         `jaxspec.models.chat`.
 
         Args:
           template: a Jinja chat template instead of the tokenizer's own.
-          template_kwargs: further variables of the template, e.g. `enable_thinking`; JSON values.
+          template_kwargs: further template variables, such as `enable_thinking`, as JSON values.
 
         Raises:
           PromptError: there is no template, or it refuses the messages, or it takes too much time
@@ -77,7 +77,7 @@ class TextTokenizer:
         return self.encode(text)
 
     def pieces(self, token_ids) -> list[str]:
-        """Text of each token, special tokens included; joined they are the decoded text. A
+        """Text of each token, special tokens included; joined, they give the decoded text. A
         character that is split over tokens appears with the token that completes it."""
         stream = self.stream(skip_special_tokens=False)
         pieces = [stream.push([token]) for token in token_ids]
@@ -95,8 +95,8 @@ class TextTokenizer:
 
 
 def check_encodable(text: str) -> None:
-    """Raises `PromptError` for text that is none: with surrogates, which stand for half a character
-    each, or for a byte that was no UTF-8."""
+    """Raises `PromptError` for text with surrogates, each of which stands for half a character, or
+    for a byte that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -110,9 +110,9 @@ class TextStream:
     """Decodes one output while it grows. The texts that `push` and finally `end` return, joined,
     are the text of all tokens.
 
-    A character that is split over tokens is returned once it is complete. Bytes that are no
-    character at all (shown as U+FFFD) are returned when a character follows or the output ends. If
-    a tokenizer decodes a run of byte tokens together, such bytes can turn earlier characters into
+    A character that is split over tokens is returned once it is complete. Bytes that do not form a
+    character (shown as U+FFFD) are returned when a character follows or the output ends. If a
+    tokenizer decodes a run of byte tokens together, such bytes can turn earlier characters into
     U+FFFD; text that has been returned is not revised then. (`DecodeStream` of `tokenizers` raises
     an error in that case, and has no `end`.)
 

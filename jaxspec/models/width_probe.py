@@ -1,9 +1,10 @@
 """Do a token's bits depend on the width of the window that it is computed in?
 
-They do with XLA's products: another number of rows is another order of sums. Kernels that sum in
-one order say so (`Kernels.is_width_invariant`). An engine may then score a token in whatever window
-is cheapest, down to plain decoding's one token, and promise the same bits. As this rests on a
-claim, the claim is tried first: through one layer and the head, with the model's own weights.
+They do with XLA's products: a different number of rows means a different order of sums. Kernels
+that always sum in one order declare it (`Kernels.is_width_invariant`). An engine may then score a
+token in whichever window is cheapest, down to plain decoding's one token, and still promise the
+same bits. The declaration is tested before it is relied on: with one layer and the head, and the
+model's own weights.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from jaxspec.types import PyTree, Window
 
 _log = logging.getLogger(__name__)
 
-# Logits `[B, T, V]` of tokens `[B, T]` in a window, and the cache.
+# Returns logits `[B, T, V]` of tokens `[B, T]` in a window, and the cache.
 _Score: TypeAlias = Callable[[PyTree, jax.Array, Window, kv.KVCache], tuple[jax.Array, kv.KVCache]]
 
-_InitCache: TypeAlias = Callable[[int, int], kv.KVCache]  # of a number of rows and of slots
+_InitCache: TypeAlias = Callable[[int, int], kv.KVCache]  # given a number of rows and of slots
 
-_found: dict[Hashable, bool] = {}  # by what the bits of a `LanguageModel` depend on
+_found: dict[Hashable, bool] = {}  # keyed by everything that a `LanguageModel`'s bits depend on
 
 
 def is_width_invariant(
@@ -40,16 +41,16 @@ def is_width_invariant(
 ) -> bool:
     """Whether tokens get the same bits in windows of one token and of `verify_length`.
 
-    The model must declare it (see `Model`), and it is then tried, once per architecture, dtype,
-    kernels and size. A declaration that turns out to be wrong is logged as a warning. Kernels leave
-    to XLA what they cannot do (long windows, some dtypes); what they declare does not hold there,
-    and nothing is tried.
+    The model must declare it (see `Model`); the declaration is then tested, once per architecture,
+    dtype, kernels and size. A declaration that turns out to be wrong is logged as a warning.
+    Kernels leave to XLA what they cannot do (long windows, some dtypes); their declaration does not
+    cover this, and nothing is tested.
 
     Args:
       model: the target.
       batch_size: rows of a batch.
       verify_length: tokens of the widest window.
-      tree_depth: how deep the trees of this window may be, 0 for chains.
+      tree_depth: the greatest depth of a tree in this window, 0 for chains.
     """
     if not getattr(model, "is_width_invariant", False):
         return False
@@ -107,17 +108,17 @@ def _try_widths(
     score: _Score,
     init: _InitCache,
 ) -> bool:
-    """Whether a window and its tokens one at a time give the same logits, to the bit, and in a
-    chain the same KV, which in a tree is stored elsewhere."""
+    """Whether a window and its tokens one at a time give the same logits, bit for bit, and for
+    chains the same KV (a tree's is stored in other slots)."""
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (num_rows, num_tokens))
     depth = np.arange(num_tokens, dtype=np.int32)
     if tree_depth > 0:
         depth[1:] = 1 + (depth[1:] - 1) % tree_depth
-    # A block more than the window needs: the context of some rows fills it, that of others not.
+    # One block more than the window needs: the context fills it in some rows, and not in others.
     capacity = kv.BLOCK + kv.round_up_to_block(num_tokens)
     start = np.linspace(capacity - num_tokens, 1, num_rows)
 
-    # One program, for what takes time here is to compile it.
+    # One program, because compiling takes most of the time here.
     @jax.jit
     def both_ways(params, tokens, start):
         cache = _with_context(init(num_rows, capacity))
@@ -157,8 +158,8 @@ def _try_widths(
 
 
 def _branches(num_rows: int, depth: np.ndarray, tree_depth: int) -> jax.Array:
-    """`Window.paths` of a tree whose branches all hang from its root and are as deep as may be, its
-    entries being in the order of their branches; `depth` `[T]`."""
+    """`Window.paths` of a tree whose branches all start at its root and have the greatest depth,
+    with entries in the order of their branches; `depth` is `[T]`."""
     entry, place = np.arange(len(depth))[:, None], np.arange(tree_depth + 1)
     is_below_root = (place > 0) & (place <= depth[:, None])
     paths = np.where(is_below_root, entry - depth[:, None] + place, 0).astype(np.int32)

@@ -1,1 +1,1 @@
-"""What goes into an engine and what comes out: host records of plain Python values."""
+"""Requests and completions: host-side records of plain Python values."""

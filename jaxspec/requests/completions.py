@@ -33,26 +33,27 @@ class Completion:
     """A finished request. A notebook shows its tokens coloured by origin.
 
     Attributes:
-      request_id: of the request.
+      request_id: the id of the request.
       prompt_token_ids: the prompt, with its special prefix.
       token_ids: the output, including the stop token that ended it, if any.
       text: the output without special tokens, or None if the model has no tokenizer.
       finish_reason: `stop` (a stop token or string), `length` (max_tokens or max_length) or
         `abort`.
-      stop_reason: the stop token's id, the stop string, `max_length`, or None; of an `abort` one of
-        `cancelled`, `timeout`, `non-finite`, `device failure`, `device timeout` and
-        `tokenizer failure`.
+      stop_reason: the stop token's id, the stop string, `max_length`, or None; for an `abort` one
+        of `cancelled`, `timeout`, `non-finite`, `device failure`, `device timeout` and `tokenizer
+        failure`.
       acceptance: counts of drafted and accepted tokens, including those after a stop string.
       index: which of the prompt's `n` completions this is.
-      seed: of the request's draws; None for a greedy one.
+      seed: the seed of the request's draws; None for a greedy one.
       logprobs: for each output token, log-probabilities by token id, of the emitted token and of
         the likeliest ones; None unless asked for.
       logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the
         distribution that was sampled from), as in vLLM.
-      num_reused_tokens: prompt tokens whose KV was there already, of the session or of a prefix
-        that the engine keeps; None where there was neither.
-      num_reread_tokens: prompt tokens that the session had read or emitted before, and that were
-        read again: the chat template wrote them otherwise, or their KV was no longer kept.
+      num_reused_tokens: prompt tokens whose KV was reused from the session or from a cached prefix;
+        None where there was neither.
+      num_reread_tokens: prompt tokens that the session had prefilled or emitted before, and that
+        were prefilled again: the chat template rendered them differently, or their KV was no longer
+        kept.
       origins: `Origin` of each output token.
       pieces: text of each output token, for display.
       trace: its rounds and drafted tokens, including those after a stop string, as NumPy arrays
@@ -102,7 +103,8 @@ class Completion:
         return fields
 
     def __rich__(self):
-        """Output with accepted (green), corrected (red) and bonus (blue) tokens marked."""
+        """The output with accepted tokens in green, corrected ones in red and bonus ones in
+        blue."""
         from rich.text import Text
 
         text = Text()
@@ -177,14 +179,14 @@ class Completions(list[Completion]):
           request_id: text.
           index: which of the prompt's `n` completions.
           round: of this request, from 0.
-          engine_round: rounds the engine had run before it; rounds of other requests with the same
-            number were computed together.
-          context_length: committed tokens at its start, prompt included.
+          engine_round: rounds the engine had run before this one; rounds of different requests with
+            the same number were computed together.
+          context_length: committed tokens at the start of the round, prompt included.
           drafted: drafted tokens; 0 where the round decoded plainly.
           draft_depth: depth that the draft reached; equals `drafted` unless it was a tree.
           accepted: drafted tokens that were accepted and kept.
           emitted: new tokens: `accepted`, plus the target's own token unless a stop token or the
-            limit came first. Rounds that emitted nothing are left out.
+            length limit came first. Rounds that emitted nothing are left out.
 
         Sums over a request equal its `Acceptance`.
 
@@ -210,19 +212,20 @@ class Completions(list[Completion]):
           node: in the draft.
           parent: the node it follows; -1 is the newest committed token.
           depth: 1 for the first drafted token.
-          position: where the token would stand in the sequence, prompt included, from 0.
+          position: position of the token in the sequence, prompt included, from 0.
           token_id: the drafted token.
           logprob_p: natural logarithm of its probability under p; -inf where a filter removed it.
           logprob_q: under q; NaN where the drafter is deterministic.
-          rank: under p, 1 is the likeliest; tokens that a filter removed are counted too.
+          rank: its rank under p, 1 being the likeliest; tokens that a filter removed are counted
+            too.
           accepted: bool, accepted and kept.
-          reached: bool, whether its acceptance was decided on: every node above it was kept, and
-            the output did not end before it. Conditional acceptance is the mean of `accepted` over
+          reached: bool, whether the verifier got to judge it: every node above it was kept, and the
+            output did not end before it. Conditional acceptance is the mean of `accepted` over
             these rows.
           entropy_p, entropy_q: in nats; only with `trace='distributions'`.
-          overlap: sum of min(p, q), the probability that rejection sampling keeps a token of q;
-            only with `trace='distributions'`. The distribution of a deterministic drafter is a
-            point mass: entropy 0, and the overlap is p of its token.
+          overlap: sum of min(p, q), the probability that rejection sampling accepts a token drawn
+            from q; only with `trace='distributions'`. The distribution of a deterministic drafter
+            is a point mass: entropy 0, and the overlap is p of its token.
 
         Args:
           **columns: as in `rounds`.
@@ -285,7 +288,7 @@ def find_stop(
     if not found:
         return None
     end, start, string = min(found)
-    # The fewest tokens whose text holds the string.
+    # The smallest number of tokens whose text contains the string.
     num_tokens = 1 + bisect.bisect_left(
         range(1, len(token_ids)),
         True,

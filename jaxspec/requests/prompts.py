@@ -1,4 +1,4 @@
-"""Prompt files: Spec-Bench questions, plain lines, and JSON lines of several kinds."""
+"""Prompt files: Spec-Bench questions, plain text lines, and JSON lines of several kinds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PromptLine:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in error messages."""
         return f"Line {self.number} of the prompt file" if self.number else "The prompt"
 
     @property
@@ -84,16 +84,16 @@ class PromptLine:
 
 
 def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[PromptLine]:
-    """Prompts of a file, one a line.
+    """Prompts of a file, one per line.
 
     A line is plain text, or a JSON object with `turns` (Spec-Bench and MT-bench), `prompt`,
-    `prompt_token_ids` or `messages`. In a `.jsonl` or `.json` file every line is JSON, in other
-    files those that begin with a brace. Blank lines are skipped.
+    `prompt_token_ids` or `messages`. In a `.jsonl` or `.json` file every line is JSON; in other
+    files, the lines that begin with a brace are. Blank lines are skipped.
 
     Args:
-      path: of the file.
-      turns: of lines with `turns`: `first` leaves out those after the first one, `all` keeps them
-        as `PromptLine.later_turns`.
+      path: the prompt file.
+      turns: what to do with the turns of a line: `first` drops those after the first one, `all`
+        keeps them as `PromptLine.later_turns`.
 
     Raises:
       PromptError: the file cannot be read or has no prompt, or a line is malformed.
@@ -104,7 +104,7 @@ def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[Pro
     text = _read_text(
         pathlib.Path(path),
         problem=f"The prompt file {os.fspath(path)} cannot be read",
-        advice="name a text file with one prompt a line",
+        advice="name a text file with one prompt per line",
     )
     is_json = os.fspath(path).endswith((".jsonl", ".json"))
     # Not splitlines: JSON strings may contain other line separators unescaped.
@@ -132,9 +132,9 @@ def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
         if isinstance(error, json.JSONDecodeError):
             where = f"{error.msg} at column {error.colno}"
         advice = (
-            "mend the line, or name a file of plain lines otherwise than .jsonl"
+            "correct the line, or give a file of plain text another suffix than .jsonl"
             if is_json
-            else 'mend the line, or write text that begins with a brace as {"prompt": "..."}'
+            else 'correct the line, or write text that begins with a brace as {"prompt": "..."}'
         )
         raise PromptError(
             f"Line {number} of the prompt file is not JSON ({where}); {advice}."
@@ -194,7 +194,7 @@ def sample_prompts() -> list[PromptLine]:
 
 
 def chat_template(name: str | None) -> str | None:
-    """The Jinja template that `--chat-template` names, `vicuna` or a file; None for None.
+    """The Jinja template named by `--chat-template`, `vicuna` or a file; None for None.
 
     Raises:
       PromptError: no such file.
@@ -211,8 +211,8 @@ def chat_template(name: str | None) -> str | None:
 
 
 def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> str:
-    """The text of a file, or of a pipe, that the user names; raises `PromptError` with the reason
-    between these two if there is none."""
+    """The text of a file or pipe that the user named. If it cannot be read, raises `PromptError`:
+    `problem`, then the reason, then `advice`."""
     reason = why_unreadable(path, may_be_pipe=True)
     try:
         if reason is None:

@@ -1,4 +1,4 @@
-"""Requests: prompts as token ids, with how to decode them."""
+"""Requests: prompts as token ids, with their sampling parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Request:
       request_id: the prompt's index in its call, unless the caller chose a name; with `n` above 1
         followed by the index of the completion: `3-0`, `3-1`.
       prompt_token_ids: at least one.
-      params: how to decode it; with a seed if it is sampled.
+      params: its sampling parameters, with a seed if it is sampled.
       index: which of the prompt's `n` completions this is.
     """
 
@@ -51,15 +51,15 @@ def make_requests(
     Args:
       params: one for all prompts, or one each, as `SamplingParams` or dicts of its fields; default
         `SamplingParams()`.
-      longest: most tokens of a prompt.
+      longest: most tokens that a prompt may have.
       chat_template: Jinja template for messages instead of the tokenizer's own.
-      names: what errors call each prompt; default `Prompt 0`, `Prompt 1`, ...
+      names: of the prompts in error messages; default `Prompt 0`, `Prompt 1`, ...
 
     Raises:
       PromptError: a prompt is empty, too long, outside the vocabulary, or needs a tokenizer or a
         chat template that `model` lacks.
-      SettingError: not one `params` per prompt; a stop token outside the vocabulary; or stop
-        strings without a tokenizer.
+      SettingError: the number of `params` is not that of the prompts, a stop token is outside the
+        vocabulary, or there are stop strings but no tokenizer.
     """
     if isinstance(prompts, str):
         raise PromptError(
@@ -96,7 +96,7 @@ def params_of_prompts(
     """`SamplingParams` for each prompt.
 
     Raises:
-      SettingError: a sequence of another length than the prompts, or no sampling parameters.
+      SettingError: `params` has a different length from the prompts, or holds something else.
     """
     if not isinstance(params, Sequence):
         return [as_sampling_params(params)] * num_prompts
@@ -117,7 +117,7 @@ def make_request(
     request_id: str,
     chat_template: str | None = None,
 ) -> Request:
-    """The request of one prompt, with the caller's id. Raises as `make_requests`, and
+    """The request of one prompt, with the caller's id. Raises what `make_requests` raises, and
     `SettingError` for more than one completion (`n`)."""
     params = as_sampling_params(params)
     if params.n != 1:
@@ -160,7 +160,8 @@ def prompt_token_ids(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of one prompt; `name` is what errors call it. Raises as `make_requests`."""
+    """Token ids of one prompt, called `name` in error messages. Raises what `make_requests`
+    raises."""
     is_text = isinstance(prompt, str)
     is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     tokenizer = model.tokenizer

@@ -1,4 +1,4 @@
-"""How one request is decoded, in vLLM's names."""
+"""Sampling parameters of a request, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ LARGEST_COUNT = 2**30  # tokens; the device counts in int32
 @refuse_other_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded, in vLLM's names. Functions that take it also take a dict of its
-    fields: `{"max_tokens": 64}`.
+    """How one request is decoded, under vLLM's names. Functions that take it also take a dict of
+    its fields: `{"max_tokens": 64}`.
 
     The order of operations is that of `jaxspec.sampling`: penalties, `min_tokens`, temperature,
     top-k, top-p, min-p.
 
     Attributes:
       max_tokens: tokens to emit at most.
-      min_tokens: tokens before which nothing ends the output.
+      min_tokens: emitted tokens before which no stop token or string ends the output.
       temperature: 0 is greedy; otherwise logits are divided by it.
-      top_k: keep the k likeliest tokens, and what ties with the last; 0 and -1 are off.
-      top_p: keep the likeliest tokens that reach this mass together; 1 is off.
+      top_k: keep the k likeliest tokens, and all that tie with the last; 0 and -1 are off.
+      top_p: keep the likeliest tokens that together reach this probability; 1 is off.
       min_p: keep tokens at least this fraction as likely as the likeliest; 0 is off.
-      seed: of the request's draws; None chooses one, which the completion reports.
+      seed: seed of the request's draws; None chooses one, which the completion reports.
       n: completions of the prompt; the i-th has the seed `seed + i`.
-      stop: strings that end the output. The text ends before the string, the tokens with the one
-        that completes it.
-      stop_token_ids: tokens that end the output besides the model's EOS tokens.
+      stop: strings that end the output. The text ends before the string; the token ids end with the
+        token that completes it.
+      stop_token_ids: further tokens that end the output, besides the model's EOS tokens.
       ignore_eos: do not stop at the model's EOS tokens.
-      logprobs: log-probabilities of this many likeliest tokens, and of the emitted one, at each
-        position; the engine must keep them (`max_logprobs`). None for none.
+      logprobs: return log-probabilities of this many likeliest tokens, and of the emitted one, at
+        each position; needs an engine with `max_logprobs`. None returns none.
       repetition_penalty: above 1 makes tokens of prompt and output less likely; 1 is off.
       presence_penalty: subtracted from logits of tokens in the output; 0 is off.
       frequency_penalty: subtracted once per occurrence in the output; 0 is off.
@@ -121,7 +121,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, model: LanguageModel, **changes: Any) -> SamplingParams:
-        """The defaults that the checkpoint's authors recommend, with `changes`.
+        """The defaults that the checkpoint's authors recommend, with `changes` applied.
 
         Only what `generation_config.json` states is used. (Hugging Face's `generate` adds `top_k`
         50 if the file has none; here top-k stays off.)
@@ -145,7 +145,8 @@ class SamplingParams:
         return cls(**(defaults | read | changes))
 
     def of_row(self, *, prompt_length: int) -> RowSampling:
-        """The parameters as the decode loop takes them: a `RowSampling` of one row's scalars."""
+        """The parameters in the form that the decode loop takes: a `RowSampling` of one row's
+        scalars."""
         values: dict[str, Any] = {
             "temperature": np.float32(self.temperature),
             "top_k": np.int32(max(self.top_k, 0)),
@@ -199,7 +200,7 @@ def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> Sam
         ) from error
 
 
-# Fields of a generation config by what they are called here; the latter only where it samples.
+# Fields of a generation config, by their names here; the second group applies only if it samples.
 _READ_ALWAYS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",

@@ -1,1 +1,1 @@
-"""The process around the library: compilation, directories, what it runs on."""
+"""The process around the library: compilation, directories, devices."""

@@ -2,7 +2,7 @@
 
 The decode loop of a large model compiles for a minute or more, and a silent program looks hung. So
 functions that may take seconds to compile are `Program`s: jitted functions with a name. After two
-seconds a `Program` logs what it is compiling, and at the end how long that took and whether the
+seconds a `Program` logs what it is compiling, and at the end how long it took and whether the
 persistent cache had it:
 
     compiling 4 of 5: the decode round of my-model, batch size 8, verify length 5
@@ -35,11 +35,11 @@ from jaxspec.runtime.host_limits import usable_cpus
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0  # compilations that take less are not reported
-MOST_AT_A_TIME = 4  # compilations; each takes memory of its own
+MOST_AT_A_TIME = 4  # compilations; each takes its own memory
 CACHE_MAX_BYTES = 2 * 2**30  # of the persistent cache
 CACHE_FROM_S = 0.3  # compilations that take less are not worth keeping
 
-# Events of JAX. If a version renames them, only the note on the cache is lost.
+# JAX's events. If a version renames them, only the note about the cache is lost.
 CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -48,8 +48,8 @@ def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, so that later processes load them.
 
     This sets JAX's own configuration for the whole process. Commands call it; a program or notebook
-    that uses the library may. Nothing changes where JAX already has a cache directory
-    (`JAX_COMPILATION_CACHE_DIR`, `jax_compilation_cache_dir`) or was asked to keep none
+    that uses the library may. Nothing changes if JAX already has a cache directory
+    (`JAX_COMPILATION_CACHE_DIR`, `jax_compilation_cache_dir`) or its cache was disabled
     (`JAX_ENABLE_COMPILATION_CACHE=false`).
     """
     if getattr(jax.config, "jax_compilation_cache_dir") is not None:  # noqa: B009
@@ -64,10 +64,10 @@ class Compiled:
     """How a program was compiled.
 
     Attributes:
-      name: of the program.
-      seconds: for tracing, lowering, and compiling or loading it.
-      is_cached: whether the persistent cache had it; None where no cache was asked, because there
-        is none or this process had compiled the same program before.
+      name: the program's.
+      seconds: time for tracing, lowering, and compiling or loading it.
+      is_cached: whether the persistent cache had it; None if no cache was used, because there is
+        none or this process had already compiled the same program.
     """
 
     name: str
@@ -78,22 +78,22 @@ class Compiled:
 class Program:
     """A jitted function that reports its compilation, which happens at its first call or before.
 
-    A later call costs an attribute lookup and the process's number more than one of the jitted
+    A later call costs one attribute lookup and a process id more than a call of the jitted
     function.
 
     Args:
-      function: as `jax.jit` returns it.
-      name: what it does, and for whom, to go after "compiling": `the decode round of demo-target,
+      function: a function returned by `jax.jit`.
+      name: what it does, and for what, to follow "compiling": `the decode round of demo-target,
         batch size 8, verify length 5`.
       shapes_vary: False for a function whose arguments always have the same shapes, dtypes and
-        devices (compilations for other ones are not reported); True looks at the shapes of every
-        call, and is for functions that are called rarely.
+        devices (compilations for others are not reported); True checks the shapes of every call,
+        for functions that are called rarely.
 
     Attributes:
-      number: among the programs that belong together, from 1; see `numbered`.
-      num_programs: that belong together.
-      compiled: how it was compiled last; None before.
-      is_compiling: whether that is going on, in any thread.
+      number: its number among the programs of a group, from 1; see `numbered`.
+      num_programs: number of programs of the group.
+      compiled: how it was last compiled; None before that.
+      is_compiling: whether it is being compiled now, in any thread.
     """
 
     def __init__(self, function: Any, name: str, *, shapes_vary: bool = False):
@@ -114,10 +114,10 @@ class Program:
         return f"{self.number} of {self.num_programs}: {self.name}"
 
     def __call__(self, *args, **kwargs):
-        """Calls the function; the first time, compiles it before.
+        """Calls the function, after compiling it if this is the first call.
 
         Raises:
-          SettingError: this is a forked child of the process that made the program.
+          SettingError: this process was forked from the one that made the program.
         """
         if os.getpid() != self._process:
             raise SettingError(
@@ -130,12 +130,12 @@ class Program:
         return self._function(*args, **kwargs)
 
     def compile(self, *args, **kwargs) -> Compiled:
-        """Compiles the program and runs nothing; returns how it was compiled, now or before.
+        """Compiles the program without running it; returns how it was compiled, now or before.
 
         Args:
-          args: of the function, or `jax.ShapeDtypeStruct`s in the place of arrays, with the
-            sharding that the arrays will have. A call with arguments like these finds the program
-            compiled.
+          args: those of the function, with `jax.ShapeDtypeStruct`s instead of arrays if you like,
+            with the sharding that the arrays will have. A later call with such arguments needs no
+            compilation.
         """
         with self._lock:
             signature = _signature(args, kwargs) if self._shapes_vary else None
@@ -169,7 +169,7 @@ class Program:
             outcome = "compiled"
         finally:
             timer.cancel()
-            timer.join()  # it may be logging, and its record comes first
+            timer.join()  # it may be logging, and its record must come first
             seconds, is_cached = time.perf_counter() - started_s, _heard.is_cached
             if is_announced.is_set():
                 end = {None: "", True: " (from the cache)", False: " (not in the cache)"}[is_cached]
@@ -182,7 +182,7 @@ class Program:
         return self._function.lower(*args, **kwargs)
 
     def num_compilations(self) -> int:
-        """How many programs the function has been compiled to."""
+        """How many programs have been compiled for the function."""
         return self._function._cache_size()
 
 
@@ -199,13 +199,12 @@ def numbered(*programs: Program) -> tuple[Program, ...]:
 def warm_up(
     arguments: Mapping[Program, tuple[Any, ...]], on_program: OnProgram | None = None
 ) -> tuple[Compiled, ...]:
-    """Compiles programs for these arguments (see `Program.compile`), as many at a time as there
-    are CPUs, at most `MOST_AT_A_TIME`. `on_program` is called with each in turn when its end is
-    waited for.
+    """Compiles programs for these arguments (see `Program.compile`), as many at a time as there are
+    CPUs, at most `MOST_AT_A_TIME`. `on_program` is called with each program in turn, before waiting
+    for it.
 
-    Programs are compiled in threads of their own. What a `with` of JAX's configuration changes in
-    the thread of the caller does not hold there; a program that is called under it is compiled for
-    it then.
+    Programs are compiled in separate threads, where a `with` block of JAX's configuration in the
+    caller's thread has no effect; a program that is called in such a block is then compiled for it.
     """
     with ThreadPoolExecutor(min(usable_cpus(), MOST_AT_A_TIME)) as threads:
         started = {
@@ -238,13 +237,14 @@ def shapes_at(tree: Any, shardings: Any) -> Any:
 
 
 def _signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
-    """Equal for calls that share a compilation: shapes and dtypes, and what is static."""
+    """A key that is equal for calls that share a compilation: shapes, dtypes and static
+    arguments."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     kinds = tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in leaves)
     return structure, kinds
 
 
-# Per thread: whether the persistent cache had what is being compiled.
+# Per thread: whether the persistent cache had the program that is being compiled.
 _heard = threading.local()
 
 

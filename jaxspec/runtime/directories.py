@@ -1,4 +1,5 @@
-"""Where things are kept on this machine; files and directories that appear whole or not at all."""
+"""Where files are kept on this machine, and writing of files and directories that appear whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 COMPILED_DIRECTORY = ".compiled"  # in the cache directory: XLA's programs
 KERNELS_DIRECTORY = ".kernels"  # likewise: the compiled `native` kernels
-# What a system says that takes no more bytes: full disks, quotas, limits on the size of a file.
+# Errors of a system that accepts no more bytes: full disks, quotas, limits on file size.
 _REFUSED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def cache_directory() -> Path:
-    """Converted models and compiled programs: `$JAXSPEC_CACHE`, or the user's cache directory."""
+    """The directory for converted models and compiled programs: `$JAXSPEC_CACHE`, or one in the
+    user's cache directory."""
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
@@ -52,7 +54,8 @@ def check_free_space(directory: str | os.PathLike, num_bytes: int, *, what: str)
 
 
 def check_regular_file(path: Path) -> None:
-    """Raises `OSError` if `path` exists and is no file, but a directory, a device or a pipe."""
+    """Raises `OSError` if `path` exists but is a directory, a device or a pipe instead of a
+    file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -64,12 +67,12 @@ def check_regular_file(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file, whole or not at all, and makes its directory where needed; the file is on the
+    """Writes a file, whole or not at all, and makes its directory if needed; the file is on the
     disk when this returns. If the process is killed, `.NAME.partial` may stay behind until the next
     write.
 
     Raises:
-      SettingError: it cannot be written, or is no regular file.
+      SettingError: it cannot be written, or is not a regular file.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
@@ -79,7 +82,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         with only_writer(path, wait=True):
             partial.unlink(missing_ok=True)
             with called_at_end(functools.partial(partial.unlink, missing_ok=True)):
-                with open(partial, "xb") as file:  # which follows no link that is put there
+                with open(partial, "xb") as file:  # does not follow a planted link
                     file.write(content)
                 _sync(partial)
                 os.replace(partial, path)
@@ -107,14 +110,14 @@ def atomic_directory(
         .out.complete  the same, complete
         .out.replaced  the old directory, until the new one is in its place
 
-    If the block raises, nothing of them is left. If the process is killed, the next writer finishes
-    what was complete and removes the rest: a destination that was there is never lost. While it is
-    being replaced it is absent for a moment, and it is never a mixture.
+    If the block raises, none of these is left. If the process is killed, the next writer moves a
+    complete directory into place and removes the rest: an existing destination is never lost. While
+    it is being replaced it is absent for a moment, but it is never a mixture.
 
     Args:
-      destination: of the finished directory.
+      destination: the path of the finished directory.
       overwrite: replace it if it exists.
-      may_replace: whether an existing destination is of a kind that may be overwritten.
+      may_replace: tells whether an existing destination is of a kind that may be overwritten.
 
     Raises:
       SettingError: another process is writing the destination.
@@ -152,8 +155,8 @@ def atomic_directory(
 
 @uninterrupted
 def _remove_written(partial: Path) -> None:
-    """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may go on for a
-    moment, and make files in a directory that is being removed."""
+    """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may continue
+    for a moment, and make files in a directory that is being removed."""
     for _ in range(20):
         shutil.rmtree(partial, ignore_errors=True)
         if not partial.exists():
@@ -180,8 +183,8 @@ def _check_replaceable(
 
 
 def finish_interrupted(destination: Path) -> None:
-    """Puts a directory in its place whose writer was killed between moving the old one aside and
-    moving the new one there; waits for a writer that is at it.
+    """Moves a directory into place whose writer was killed after it had moved the old one aside;
+    waits for a writer that is still running.
 
     Raises:
       CheckpointError: the directory cannot be written.
@@ -204,7 +207,7 @@ def finish_interrupted(destination: Path) -> None:
 
 @uninterrupted
 def _finish_interrupted(destination: Path) -> None:
-    """`finish_interrupted` while the lock is held; also removes what is not needed any more."""
+    """`finish_interrupted` while the lock is held; also removes what is no longer needed."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
     if not destination.exists():
         for whole in (complete, replaced):
@@ -218,7 +221,7 @@ def _finish_interrupted(destination: Path) -> None:
 
 @uninterrupted
 def _move_into_place(partial: Path, destination: Path) -> None:
-    """Gives a complete directory its name; `_finish_interrupted` can go on after every step."""
+    """Gives a complete directory its name; `_finish_interrupted` can continue after every step."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
     os.rename(partial, complete)
     if destination.exists():
@@ -248,7 +251,7 @@ def _sync_tree(directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Returns when a file, or the list of names of a directory, is on the disk."""
+    """Flushes a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -257,12 +260,12 @@ def _sync(path: Path) -> None:
 
 
 def _why_unwritten(error: BaseException | None) -> str | None:
-    """Why the system refused a write, in its words, if an error (or its cause) is of that kind."""
+    """The system's reason for refusing a write, if an error (or its cause) is of that kind."""
     reasons = [os.strerror(code) for code in _REFUSED_WRITES]
     while error is not None:
         if isinstance(error, OSError) and error.errno in _REFUSED_WRITES:
             return error.strerror
-        for reason in reasons:  # errors of C++ have the words only
+        for reason in reasons:  # errors from C++ only have the message
             if reason in str(error):
                 return reason
         error = error.__cause__ or error.__context__

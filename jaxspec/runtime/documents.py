@@ -1,4 +1,4 @@
-"""The JSON document of a command or a bench: what all of them have in common."""
+"""The parts that the JSON documents of all commands and benches have in common."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def make_document(
     Args:
       command: e.g. `generate`.
       options: the command's dataclass.
-      measures: modules and folders of the package whose code the figures are of; the document then
-        carries their digest, by which `runtime.freshness` recognizes a stale result.
-      **fields: what it found.
+      measures: modules and folders of the package whose code the figures measure; the document then
+        contains their digest, by which `runtime.freshness` recognises a stale result.
+      **fields: the command's results.
     """
     found = {"command": command, "config": dataclasses.asdict(options), **fields, **provenance()}
     if measures:
@@ -41,7 +41,7 @@ def write_document(document: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """Tuples as lists and paths as text, as they would be read back."""
+    """Tuples as lists and paths as text, as JSON would return them."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -34,21 +34,21 @@ _kernels: dict[str, str | None] = {
 
 
 def note_kernels(name: str, *, family: str | None = None, fallback: str | None = None) -> None:
-    """Records which kernels this process loads its models with, of which family of instructions,
-    and, where these are not the ones made for this device, why."""
+    """Records which kernels this process loads its models with, their instruction family and, if
+    they are not the ones made for this device, the reason."""
     _kernels.update(kernels=name, kernels_family=family, kernels_fallback=fallback)
 
 
 def note_fallback(why: str) -> None:
-    """Records why something is not done by the kernels made for this device."""
+    """Records why the kernels made for this device do not compute something."""
     _kernels["kernels_fallback"] = why
 
 
 def noted_kernels() -> dict[str, str | None]:
     """`kernels`, those that models are loaded with by default (None before the first model);
-    `kernels_family`, the instructions that the C++ kernels multiply bfloat16 with, or None; and
-    `kernels_fallback`, why those made for this device are not used, or not for everything, or
-    None."""
+    `kernels_family`, the instructions with which the C++ kernels multiply bfloat16, or None; and
+    `kernels_fallback`, the reason why the kernels made for this device are not used, or not for
+    everything, or None."""
     return dict(_kernels)
 
 
@@ -56,12 +56,12 @@ AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"  # the flag, and JAX's name 
 
 
 def autotune_directory() -> pathlib.Path | None:
-    """Where XLA keeps which kernels it found fastest by trying them out on a kind of GPU; None
-    elsewhere than on a GPU, and where nothing is kept.
+    """The directory in which XLA keeps its choices of the fastest kernels for a kind of GPU; None
+    if this is not a GPU, or nothing is kept.
 
-    Such trials are decided by timing, and other kernels sum in another order. Processes that share
-    this directory, or have copies of it, compile to the same kernels on the same kind of GPU, and
-    so to the same bits. JAX puts it into its persistent compilation cache, which commands use; a
+    XLA chooses by timing, and different kernels sum in different orders. Processes that share this
+    directory, or have copies of it, compile to the same kernels on the same kind of GPU, and so
+    give the same bits. JAX puts it into its persistent compilation cache, which commands use; a
     program that uses the library gets it by `enable_compilation_cache` or by setting
     `JAX_COMPILATION_CACHE_DIR`.
     """
@@ -77,8 +77,8 @@ _XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 
 
 def autotuned() -> dict[str, Any] | None:
-    """`num_results` in `autotune_directory`, and a `digest` that two processes share if they have
-    the same results; None where none are kept."""
+    """`num_results` in `autotune_directory`, and a `digest` that is equal for processes with the
+    same results; None if none are kept."""
     directory = autotune_directory()
     if directory is None:
         return None
@@ -90,7 +90,7 @@ def autotuned() -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that figures depend on."""
+    """Installed versions of the packages that results depend on."""
     found = {"python": platform.python_version()} | dict.fromkeys(PACKAGES, "not installed")
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -99,14 +99,14 @@ def versions() -> dict[str, str]:
 
 
 def loops_run_on_host() -> bool:
-    """Whether loops whose trip count is found out as they run are run by the host, which waits for
-    the device before every trip. So it is on a GPU: there, loops inside a round have trip counts
-    that the compiler knows."""
+    """Whether the host runs loops with a dynamic trip count, waiting for the device before every
+    trip. This is so on a GPU, so there the loops inside a round have static trip counts."""
     return jax.default_backend() == "gpu"
 
 
 def is_hopper() -> bool:
-    """Whether JAX runs on GPUs of compute capability 9, which `jaxspec.kernels.mosaic` is for."""
+    """Whether JAX runs on GPUs of compute capability 9, for which `jaxspec.kernels.mosaic` is
+    made."""
     if jax.default_backend() != "gpu":
         return False
     capability = getattr(jax.local_devices()[0], "compute_capability", "")
@@ -130,7 +130,7 @@ def devices(num_used: int = 1) -> dict[str, Any]:
 
 
 def _cpu_model() -> str | None:
-    """What the host's processor calls itself, e.g. `AMD EPYC`; None where nobody says."""
+    """The name of the host's processor, e.g. `AMD EPYC`; None if the system does not say."""
     with contextlib.suppress(OSError):
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
         found = re.search(r"^model name\s*:\s*(\S.*)$", text, flags=re.MULTILINE)
@@ -150,8 +150,8 @@ def devices_sentence(found: dict[str, Any]) -> str:
 
 
 def load_remark(load_average: float, num_cpus: int) -> str | None:
-    """A warning about times that were taken while the machine had half as much again to run as it
-    has CPUs, or None: a bench of ours keeps no more than these busy."""
+    """A warning about times that were taken while the load was more than 1.5 times the number of
+    CPUs, or None. Our own benches keep at most all CPUs busy."""
     if load_average <= 1.5 * num_cpus:
         return None
     return (
@@ -161,8 +161,8 @@ def load_remark(load_average: float, num_cpus: int) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this package runs from, with `+` if it was changed; elsewhere the
-    one that the installed distribution was built from; None where neither is known."""
+    """Commit of the checkout that this package runs from, with `+` if it has changes; otherwise the
+    commit that the installed distribution was built from; None if neither is known."""
     package = pathlib.Path(__file__).resolve().parent.parent
     if not (package.parent / ".git").exists():
         built_from = package / "_commit.txt"  # written by setup.py
@@ -176,5 +176,5 @@ def commit() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, devices and commit, as every command's JSON document carries them."""
+    """Versions, devices and commit, for every command's JSON document."""
     return {"versions": versions(), "devices": devices(), "commit": commit()}

@@ -1,4 +1,4 @@
-"""Libraries that are imported when they are needed: those of optional extras, and slow ones."""
+"""Libraries that are only imported when needed: those of optional extras, and slow ones."""
 
 from __future__ import annotations
 

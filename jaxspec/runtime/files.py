@@ -1,4 +1,4 @@
-"""Files that somebody else made: what can be wrong with one before a byte of it is read."""
+"""Checks of foreign files before a byte of them is read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from jaxspec.errors import SettingError
 
-LARGEST_TEXT_BYTES = 2**28  # of a file that is read whole: settings, tokenizers, templates
+LARGEST_TEXT_BYTES = 2**28  # largest file that is read whole: settings, tokenizers, templates
 
 
 def why_unreadable(
     path: Path, *, largest_bytes: int | None = None, may_be_pipe: bool = False
 ) -> str | None:
-    """Why `path` cannot be read as a file, or None if it can. To open a pipe waits for its writer,
-    and a device may have no end, so both are told from files first.
+    """Why `path` cannot be read as a file, or None if it can. Opening a pipe waits for its writer,
+    and a device may have no end, so both are recognised first.
 
     Args:
       path: links are followed.
-      largest_bytes: of a file that is read whole.
-      may_be_pipe: whether a user may name one, as `<(command)` does.
+      largest_bytes: limit on the size of a file that is read whole.
+      may_be_pipe: whether a pipe is allowed, such as `<(command)`.
     """
     try:
         status = path.stat()
@@ -28,7 +28,7 @@ def why_unreadable(
         is_dangling = isinstance(error, FileNotFoundError) and path.is_symlink()
         return "it is a link to nothing" if is_dangling else error.strerror or str(error)
     except ValueError:  # a NUL in the name
-        return "it is no possible name of a file"
+        return "it is not a possible file name"
     if may_be_pipe and stat.S_ISFIFO(status.st_mode):
         return None
     if not stat.S_ISREG(status.st_mode):

@@ -1,13 +1,14 @@
-"""Whether a committed result is still of the code that it measured.
+"""Checks whether a committed result still belongs to the code that it measured.
 
 A document names the modules and folders that it measures (`measures`, relative to the package) and
-carries a digest of their code (`code_digest`). The result is stale when the digest is another now.
-The digest is of the syntax trees without docstrings, comments, imports and file names, so that
-moving, reformatting or documenting a module makes nothing stale; C++ sources count without
-comments and spaces. No git history is needed.
+contains a digest of their code (`code_digest`). The result is stale if the digest has changed. It
+is computed from syntax trees without docstrings, comments, imports and file names, so that moving,
+reformatting or documenting a module makes nothing stale; C++ sources count without comments and
+spaces. No git history is needed.
 
-Code may change in a way that cannot change a figure, as when a function is renamed. Whoever knows
-that says so, and the document keeps the reason beside the commit it was measured at:
+Code may change in a way that cannot change a figure, for example when a function is renamed. You
+can then confirm the result, and the document keeps the reason beside the commit that it was
+measured at:
 
     python -m jaxspec.runtime.freshness docs/results --confirm "renamed only"
 
@@ -67,14 +68,14 @@ class _Bare(ast.NodeTransformer):
     visit_ImportFrom = visit_Import
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        """A string that stands alone documents what is above it."""
+        """A string on its own documents what is above it."""
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             return None
         return node
 
 
 def staleness(document: Mapping[str, Any], *, root: pathlib.Path = PACKAGE) -> str | None:
-    """Why a result is not of today's code, in a sentence; None if it is."""
+    """A sentence about why a result does not belong to today's code; None if it does."""
     measures = document.get("measures")
     if not measures:
         return "it does not say which code it measures"
@@ -91,7 +92,7 @@ def staleness(document: Mapping[str, Any], *, root: pathlib.Path = PACKAGE) -> s
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Lists stale results, or confirms them; the number of those that stay stale."""
+    """Lists stale results, or confirms them; returns the number of those that stay stale."""
     parser = argparse.ArgumentParser(description="Are committed results of today's code?")
     parser.add_argument("results", type=pathlib.Path, help="a JSON file, or a directory of them")
     parser.add_argument("--confirm", metavar="REASON", help="why they still hold")

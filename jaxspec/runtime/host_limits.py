@@ -1,4 +1,4 @@
-"""What this process may use of its host: memory and CPUs, with the limits of its cgroups."""
+"""The memory and CPUs of the host that this process may use, within the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 
 
 def free_memory() -> tuple[int, str]:
-    """Bytes that this process can still allocate, and what bounds them: `on this host`, `in this
-    cgroup`, `under ulimit -v` or `under ulimit -d`."""
+    """The bytes that this process can still allocate, and what limits them: `on this host`, `in
+    this cgroup`, `under ulimit -v` or `under ulimit -d`."""
     bounds = [(psutil.virtual_memory().available, "on this host")]
     bounds += [(count, "in this cgroup") for count in _left_in_cgroups()]
     bounds += _left_under_limits()
@@ -25,8 +25,8 @@ def free_memory() -> tuple[int, str]:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may keep busy: those that it may run on, or fewer if a cgroup, as that
-    of a container, grants it less time. At least 1."""
+    """The number of CPUs that this process may keep busy: those that it may run on, or fewer if a
+    cgroup (such as a container's) grants it less time. At least 1."""
     # macOS does not say which CPUs a process may run on.
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     counts = [float(len(own) or os.cpu_count() or 1), *_cpus_in_cgroups()]
@@ -34,7 +34,7 @@ def usable_cpus() -> int:
 
 
 def _cpus_in_cgroups() -> Iterator[float]:
-    """CPU time per time that each of this process's cgroups grants, where it has a limit."""
+    """CPU time per wall-clock time that each of this process's cgroups with a limit grants."""
     for directory in _cgroups("cpu"):
         try:
             if (directory / "cpu.max").exists():  # version 2
@@ -48,12 +48,12 @@ def _cpus_in_cgroups() -> Iterator[float]:
             OSError,
             ValueError,
             ZeroDivisionError,
-        ):  # not of these versions, or not ours to read
+        ):  # another version, or not readable
             continue
 
 
 def _left_under_limits() -> Iterator[tuple[int, str]]:
-    """What the limits on address space and on data leave, if they are set."""
+    """Bytes left under the limits on address space and on data, if they are set."""
     used = psutil.Process().memory_info()
     for limit, num_used, name in (
         (resource.RLIMIT_AS, used.vms, "under ulimit -v"),
@@ -65,8 +65,8 @@ def _left_under_limits() -> Iterator[tuple[int, str]]:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What the limits of this process's cgroups, and of those around them, leave. Page cache that
-    the kernel would give back counts as free."""
+    """Bytes left under the limits of this process's cgroups and their parents. Page cache that the
+    kernel would give back counts as free."""
     for directory in _cgroups("memory"):
         for limit, usage, prefix in (
             ("memory.max", "memory.current", ""),  # version 2
@@ -82,7 +82,7 @@ def _left_in_cgroups() -> Iterator[int]:
                 used = int((directory / usage).read_text())
                 cached = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
                 yield int(most) - used + cached
-            except (OSError, ValueError, KeyError):  # not of this version, or not ours to read
+            except (OSError, ValueError, KeyError):  # another version, or not readable
                 continue
 
 

@@ -1,4 +1,4 @@
-"""Dtypes and shapes of pytrees as text, for sentences about arrays that do not fit."""
+"""Dtypes and shapes of pytrees as text, for messages about arrays that do not fit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def kinds_of(tree: Any) -> dict[str, str]:
 def first_mismatch(
     found: Mapping[str, str], expected: Mapping[str, str]
 ) -> tuple[str, str, str] | None:
-    """The first path at which two results of `kinds_of` differ, with what is found there and what
-    is expected (`nothing` where there is no array); None if they are equal."""
+    """The first path at which two results of `kinds_of` differ, with what was found there and what
+    was expected (`nothing` if there is no array); None if they are equal."""
     for path in [*expected, *found]:
         pair = found.get(path, "nothing"), expected.get(path, "nothing")
         if pair[0] != pair[1]:

@@ -1,4 +1,4 @@
-"""One writer at a time: locks that end with the process that holds them."""
+"""One writer at a time: locks that are released when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def only_writer(path: Path, *, during: str | None = None, wait: bool = False) ->
     """Makes this process the only writer of a file or directory while the block runs.
 
     The lock is on `.NAME.lock` beside `path`, which names the process that holds it. It is released
-    when that process ends, however it ends; a lock file that is left behind locks nothing.
+    when that process ends, however it ends; a leftover lock file locks nothing.
 
     Args:
       path: what is to be written; its parent exists.
-      during: a longer piece of work, as `run`, within which `path` is written under its own lock.
-        Its lock is `.NAME.DURING.lock`, and keeps away only others that do the same.
-      wait: until another writer has finished, instead of raising.
+      during: the name of a longer task, such as `run`, during which `path` is written under its own
+        lock. Its lock is `.NAME.DURING.lock`, which only excludes others with the same task.
+      wait: whether to wait until another writer has finished, instead of raising.
 
     Raises:
       SettingError: another process is writing `path`; the message names it.
@@ -64,8 +64,8 @@ def _acquire(lock: Path, path: Path, *, wait: bool) -> int:
 
 
 def _is_at(descriptor: int, lock: Path) -> bool:
-    """Whether the open file is still the one of this name: a holder removes it before it releases
-    the lock."""
+    """Whether the open file is still the one with this name, because a holder removes it before it
+    releases the lock."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(lock, follow_symlinks=False))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Names that vLLM and Hugging Face give to our settings: refused, with the name to use here."""
+"""vLLM's and Hugging Face's names for our settings: they are refused, with the name to use here."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ OTHER_NAMES["ServingEngine"] = OTHER_NAMES["Engine"]
 
 
 def refuse_other_names(function: Refusing) -> Refusing:
-    """A class or function that raises `SettingError` for a keyword of `OTHER_NAMES`, and is
-    otherwise as it was."""
+    """Makes a class or function raise `SettingError` for a keyword of `OTHER_NAMES`, without
+    changing it otherwise."""
     wrapped: Any = function
     if not isinstance(wrapped, type):
         return _refusing(wrapped, wrapped.__qualname__)

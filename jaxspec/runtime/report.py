@@ -1,4 +1,5 @@
-"""Tables, plots and pages: how audits, batteries, comparisons and studies show what they found."""
+"""Tables, plots and pages, in which audits, batteries, comparisons and studies show their
+results."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from jaxspec.runtime.extras import import_extra
 Columns: TypeAlias = Mapping[str, str | Callable[[Any], Any]]
 
 NONE = "-"  # a cell without a value
-FIGURES = ("", "-", *"0123456789")  # what a cell begins with that holds a figure
+FIGURES = ("", "-", *"0123456789")  # first characters of a cell with a number
 GOOD, BAD = "#2a7f62", "#c0392b"
 
 
 def percent(share: float) -> str:
-    """A share as text, cut and not rounded: 999 of 1000 must not look like all of them."""
+    """A fraction as text, rounded down, because 9999 of 10000 must not look like all of them."""
     return NONE if math.isnan(share) else f"{math.floor(share * 1000 + 1e-9) / 10:.1f} %"
 
 
@@ -36,8 +37,9 @@ class TextTable:
       title: the line above it.
       header: names of the columns; empty for a table of names and values.
       rows: its cells.
-      is_quoted: whether the figures are somebody else's, which a page shows on tinted ground.
-      breaks: indices of rows that a terminal draws a line before.
+      is_quoted: whether the numbers are quoted from others, which a page shows on a tinted
+        background.
+      breaks: indices of rows that have a line above them in a terminal.
     """
 
     title: str
@@ -64,7 +66,7 @@ class TextTable:
             function of the record whose result is shown as text. A field that the record lacks, or
             that is None, is shown as `NONE`.
           records: mappings, or objects with attributes.
-          group: a line is drawn between records of which this differs.
+          group: a line is drawn between records for which this differs.
           is_quoted: see `TextTable`.
         """
         records = list(records)
@@ -79,7 +81,7 @@ class TextTable:
 
     @classmethod
     def of_values(cls, title: str, values: Mapping[str, str]) -> TextTable:
-        """A line for each name and its value."""
+        """A table with a line for each name and its value."""
         return cls(title=title, header=(), rows=list(values.items()))
 
     def __rich__(self):
@@ -99,7 +101,7 @@ class TextTable:
         num_columns = len(self.header) or max(map(len, self.rows), default=0)
         for index, name in enumerate(self.header or ("",) * num_columns):
             cells = [row[index] for row in self.rows if index < len(row)]
-            # Text is wrapped between words where the width does not suffice; figures never are.
+            # Text is wrapped between words if the width is too small; numbers never are.
             is_figures = all(cell[:1] in FIGURES and len(cell) < 15 for cell in cells)
             words = " ".join((name, *cells)).split()
             table.add_column(
@@ -125,10 +127,10 @@ def _cell(column: str | Callable[[Any], Any], record: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A matplotlib figure with what a page says about it.
+    """A matplotlib figure with its caption for a page.
 
     Attributes:
-      name: of its file, without a suffix.
+      name: that of its file, without a suffix.
       caption: one line.
       figure: the figure.
     """
@@ -138,7 +140,7 @@ class Plot:
     figure: Any
 
     def svg(self) -> bytes:
-        """The figure as SVG, the same bytes on every day."""
+        """The figure as SVG, with the same bytes on every run."""
         return _drawn(self.figure, "svg", metadata={"Date": None})
 
     def png(self) -> bytes:
@@ -185,8 +187,8 @@ def new_figure(
 
 
 def save_figure(figure: Any, path: str | os.PathLike) -> None:
-    """Writes a matplotlib figure, making its directory where needed; the suffix of `path` names the
-    format.
+    """Writes a matplotlib figure, making its directory if needed; the suffix of `path` determines
+    the format.
 
     Raises:
       SettingError: the file cannot be written.
@@ -216,10 +218,10 @@ def write_page(
     """Writes one self-contained HTML page; it appears whole or not at all.
 
     Args:
-      path: of the file.
-      title: of the page.
-      verdict: what was found, in one sentence, with a bar in the colour of `holds`.
-      holds: whether the verdict is good; None for neither.
+      path: that of the file.
+      title: that of the page.
+      verdict: the result in one sentence, shown with a bar in the colour of `holds`.
+      holds: whether the verdict is good; None if it is neither good nor bad.
       summary: a table before everything else.
       findings: a list of sentences.
       paragraphs: text after these.

@@ -1,19 +1,19 @@
 """How a command ends when it is interrupted, and when its output is no longer read.
 
-SIGINT (Ctrl-C) and SIGTERM end the process at once, unless they come in the block of `raised`,
-where there may be something to clean up. There they raise `Interrupted` in the main thread, so that
-files are finished or removed on the way out. That needs more than a handler:
+SIGINT (Ctrl-C) and SIGTERM end the process at once, unless they come in a block of `raised`, where
+there may be something to clean up. There they raise `Interrupted` in the main thread, so that files
+are finished or removed on the way out. That needs more than a handler:
 
 - An exception that comes in the middle of an import may be wrapped by an extension module, or leave
   a module half made; one that comes in a destructor or a callback is printed and forgotten by
-  Python. So the handler waits for imports, and for functions that are `uninterrupted`; what was
-  forgotten is raised again; and whatever a process that was interrupted raises at last, it ends as
+  Python. So the handler waits for imports, and for functions that are `uninterrupted`; swallowed
+  exceptions are raised again; and whatever an interrupted process finally raises, it ends as
   interrupted (`interruption`).
 - Python calls no handler while the main thread is in compiled code. So a thread that the signals
-  wake ends the process at the second signal, and `GRACE_S` after the first, and calls what is
-  `called_at_end` itself.
-- XLA goes on compiling in threads of its own, which crash when the interpreter takes their client
-  away at its end. So an interrupted process ends without that (`os._exit`).
+  wake ends the process at the second signal, or `GRACE_S` after the first, and itself calls the
+  functions of `called_at_end`.
+- XLA continues compiling in its own threads, which crash when the exiting interpreter destroys
+  their client. So an interrupted process ends without that (`os._exit`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, NoReturn, TypeVar
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 8.0  # to clean up after a signal; containers are killed 10 s after SIGTERM
 AT_ONCE_S = 0.2  # signals so close together are one: `timeout` sends two
-WAIT_S = 0.02  # until it is looked again whether the main thread may be interrupted
+WAIT_S = 0.02  # between two checks whether the main thread may be interrupted
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
@@ -48,8 +48,8 @@ class Interrupted(KeyboardInterrupt):
     """A signal asked the process to end.
 
     Attributes:
-      status: exit status, 128 and the signal's number, as shells have it: 130 after Ctrl-C, 143
-        after SIGTERM.
+      status: exit status, 128 plus the signal's number, as in shells: 130 after Ctrl-C, 143 after
+        SIGTERM.
     """
 
     def __init__(self, number: int):
@@ -58,7 +58,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _State:
-    """Of this process: the signal that came first, and whether signals raise."""
+    """State of this process: the first signal that came, and whether signals raise."""
 
     number: int | None = None
     is_raised = False
@@ -92,7 +92,7 @@ def raised() -> Iterator[None]:
 
 
 def interruption() -> Interrupted | None:
-    """The signal that this process was sent, as it is raised; None before one came."""
+    """The signal that this process got, as an exception; None before one came."""
     return None if _State.number is None else Interrupted(_State.number)
 
 
@@ -104,8 +104,8 @@ def uninterrupted(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def called_at_end(remove: Callable[[], object]) -> Iterator[None]:
-    """A block at whose end `remove` is called, perhaps twice, and also if the process has to be
-    ended within the block: perhaps in another thread then, and its errors do not count."""
+    """A block after which `remove` is called, perhaps twice, even if the process has to be ended
+    within the block. In that case it may run in another thread, and its errors are ignored."""
     _AT_END.append(remove)
     try:
         yield
@@ -117,7 +117,7 @@ def called_at_end(remove: Callable[[], object]) -> Iterator[None]:
 
 
 def _handle_signals() -> None:
-    """Handles the signals, except those that the parent process has us ignore (`nohup`, a shell's
+    """Handles the signals, except those that the parent process made us ignore (`nohup`, a shell's
     background jobs)."""
     reading, writing = os.pipe()
     for end in (reading, writing):
@@ -132,21 +132,21 @@ def _handle_signals() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises for the first signal; later ones do not disturb the cleaning up, and `_end_in_time`
-    sees them."""
+    """Raises for the first signal; later ones do not disturb the clean-up, but `_end_in_time` sees
+    them."""
     if _State.number is not None:
         return
     _State.number = number
     if not _State.is_raised:
         _end(number)
-    # Threads of libraries (Orbax's) fail when their files are taken away, and say so.
+    # Threads of libraries (Orbax's) fail and print errors when their files are removed.
     logging.disable()
     threading.excepthook = lambda _: None
     _raise(number, frame)
 
 
 def _raise(_: int, frame: FrameType | None) -> None:
-    """Raises `Interrupted`, or sees to it that SIGALRM soon calls this again."""
+    """Raises `Interrupted`, or makes SIGALRM call this again soon."""
     if _State.number is None or not _State.is_raised:
         return
     if _may_be_interrupted(frame):
@@ -186,7 +186,7 @@ def _end_in_time(reading: int) -> NoReturn:
 
 
 def _wait_for_signal(reading: int, limit_s: float | None) -> int | None:
-    """The number of the next of `SIGNALS`, None after `limit_s`. SIGALRM comes this way too."""
+    """The number of the next of `SIGNALS`, None after `limit_s`. SIGALRM arrives here too."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     while True:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""Timing programs against each other: they take turns, A B A B.
+"""Timing programs against each other in alternation: A B A B.
 
 A slow moment of the machine then falls on all of them, and a speed-up is the median of the ratios
 of neighbouring runs instead of the ratio of two times that were measured minutes apart.
@@ -15,15 +15,15 @@ from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-LOOP_S = 0.05  # what one timed call of a loop should take at least
+LOOP_S = 0.05  # shortest time that one timed call of a loop should take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Generic[K]):
-    """What taking turns found.
+    """The results of alternating runs.
 
     Attributes:
-      seconds: of every turn, by contender.
+      seconds: those of every turn, by contender.
       results: what each contender returned in its last turn.
     """
 
@@ -35,7 +35,7 @@ class Turns(Generic[K]):
         return statistics.median(self.seconds[name])
 
     def ratios(self, name: K, *, over: K) -> list[float]:
-        """How many times as fast as `over` it was, turn by turn."""
+        """How many times as fast as `over` the contender was, turn by turn."""
         pairs = zip(self.seconds[over], self.seconds[name], strict=True)
         return [theirs / own for theirs, own in pairs]
 
@@ -55,9 +55,9 @@ def take_turns(
     """Runs each contender once per turn, in the same order in every turn.
 
     Args:
-      contenders: what to time. Each must wait for its own result.
-      repeats: timed turns.
-      num_warm_ups: turns before them, whose times are dropped (the first call compiles).
+      contenders: the functions to time. Each must wait for its own result.
+      repeats: number of timed turns.
+      num_warm_ups: number of turns before them, whose times are dropped (the first call compiles).
       prepare: called before each run, not timed.
       on_turn: called before each run with the contender and the turn, counted from 1 (0 and less
         are warm-ups), for progress.
@@ -81,8 +81,8 @@ def take_turns(
 def time_loops(loops: Mapping[K, Callable[[int], None]], repeats: int) -> Turns[K]:
     """Seconds per iteration of each of `loops`, in turns.
 
-    `loop(n)` does its thing n times and waits for it. Each timed call does it so often that it
-    takes some `LOOP_S`.
+    `loop(n)` runs n iterations and waits for them. Each timed call runs enough iterations to take
+    about `LOOP_S`.
     """
     num_times = {name: _num_times(loop) for name, loop in loops.items()}
     calls = {name: functools.partial(loop, num_times[name]) for name, loop in loops.items()}

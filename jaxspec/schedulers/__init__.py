@@ -18,10 +18,10 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 
 
 def make_scheduler(scheduler: Scheduler | str) -> Scheduler:
-    """The scheduler of a name in `SCHEDULERS`; a scheduler as it is.
+    """The scheduler with this name in `SCHEDULERS`; a scheduler is returned as it is.
 
     Raises:
-      SettingError: there is none of that name.
+      SettingError: there is no scheduler with that name.
     """
     return named("scheduler", scheduler, SCHEDULERS)() if isinstance(scheduler, str) else scheduler
 

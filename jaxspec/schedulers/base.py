@@ -1,7 +1,7 @@
 """The scheduler protocol.
 
-An engine holds `num_residents` rows whose prompts have been read; a round decodes `batch_size` of
-them, chosen on the device by a table of row numbers, so that no KV is copied when a row joins or
+An engine holds `num_residents` rows whose prompts have been prefilled; a round decodes `batch_size`
+of them, chosen on the device by a table of row numbers, so that no KV is copied when a row joins or
 leaves.
 """
 
@@ -22,10 +22,10 @@ class Scheduler(Protocol):
 
     Attributes:
       name: for reports and the command line.
-      refills_rows: whether a request may join while others are being decoded; otherwise a batch is
+      refills_rows: whether a request may join a batch that is being decoded; otherwise a batch is
         decoded to its end before the next one is admitted.
-      regroups: whether `choose` may replace rows that are still running; otherwise it is asked only
-        when a row has ended and another waits.
+      regroups: whether `choose` may replace rows that are still running; otherwise `choose` is
+        called only when a row has ended and another is waiting.
     """
 
     @property
@@ -41,10 +41,10 @@ class Scheduler(Protocol):
         ...
 
     def num_residents(self, batch_size: int) -> int:
-        """Rows that are resident in an engine with this batch size, at least as many.
+        """The number of resident rows in an engine with this batch size; at least the batch size.
 
         Raises:
-          SettingError: the scheduler has fewer.
+          SettingError: the scheduler allows fewer than `batch_size`.
         """
         ...
 
@@ -53,8 +53,8 @@ class Scheduler(Protocol):
         ...
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-        """The indices of a list of requests in the order in which they are admitted; completions
-        come back in the order of the list all the same.
+        """The indices of a list of requests, in the order in which to admit them; completions are
+        returned in the order of the list in any case.
 
         Args:
           prompt_lengths: tokens of each request's prompt.
@@ -69,12 +69,11 @@ class Scheduler(Protocol):
 
 
 def input_order(prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
-    """First come, first served."""
+    """The order of the list: first come, first served."""
     return list(range(len(prompt_lengths)))
 
 
 def by_arrival(state: DecodeState) -> jax.Array:
-    """`[B]` int32, rows that are running in the order in which their requests came, then the
-    others."""
+    """`[B]` int32, the running rows by arrival of their requests, then the other rows."""
     last = jnp.iinfo(jnp.int32).max
     return jnp.argsort(jnp.where(state.is_running, state.arrival, last)).astype(jnp.int32)

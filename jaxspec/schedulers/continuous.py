@@ -17,9 +17,9 @@ class Continuous:
     """First come, first served: the request that has waited longest takes the first free row.
 
     Attributes:
-      waiting: rows besides the batch whose prompts are prefilled in advance and stay in the KV
-        cache; default a quarter of the batch size, at least one. The host admits more when all of
-        them have joined the batch and another row ends.
+      waiting: extra rows whose prompts are prefilled in advance and wait in the KV cache; default a
+        quarter of the batch size, at least one. The host admits more requests when all of these
+        have joined the batch and another row ends.
       longest_first: admit the requests of a list by descending `max_tokens`, so that no long one
         runs alone at the end; otherwise in input order.
     """
@@ -35,11 +35,11 @@ class Continuous:
             raise SettingError(f"waiting {self.waiting} was given; it must be at least 0.")
 
     def num_residents(self, batch_size: int) -> int:
-        """Rows in the batch and rows that wait."""
+        """Rows in the batch plus waiting rows."""
         return batch_size + (max(1, batch_size // 4) if self.waiting is None else self.waiting)
 
     def min_running(self, batch_size: int) -> int:
-        """All of them: with fewer a row of the batch would be empty."""
+        """The batch size: with fewer running, a row of the batch would be empty."""
         return batch_size
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
@@ -48,6 +48,6 @@ class Continuous:
         return sorted(order, key=lambda i: -max_tokens[i]) if self.longest_first else order
 
     def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
-        """The rows whose requests came first. Rows in the batch came before those that wait,
-        so they keep their rows until they end."""
+        """The rows whose requests arrived first. Requests in the batch arrived before the waiting
+        ones, so they stay in it until they end."""
         return by_arrival(state)[:batch_size]

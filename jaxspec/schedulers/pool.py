@@ -17,18 +17,19 @@ from jaxspec.types import DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Decodes a batch of rows of equal length if the pool has one, else its first rows.
+    """Decodes a batch of rows of equal length if the pool has one, otherwise its first rows.
 
-    The pool is scanned in order of arrival, and the first length that `batch_size` rows share wins;
-    a smaller group is never decoded alone. As in 2510.22876, length includes padding in the
-    `aligned` layout, since rows padded to one length need no realignment. Unlike the published
+    The pool is scanned in order of arrival, and the first length shared by `batch_size` rows is
+    chosen; a smaller group is never decoded alone. As in 2510.22876, length includes padding in the
+    `aligned` layout, because rows padded to one length need no realignment. Unlike the published
     code, no prompt is prefilled again when another row joins, and completions come back in input
     order even if the requests were sorted.
 
     Attributes:
       window_size: resident rows, at least `batch_size`; the paper uses 32 and 48.
       sort_by_length: admit the requests of a list by ascending prompt length.
-      strategy: `cross_batch` looks for groups; `batch` always takes the first rows of the pool.
+      strategy: `cross_batch` looks for rows of equal length; `batch` always takes the first rows of
+        the pool.
     """
 
     window_size: int = 32
@@ -45,7 +46,7 @@ class Pool:
             )
 
     def num_residents(self, batch_size: int) -> int:
-        """The pool."""
+        """The size of the pool."""
         if self.window_size < batch_size:
             raise SettingError(
                 f"A pool of {self.window_size} rows was given for a batch_size of {batch_size}; it "
@@ -54,7 +55,7 @@ class Pool:
         return self.window_size
 
     def min_running(self, batch_size: int) -> int:
-        """The pool is kept full."""
+        """The size of the pool, so that it is kept full."""
         return self.window_size
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
@@ -63,13 +64,13 @@ class Pool:
         return sorted(order, key=lambda i: prompt_lengths[i]) if self.sort_by_length else order
 
     def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
-        """Rows of equal length, or else the first that are running."""
+        """Rows of equal length, or otherwise the first running rows."""
         order = by_arrival(state)
         if self.strategy == "batch":
             return order[:batch_size]
         length, is_running = lengths(state)[order], state.is_running[order]
         index = jnp.arange(len(order), dtype=jnp.int32)
-        # peers[i, j]: row j came no later than row i and has its length.
+        # peers[i, j]: row j arrived no later than row i and has the same length.
         peers = (length[:, None] == length[None]) & is_running[:, None] & is_running[None]
         peers &= index[None] <= index[:, None]
         is_full = jnp.sum(peers, axis=1, dtype=jnp.int32) == batch_size

@@ -21,11 +21,11 @@ class Static:
     regroups: bool = dataclasses.field(default=False, init=False)
 
     def num_residents(self, batch_size: int) -> int:
-        """The batch."""
+        """The batch size."""
         return batch_size
 
     def min_running(self, batch_size: int) -> int:
-        """A batch is decoded to its end."""
+        """1: a batch is decoded to its end before others are admitted."""
         return 1
 
     def order(self, prompt_lengths: Sequence[int], max_tokens: Sequence[int]) -> list[int]:
@@ -33,5 +33,5 @@ class Static:
         return input_order(prompt_lengths, max_tokens)
 
     def choose(self, state: DecodeState, batch_size: int) -> jax.Array:
-        """All of them."""
+        """All resident rows."""
         return jnp.arange(batch_size, dtype=jnp.int32)

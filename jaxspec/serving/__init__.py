@@ -1,4 +1,4 @@
-"""For serving stacks: prefill, insert, generate and free, with the state in the caller's hands."""
+"""For serving stacks: prefill, insert, generate and free, with a state that the caller holds."""
 
 from jaxspec.serving.engine import Prefilled, ServingEngine, StepResult
 

@@ -1,7 +1,7 @@
-"""Prefill, insert, generate, free: the functions by which JAX serving stacks drive an engine.
+"""Prefill, insert, generate, free: the functions with which JAX serving stacks drive an engine.
 
 `jaxspec.Engine` owns its requests and decides when to step. A serving stack does both itself; it
-needs compiled functions, and a state that it carries from call to call:
+needs compiled functions, and a state that it passes from call to call:
 
     prefilled = engine.prefill(prompt, params)          one row, on any thread, ahead of time
     state = engine.insert(prefilled, state, row)        into the batch, while other rows run
@@ -16,18 +16,18 @@ in row 1 none, and row 2 has ended (or is empty):
     1       12 -1 -1 -1     1         no
     2       -1 -1 -1 -1     0         yes
 
-Prefill emits no token. It stops before the prompt's last token, which the first round scores; so a
+Prefill emits no token. It stops before the prompt's last token, which the first round scores, so a
 request's first tokens come from the first `generate` after its `insert`.
 
 **Fewer new tokens do not mean that a request has ended.** Some stacks expect a fixed number of
-tokens per slot, each with a `valid` flag. JetStream's orchestrator, for one, takes an invalid token
-for the end of the request, so an adapter that turned `num_new` into such flags would end requests
-at their first rejected draft. Buffer tokens instead: append `tokens[row, :num_new[row]]` to a queue
-per row after each step, and return as many columns as the shortest queue of a running row holds,
-all of them valid. A running row emits at least one token per round, so there is at least one
-column. A row that is `done` first empties its queue; only then send the invalid column that ends
-it, and give its row away. A stack that needs a constant width takes one column per call, and steps
-the engine only when the queue of a running row is empty.
+tokens per slot, each with a `valid` flag. JetStream's orchestrator, for example, treats an invalid
+token as the end of the request, so an adapter that turned `num_new` into such flags would end
+requests at their first rejected draft. Buffer tokens instead: append `tokens[row, :num_new[row]]`
+to a queue per row after each step, and return as many columns as the shortest queue of a running
+row holds, all of them valid. A running row emits at least one token per round, so there is at least
+one column. When a row is `done`, empty its queue first; only then send the invalid column that ends
+the request, and reuse the row. A stack that needs a constant width takes one column per call, and
+steps the engine only when the queue of a running row is empty.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
-ALONE = np.int32(0)  # the row of a state that holds one
+ALONE = np.int32(0)  # the only row of a one-row state
 ONE = np.int32(1)
 
 
@@ -72,8 +72,8 @@ class Prefilled(struct.PyTreeNode, kw_only=True):
       admission: the row's settings and tokens.
       cache: the target's KV of the prompt, in a cache of one row.
       drafter: the drafter's state for one row.
-      request: static; names the seed of a sampled request.
-      shape: static, the engine's, with one row.
+      request: static; its `params` hold the seed of a sampled request.
+      shape: static, the shape of the engine, with one row.
     """
 
     admission: Admission
@@ -87,12 +87,12 @@ class StepResult(struct.PyTreeNode, kw_only=True):
     """What one round did, row by row.
 
     Attributes:
-      tokens: `[B, N + 1]` int32, the new tokens, a final stop token included; -1 after the first
+      tokens: `[B, N + 1]` int32, the new tokens, including a final stop token; -1 after the first
         `num_new`.
       num_new: `[B]` int32, at least 1 for rows that were running and whose logits are finite, 0 for
         the others.
-      done: `[B]` bool, rows that are not running after the round; empty rows are among them.
-      finish: `[B]` int32, `types.Finish`: why.
+      done: `[B]` bool, rows that are not running after the round, including empty ones.
+      finish: `[B]` int32, the reason, as `types.Finish`.
       num_drafted: `[B]` int32, tokens drafted in this round.
       num_accepted: `[B]` int32, how many of them are among the new tokens. `DecodeState.counts` has
         a row's totals since it was inserted; see `Acceptance.of_row`.
@@ -111,15 +111,16 @@ class ServingEngine:
     """Compiled functions over a `DecodeState` that the caller holds.
 
     With a `coupled` verifier a request's tokens are those of `jaxspec.Engine` with the same
-    settings, bit for bit, whatever the other rows hold and whenever it was inserted. Every function
-    is compiled once. `insert`, `generate` and `free` donate the state they are given, so use the
-    one they return. `prefill` touches no state and may run on another thread during a round.
+    settings, bit for bit, whatever the other rows hold and whenever the request was inserted. Every
+    function is compiled once. `insert`, `generate` and `free` donate the state they are given, so
+    use the one they return. `prefill` touches no state and may run on another thread during a
+    round.
 
-    To prefill on another device, make a second engine whose parameters are there. A `Prefilled` of
-    the same shape fits this engine too, and is moved when it is inserted.
+    To prefill on another device, make a second engine with its parameters on that device. A
+    `Prefilled` of the same shape fits this engine too, and is moved when it is inserted.
 
     Args:
-      target: the model whose output this is.
+      target: the model to decode with.
       drafter: what proposes tokens; None decodes plainly, one token per step.
       verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `verify_length - 1`; default the drafter's own
@@ -127,8 +128,8 @@ class ServingEngine:
       verify_length: T, tokens scored per round; default `draft_length + 1`.
       batch_size: B, rows of the batch.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `verify_length` slots. Each `Prefilled` has as many.
-      prefill_chunk: prompt tokens read per call.
+        round of a row needs `verify_length` slots. Each `Prefilled` has the same number.
+      prefill_chunk: prompt tokens prefilled per call.
 
     Raises:
       SettingError: a setting out of range.
@@ -200,7 +201,7 @@ class ServingEngine:
 
     @property
     def longest_prompt(self) -> int:
-        """Prompt tokens that leave room for one round."""
+        """The most prompt tokens that leave room for one round."""
         return self._batch.longest_prompt
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
@@ -213,7 +214,7 @@ class ServingEngine:
         home = self._batch.home
         state = compilation.shapes_at(self._batch.eval_state(), home)
         row = compilation.shapes_at(self._row.eval_state(), home)
-        # `insert` puts an admission where the state is.
+        # `insert` puts an admission on the device that holds the state.
         placed = admission if home is None else jax.device_put(admission, home)
         arguments = {
             "init": (),
@@ -245,14 +246,14 @@ class ServingEngine:
 
         Args:
           prompt: token ids, text or chat messages.
-          params: default `SamplingParams()`. A sampled request without a seed gets one, which
-            `Prefilled.request` names.
-          draft_length: instead of the engine's, up to `verify_length - 1`; 0 decodes plainly in the
-            same program, to the same tokens.
+          params: default `SamplingParams()`. A sampled request without a seed gets one, which is in
+            `Prefilled.request`.
+          draft_length: replaces the engine's, up to `verify_length - 1`; 0 decodes plainly in the
+            same program, with the same tokens.
 
         Raises:
           PromptError: the prompt is empty, too long or malformed.
-          SettingError: a parameter out of range, or one that this engine leaves to its caller: stop
+          SettingError: a parameter out of range, or one that this engine does not support: stop
             strings, `n`, log-probabilities.
         """
         params = SamplingParams() if params is None else params
@@ -279,10 +280,10 @@ class ServingEngine:
         """`state` (donated) with the prompt in `row`, to be decoded from the next round on.
 
         Copies the live blocks of its KV on the device. A previous request in `row` need not be
-        cleared: nothing of it is read.
+        cleared, because nothing of it is read.
 
         Raises:
-          SettingError: there is no such row, or an engine of another shape prefilled the prompt.
+          SettingError: there is no such row, or an engine with another shape prefilled the prompt.
         """
         self._check_row(row)
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
@@ -334,8 +335,8 @@ class ServingEngine:
         cache: PyTree,
         drafter: PyTree,
     ) -> DecodeState:
-        """State with a prefilled request in `row`. What a drafter shares among rows stays as the
-        batch has it."""
+        """State with a prefilled request in `row`. Drafter state that all rows share stays that of
+        the batch."""
         state = self._batch.loop.admit(params, state, row, admission)
         state = mark_prefilled(state, row, jnp.asarray(admission.length) - 1)
         is_per_row = has_rows(state)
@@ -354,8 +355,8 @@ class ServingEngine:
     ) -> tuple[DecodeState, StepResult]:
         """State after one round of the loop that `jaxspec.Engine` runs, and what has changed.
 
-        The number of rounds is an argument, so that the compiler cannot unroll the loop and sum in
-        another order.
+        The number of rounds is an argument, so that the compiler cannot unroll the loop and change
+        the order of sums.
         """
         state = self._batch.loop.run(params, before, one, one)
         num_new = state.num_committed - before.num_committed
@@ -375,7 +376,7 @@ class ServingEngine:
 
 
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:
-    """State with `row` empty; what is stored there is garbage."""
+    """State with `row` empty; whatever it still stores is garbage."""
     return state.replace(finish=state.finish.at[row].set(jnp.int32(Finish.EMPTY_ROW)))
 
 

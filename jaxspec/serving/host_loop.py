@@ -1,9 +1,9 @@
-"""A host loop over `ServingEngine`, to read and to start from.
+"""A host loop over `ServingEngine`, as an example and a starting point.
 
     python -m jaxspec.serving.host_loop [MODEL] < prompts.txt
 
-Prompts are read ahead on another thread while the batch is decoded; text is printed as soon as its
-characters are final, a line per step and row.
+Prompts are prefilled ahead of time on another thread while the batch is decoded; text is printed as
+soon as its characters are final, one line per step and row.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from jaxspec.types import Finish
 def serve(
     engine: ServingEngine, prompts: Iterable[Prompt], params: SamplingParams
 ) -> Iterator[tuple[int, str, Finish]]:
-    """Yields `(prompt's number, new text, why it ended or RUNNING)` as rows emit tokens.
+    """Yields `(index of the prompt, new text, finish reason or RUNNING)` as rows emit tokens.
 
-    A prompt that is refused raises in its turn, when it would be active; check `prompts` before
-    where others must not suffer.
+    A prompt that is refused raises when its turn comes; check `prompts` beforehand if that must not
+    interrupt the others.
     """
     tokenizer = engine.target.tokenizer
     if tokenizer is None:
@@ -43,11 +43,11 @@ def serve(
     with ThreadPoolExecutor(1) as reader:
         ready = collections.deque()
         while True:
-            # As many prompts are being read, or lie ready, as could be active at once.
+            # At most as many prompts are being prefilled, or are ready, as can be active at once.
             for number, prompt in itertools.islice(coming, engine.shape.batch_size - len(ready)):
                 ready.append((number, reader.submit(engine.prefill, prompt, params)))
             for row in [row for row in range(engine.shape.batch_size) if row not in active]:
-                # Nobody waits for a prompt while others could go on.
+                # Never waits for a prompt while other rows can continue.
                 if ready and (ready[0][1].done() or not active):
                     number, prefilled = ready.popleft()
                     state = engine.insert(prefilled.result(), state, row)
@@ -68,7 +68,7 @@ def serve(
 
 
 def main(model: str = "demo-target") -> int:
-    """Decodes the prompts on standard input, one a line, and prints them as they grow."""
+    """Decodes the prompts on standard input, one per line, and prints the output as it grows."""
     prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     try:
         engine = ServingEngine(load_model(model), NGram(), batch_size=4)

@@ -1,1 +1,2 @@
-"""Studies, grids of many runs: the published one of 2510.22876, and how acceptance scales."""
+"""Studies, which are grids of many runs: the published study of 2510.22876, and how acceptance
+scales."""

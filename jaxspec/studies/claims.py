@@ -1,8 +1,8 @@
-"""What the paper claims and measured, what this study finds, and why they differ where they do.
+"""The paper's claims and measurements, what this study finds, and why they differ where they do.
 
-Each claim is one function of the study's cells. The paper's figures are of an A100 and of models of
-7 to 9 billion parameters; rounds, grouping and equality of outputs can be compared with them, times
-only in their direction.
+Each claim is one function of the study's cells. The paper's figures are for an A100 and models of 7
+to 9 billion parameters. Rounds, grouping and equality of outputs can be compared with them; for
+times only the direction can.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Claim:
     """One line of the table.
 
     Attributes:
-      claim: in a sentence.
-      paper: its figures, and where they stand.
+      claim: the claim, in a sentence.
+      paper: the paper's figures, and where they are.
       ours: what this study measured.
       reproduced: whether ours agree.
-      why: why not, or what the figures mean.
+      why: the reason if not, or what the figures mean.
     """
 
     claim: str
@@ -46,7 +46,8 @@ _CHECKS: list[tuple[Claim, Check]] = []
 
 
 def _claim(claim: str, *, paper: str, why: str) -> Callable[[Check], Check]:
-    """Adds a check to the table. It returns ours, and whether that reproduces the claim."""
+    """Adds a check to the table. The check returns our figures, and whether they reproduce the
+    claim."""
 
     def add(check: Check) -> Check:
         _CHECKS.append((Claim(claim=claim, paper=paper, why=why), check))
@@ -227,7 +228,7 @@ def _grouping_rates(cells: Cells) -> tuple[str, Answer]:
 
 
 def paper_window(grouping: Cell) -> int:
-    """The window of the paper's figure, 50 rows, or the measured one that comes nearest."""
+    """The window of the paper's figure, 50 rows, or the nearest measured one."""
     return nearest(50, {rate["window_size"] for rate in grouping["rates"]})
 
 

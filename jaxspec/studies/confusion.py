@@ -1,9 +1,9 @@
-"""What the audit of outputs finds wrong: real outputs of several systems, and spoiled ones.
+"""Confusion table of the audit of outputs: real outputs of several systems, and damaged ones.
 
 Real outputs are those of jaxspec in each of its modes, of EQSPEC and EXSPEC as published, and of
-transformers: one at a time, eight at a time, and assisted by the draft model. Whatever the audit
-finds in them is a false alarm. Then some are spoiled, in one way at a time, and what the audit does
-not find is a miss. All of them go through files, as users give them.
+transformers: one at a time, eight at a time, and assisted by the draft model. Anything that the
+audit finds in them is a false alarm. Then some are damaged, in one way at a time, and what the
+audit does not find is a miss. All of them go through files, as for users.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Outputs:
     """The outputs of one system with the same sampling parameters.
 
     Attributes:
-      system: what made them.
+      system: the system that made them.
       mode: a key of `ConfusionBench.modes`.
-      header: of their file.
-      lines: one each.
+      header: that of their file.
+      lines: one for each output.
     """
 
     system: str
@@ -58,7 +58,7 @@ class Outputs:
     lines: Sequence[Line]
 
 
-# One output spoiled: from its tokens, the tokens of another prompt's output, and random numbers.
+# Damage one output, given its tokens, the tokens of another prompt's output, and random numbers.
 Spoil = Callable[[list[int], list[int], np.random.Generator, int], list[int]]
 
 
@@ -88,7 +88,7 @@ SPOILED: dict[str, Spoil] = {
     "of another prompt": lambda ids, other, rng, size: other,
 }
 
-# Sampling parameters that are not those of the draws: of which mode, and what is said instead.
+# Wrongly stated sampling parameters: for which mode, and what is stated instead.
 MISDECLARED: dict[str, tuple[str, Callable[[float], Line]]] = {
     "greedy, said to be sampled": ("greedy", lambda t: {"temperature": t}),
     "sampled, said to be greedy": ("sampled", lambda t: {"temperature": 0}),
@@ -106,7 +106,7 @@ MISDECLARED: dict[str, tuple[str, Callable[[float], Line]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConfusionBench(PairBench):
-    """Audit real outputs and spoiled ones: false alarms and misses."""
+    """Audit real outputs and deliberately damaged ones, and count false alarms and misses."""
 
     NAME: ClassVar[str] = "confusion"
     MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "audit", "studies/confusion.py")
@@ -121,17 +121,17 @@ class ConfusionBench(PairBench):
     against: Literal["hf"] | None = None
     """Also audit outputs of `transformers` on the same models (extra `parity`)."""
     limit: int = 12
-    """Prompts, of the sample prompts."""
+    """Number of sample prompts to use."""
     max_tokens: int = 24
     """Tokens of an output."""
     temperature: float = 0.8
     """Temperature of sampled outputs."""
     spoiled: int = 36
-    """Outputs that are spoiled in each way."""
+    """Number of outputs to damage in each way."""
     files: int = 8
-    """Files of each size with sampling parameters that are not those of the draws."""
+    """Files of each size whose stated sampling parameters differ from those of the draws."""
     file_sizes: tuple[int, ...] = (1, 12)
-    """Outputs of these files."""
+    """Numbers of outputs in these files."""
 
     @property
     def modes(self) -> dict[str, Line]:
@@ -144,7 +144,7 @@ class ConfusionBench(PairBench):
         }
 
     def measure(self) -> dict[str, Any]:
-        """A row for each system, and for each way of spoiling its outputs."""
+        """A row for each system, and for each way of damaging its outputs."""
         check_at_least_one(self, "limit", "max_tokens", "spoiled", "files", "file_sizes")
         target, draft = self.load()
         prompts = encode_prompts(
@@ -181,7 +181,7 @@ class ConfusionBench(PairBench):
         return [(f"{found} false alarms in {num} real outputs.", style)]
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """The rows, those of a kind together."""
+        """The rows, grouped by kind."""
         rows = document["results"]
         return [TextTable.of_columns(self.TITLE, self.COLUMNS, rows, group=lambda row: row["kind"])]
 
@@ -212,7 +212,7 @@ class ConfusionBench(PairBench):
     def _run_engine(
         self, system: str, engine: Engine, prompts: Sequence[Sequence[int]]
     ) -> list[Outputs]:
-        """The outputs of an engine in every mode; with the seeds if they tell the draws."""
+        """The outputs of an engine in every mode, with their seeds if these determine the draws."""
         found = []
         for number, mode in enumerate(self.modes):
             seeds = [1000 * number + i for i in range(len(prompts))]
@@ -284,7 +284,7 @@ class ConfusionBench(PairBench):
                 found.append(self._outputs(system, mode, prompts, outputs, engine="hf"))
         return found
 
-    # What is wrong.
+    # Wrong outputs.
 
     def _broken(
         self,
@@ -294,7 +294,7 @@ class ConfusionBench(PairBench):
         prompts: Sequence[Sequence[int]],
         system: str,
     ) -> list[Line]:
-        """Outputs of a system with a fault of synchronisation."""
+        """Outputs of a system with a synchronisation fault."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(published.as_broken(system))
             engine = self._engine(target, drafter=DraftModel(draft), scheduler=Static())
@@ -306,7 +306,7 @@ class ConfusionBench(PairBench):
         ]
 
     def _spoiled(self, auditor: Auditor, real: Sequence[Outputs], vocab_size: int) -> list[Line]:
-        """Outputs of all systems, each spoiled in one way."""
+        """Outputs of all systems, each damaged in one way."""
         rows = []
         for name, spoil in SPOILED.items():
             for mode in ("greedy", "sampled"):
@@ -333,7 +333,7 @@ class ConfusionBench(PairBench):
         return rows
 
     def _other_seeds(self, auditor: Auditor, real: Sequence[Outputs]) -> list[Line]:
-        """Outputs of jaxspec that are said to be of the next seed."""
+        """Outputs of jaxspec whose stated seed is the next one."""
         lines = [
             line | {"seed": line["seed"] + 1}
             for outputs in real
@@ -347,7 +347,7 @@ class ConfusionBench(PairBench):
         return [self._row("spoiled", "another seed", "sampled", len(lines), num_found)]
 
     def _misdeclared(self, auditor: Auditor, real: Sequence[Outputs]) -> list[Line]:
-        """Files of outputs with other sampling parameters than those of the draws."""
+        """Files of outputs whose stated sampling parameters differ from those of the draws."""
         rows = []
         for name, (mode, say) in MISDECLARED.items():
             for size in self.file_sizes:
@@ -391,7 +391,8 @@ class Auditor:
         return audit_outputs(self._target, file, scorer=self._scorer)
 
     def num_wrong(self, outputs: Outputs) -> int:
-        """Outputs that are found wrong by themselves; all of them if only the file is."""
+        """The number of outputs that are individually found wrong; all of them if only the file as
+        a whole is."""
         audit = self.audit(outputs)
         most = evidence_limit(len(audit.sampled))
         num = sum(

@@ -1,4 +1,4 @@
-"""What a study measures: each function returns one cell's result."""
+"""The measurements of a study: each function returns one cell's result."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from jaxspec.studies.workload import (
 from jaxspec.telemetry.counters import Acceptance
 
 GROUPING_WINDOW = 50  # the paper's
-ROUNDS_PROMPTS, ROUNDS_PROMPT_TOKENS, ROUNDS_TOKENS = 32, 64, 48  # of the table of rounds
-SERVING_LOAD = 0.7  # arrivals, as a share of what the slowest system decodes offline
-EQUAL_LENGTH = 64  # tokens of every prompt where prompts are of equal length
+ROUNDS_PROMPTS, ROUNDS_PROMPT_TOKENS, ROUNDS_TOKENS = 32, 64, 48  # for the table of rounds
+SERVING_LOAD = 0.7  # arrival rate as a fraction of the slowest system's offline rate
+EQUAL_LENGTH = 64  # tokens of every prompt in the runs with prompts of equal length
 CONTROL_RUN = "the same program without a fault"
 
 
 def measure_reference(workload: Workload) -> Cell:
-    """Batch-1 plain decoding, which everything is compared with."""
+    """Batch-1 plain decoding, the reference of all comparisons."""
     engine = workload.engine(
         Decoding(layout="ragged", scheduler="static", batch_size=1, speculates=False)
     )
@@ -58,7 +58,7 @@ def measure_reference(workload: Workload) -> Cell:
 def measure_decoding(
     workload: Workload, cells: Cells, decoding: Decoding, *, is_broken_down: bool
 ) -> Cell:
-    """Rounds, counters, equivalence, wall time beside plain decoding, and where it goes."""
+    """Rounds, counters, equivalence, wall time next to plain decoding, and its breakdown."""
     requests = workload.requests(decoding.batch_size)
     engine = workload.engine(decoding)
     plain = workload.engine(workload.named(PLAIN, decoding.batch_size))
@@ -112,7 +112,8 @@ def equivalence(
     requests: Sequence[Request],
     completions: Sequence[Completion],
 ) -> dict[str, Any]:
-    """Outputs beside batch-1 plain decoding: the published metrics on text, then tokens."""
+    """Compares outputs with batch-1 plain decoding: the published metrics on text, then on
+    tokens."""
     references = cells["reference"]["token_ids"][: len(requests)]
     params = [request.params for request in requests]
     found = judge_all(workload.scorer, completions, references, params)
@@ -127,7 +128,7 @@ def equivalence(
 def _matches(
     workload: Workload, completions: Sequence[Completion], references: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """The published metrics, and the share of outputs that are equal token by token."""
+    """The published metrics, and the fraction of outputs that are equal token by token."""
     outputs = [tuple(completion.token_ids) for completion in completions]
     metrics = StudyMetrics.of(workload.target, outputs, references)
     pairs = zip(outputs, references, strict=True)
@@ -140,7 +141,7 @@ def _matches(
 
 
 def measure_controls(workload: Workload, cells: Cells, batch_size: int) -> Cell:
-    """Negative controls: how often BSP and DSD, with their faults, emit what plain decoding does;
+    """Negative controls: how often BSP and DSD, with their faults, emit plain decoding's output;
     and the same settings without a fault."""
     requests = workload.requests(batch_size)
     references = cells["reference"]["token_ids"][: len(requests)]
@@ -154,8 +155,8 @@ def measure_controls(workload: Workload, cells: Cells, batch_size: int) -> Cell:
 
 
 def measure_rounds(workload: Workload, batch_size: int) -> Cell:
-    """Rounds and token-positions on the same few prompts, beside the ideal schedule's: EQSPEC and
-    EXSPEC as published, both with jaxspec's drafting and verification, and jaxspec."""
+    """Rounds and token positions on the same few prompts, compared with the ideal schedule: EQSPEC
+    and EXSPEC as published, both with jaxspec's drafting and verification, and jaxspec."""
     prompts = [prompt[:ROUNDS_PROMPT_TOKENS] for prompt in workload.in_file_order[:ROUNDS_PROMPTS]]
     requests = workload.as_requests(prompts, ROUNDS_TOKENS)
     as_published = [workload.named(name, batch_size) for name in PUBLISHED]
@@ -166,7 +167,7 @@ def measure_rounds(workload: Workload, batch_size: int) -> Cell:
         completions, systems[decoding.system] = count_rounds(engine, requests)
         outputs[decoding.system] = [completion.token_ids for completion in completions]
         own_rounds = [completion.acceptance.num_rounds for completion in completions]
-    for name, system in systems.items():  # jaxspec comes last: the ideal is of its acceptance
+    for name, system in systems.items():  # jaxspec comes last: the ideal uses its acceptance
         pairs = zip(outputs[name], outputs["jaxspec"], strict=True)
         system["num_equal_to_jaxspec"] = sum(own == other for own, other in pairs)
     return {
@@ -206,8 +207,8 @@ def measure_serving(workload: Workload, cells: Cells, decoding: Decoding) -> Cel
 
 
 def arrival_rate(cells: Cells, batch_size: int) -> float:
-    """Requests per second: a share of what the slowest of the named systems decodes offline, so
-    that no queue grows without bound."""
+    """Requests per second: a fraction of the slowest system's offline rate, so that no queue grows
+    without bound."""
     rates = [
         cell["num_requests"] / float(np.median(cell["run_s"]))
         for cell in of_kind(cells, "decode-")
@@ -222,7 +223,7 @@ def serve(
     """Submits each request at its time, and steps the engine in between, in real time.
 
     Args:
-      engine: idle, its programs compiled.
+      engine: an idle engine with compiled programs.
       requests: in order of arrival.
       arrival_s: seconds from the start, ascending.
 
@@ -291,7 +292,7 @@ def measure_grouping(workload: Workload, cells: Cells) -> Cell:
 
 
 def _replayed(cell: Cell) -> dict[str, Any]:
-    """A compiled pool's counters beside the replay's."""
+    """A compiled pool's counters and those of the replay."""
     replayed = replay_pool(
         cell["rows"],
         batch_size=cell["batch_size"],
@@ -307,11 +308,11 @@ def _replayed(cell: Cell) -> dict[str, Any]:
 
 
 def _chunked(requests: Sequence[Request], chunk: int) -> int:
-    """Token-positions of prefill in chunks of one shape."""
+    """Token positions of prefill in chunks of one shape."""
     return sum(-(-(len(request.prompt_token_ids) - 1) // chunk) * chunk for request in requests)
 
 
 def _digest(completions: Sequence[Completion]) -> str:
-    """Of all outputs."""
+    """A digest of all outputs."""
     ids = [list(completion.token_ids) for completion in completions]
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()

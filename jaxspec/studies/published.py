@@ -1,18 +1,18 @@
 """EQSPEC and EXSPEC as their published code runs them (2510.22876), behaviour by behaviour.
 
-Layout and scheduler are settings of the engine (`aligned` with `Static` or `Pool`). What else their
-code does differently stands here, so that a study can switch it on and off:
+Layout and scheduler are settings of the engine (`aligned` with `Static` or `Pool`). This module has
+the other differences of their code, so that a study can switch them on and off:
 
-- `WithoutBonus`: the target's scores after the last draft are computed and thrown away, so a round
+- `WithoutBonus`: the target's logits after the last draft are computed and discarded, so a round
   never emits more tokens than it drafted.
-- `BatchMinimum`: every row drafts only as many tokens as the row that is nearest to its end.
-- `RereadingDraftModel`: no draft KV is kept between rounds; each reads the whole context again.
+- `BatchMinimum`: every row drafts only as many tokens as the row nearest to its end. -
+`RereadingDraftModel`: no draft KV is kept between rounds; each round reads the whole context again.
 
-None of them changes an output. What changes outputs there (an end-of-text token looked for in the
-prompt, tokens after it kept, sorted completions) is not rebuilt, nor is the second prefill of a
-whole batch when one row joins.
+None of them changes an output. Faults that change outputs there (an end-of-text token looked for in
+the prompt, tokens kept after it, sorted completions) are not reproduced, nor is the second prefill
+of a whole batch when one row joins.
 
-BSP and DSD, which the paper finds broken, stand here as negative controls: what they do to
+BSP and DSD, which the paper finds broken, are included as negative controls: their errors in
 positions, padding and the bonus token are faults of `jaxspec.audit.controls`.
 """
 
@@ -46,8 +46,8 @@ BROKEN: dict[str, tuple[str, ...]] = {
 
 @contextlib.contextmanager
 def as_broken(system: str) -> Iterator[None]:
-    """While it lasts, engines that are built and run make the mistakes of BSP or DSD; any other
-    system makes none."""
+    """In this context, engines that are built and run have the faults of BSP or DSD; for any other
+    system, none."""
     with contextlib.ExitStack() as stack:
         for name in BROKEN.get(system, ()):
             stack.enter_context(FAULTS[name].apply())
@@ -78,8 +78,8 @@ def exspec(draft: Model, **pool: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutBonus(Coupled):
-    """Coupled verification that emits at most k tokens for k drafts: where all are accepted, the
-    last is counted as the target's own token instead, and no token follows it.
+    """Coupled verification that emits at most k tokens for k drafts: if all are accepted, the last
+    one is counted as the target's own token, and no token follows it.
 
     So with one draft nothing is ever accepted, and acceptance is at most (k - 1) / k. Chains only.
     """
@@ -113,8 +113,8 @@ class BatchMinimum:
     """Lets a drafter draft, for every row of a round, `min(k, fewest tokens that a row may still
     emit)`; the engine's draft length k must fill its window.
 
-    The last token that a row may emit is drafted too, although the target's own token stands there
-    in any case: the published counts of drafted tokens include it.
+    The last token that a row may emit is drafted too, although the target supplies it anyway,
+    because the published counts of drafted tokens include it.
     """
 
     inner: Drafter
@@ -125,11 +125,11 @@ class BatchMinimum:
 
     @property
     def name(self) -> str:
-        """`batch-minimum:` and the drafter's."""
+        """`batch-minimum:` and the drafter's name."""
         return f"batch-minimum:{self.inner.name}"
 
     def for_target(self, target: Model) -> BatchMinimum:
-        """Itself around what the inner drafter is for this target."""
+        """The same wrapper around the inner drafter's `for_target`."""
         return dataclasses.replace(self, inner=with_defaults(self.inner).for_target(target))
 
     def propose(
@@ -149,7 +149,7 @@ class BatchMinimum:
 class RereadingDraftModel(DraftModel):
     """A draft model that forgets everything after a round, and prefills the context in the next.
 
-    `DraftModelState.num_positions` counts what it reads, padding included: a batch is read at the
+    `DraftModelState.num_positions` counts what it reads, including padding: a batch is read at the
     length of its longest row.
     """
 

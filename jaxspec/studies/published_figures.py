@@ -1,8 +1,8 @@
-"""Figures published with EQSPEC and EXSPEC, to be drawn beside our own; none of them is ours.
+"""Figures published with EQSPEC and EXSPEC, to be drawn next to our own; none of them is ours.
 
 Source: "Batch Speculative Decoding Done Right", arXiv 2510.22876, version 3 (15 Feb 2026), and the
 log that its code prints in a comment of `c_overhead_b.py` (github.com/eBay/spec_dec at 96e1d12).
-They were measured on other hardware, with other models, by other code: no axis should hold theirs
+They were measured on other hardware, with other models and other code, so no axis should mix theirs
 and ours without saying so.
 """
 

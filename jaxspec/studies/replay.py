@@ -1,8 +1,8 @@
-"""What a scheduler would do with rows whose rounds are known: by a few lines of plain Python.
+"""What a scheduler would do with rows whose rounds are known, in a few lines of plain Python.
 
-A row's output does not depend on its neighbours or on the round it is decoded in, so what it emits
-round by round is a list that belongs to it. Any schedule can then be counted without decoding
-anything again, and the compiled schedulers can be checked against it.
+A row's output does not depend on its neighbours or on the round it is decoded in, so the tokens
+that it emits per round are a fixed list. Any schedule can then be counted without decoding anything
+again, and the compiled schedulers can be checked against it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxspec.types import Origin
 
 @dataclasses.dataclass(kw_only=True)
 class Schedule:
-    """What a schedule amounts to; see `types.ScheduleCounts`.
+    """The counts of a schedule; see `types.ScheduleCounts`.
 
     Attributes:
-      num_rounds: until every row has ended.
+      num_rounds: number of rounds until every row has ended.
       num_rows: rows decoded, summed over rounds.
-      num_grouped_rounds: rounds that filled every row of the batch with rows of one length.
-      num_grouped_rows: rows decoded that had the length of another row of their round.
+      num_grouped_rounds: rounds in which the batch was full and all rows had the same length.
+      num_grouped_rows: rows decoded that had the same length as another row of their round.
     """
 
     num_rounds: int = 0
@@ -35,17 +35,17 @@ class Schedule:
 
     @property
     def grouping_by_calls(self) -> float:
-        """Share of rounds whose rows all held rows of one length, as the paper counts."""
+        """Fraction of rounds in which all rows had the same length, as the paper counts."""
         return self.num_grouped_rounds / self.num_rounds
 
     @property
     def grouping_by_rows(self) -> float:
-        """Share of decoded rows that had the length of a neighbour."""
+        """Fraction of decoded rows that had the same length as a neighbour."""
         return self.num_grouped_rows / self.num_rows
 
 
 def emitted_by_round(origins: Sequence[Origin]) -> tuple[int, ...]:
-    """Tokens emitted in each round of an output: each ends with the target's own token."""
+    """Tokens emitted in each round of an output; each round ends with the target's own token."""
     emitted, current = [], 0
     for origin in origins:
         current += 1
@@ -56,10 +56,10 @@ def emitted_by_round(origins: Sequence[Origin]) -> tuple[int, ...]:
 
 
 def list_scheduling(rounds: Sequence[int], batch_size: int) -> int:
-    """Rounds until all rows have ended, if a free row is filled at once in order of arrival.
+    """Rounds until all rows have ended, if a free row is filled immediately, in order of arrival.
 
     Args:
-      rounds: that each row takes, in order of arrival.
+      rounds: how many each row takes, in order of arrival.
       batch_size: rows of a round.
     """
     ends = [0] * batch_size
@@ -76,10 +76,11 @@ def replay_pool(
     layout: Literal["ragged", "aligned"] = "ragged",
 ) -> Schedule:
     """EXSPEC's pool (2510.22876, algorithm 2): the first group of `batch_size` rows of one length
-    in a window of resident rows, or else its first rows.
+    in a window of resident rows, otherwise its first rows.
 
     Args:
-      rows: of each request, in order of arrival, its prompt's length and what its rounds emit.
+      rows: for each request, in order of arrival, its prompt's length and the tokens that its
+        rounds emit.
       batch_size: rows of a round.
       window_size: resident rows; a row that ends is replaced before the next round.
       layout: `aligned` counts padding as length, as the published code does: rows decoded together

@@ -1,7 +1,7 @@
-"""Findings, plots and page of the study: our figures, and beside them the published ones.
+"""Findings, plots and page of the study: our figures next to the published ones.
 
-Published figures are of other models, other hardware and other code. They are drawn in panels of
-their own, with the hardware named.
+Published figures come from other models, hardware and code. They are drawn in separate panels, with
+the hardware named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
     """Writes `study.json`, a PNG file per plot and `study.html` with all of them.
 
     Args:
-      document: of `Study.run`; of its cells what only serves resuming is left out of the JSON file.
+      document: that of `Study.run`; parts of its cells that only serve resuming are left out of the
+        JSON file.
       output: the directory.
 
     Raises:
@@ -105,11 +106,11 @@ def print_report(cells: Cells, console: Console) -> None:
         console.print(f"- {sentence}", markup=False, highlight=False)
 
 
-# ---- what was found, in words
+# ---- findings in words
 
 
 def findings(cells: Cells) -> list[str]:
-    """Sentences, each from figures of this study."""
+    """Sentences, each based on figures of this study."""
     found = []
     decoded = of_kind(cells, "decode-")
     if decoded:
@@ -186,7 +187,7 @@ def findings(cells: Cells) -> list[str]:
 
 
 def make_plots(cells: Cells) -> list[Plot]:
-    """The plots that the cells suffice for.
+    """The plots for which there are cells.
 
     Raises:
       SettingError: matplotlib is not installed.
@@ -218,7 +219,8 @@ def _plot_throughput(cells: Cells) -> Plot | None:
     if not decoded:
         return None
     pd = import_extra("pandas", "plots")
-    # Over plain decoding in turns: cells run one after another, and a machine's speed varies.
+    # Relative to alternating runs of plain decoding, because cells run one after another and a
+    # machine's speed varies.
     ours = pd.DataFrame(decoded).pivot(
         index="batch_size", columns="system", values="ratio_to_plain"
     )
@@ -270,7 +272,7 @@ def _plot_time_breakdown(cells: Cells) -> Plot | None:
         height=1.8 + 0.24 * len(found),
     )
     handles = {}
-    # What is negative (parts that are cheaper inside the loop) has no length to draw.
+    # Negative parts (those that are cheaper inside the loop) cannot be drawn.
     for each, per_cent in (
         (axes[0], 100 * pd.DataFrame(ours).clip(lower=0)),
         (axes[1], published.rename({"overhead": "overhead (published)"})),

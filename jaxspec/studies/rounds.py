@@ -1,10 +1,10 @@
 """Rounds of each layout and scheduler for the same requests, and of EQSPEC and EXSPEC as published.
 
-Outputs are the target's for all of them (checked: equal, or different from a tie within rounding
-on), so rounds and token-positions are all that differs, and they do not depend on the machine. The
-*ideal* is list scheduling of the rounds that each request takes with jaxspec's own round: a free
-row is filled at once in order of arrival. Prefill is not a round. How EQSPEC and EXSPEC as
-published differ from the same layout and scheduler here, `jaxspec.studies.published` says.
+All of them emit the target's output (checked: equal, or diverging at a tie within rounding), so
+only rounds and token positions differ, and these do not depend on the machine. The *ideal* is list
+scheduling of the rounds that each request takes with jaxspec's own round: a free row is filled
+immediately, in order of arrival. Prefill is not a round. `jaxspec.studies.published` describes how
+EQSPEC and EXSPEC as published differ from the same layout and scheduler here.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class SchedulersBench(WorkloadOptions):
 
 
 def totals(engine: Engine) -> dict[str, int]:
-    """The running counts of an engine's rounds, and of what its draft model has read
-    (`draft_positions`), where it has one."""
+    """The running counts of an engine's rounds and, if it has a draft model, of the positions that
+    this has read (`draft_positions`)."""
     state = engine.executor.state
     found = {name: int(n) for name, n in vars(jax.device_get(state.schedule)).items()}
     if hasattr(state.drafter, "num_positions"):
@@ -101,7 +101,7 @@ def totals(engine: Engine) -> dict[str, int]:
 
 
 def count(engine: Engine, requests: Sequence[Request]) -> tuple[list[Completion], dict[str, int]]:
-    """The completions of requests, and by how much they raised the engine's `totals`."""
+    """The completions of requests, and the increase of the engine's `totals`."""
     before = totals(engine)
     completions = list(engine.run(requests))
     return completions, {name: n - before[name] for name, n in totals(engine).items()}
@@ -110,7 +110,7 @@ def count(engine: Engine, requests: Sequence[Request]) -> tuple[list[Completion]
 def count_rounds(
     engine: Engine, requests: Sequence[Request]
 ) -> tuple[list[Completion], dict[str, Any]]:
-    """The completions of requests, and the rounds and token-positions that they took."""
+    """The completions of requests, and the rounds and token positions that they took."""
     completions, schedule = count(engine, requests)
     draft_positions = schedule.pop("draft_positions")
     total = Acceptance.total([completion.acceptance for completion in completions])
@@ -141,7 +141,7 @@ def count_ties(
     """How many greedy outputs diverge from the reference's, each at a tie within rounding.
 
     Raises:
-      AssertionError: one diverges elsewhere.
+      AssertionError: one diverges other than at a tie.
     """
     expected = [completion.token_ids for completion in reference]
     found = judge_all(scorer, completions, expected, SamplingParams())

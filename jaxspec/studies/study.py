@@ -6,7 +6,7 @@ EQSPEC and EXSPEC run as published (`studies.published`): the aligned layout, wi
 with the same-length pool, and the drafting and verification of their code. All six combinations of
 layout and scheduler also run with jaxspec's drafting and verification, with speculation and
 without; ragged + continuous is jaxspec's default. BSP and DSD are negative controls. Every result
-is a cell, written to the disk as soon as it is known, so an interrupted study goes on where it
+is a cell, written to the disk as soon as it is known, so an interrupted study continues where it
 stopped.
 """
 
@@ -47,21 +47,22 @@ class Study(WorkloadOptions):
     out: pathlib.Path = pathlib.Path("study")
     """Directory for the report (study.html, study.json, plots) and its cells."""
     resume: bool = False
-    """Go on with the cells that the output directory holds already."""
+    """Keep the cells that the output directory already holds, and run the others."""
     quick: bool = False
-    """Few requests, cut short: minutes on a CPU."""
+    """Few and short requests: takes minutes on a CPU."""
     repeats: int = 3
-    """Timed runs of every cell, each beside a run of plain decoding."""
+    """Timed runs of every cell, each next to a run of plain decoding."""
     oracle: float | None = None
-    """Where there are no weights (`random:PRESET`): draft what the target will emit, right with
-    this probability, at the cost of the draft model."""
+    """For models without trained weights (`random:PRESET`): draft what the target will emit, each
+    token right with this probability, at the cost of the draft model."""
     dtype: Dtype | None = None
-    """Dtype of parameters, compute and cache; default float32 on CPU, else the checkpoint's."""
+    """Dtype of parameters, compute and cache; default float32 on a CPU, otherwise the
+    checkpoint's."""
     seed: int = 0
     """Seed of arrivals and of random prompts."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Runs what is missing, writes the report; returns the JSON document."""
+        """Runs the missing cells and writes the report; returns the JSON document."""
         started_s = time.perf_counter()
         options = self
         if self.quick:  # requests that a CPU decodes in minutes
@@ -92,10 +93,11 @@ class Study(WorkloadOptions):
 
 
 class Running:
-    """A study under way: its workload, and the cells that are known.
+    """A running study: its workload, and the known cells.
 
     Raises:
-      SettingError: the output directory holds a study that is not to be resumed, or another one.
+      SettingError: the output directory holds a study although `resume` is False, or a different
+        one.
     """
 
     def __init__(self, options: Study):
@@ -121,8 +123,8 @@ class Running:
         self.store.run(cells, say=say)
 
     def cell(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A cell's result, with where it comes from."""
-        # Whoever reads a time should know what else the machine was doing.
+        """A cell's result, with its provenance."""
+        # Readers of a time should know what else the machine was doing.
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         result = {"name": name, "load_average": load, **measure()}
         engine = result.get("engine", {})
@@ -139,7 +141,8 @@ class Running:
         }
 
     def cells(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """What measures each cell, by name; later ones read the results of earlier ones."""
+        """A function that measures each cell, by name; later cells read the results of earlier
+        ones."""
         workload, known, sizes = self.workload, self.store.cells, self.options.batch_sizes
         found: dict[str, Callable[[], dict[str, Any]]] = {}
 
@@ -169,6 +172,6 @@ class Running:
         return found
 
     def is_broken_down(self, decoding: Decoding) -> bool:
-        """Whether the parts of its rounds are timed: each is compiled once more for it."""
+        """Whether the parts of its rounds are timed, which compiles each part once more."""
         sizes = nearest(8, self.options.batch_sizes), 32
         return not self.options.quick or (decoding.system in NAMED and decoding.batch_size in sizes)

@@ -1,4 +1,4 @@
-"""The tables of the study: ours, and beside them the published ones."""
+"""The tables of the study: ours, next to the published ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def broken_down(cells: Cells) -> list[Cell]:
 
 
 def shares(breakdown: dict[str, Any]) -> dict[str, float]:
-    """Of the wall time, by part."""
+    """Fractions of the wall time, by part."""
     return {name: each / breakdown["wall_s"] for name, each in breakdown["seconds"].items()}
 
 
@@ -36,7 +36,7 @@ def claims_table(claims: Iterable[Claim]) -> TextTable:
 
 
 def rounds_rows(cells: Cells) -> list[dict[str, Any]]:
-    """A row per system and batch size, and the ideal schedules, of which only rounds are known."""
+    """A row per system and batch size, and the ideal schedules, for which only rounds are known."""
     rows = []
     for cell in of_kind(cells, "rounds-"):
         rounds = {
@@ -91,8 +91,7 @@ def _percentiles(of: str) -> Columns:
 
 
 def make_tables(cells: Cells) -> list[TextTable]:
-    """All tables, ours and the published ones; those of which the study has no cell are left
-    out."""
+    """All tables, ours and the published ones, except those without a cell in the study."""
     tables = [
         TextTable.of_columns("Rounds and token-positions", ROUNDS, rounds_rows(cells)),
         *_equivalence_tables(cells),

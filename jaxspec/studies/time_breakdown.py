@@ -1,11 +1,11 @@
 """Where the time of a run goes.
 
 Two kinds of measurement, kept apart. *Inside the run*: every compiled call of the engine is waited
-for and timed, so what remains of the wall time is the host's. *Beside it*: the stages of a round
+for and timed, so the rest of the wall time is the host's. *Separately*: the stages of a round
 (draft, target, verify, commit), a realignment and a change of rows are compiled one by one and
-timed on a state from the middle of the run; how often each was done is known from the run's
-counters. What they do not explain of the rounds is shown as the rest, and is negative where a stage
-is cheaper inside the loop.
+timed on a state from the middle of the run; the run's counters say how often each was done. The
+part of the rounds that they do not explain is shown as the rest, and is negative if a stage is
+cheaper inside the loop.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ NUM_REPEATS = 3
 
 @dataclasses.dataclass
 class Clock:
-    """What the compiled calls of a run took.
+    """The times of the compiled calls of a run.
 
     Attributes:
       seconds: by kind of call, `rounds` or `prefill`.
-      own_s: seconds that the clock itself took, to be left out of the run's.
+      own_s: seconds that the clock itself took, which are subtracted from the run's.
       middle: a copy of the state when most rows were running for the first time.
     """
 
@@ -55,7 +55,7 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked(executor: Executor) -> Iterator[Clock]:
-    """Times every compiled call of an executor, waiting for each; and keeps a state."""
+    """Times every compiled call of an executor, waiting for each, and keeps a state."""
     clock = Clock()
     kinds = {"run": "rounds", "prefill": "prefill", "admit": "prefill"}
     own = {name: executor.programs[name] for name in kinds}
@@ -91,9 +91,9 @@ def break_down(engine: Engine, requests: Sequence[Request], *, num_rounds: int) 
     `seconds` of the run by part.
 
     Args:
-      engine: idle, its programs compiled.
+      engine: an idle engine with compiled programs.
       requests: to run.
-      num_rounds: that they take.
+      num_rounds: number of rounds that they take.
     """
     before = int(engine.executor.state.schedule.num_realignments)
     started_s = time.perf_counter()
@@ -132,14 +132,14 @@ def time_parts(executor: Executor, state: DecodeState) -> dict[str, float]:
     """Seconds of one call of each part of a round, alone, on the rows that a round would take.
 
     Args:
-      executor: whose parts they are.
-      state: from the middle of a run; it is used up.
+      executor: the executor whose parts these are.
+      state: one from the middle of a run; it is donated.
 
     Returns:
       `draft`, `target` (forward pass and head), `verify` and `commit` of a round (plain decoding
-      has `target` only); `align`, a realignment after rows have emitted different numbers of
-      tokens (0 in the ragged layout); `regroup`, choosing rows, and taking and putting back what is
-      kept per row (0 where every row is in the batch).
+      has `target` only); `align`, a realignment after rows have emitted different numbers of tokens
+      (0 in the ragged layout); `regroup`, choosing rows, and taking and putting back per-row state
+      (0 if every row is in the batch).
     """
     loop, shape = executor.loop, executor.shape
     run = executor.programs["run"]

@@ -52,7 +52,7 @@ NAMED = ("EQSPEC", "EXSPEC", "jaxspec", PLAIN)  # measured at every batch size, 
 
 
 def of_kind(cells: Cells, prefix: str) -> list[Cell]:
-    """The cells whose names begin so."""
+    """The cells whose names begin with `prefix`."""
     return [cell for name, cell in cells.items() if name.startswith(prefix)]
 
 
@@ -62,23 +62,23 @@ def rounds_of(cell: Cell) -> dict[str, int]:
 
 
 def nearest(wanted: int, sizes: Iterable[int]) -> int:
-    """The size that is nearest to the one that is wanted."""
+    """The size nearest to the wanted one."""
     return min(sizes, key=lambda size: abs(size - wanted))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkloadOptions(PairBench):
-    """What is decoded, and the shapes of the engines."""
+    """Options for what is decoded, and for the shapes of the engines."""
 
     prompts: pathlib.Path | None = None
     """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
     prompts."""
     limit: int | None = None
-    """Use the first so many prompts."""
+    """Use only this many prompts, from the beginning of the file."""
     max_prompt_tokens: int = 1024
-    """Prompts are cut to their first so many tokens."""
+    """Cut longer prompts after this many tokens."""
     max_tokens: int = 128
-    """Tokens emitted per prompt; fewer where the model ends by itself."""
+    """Tokens emitted per prompt; fewer if the model stops by itself."""
     draft_length: int = 5
     """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -94,14 +94,14 @@ class WorkloadOptions(PairBench):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What a cell decodes with.
+    """The configuration that a cell decodes with.
 
     Attributes:
-      layout: of the target's cache.
+      layout: that of the target's cache.
       scheduler: a name of `SCHEDULERS`.
       batch_size: rows of a round.
       speculates: False decodes plainly, by the window-1 loop.
-      is_published: drafting and verification are those of the published code; see
+      is_published: whether drafting and verification are those of the published code; see
         `studies.published`.
     """
 
@@ -113,8 +113,8 @@ class Decoding:
 
     @property
     def system(self) -> str:
-        """`EQSPEC` and `EXSPEC` as published; `jaxspec`, its default; else layout and scheduler,
-        with jaxspec's own drafting and verification."""
+        """`EQSPEC` and `EXSPEC` as published; `jaxspec`, its default; otherwise layout and
+        scheduler, with jaxspec's own drafting and verification."""
         place = self.layout, self.scheduler
         if not self.speculates:
             return "plain, {} + {}".format(*place)
@@ -124,7 +124,7 @@ class Decoding:
 
     @property
     def cell(self) -> str:
-        """What identifies it in the names of cells."""
+        """Its identifier in the names of cells."""
         kind = "published" if self.is_published else "speculative" if self.speculates else "plain"
         return f"{self.layout}-{self.scheduler}-{kind}-b{self.batch_size}"
 
@@ -166,8 +166,8 @@ class Workload:
     # ---- requests
 
     def requests(self, batch_size: int) -> list[Request]:
-        """A quick study decodes three times as many requests as there are rows, at least 24; where
-        there are fewer prompts they come again, each time cut by eight more tokens."""
+        """A quick study decodes three times as many requests as there are rows, at least 24; if
+        there are fewer prompts, they are repeated, each time cut by eight more tokens."""
         num = max(24, 3 * batch_size) if self.options.quick else len(self.prompts)
         if self.options.limit is not None:
             num = min(num, self.options.limit)
@@ -175,7 +175,7 @@ class Workload:
         for index in range(num):
             turn, place = divmod(index, len(self.prompts))
             prompts.append(self.prompts[place][: max(1, self.options.max_prompt_tokens - 8 * turn)])
-        # The embedded pair writes on until it is stopped; so do random weights.
+        # The embedded pair writes until it is stopped; so do random weights.
         return self.as_requests(prompts, self.options.max_tokens)
 
     def as_requests(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Request]:
@@ -189,11 +189,11 @@ class Workload:
         longest = max(map(len, (*self.prompts, *self.in_file_order)))
         return longest + self.options.max_tokens + self.options.draft_length + 2
 
-    # ---- what decodes them
+    # ---- engines
 
     def decodings(self, batch_size: int) -> list[Decoding]:
-        """All combinations, and the published systems; a quick study leaves out what has no name,
-        except at batch 8."""
+        """All combinations, and the published systems; a quick study leaves out combinations
+        without a name, except at batch 8."""
         every = [
             Decoding(
                 layout=layout, scheduler=scheduler, batch_size=batch_size, speculates=speculates
@@ -221,10 +221,10 @@ class Workload:
     def engine(
         self, decoding: Decoding, *, pool: int | None = None, is_oracle: bool = True
     ) -> Engine:
-        """An engine, its programs compiled.
+        """An engine with compiled programs.
 
         Args:
-          decoding: what it decodes with.
+          decoding: its configuration.
           pool: rows of a pool; default the study's, and at least twice the batch size.
           is_oracle: whether an oracle may draft, if the study has one.
         """
@@ -255,7 +255,8 @@ class Workload:
         return engine
 
     def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
-        """Drafts what the target will emit, right as often as asked for, at the cost of `cost`."""
+        """An oracle that drafts what the target will emit, right with the given probability, at the
+        cost of `cost`."""
         requests = self.requests(max(self.options.batch_sizes))
         sequences = [
             request.prompt_token_ids + tuple(output)
@@ -265,12 +266,12 @@ class Workload:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """For judging divergences."""
+        """The scorer for judging divergences."""
         return Scorer(self.target, max_length=self.max_length)
 
 
 def _in_turn(lines: Sequence[PromptLine]) -> list[PromptLine]:
-    """The lines of each category in turn, so that the first few are of all categories."""
+    """The lines of the categories in alternation, so that the first few are from all categories."""
     by_category: dict[str, list[PromptLine]] = {}
     for line in lines:
         name = str(line.fields.get("category", line.fields.get("domain")))
@@ -280,8 +281,8 @@ def _in_turn(lines: Sequence[PromptLine]) -> list[PromptLine]:
 
 
 def identity(name: str, model: Model) -> dict[str, Any]:
-    """What tells one checkpoint from another: a digest of its parameters as they are used, and the
-    revision it was downloaded at, if it was."""
+    """Identifies a checkpoint: a digest of its parameters as they are used, and the revision if it
+    was downloaded."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(unpacked(model.params)):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())

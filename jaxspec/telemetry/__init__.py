@@ -1,1 +1,1 @@
-"""What rounds record, counts on the host, frames."""
+"""Traces of rounds, counts on the host, and frames."""

@@ -17,7 +17,7 @@ class Acceptance:
     """How much was drafted and accepted for a request.
 
     Attributes:
-      num_rounds: rounds the request took.
+      num_rounds: rounds that the request took.
       num_drafts: rounds in which something was drafted.
       num_draft_tokens: drafted tokens.
       num_accepted_tokens: drafted tokens that were emitted.
@@ -25,7 +25,7 @@ class Acceptance:
       num_drafts_per_pos: rounds whose draft reached position i.
       num_accepted_tokens_per_pos: rounds that accepted position i and all before it.
       num_accepted_tokens_per_node: rounds that accepted the i-th drafted token; for chains the same
-        as by position, for trees what the i-th node was worth.
+        as by position; for trees, what drafting the i-th node gained.
     """
 
     num_rounds: int = 0
@@ -48,13 +48,13 @@ class Acceptance:
         return tuple(n / self.num_drafts for n in self.num_accepted_tokens_per_pos[: self.depth])
 
     def num_accepted_node(self, node: int) -> int:
-        """Rounds that accepted the drafted token of this number (from 0)."""
+        """Rounds that accepted the drafted token with this index."""
         counts = self.num_accepted_tokens_per_node
         return counts[node] if node < len(counts) else 0
 
     @property
     def depth(self) -> int:
-        """Positions that were drafted at all."""
+        """The number of positions that were ever drafted."""
         return sum(n > 0 for n in self.num_drafts_per_pos)
 
     def __add__(self, other: Acceptance) -> Acceptance:
@@ -73,7 +73,7 @@ class Acceptance:
 
     @classmethod
     def total(cls, parts: Sequence[Acceptance]) -> Acceptance:
-        """Totals of many."""
+        """Totals of all parts."""
         return sum(parts, start=cls())
 
     @classmethod
@@ -101,7 +101,7 @@ class Acceptance:
 
 
 class Metrics:
-    """Counters of an engine's life, in vLLM's names; they only ever grow.
+    """Counters over an engine's life, under vLLM's names; they never decrease.
 
     One thread updates them, any thread may take a snapshot.
     """
@@ -113,8 +113,8 @@ class Metrics:
         self._running = Acceptance()
 
     def update(self, ended: Sequence[Acceptance], running: Sequence[Acceptance]) -> None:
-        """Adds rows that have `ended` since the last update, and replaces what was known of those
-        that are still `running`."""
+        """Adds rows that have `ended` since the last update, and replaces the counts of those still
+        `running`."""
         with self._lock:
             self._num_requests += len(ended)
             self._ended = Acceptance.total([self._ended, *ended])
@@ -127,10 +127,10 @@ class Metrics:
             self._running = Acceptance()
 
     def snapshot(self) -> dict[str, Any]:
-        """The counters: `num_requests` that have ended, and of all rows `num_rounds` (a round
+        """The counters: `num_requests` that have ended and, over all rows, `num_rounds` (a round
         counts for every row that took part), `num_emitted_tokens`, `num_drafts`,
-        `num_draft_tokens`, `num_accepted_tokens` and the list `num_accepted_tokens_per_pos`
-        (rounds that accepted at least so many)."""
+        `num_draft_tokens`, `num_accepted_tokens` and the list `num_accepted_tokens_per_pos` (rounds
+        that accepted at least that many)."""
         with self._lock:
             total, num_requests = self._ended + self._running, self._num_requests
         names = ("num_rounds", "num_emitted_tokens", "num_drafts", "num_draft_tokens")

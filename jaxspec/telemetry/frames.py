@@ -66,7 +66,7 @@ def _tokens_of(trace: Trace) -> dict[str, np.ndarray]:
     """Columns of one request's drafted tokens."""
     rounds, tokens = trace.rounds, trace.tokens
     if tokens is None:
-        if not np.any(rounds.drafted):  # plain decoding drafts nothing, whatever is recorded
+        if not np.any(rounds.drafted):  # plain decoding drafts nothing, whatever the trace level
             return {name: np.zeros((0,), dtype) for name, dtype in _TOKEN_COLUMNS.items()}
         raise SettingError(
             "Drafted tokens were asked for, and the trace holds rounds only; make the engine with "
@@ -85,7 +85,7 @@ def _tokens_of(trace: Trace) -> dict[str, np.ndarray]:
         is_root = parent[:, n] < 0
         depth[:, n] = np.where(is_root, 1, depth[each, above] + 1)
         is_after_kept[:, n] = is_root | is_accepted[each, above]
-    # What stands after a token that ended the output was never judged.
+    # Tokens after the one that ended the output were never judged.
     is_reached = is_after_kept & (depth <= np.asarray(rounds.emitted)[:, None])
     columns = {
         "round": np.broadcast_to(np.arange(num_rounds, dtype=np.int32)[:, None], node.shape),
@@ -125,7 +125,8 @@ def _frame(
     fields: Mapping[str, np.ndarray],
     columns: Mapping[str, Iterable[Any]],
 ) -> pandas.DataFrame:
-    """A frame of `lengths` rows for each request: who it is, its own `columns`, then `fields`."""
+    """A frame with `lengths` rows for each request: its identity, the given `columns`, then
+    `fields`."""
     pd = import_extra("pandas", "frames")
     of_request = {
         "request_id": np.array([one.request_id for one in completions], object),
@@ -156,5 +157,5 @@ def _per_request(name: str, values: list[Any], completions: Sequence[Any]) -> np
     column[:] = values
     column = column if len(values) == len(completions) else column[np.maximum(prompt, 0)]
     kinds = {type(value) for value in values}
-    # Numbers and truth values keep a dtype of their own; anything else stays an object.
+    # Numbers and booleans keep their dtype; everything else is an object.
     return np.array(column.tolist()) if kinds in ({bool}, {int}, {float}) else column

@@ -1,8 +1,8 @@
 """What a round records on the device: every row's rounds and drafted tokens.
 
-A row's history is written where its round stands in its own count, so it stays right when rows
-change places, join late or end early. Nothing is written, or even allocated, unless it is asked
-for: a state without a trace has no such arrays, and its program no such instruction.
+A row's history is indexed by its own count of rounds, so it stays right when rows change places,
+join late or end early. Nothing is written, or even allocated, unless requested: a state without a
+trace has no such arrays, and its program no such instructions.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LEVELS: tuple[TraceLevel, ...] = ("rounds", "tokens", "distributions")
 class TraceConfig:
     """What the loop records.
 
-    Each level holds those before it; with S slots and N draft nodes a row takes, in bytes,
-    `24 S` (rounds), `19 S N` more (tokens) and `12 S N` more (distributions).
+    Each level includes the previous ones; with S slots and N draft nodes a row takes, in bytes, `24
+    S` (rounds), `19 S N` more (tokens) and `12 S N` more (distributions).
 
     Attributes:
       level: `rounds`; `tokens`, one record per drafted token; or `distributions`, with entropies
@@ -53,7 +53,7 @@ class TraceConfig:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether drafted tokens are recorded, so that drafters are asked for q."""
+        """Whether drafted tokens are recorded, so that drafters must return q."""
         return self.level != "rounds"
 
     @property
@@ -65,7 +65,7 @@ class TraceConfig:
 def empty_trace(
     config: TraceConfig | None, num_rows: int, num_rounds: int, num_nodes: int
 ) -> Trace | None:
-    """Buffers of `num_rows` rows with room for `num_rounds` rounds each; None without a config."""
+    """Buffers for `num_rows` rows with room for `num_rounds` rounds each; None without a config."""
     if config is None:
         return None
 
@@ -105,8 +105,8 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
 
     Args:
       config: what is recorded.
-      state: before the round.
-      info: of the round.
+      state: the state before the round.
+      info: that of the round.
     """
     draft, verdict, num_emitted = info.draft, info.verdict, info.emission.num_emitted
     num_nodes = draft.tokens.shape[1]
@@ -128,7 +128,7 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
         )
 
         def before_nodes(values: jax.Array) -> jax.Array:
-            """Of `[B, N + 1, V]`, what stands at each node's parent, `[B, N, V]`."""
+            """The values `[B, N, V]` at each node's parent, from `[B, N + 1, V]`."""
             if info.window.paths is None:
                 return values[:, :-1]
             entry = jnp.where(draft.is_node, draft.parents + 1, 0)
@@ -188,11 +188,12 @@ def _write(state: DecodeState, new: Trace, num_emitted: jax.Array) -> Trace:
     assert trace is not None, "a loop with a trace has a state with one"
     num_rounds = trace.rounds.emitted.shape[1]
     row = jnp.arange(len(num_emitted), dtype=jnp.int32)
-    # The same rounds that `AcceptanceCounts` counts; the others are written nowhere.
+    # The same rounds that `AcceptanceCounts` counts; others are not written.
     place = jnp.where(num_emitted > 0, state.counts.num_rounds, num_rounds)
 
     def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
-        # A round narrower than the engine's window drafts fewer nodes than there is room for.
+        # A round that is narrower than the engine's window drafts fewer nodes than there is room
+        # for.
         missing = [
             (0, size - num) for size, num in zip(buffer.shape[2:], values.shape[1:], strict=True)
         ]
@@ -212,6 +213,6 @@ def _write(state: DecodeState, new: Trace, num_emitted: jax.Array) -> Trace:
 
 
 def row_trace(trace: Trace | None, row: int, num_rounds: int) -> Trace | None:
-    """One row's history out of buffers that were fetched to the host: NumPy arrays
-    `[num_rounds, ...]` of its own, so that the buffers need not be kept."""
+    """One row's history, copied from buffers that were fetched to the host: NumPy arrays
+    `[num_rounds, ...]`, so that the buffers need not be kept."""
     return jax.tree.map(lambda buffer: np.array(buffer[row, :num_rounds]), trace)

@@ -19,13 +19,13 @@ from jaxspec.types import PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextAcceptance:
-    """How well a draft stands in for its target, per predicted token of real text.
+    """How well a draft model matches its target, per predicted token of real text.
 
     Attributes:
-      sampled: mean of sum(min(p, q)) over the vocabulary at temperature 1, the chance that
-        rejection sampling keeps a drafted token (2211.17192, corollary 3.6).
-      greedy: share of positions where draft and target have the same most likely token.
-      num_tokens: positions measured.
+      sampled: mean of sum(min(p, q)) over the vocabulary at temperature 1, the probability that
+        rejection sampling accepts a drafted token (2211.17192, corollary 3.6).
+      greedy: fraction of positions where draft and target have the same most likely token.
+      num_tokens: number of positions measured.
     """
 
     sampled: float

@@ -1,8 +1,8 @@
 """Text to packed training batches.
 
-Documents are read per domain, tokenized once into flat files, each document followed by an
-end-of-text token, and cut into windows. The seed alone decides, before the first step, which window
-goes into which row of which step, so a resumed run sees the same rows as an uninterrupted one.
+Documents are read per domain, tokenized once into flat files with an end-of-text token after each
+document, and cut into windows. Before the first step, the seed alone decides which window goes into
+which row of which step, so a resumed run sees the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Domain:
 
 
 class Document(NamedTuple):
-    """A text, and where it comes from."""
+    """A text and its source."""
 
     source: str
     text: str
@@ -97,7 +97,7 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
     """The documents of a domain, without those whose source contains a string of `exclude`.
 
     A directory's `valid.jsonl` is held out. Without one, about 3 % of the documents are, chosen by
-    a hash of source and text, or if that selects none, the last tenth of the last document.
+    a hash of source and text or, if that selects none, the last tenth of the last document.
 
     Raises:
       SettingError: the source does not exist, holds no document, or a line is not as expected.
@@ -140,8 +140,8 @@ def read_documents(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of `vocab_size` entries, whose id 0 is end-of-text. Every digit is its own
-    pre-token (with the space before it, if any), which helps with arithmetic."""
+    """A byte-level BPE tokenizer with `vocab_size` entries, in which id 0 is end-of-text. Every
+    digit is its own pre-token (with the space before it, if any), which helps with arithmetic."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -173,7 +173,7 @@ def write_tokens(
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     try:
-        with temporary.open("wb") as file:  # its `write` tells of a full disk; `ndarray.tofile` not
+        with temporary.open("wb") as file:  # `write` reports a full disk; `ndarray.tofile` does not
             for text in texts:
                 # No merge crosses a cut, so the pieces have the tokens of the whole.
                 for encoding in tokenizer.encode_batch(list(_pieces(text))):
@@ -209,7 +209,7 @@ class Batch(struct.PyTreeNode, kw_only=True):
       labels: int32, the token after each input.
       segments: int32, the document of each input within its row; an end-of-text token belongs to
         the document it ends.
-      weights: fp32, 0 where input and label are of different documents, else 1.
+      weights: fp32, 0 where input and label are from different documents, otherwise 1.
     """
 
     inputs: jax.Array
@@ -243,7 +243,8 @@ def add_up(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Stream and first token `[num_steps, B]` of every row of a phase, and the rows' length."""
+    """For every row of a phase, its stream and first token `[num_steps, B]`; and the length of the
+    rows."""
 
     length: int
     stream: np.ndarray
@@ -260,9 +261,9 @@ def plan_rows(
     seed: tuple[int, ...],
     is_extensible: bool = False,
 ) -> Plan:
-    """Draws each row's stream by weight. Within a stream, windows come in random order, all of them
-    once per pass, with other boundaries in every pass. A plan that is extensible begins with the
-    rows of every shorter one.
+    """Draws each row's stream by weight. Within a stream, windows come in random order, each once
+    per pass, with different boundaries in every pass. An extensible plan begins with the rows of
+    any shorter one.
 
     Raises:
       SettingError: a stream is shorter than one window.
@@ -281,7 +282,7 @@ def plan_rows(
         (rows,) = np.nonzero(stream == index)
         starts: list[np.ndarray] = []
         num_drawn = 0
-        if is_extensible:  # else how many were drawn above decides what is drawn here
+        if is_extensible:  # otherwise this draw would depend on how many were drawn above
             rng = np.random.default_rng((*seed, index))
         while num_drawn < len(rows):
             shift = rng.integers(0, min(length, stream_length - length))

@@ -1,4 +1,4 @@
-"""What the training runs of drafters on texts of their target have in common."""
+"""What all runs that train drafters on their target's texts have in common."""
 
 from __future__ import annotations
 
@@ -34,27 +34,29 @@ _FREE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterTrainConfig:
-    """Settings of every run that trains a drafter on texts of its target.
+    """Settings of every run that trains a drafter on its target's texts.
 
     Attributes:
-      target: the model that the drafter drafts for, as `load_model` takes it.
+      target: the model that the drafter drafts for, as a name for `load_model`.
       texts: the file that `jaxspec train texts` had this target write.
-      out: directory of the run: checkpoint, log, result, and at the end the drafter.
-      held_out: a file of texts with `--split held-out`, to measure on; without it every twentieth
-        of `texts` is not trained on.
-      tokens: training tokens in all, prompts included.
-      batch_tokens: tokens of a step.
-      sequence_length: tokens of a row, which holds several texts; longer texts are cut.
-      dtype: in which target and drafter are computed; parameters and optimizer are float32.
-      learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
-      warmup_fraction: share of the steps.
-      weight_decay: on matrices.
-      clip_norm: largest global norm of a gradient.
+      out: directory of the run, for checkpoint, log, result and, at the end, the drafter.
+      held_out: a file of texts written with `--split held-out`, to measure on; without it, every
+        twentieth of `texts` is held out.
+      tokens: total number of training tokens, including prompts.
+      batch_tokens: tokens per step.
+      sequence_length: tokens per row, which holds several texts; longer texts are cut.
+      dtype: the dtype in which target and drafter are computed; parameters and optimizer are
+        float32.
+      learning_rate: the peak, reached after `warmup_fraction` of the steps; then a cosine decays it
+        to a tenth.
+      warmup_fraction: fraction of the steps used for warm-up.
+      weight_decay: weight decay of matrices.
+      clip_norm: largest global norm of the gradient.
       resume: continue the run in `out`.
-      seed: of parameters and row order.
+      seed: seed of parameters and row order.
       log_every: steps between log lines.
       evaluate_every: steps between measurements on held-out texts.
-      evaluate_texts: held-out texts for these; at the end all of them are measured.
+      evaluate_texts: number of held-out texts for these; at the end all of them are measured.
       checkpoint_every: steps between checkpoints.
     """
 
@@ -97,17 +99,17 @@ class DrafterTrainConfig:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a step."""
+        """Number of rows of a step."""
         return max(1, self.batch_tokens // self.sequence_length)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, its rows filled up."""
+        """Tokens of a step with full rows."""
         return self.num_rows * self.sequence_length
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run."""
+        """Number of steps of the run."""
         return self.tokens // self.step_tokens
 
 
@@ -115,9 +117,9 @@ class Split(NamedTuple):
     """Texts of a run.
 
     Attributes:
-      training: to train on.
-      held_out: to measure on.
-      num_skipped: texts that were too short for either.
+      training: texts to train on.
+      held_out: texts to measure on.
+      num_skipped: number of texts that were too short for either.
     """
 
     training: list[Text]
@@ -128,11 +130,11 @@ class Split(NamedTuple):
 def check_run(
     config: DrafterTrainConfig, written: Mapping[pathlib.Path, Callable[[pathlib.Path], bool]]
 ) -> None:
-    """Raises `CheckpointError` where the run, or what it makes, could not be written.
+    """Raises `CheckpointError` if the run or its results could not be written.
 
     Args:
       config: the run.
-      written: directories that the run writes at its end, each with whether one that exists may be
+      written: directories that the run writes at its end, each with whether an existing one may be
         replaced.
     """
     runs.check_out(config.out, resume=config.resume)
@@ -152,13 +154,13 @@ def read_split(
     Args:
       config: the run.
       digest: `weights_digest` of the target.
-      is_usable: whether a text can be trained on.
-      needs: what texts that cannot lack, for the message.
+      is_usable: tells whether a text can be trained on.
+      needs: what unusable texts lack, for the message.
 
     Raises:
-      SettingError: held-out texts that begin documents to train on.
+      SettingError: the held-out texts begin documents that are trained on.
       ModelError: the texts were written by another target, or none is usable.
-      CheckpointError: texts that cannot be read.
+      CheckpointError: the texts cannot be read.
     """
 
     def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
@@ -192,8 +194,8 @@ def read_split(
 
 
 def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text], num_steps: int) -> list[list[int]]:
-    """The texts, by index, of every row of so many steps: pass after pass over all of them. More
-    steps begin with the same rows."""
+    """The texts, by index, of every row of this many steps: pass after pass over all of them. Plans
+    for more steps begin with the same rows."""
     num_rows = num_steps * config.num_rows
     lengths = text_lengths(texts, config.sequence_length)
     rows: list[list[int]] = []
@@ -206,20 +208,20 @@ def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text], num_steps: int)
 
 
 def text_lengths(texts: Iterable[Text], row_length: int) -> list[int]:
-    """Tokens of each text, at most a row's."""
+    """Number of tokens of each text, at most that of a row."""
     return [min(len(text.prompt) + len(text.output), row_length) for text in texts]
 
 
 def fingerprint(
     config: DrafterTrainConfig, texts: Sequence[Text], *, free: Sequence[str] = (), **decisive: Any
 ) -> dict[str, Any]:
-    """What decides a run's result: its settings, its texts, and what else is `decisive`.
+    """Everything that decides a run's result: its settings, its texts, and `decisive` values.
 
     Args:
       config: the run.
-      texts: that it is trained on.
-      free: settings of this kind of run that do not change what is trained.
-      decisive: JSON values.
+      texts: the texts that it is trained on.
+      free: settings of this kind of run that do not affect the result.
+      decisive: further JSON values that decide the result.
     """
     fields = dataclasses.asdict(config)
     kept = {name: fields[name] for name in fields if name not in (*_FREE_FIELDS, *free)}

@@ -1,10 +1,10 @@
-"""FlexDraft's mask rows beside packed texts of their target, as training sees them.
+"""FlexDraft's mask rows beside packed texts of their target, for training.
 
-A block has an anchor x, the last clean token that it sees. Its K mask rows stand at x + 1 to x + K,
-see the clean tokens of their text up to x and each other, and each says which token stands at its
-own place. Clean rows see no mask row: they are the target's own, computed once for all blocks, and
-have no gradients. In decoding x + 1 is the newest token, which slot 0 stands in for and which the
-calibrator is given.
+A block has an anchor x, the last clean token that it sees. Its K mask rows are at positions x + 1
+to x + K, see the clean tokens of their text up to x and each other, and each predicts the token at
+its own position. Clean rows see no mask row: they are the target's own, computed once for all
+blocks, and have no gradients. In decoding, x + 1 is the newest token, at the position of slot 0,
+and the calibrator gets it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxspec.training.teacher_forcing import target_parts
 from jaxspec.training.text_rows import TextBatch
 
 Params: TypeAlias = Mapping[str, Any]
-# Logits that are held at once; blocks are taken in parts that have no more.
+# Most logits in memory at a time; blocks are processed in parts that fit.
 _MAX_LOGITS = 2**27
 
 
@@ -45,14 +45,14 @@ class BlockBatch(struct.PyTreeNode, kw_only=True):
 
 
 class BlockScores(NamedTuple):
-    """What mask rows make of the tokens at their places, all `[B, N, K]`.
+    """What mask rows predict for the tokens at their positions, all `[B, N, K]`.
 
     Attributes:
       loss: cross entropy without calibration, fp32.
-      calibrated_loss: with it; 0 of slot 0, which is not calibrated.
+      calibrated_loss: the same with calibration; 0 for slot 0, which is not calibrated.
       is_right: bool, whether the token is the likeliest without calibration.
-      is_right_calibrated: with it; false of slot 0.
-      is_label: bool, whether the token is of the anchor's text and the target wrote it.
+      is_right_calibrated: the same with calibration; false for slot 0.
+      is_label: bool, whether the token belongs to the anchor's text and the target wrote it.
     """
 
     loss: jax.Array
@@ -65,13 +65,13 @@ class BlockScores(NamedTuple):
 def draw_blocks(
     texts: TextBatch, num_blocks: int, rngs: Sequence[np.random.Generator]
 ) -> BlockBatch:
-    """Blocks at anchors drawn at random among those with a draft to learn: the token at x + 2 is of
-    the same text, and the target wrote it.
+    """Blocks at random anchors among those with a draft to learn: the token at x + 2 belongs to the
+    same text, and the target wrote it.
 
     Args:
       texts: `[B, T]`.
-      num_blocks: N; a row with fewer anchors has all of them.
-      rngs: one for each row.
+      num_blocks: N; a row with fewer anchors uses all of them.
+      rngs: one generator per row.
     """
     segments, is_output = np.asarray(texts.segments), np.asarray(texts.is_output)
     anchors = np.zeros((len(segments), num_blocks), np.int32)
@@ -86,8 +86,8 @@ def draw_blocks(
 
 
 def slot_weights(block_size: int) -> np.ndarray:
-    """Weight `[K]` of each slot's loss, fp32: exp(-(j - 1) / gamma) of slot j, and 1 of slot 0.
-    Gamma is DFlash's (2602.06036, A.1) for blocks of 8, 10 and 16, and in proportion for others."""
+    """Weight `[K]` of each slot's loss, fp32: exp(-(j - 1) / gamma) for slot j, and 1 for slot 0.
+    Gamma is DFlash's (2602.06036, A.1) for blocks of 8, 10 and 16, and proportional for others."""
     gamma = np.interp(block_size, (0, 8, 10, 16), (0, 4, 5, 7))
     return np.exp(-np.maximum(np.arange(block_size) - 1, 0) / gamma).astype(np.float32)
 
@@ -121,8 +121,8 @@ def run_mask_rows(
     """Hidden states `[B, N, K, E]` of the blocks' mask rows after the last layer, not yet normed.
 
     Args:
-      config: of FlexDraft.
-      params: of FlexDraft, in the target's dtype.
+      config: FlexDraft's.
+      params: FlexDraft's, in the target's dtype.
       target_params: not packed.
       clean: keys and values of the texts, see `clean_keys_values`.
       batch: texts and anchors.
@@ -149,7 +149,7 @@ def run_mask_rows(
 def score_blocks(
     config: FlexConfig, params: Params, target_params: Params, batch: BlockBatch
 ) -> BlockScores:
-    """What mask rows make of the batch's tokens; arguments as of `run_mask_rows`."""
+    """What mask rows predict for the batch's tokens; arguments as in `run_mask_rows`."""
     clean = clean_keys_values(config, target_params, batch.texts)
     clean = jax.lax.stop_gradient(clean)
     dtype = clean[0][0].dtype
@@ -238,7 +238,7 @@ def _attend(
 
 
 def _labels(batch: BlockBatch, block: int) -> tuple[jax.Array, jax.Array]:
-    """The tokens `[B, N, K]` at the blocks' places, and which of them are labels."""
+    """The tokens `[B, N, K]` at the blocks' positions, and which of them are labels."""
     texts = batch.texts
     row_length = texts.tokens.shape[1]
     places = batch.anchors[:, :, None] + jnp.arange(1, 1 + block, dtype=jnp.int32)[None, None]

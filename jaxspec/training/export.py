@@ -1,4 +1,4 @@
-"""Writing a model as a Hugging Face checkpoint directory: a trained Qwen3, or a random Llama."""
+"""Writes a model as a Hugging Face checkpoint directory: a trained Qwen3, or a random Llama."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jaxspec.runtime.directories import atomic_directory
 from jaxspec.training import data
 from jaxspec.types import PyTree
 
-# A conversation in the form of the corpus' questions, so that a chat prompt is text as trained on.
+# A conversation in the form of the corpus' questions, so that a chat prompt looks like the training
+# text.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ ' ' + message['content'] + '<|endoftext|>' }}"
@@ -38,15 +39,15 @@ def write_hugging_face(
     dtype: np.dtype | type = ml_dtypes.bfloat16,
     max_shard_bytes: int = 5_000_000,
 ) -> None:
-    """Writes config, safetensors with an index, and if there is a tokenizer its files and a
+    """Writes config, safetensors with an index and, if there is a tokenizer, its files and a
     generation config.
 
     An existing checkpoint is replaced. A shard exceeds `max_shard_bytes` only if one tensor does.
 
     Raises:
-      ModelError: neither `qwen3` nor `llama`, or scaled rotary embeddings.
+      ModelError: the family is neither `qwen3` nor `llama`, or rotary embeddings are scaled.
       SettingError: another process is writing the directory.
-      CheckpointError: the directory exists and is no checkpoint, or it cannot be written.
+      CheckpointError: the directory exists and is not a checkpoint, or it cannot be written.
     """
     end_of_text = None if tokenizer is None else data.end_of_text_id(tokenizer)
     fields = config_fields(config, end_of_text=end_of_text, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Training of FlexDraft on texts of its target: `jaxspec train flexdraft`.
+"""Training of FlexDraft on its target's texts: `jaxspec train flexdraft`.
 
 The target is frozen. Loss and anchors follow DFlash (2602.06036, A.1), whose blocks are drafted in
 the same way; FlexDraft's authors have not published theirs. A run is a function of its
@@ -46,22 +46,24 @@ from jaxspec.types import PyTree
 
 _COMMAND = "jaxspec train flexdraft"
 _MASK_STDDEV = 0.02
-# Share of the loss without calibration: it falls from the first to the second over the run.
+# Weight of the loss without calibration, which falls from the first value to the second over the
+# run.
 _UNCALIBRATED = 1.0, 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexTrainConfig(DrafterTrainConfig):
-    """Settings of `jaxspec train flexdraft`. What is None is as in `flex_config`.
+    """Settings of `jaxspec train flexdraft`. A setting that is None has the default of
+    `flex_config`.
 
     Attributes:
-      layers: D, the target's last layers that get draft projectors.
-      block: K, tokens of a block.
-      rank: of the calibrator.
-      anchors: blocks that are drafted in a row, at places drawn anew in every pass.
-      learning_rate: of the draft projectors, which begin as copies of the target's; reached after
-        `warmup_fraction` of the steps, then a cosine to a tenth.
-      new_learning_rate: of the mask and the calibrator.
+      layers: D, the number of last layers of the target that get draft projectors.
+      block: K, the number of tokens of a block.
+      rank: the rank of the calibrator.
+      anchors: number of blocks that are drafted in a row, at new random places in every pass.
+      learning_rate: the peak for the draft projectors, which start as copies of the target's;
+        reached after `warmup_fraction` of the steps, then a cosine decays it to a tenth.
+      new_learning_rate: the same for the mask and the calibrator.
     """
 
     layers: int | None = None
@@ -89,15 +91,16 @@ class FlexTrainConfig(DrafterTrainConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexAccuracy:
-    """How often mask rows are right about tokens that the target wrote, after the true ones.
+    """How often mask rows predict the tokens that the target wrote, given the true tokens before
+    them.
 
     Attributes:
-      top1: of slots 1 to K - 1 with calibration, the share of tokens that they find the likeliest.
-      uncalibrated_top1: of slots 0 to K - 1 without.
-      num_tokens: how many tokens each of the K slots was asked for.
-      accepted: drafts of a block that are right before the first that is not, on average over
-        blocks that lie within a text. More than decoding meets, which begins blocks where the ones
-        before went wrong.
+      top1: accuracy of the likeliest token for slots 1 to K - 1, with calibration.
+      uncalibrated_top1: the same for slots 0 to K - 1, without calibration.
+      num_tokens: how many tokens each of the K slots predicted.
+      accepted: number of correct drafts of a block before the first wrong one, on average over
+        blocks within a text. Decoding accepts fewer, because its blocks begin where earlier drafts
+        went wrong.
       uncalibrated_accepted: the same without calibration.
     """
 
@@ -109,13 +112,13 @@ class FlexAccuracy:
 
 
 def init_flexdraft(config: FlexConfig, target_params: Params, key: jax.Array) -> dict[str, Any]:
-    """Parameters to start from, fp32: projectors as the target's, a mask of small noise, and a
+    """Initial parameters, fp32: copies of the target's projectors, a mask of small noise, and a
     calibrator that adds nothing.
 
     Args:
       config: of FlexDraft.
       target_params: not packed.
-      key: of the noise.
+      key: the key of the noise.
     """
     shapes = param_shapes(config)
     mask_key, embedding_key, hidden_key = jax.random.split(key, 3)
@@ -132,7 +135,7 @@ def init_flexdraft(config: FlexConfig, target_params: Params, key: jax.Array) ->
         for layer, own in zip(deep, shapes["layers"], strict=True)
     )
     made["mask"] = normal(mask_key, shapes["mask"], _MASK_STDDEV)
-    # Both halves of one matrix [2 E, r]: what it makes of values of size 1 has that size.
+    # Both halves of one matrix [2 E, r], scaled so that inputs of size 1 give outputs of size 1.
     stddev = (2 * config.target.width) ** -0.5
     for name, part_key in (("embedding", embedding_key), ("hidden", hidden_key)):
         shape = shapes["calibrator"][name]
@@ -147,17 +150,17 @@ def flexdraft_loss(
     batch: BlockBatch,
     uncalibrated: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a batch, and its metrics: `loss`, and `top1/j`, the share of labels that slot j
-    finds the likeliest, calibrated.
+    """The loss of a batch, and its metrics: `loss`, and `top1/j`, the calibrated accuracy of slot
+    j.
 
     Cross entropy of the true tokens with calibration (slots 1 to K - 1), plus `uncalibrated` times
-    that without (all slots), each slot by `slot_weights`.
+    that without it (all slots), with each slot weighted by `slot_weights`.
 
     Args:
       config: of FlexDraft.
-      params: of FlexDraft, fp32; they are computed in the target's dtype.
+      params: FlexDraft's, fp32; the computation is in the target's dtype.
       target_params: not packed.
-      batch: of texts and blocks.
+      batch: the texts and blocks.
       uncalibrated: fp32 scalar.
     """
     scores = score_blocks(config, params, target_params, batch)
@@ -182,8 +185,8 @@ def make_flex_optimizer(
     clip_norm: float,
     num_steps: int,
 ) -> optax.GradientTransformation:
-    """`runs.make_optimizer` with one rate for draft projectors and another for what is new, mask
-    and calibrator. Equal settings give the same object."""
+    """`runs.make_optimizer` with one learning rate for draft projectors and another for the new
+    parameters (mask and calibrator). Equal settings give the same object."""
     by_rate = runs.make_optimizer(
         learning_rate=learning_rate,
         warmup_fraction=warmup_fraction,
@@ -229,16 +232,16 @@ def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -
 
     Returns:
       `steps`, `tokens`, `train_loss`, `num_params`, `num_texts` and `num_skipped_texts`, `held_out`
-      (the fields of `FlexAccuracy` of all texts and by domain), `flexdraft` (the drafter's
+      (the fields of `FlexAccuracy` for all texts and by domain), `flexdraft` (the drafter's
       directory), `wall_s`.
 
     Raises:
-      SettingError: settings that cannot be trained with, or another process is writing to
+      SettingError: the settings cannot be trained with, or another process is writing to
         `config.out`.
-      ModelError: the texts were written by another target, or none can be trained on; sizes that
-        the target does not have.
-      CheckpointError: texts that cannot be read; there is nothing to resume, or it is another
-        run's; or `config.out` cannot be written.
+      ModelError: the texts were written by another target, or none can be trained on; or the sizes
+        do not fit the target.
+      CheckpointError: the texts cannot be read; there is nothing to resume, or it belongs to
+        another run; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
         drafters.check_run(config, {config.out / "flexdraft": holds_flexdraft})
@@ -246,7 +249,7 @@ def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -
 
 
 def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
-    """`train_flexdraft` in a directory that no other process writes."""
+    """`train_flexdraft` in a directory that no other process writes to."""
     start_s = time.perf_counter()
     target = load_model(config.target, dtype=config.dtype, kernels="xla")
     target_params = unpacked(target.params)
@@ -274,7 +277,7 @@ def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
 
     def init(target_params: PyTree) -> TrainState:
         params = init_flexdraft(flex, target_params, jax.random.key(config.seed))
-        # Training donates them, and what is the target's stays the target's.
+        # Copies, because training donates them, and the target keeps its own.
         params = jax.tree.map(jnp.copy, params)
         return TrainState(params=params, optimizer=optimizer.init(params))
 
@@ -359,7 +362,7 @@ def measure_flex_accuracy(
     row_length: int,
     anchors: int,
 ) -> dict[str, FlexAccuracy]:
-    """Accuracy of mask rows on texts that their target wrote, of all of them (`all`) and by domain.
+    """Accuracy of mask rows on texts that their target wrote, for all texts (`all`) and by domain.
 
     Args:
       config: of FlexDraft.
@@ -367,7 +370,7 @@ def measure_flex_accuracy(
       target_params: not packed.
       texts: at least one that has a draft.
       row_length: tokens of a row; longer texts are cut.
-      anchors: blocks that are drafted in a row, always the same ones.
+      anchors: number of blocks that are drafted in a row, always the same ones.
     """
     rng = np.random.default_rng(0)
     rows = fill_rows(drafters.text_lengths(texts, row_length), row_length, rng)
@@ -386,7 +389,7 @@ def measure_flex_accuracy(
 
 
 def _accuracy(scored: np.ndarray) -> FlexAccuracy:
-    """Of `is_right`, `is_right_calibrated` and `is_label`, `[3, N, K]`."""
+    """The accuracy for `is_right`, `is_right_calibrated` and `is_label`, `[3, N, K]`."""
     is_right, is_right_calibrated, is_label = scored
     num_tokens = is_label.sum(axis=0)
 

@@ -1,4 +1,4 @@
-"""How often heads are right on texts of their target, without decoding anything."""
+"""How often heads are right on their target's texts, without decoding anything."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
 
 NUM_RANKS = 10  # W of `HeadAccuracy.acceptance`
-_NUM_TRIALS = 4  # trees that are made of each other's rounds; then they hardly change
+_NUM_TRIALS = 4  # trees made from the rounds of the previous one; after these they hardly change
 _BATCH_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadAccuracy:
-    """How often heads are right about tokens that the target wrote, after the true ones.
+    """How often heads predict the tokens that the target wrote, given the true tokens before them.
 
     Attributes:
-      top1: of each head, the share of tokens that it finds the likeliest.
-      top5: the share that it counts among the five likeliest.
-      num_tokens: how many tokens each head was asked for.
-      acceptance: `[D, W]` nested lists, which `best_static_tree` takes: the share of tokens that
-        have rank w for head d, where every head before found the true token among its first W.
-        Counted where rounds that draft a chain begin, as decoding meets them: after a token that
-        the heads got wrong, so less often in text that is easy to foretell.
+      top1: for each head, the fraction of tokens that it ranks first.
+      top5: the fraction that it ranks among the first five.
+      num_tokens: how many tokens each head predicted.
+      acceptance: `[D, W]` nested lists for `best_static_tree`: the fraction of tokens that have
+        rank w for head d, where every earlier head had the true token among its first W. Counted
+        where rounds of a chain begin, as in decoding: after a token that the heads got wrong, and
+        so less often in text that is easy to predict.
     """
 
     top1: list[float]
@@ -51,10 +51,10 @@ class RankedText(NamedTuple):
     """A text, and how heads ranked its tokens.
 
     Attributes:
-      domain: of the text.
-      num_prompt: tokens of its prompt.
+      domain: the text's domain.
+      num_prompt: number of tokens of its prompt.
       ranks: `[T, D]`, rank of the token at t + 2 + d for head d at the anchor t, at most
-        `NUM_RANKS`; those beyond the text mean nothing.
+        `NUM_RANKS`; those beyond the text are meaningless.
     """
 
     domain: str
@@ -69,8 +69,8 @@ def measure_head_accuracy(
     texts: Sequence[Text],
     row_length: int,
 ) -> dict[str, HeadAccuracy]:
-    """Accuracy of heads on texts that their target wrote, of all of them (`all`) and by domain;
-    arguments as of `rank_texts`."""
+    """Accuracy of heads on texts that their target wrote, for all texts (`all`) and by domain;
+    arguments as in `rank_texts`."""
     return accuracy_of(rank_texts(config, params, target, texts, row_length))
 
 
@@ -81,11 +81,12 @@ def rank_texts(
     texts: Sequence[Text],
     row_length: int,
 ) -> list[RankedText]:
-    """Texts that a target wrote and the ranks of their tokens for heads that know those before.
+    """Texts that a target wrote, with the ranks that heads give their tokens after reading those
+    before.
 
     Args:
-      config: of the heads.
-      params: of the heads, in the target's dtype.
+      config: the heads'.
+      params: the heads', in the target's dtype.
       target: configuration and parameters, not packed.
       texts: at least one.
       row_length: tokens of a row; longer texts are cut.
@@ -119,12 +120,12 @@ def accuracy_of(texts: Sequence[RankedText]) -> dict[str, HeadAccuracy]:
 def best_trees(
     texts: Sequence[RankedText], num_nodes: Sequence[int]
 ) -> dict[int, tuple[StaticTree, float]]:
-    """The best static tree of each of these numbers of nodes, and how many tokens its rounds emit
-    on the texts; numbers beyond what a table of ranks has paths for are left out.
+    """The best static tree for each number of nodes, and how many tokens its rounds emit on the
+    texts; numbers for which a table of ranks has too few paths are left out.
 
-    Which rounds there are depends on the tree that they draft, and the best tree on where its
-    rounds begin: the tree is made of the rounds of the one before, a few times over, and the best
-    one is kept.
+    Where rounds begin depends on the tree that they draft, and the best tree depends on where
+    rounds begin. So a tree is made from the rounds of the previous one, a few times over, and the
+    best one is kept.
     """
     num_heads = texts[0].ranks.shape[1]
     num_paths = sum(NUM_RANKS ** (depth + 1) for depth in range(num_heads))
@@ -209,7 +210,7 @@ def _ranks(
     target_params: Any,
     batch: TextBatch,
 ) -> jax.Array:
-    """Ranks `[B, T, D]` int32 of what each head should propose, at most `NUM_RANKS`."""
+    """Ranks `[B, T, D]` int32 of the tokens that each head should propose, at most `NUM_RANKS`."""
     target = target_parts(target_config, target_params)
     features = last_features(target_config, target_params, batch)
     made = run_heads(config, params, target, features, batch)
@@ -224,8 +225,8 @@ _RANKS = Program(_ranks, "the accuracy of heads", shapes_vary=True)
 
 
 def rank_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """How many tokens come before the label `[...]` by `logits` `[..., V]`, as `lax.top_k` orders
-    them: of equals the lower id first."""
+    """How many tokens come before the label `[...]` by `logits` `[..., V]`, in the order of
+    `lax.top_k`: on a tie, the lower id first."""
     own = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
     ids = jnp.expand_dims(ids, range(labels.ndim))

@@ -40,8 +40,8 @@ Report: TypeAlias = Callable[[int, dict[str, float], int], None]
 
 
 class StepSettings(Protocol):
-    """What the steps of a run need of its settings: the peak of the learning rate, and the steps
-    between log lines, evaluations and checkpoints."""
+    """The settings that the steps of a run need: the peak learning rate, and the steps between log
+    lines, evaluations and checkpoints."""
 
     @property
     def learning_rate(self) -> float: ...  # noqa: D102
@@ -57,7 +57,7 @@ class StepSettings(Protocol):
 
 
 class TrainState(struct.PyTreeNode, kw_only=True):
-    """What a training step carries: parameters and the optimizer's moments, fp32."""
+    """The state of training: parameters and the optimizer's moments, fp32."""
 
     params: PyTree
     optimizer: PyTree
@@ -84,8 +84,8 @@ def make_optimizer(
     num_steps: int,
     clip_value: float | None = None,
 ) -> optax.GradientTransformation:
-    """AdamW on gradients that are clipped by global norm, or with `clip_value` each to that size;
-    only matrices decay. Equal settings give the same object."""
+    """AdamW on gradients that are clipped by global norm or, with `clip_value`, elementwise to that
+    size; only matrices decay. Equal settings give the same object."""
     schedule = learning_rate_schedule(learning_rate, warmup_fraction, num_steps)
     return _adamw(schedule, weight_decay, clip_norm, clip_value)
 
@@ -94,8 +94,8 @@ def make_optimizer(
 def make_unscheduled_optimizer(
     *, weight_decay: float, clip_norm: float, clip_value: float | None = None
 ) -> optax.GradientTransformation:
-    """`make_optimizer` at the rate 1, for steps that are given theirs (`apply_gradients`): runs of
-    any schedule then share one compiled step."""
+    """`make_optimizer` at learning rate 1, for steps that get their own rate (`apply_gradients`),
+    so that runs with any schedule share one compiled step."""
     return _adamw(1.0, weight_decay, clip_norm, clip_value)
 
 
@@ -133,7 +133,7 @@ def apply_gradients(
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Mean of `values` by `weights` of the same shape; 0 where all weights are."""
+    """Mean of `values`, weighted by `weights` of the same shape; 0 if all weights are 0."""
     return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
@@ -150,11 +150,11 @@ def save_checkpoint(
     """Writes a checkpoint, complete or not at all.
 
     Args:
-      path: of the file.
+      path: that of the file.
       state: parameters and optimizer.
-      step: steps that were taken.
+      step: number of steps taken.
       fingerprint: what decides the run's result.
-      described: what the parameters are of, as JSON values.
+      described: what the parameters belong to, as JSON values.
     """
     record = {
         "step": step,
@@ -168,10 +168,10 @@ def save_checkpoint(
 
 
 def read_checkpoint(path: pathlib.Path, *, command: str) -> dict[str, Any]:
-    """What `save_checkpoint` wrote: its checksum, then the record.
+    """Reads what `save_checkpoint` wrote: its checksum, then the record.
 
     Raises:
-      CheckpointError: there is none, or it is damaged.
+      CheckpointError: there is no checkpoint, or it is damaged.
     """
     try:
         written = path.read_bytes()
@@ -195,18 +195,18 @@ def initial_state(
     resume: bool,
     command: str,
 ) -> tuple[TrainState, int]:
-    """The state to start from, and the steps that were taken before it.
+    """The initial state, and the number of steps taken before it.
 
     Args:
       out: the run's directory.
-      init: makes the first state of `operands`; it is compiled.
+      init: makes the first state from `operands`; it is compiled.
       fingerprint: what decides the run's result.
       operands: arrays that would otherwise become constants of the program.
       resume: take the state from the checkpoint.
-      command: that wrote it, for messages.
+      command: the command that wrote it, for messages.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, or that of another run.
+      CheckpointError: the checkpoint is damaged, or belongs to another run.
     """
     if not resume:
         return Program(jax.jit(init), "the initial weights")(*operands), 0
@@ -223,7 +223,7 @@ def initial_state(
 def check_fingerprint(
     out: pathlib.Path, record: Mapping[str, Any], fingerprint: Mapping[str, Any]
 ) -> None:
-    """Raises `CheckpointError` unless what `read_checkpoint` found was made with these values."""
+    """Raises `CheckpointError` unless the checkpoint that was read was made with these values."""
     saved = json.loads(record["fingerprint"])
     if different := sorted(name for name in fingerprint if saved.get(name) != fingerprint[name]):
         raise CheckpointError(
@@ -233,7 +233,7 @@ def check_fingerprint(
 
 
 def checksum(params: PyTree) -> int:
-    """A number that tells parameters from others, leaf by leaf in their order."""
+    """A number that distinguishes parameters, computed leaf by leaf in order."""
     total = 0
     for leaf in jax.tree.leaves(params):
         total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
@@ -245,7 +245,7 @@ def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
 
 
 def from_arrays(template: PyTree, arrays: dict[str, np.ndarray]) -> PyTree:
-    """The pytree like `template` whose leaves a checkpoint has."""
+    """A pytree like `template` with the leaves of a checkpoint."""
     leaves, treedef = jax.tree.flatten(template)
     restored = [jnp.asarray(arrays[str(i)]) for i in range(len(leaves))]
     if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in restored]:
@@ -258,7 +258,7 @@ def from_arrays(template: PyTree, arrays: dict[str, np.ndarray]) -> PyTree:
 
 @contextlib.contextmanager
 def run_directory(out: pathlib.Path) -> Iterator[None]:
-    """For the time in which a run writes to `out`, which no other process may then.
+    """Makes this process the only one that writes to `out` while the block runs.
 
     Raises:
       SettingError: another process does.
@@ -276,7 +276,8 @@ def run_directory(out: pathlib.Path) -> Iterator[None]:
 
 
 def check_out(out: pathlib.Path, *, resume: bool) -> None:
-    """Raises `CheckpointError` unless a run is there to be resumed, or none is."""
+    """Raises `CheckpointError` if there is no run to resume or, without `resume`, if there is
+    one."""
     path = out / CHECKPOINT
     if resume and not path.is_file():
         raise CheckpointError(
@@ -313,19 +314,19 @@ def run_steps(
     described: Mapping[str, Any],
     on_step: OnStep | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """The state after the last of `steps`, and that step's metrics; checkpoints and log are written
-    on the way.
+    """The state after the last of `steps`, and that step's metrics; writes checkpoints and log on
+    the way.
 
     Args:
-      config: of the run.
+      config: the run's.
       out: its directory.
-      state: after `steps.start` steps.
-      steps: to be taken, by index from 0.
+      state: that after `steps.start` steps.
+      steps: the steps to take, by index from 0.
       step: takes the state and the index of a step.
-      step_tokens: tokens of a step.
-      evaluate: metrics of parameters on some held-out texts.
+      step_tokens: tokens per step.
+      evaluate: computes metrics of parameters on some held-out texts.
       fingerprint: what decides the run's result.
-      described: what the parameters are of, as JSON values of the checkpoint.
+      described: what the parameters belong to, as JSON values for the checkpoint.
       on_step: called after every step with the number of steps taken and the step's metrics.
     """
     num_steps = steps.stop
@@ -349,10 +350,10 @@ def run_steps(
 
 
 def read_result(out: pathlib.Path) -> dict[str, Any]:
-    """What `write_result` wrote.
+    """Reads what `write_result` wrote.
 
     Raises:
-      CheckpointError: it is no JSON object.
+      CheckpointError: it is not a JSON object.
     """
     try:
         return dict(json.loads((out / RESULT).read_bytes()))
@@ -366,8 +367,9 @@ def read_result(out: pathlib.Path) -> dict[str, Any]:
 def progress(
     out: pathlib.Path, *, num_steps: int, first_step: int, log_every: int
 ) -> Iterator[Report]:
-    """A progress bar, a line every `log_every` steps, and the same figures in `log.jsonl`: calls
-    of what it yields take the number of steps done, their metrics, and the tokens of the last."""
+    """A progress bar, a line every `log_every` steps, and the same figures in `log.jsonl`: the
+    function that it yields takes the number of steps done, their metrics, and the tokens of the
+    last one."""
     columns = (
         rich.progress.TextColumn("step"),
         rich.progress.MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""Heads on packed texts of their target, with the true tokens in the place of proposed ones.
+"""Heads on packed texts of their target, with the true tokens instead of proposed ones.
 
 At the anchor t head k proposes the token at t + 2 + k, from the target's hidden state at t and the
 tokens at t + 1 to t + 1 + k; see `drafters.heads.formulas`.
@@ -23,13 +23,13 @@ from jaxspec.training.text_rows import TextBatch, shifted
 
 
 class HeadOutput(NamedTuple):
-    """What one head makes of a batch.
+    """The output of one head for a batch.
 
     Attributes:
-      hidden: `[B, T, E]`, of which `head_logits` makes logits.
+      hidden: `[B, T, E]`, from which `head_logits` computes logits.
       labels: `[B, T]` int32, the token that the head should propose at each anchor.
-      weights: `[B, T]` fp32, 1 where that token is of the anchor's text and the target wrote it,
-        else 0.
+      weights: `[B, T]` fp32, 1 where that token belongs to the anchor's text and the target wrote
+        it, otherwise 0.
     """
 
     hidden: jax.Array
@@ -46,7 +46,7 @@ def labels_of(batch: TextBatch, index: int) -> tuple[jax.Array, jax.Array]:
 
 
 def target_parts(config: ModelConfig, params: Params) -> TargetParts:
-    """What heads use of a target whose parameters are not packed."""
+    """The parts of a target, with unpacked parameters, that heads use."""
     return TargetParts(
         final_norm=lambda hidden: rms_norm(hidden, params["final_norm"], config.norm_epsilon),
         head=functools.partial(decoder.head, config, params, is_normed=True),
@@ -67,7 +67,7 @@ def run_heads(
     features: jax.Array,
     batch: TextBatch,
 ) -> Iterator[HeadOutput]:
-    """What each head makes of the target's `features` `[B, T, E]`, first head first."""
+    """The output of each head for the target's `features` `[B, T, E]`, first head first."""
 
     def run_block(hidden: jax.Array) -> jax.Array:
         return run_training_block(config, params, hidden, batch.segments)

@@ -1,4 +1,4 @@
-"""Texts packed into rows of one length, as a training step takes them."""
+"""Texts packed into rows of one length, for training steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxspec.training.texts import Text
 
-# Rows that a text may still be put into; more of them would hardly be filled better.
+# Rows that a text may still be put into; more of them would hardly improve the packing.
 _NUM_OPEN_ROWS = 64
 
 
@@ -19,8 +19,8 @@ class TextBatch(struct.PyTreeNode, kw_only=True):
     """Packed texts, all `[B, T]`.
 
     Attributes:
-      tokens: int32, prompts and outputs; 0 where a row is filled up.
-      segments: int32, the text of each token within its row, from 0; -1 where a row is filled up.
+      tokens: int32, prompts and outputs; 0 in padding.
+      segments: int32, the index of each token's text within its row; -1 in padding.
       is_output: bool, whether the target wrote the token.
     """
 
@@ -33,9 +33,9 @@ def fill_rows(lengths: Sequence[int], row_length: int, rng: np.random.Generator)
     """Rows of whole texts, given by index: every text is in one row, in random order.
 
     Args:
-      lengths: of the texts, none above `row_length`.
+      lengths: those of the texts, none above `row_length`.
       row_length: T.
-      rng: of the order.
+      rng: generator of the order.
     """
     done: list[list[int]] = []
     open_rows: list[tuple[int, list[int]]] = []  # the room that is left, and the texts
@@ -75,6 +75,6 @@ def pack_texts(rows: Sequence[Sequence[Text]], row_length: int) -> TextBatch:
 
 
 def shifted(values: jax.Array, distance: int) -> jax.Array:
-    """`values` `[B, T, ...]` of the positions `distance` further on; zeros after the last."""
+    """`values` `[B, T, ...]` at positions `distance` further on; zeros past the last."""
     padding = [(0, 0), (0, distance)] + [(0, 0)] * (values.ndim - 2)
     return jnp.pad(values, padding)[:, distance:]

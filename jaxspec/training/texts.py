@@ -1,9 +1,9 @@
-"""Texts that a target writes, for drafters to be trained on: `jaxspec train texts`.
+"""Texts that a target writes, for training drafters: `jaxspec train texts`.
 
 A file of texts is JSONL. Its first line is the header, which names the target and the digest of its
 weights; every other line is a `Text`, the beginning of a passage and the target's own continuation.
-The seed decides which passage begins which text, so the file is the same however often its writing
-was interrupted.
+The seed decides which passage begins which text, so the file is the same however often writing was
+interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxspec.runtime.locks import only_writer
 from jaxspec.training import data
 
 KIND = "texts"
-# Requests handed to the engine at once: enough that its last, partly filled batches cost little.
+# Requests passed to the engine at a time: enough that its last, partly filled batches cost little.
 _NUM_REQUESTS = 1024
 # A passage begins with its document, or after a blank line.
 _PASSAGE = re.compile(r"\A(?=\S)|(?<=\n\n)(?=\S)")
@@ -53,22 +53,24 @@ class TextsConfig:
     """Settings of `jaxspec train texts`.
 
     Attributes:
-      target: the model that writes, as `load_model` takes it.
-      corpora: directory of the domains' directories, each with JSONL files, `{"text": ...}` a line.
-      out: the file; one that holds texts of the same settings is continued.
-      tokens: tokens that the target writes in all.
-      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`,
-        or `stdlib` for the Python standard library's source. Unless given, every directory counts.
+      target: the model that writes, as a name for `load_model`.
+      corpora: directory with one directory per domain, each with JSONL files of lines `{"text":
+        ...}`.
+      out: the file to write; a file with texts of the same settings is continued.
+      tokens: total number of tokens that the target writes.
+      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
+        `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
-      split: begin the texts of documents to train on, or of held-out ones, for evaluation.
-      temperature: of the target; 0 is greedy.
-      min_prompt_tokens: tokens of the shortest beginning.
-      max_prompt_tokens: of the longest; lengths between them are spread evenly on a log scale.
-      output_tokens: tokens of a continuation, unless the target ends it sooner.
-      batch_size: texts written at a time.
-      drafter: as `jaxspec generate --drafter`; it changes the speed, not the texts. Default: the
-        draft model that comes with `demo-target`, and none for other targets.
-      seed: of the choice of passages, and of sampling.
+      split: whether the texts begin with training documents or, for evaluation, with held-out ones.
+      temperature: the target's; 0 is greedy.
+      min_prompt_tokens: length of the shortest beginning in tokens.
+      max_prompt_tokens: length of the longest; lengths between the two are spread evenly on a log
+        scale.
+      output_tokens: length of a continuation in tokens, unless the target ends it sooner.
+      batch_size: number of texts written at a time.
+      drafter: as in `jaxspec generate --drafter`; it changes the speed, not the texts. Default: for
+        `demo-target`, the draft model that comes with it; for other targets, none.
+      seed: seed of the choice of passages and of sampling.
     """
 
     target: str
@@ -106,10 +108,10 @@ class Text(NamedTuple):
     """A beginning, and what the target wrote after it.
 
     Attributes:
-      domain: of the corpus.
-      source: of the document.
+      domain: the domain of the corpus.
+      source: the document's source.
       prompt: token ids of the beginning.
-      output: token ids of the target.
+      output: token ids that the target wrote.
     """
 
     domain: str
@@ -125,7 +127,7 @@ class Texts:
     Attributes:
       header: `target` (its name), `weights` (`weights_digest` of its parameters), `vocab_size`,
         `temperature`, and the settings of the run that wrote them.
-      texts: in the order in which they were written.
+      texts: the texts, in the order in which they were written.
     """
 
     header: dict[str, Any]
@@ -141,7 +143,7 @@ class Prompt(NamedTuple):
 
 
 def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[str, Any]:
-    """Has the target write texts as `config` says, until they have as many tokens as are asked for.
+    """Has the target write texts as `config` says, until they have the requested number of tokens.
 
     Args:
       config: what to write.
@@ -152,9 +154,9 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
       that this run wrote, `tokens_per_s` and `wall_s`.
 
     Raises:
-      SettingError: corpora that cannot be read, or another process is writing the file.
+      SettingError: the corpora cannot be read, or another process is writing the file.
       ModelError: the target has no tokenizer, or its output is not finite.
-      CheckpointError: the file holds something else, or texts of other settings.
+      CheckpointError: the file holds something else, or texts with other settings.
     """
     start_s = time.perf_counter()
     target = load_model(config.target)
@@ -209,10 +211,10 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
 
 
 def read_texts(path: pathlib.Path) -> Texts:
-    """The texts in a file; the last line is left out if it was not written to its end.
+    """The texts in a file; an incomplete last line is left out.
 
     Raises:
-      CheckpointError: it cannot be read, or is no file of texts.
+      CheckpointError: it cannot be read, or is not a file of texts.
     """
     try:
         check_regular_file(path)
@@ -222,7 +224,7 @@ def read_texts(path: pathlib.Path) -> Texts:
             f"The texts {path} cannot be read ({error.strerror}); write them by `jaxspec train "
             "texts`."
         ) from error
-    lines = content.split(b"\n")[:-1]  # what follows the last line end was cut off
+    lines = content.split(b"\n")[:-1]  # an incomplete last line is dropped
     header = _json_object(lines[0]) if lines else None
     if header is None or header.get("kind") != KIND or type(header.get("vocab_size")) is not int:
         raise CheckpointError(
@@ -258,7 +260,7 @@ def make_prompts(
     tokenizer: TextTokenizer,
 ) -> Iterator[Prompt]:
     """Endless beginnings of passages: the domain is drawn by weight, and the passages of a domain
-    come in random order, all of them once per pass."""
+    come in random order, each once per pass."""
     streams = {
         name: _passages(found, np.random.default_rng((config.seed, index)))
         for index, (name, found) in enumerate(documents.items())
@@ -272,7 +274,7 @@ def make_prompts(
         length = math.floor(math.exp(rng.uniform(shortest, longest)))
         source, passage = next(streams[name])
         token_ids = tokenizer.encode(passage[: _CHARACTERS_PER_TOKEN * config.max_prompt_tokens])
-        # Something of the passage is left to be continued.
+        # Leaves some of the passage to be continued.
         yield Prompt(name, source, token_ids[: max(1, min(length, len(token_ids) - 1))])
 
 
@@ -310,7 +312,7 @@ def _header(
     target: LanguageModel,
     documents: Mapping[str, Sequence[data.Document]],
 ) -> dict[str, Any]:
-    """The first line: who wrote the texts, and all that decides what they are."""
+    """The first line: who wrote the texts, and everything that decides their content."""
     digest = xxhash.xxh3_128()
     for document in itertools.chain.from_iterable(documents.values()):
         digest.update(f"{document.source}\0{document.text}\0".encode())
@@ -331,8 +333,8 @@ def _header(
 
 
 def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
-    """The texts that are there already, cut after the last whole one; writes the header of a new
-    file."""
+    """The texts that are already in the file, cut after the last complete one; writes the header of
+    a new file."""
     first_line = json.dumps(header).encode() + b"\n"
     if not path.exists() or first_line.startswith(path.read_bytes()):
         path.write_bytes(first_line)
@@ -353,7 +355,7 @@ def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
 def _written(
     config: TextsConfig, target: LanguageModel, prompts: Iterator[Prompt], num_done: int
 ) -> Generator[Text, None, None]:
-    """Texts without end, from the prompt after the first `num_done` on."""
+    """An endless sequence of texts, starting after the first `num_done` prompts."""
     drafter = config.drafter or ("demo-draft" if config.target == "demo-target" else "none")
     longest = config.max_prompt_tokens + config.output_tokens
     engine = Engine(target, drafter, batch_size=config.batch_size, max_length=longest + 32)
@@ -393,7 +395,7 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _text(fields: dict[str, Any], vocab_size: int) -> Text | None:
-    """The text of a line's fields, or None if they are none."""
+    """The text in a line's fields, or None if they are not a text."""
     if set(fields) != set(Text._fields):
         return None
     text = Text(**fields)

@@ -1,14 +1,16 @@
-"""One training run for many token counts: a trunk at a constant rate, and branches that end it.
+"""One training run for many token counts: a trunk with a constant learning rate, and branches that
+decay it.
 
-A cosine has to know where it ends, so models of several token counts would be trained from scratch
-each. Here a trunk warms up in a fixed number of steps and then keeps its rate. A branch copies its
-state on the way and lowers the rate linearly to a tenth, over a fifth of the tokens seen until then
-(the decay of 2404.06395 and 2405.18392). What it ends with is a finished model of `tokens` tokens,
-the decay included: five sixths of them from the trunk.
+A cosine schedule must know where it ends, so models for several token counts would each be trained
+from scratch. Here a trunk warms up for a fixed number of steps and then keeps its learning rate. A
+branch copies its state on the way and lowers the rate linearly to a tenth, over a fifth of the
+tokens seen until then (the decay of 2404.06395 and 2405.18392). It ends with a finished model of
+`tokens` tokens, decay included, five sixths of them from the trunk.
 
-Rows come in one order, whatever the size of the model and the end of the run: a branch sees the
+The order of rows does not depend on the size of the model or the end of the run: a branch sees the
 rows that the trunk would have seen next. So a trunk can be continued to later branches, models of
-every size are compared on equal text, and what a teacher makes of a row need be computed once.
+every size are compared on the same text, and a teacher's states for a row need to be computed only
+once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import runs
 from jaxspec.training.runs import TrainState
 
-# Share of a finished model's tokens over which its rate is lowered: 20 % of those before.
+# Fraction of a finished model's tokens over which the rate is lowered: 20 % of those before.
 DECAY_SHARE = 1 / 6
 
 
@@ -36,9 +38,9 @@ class Branch:
     """A branch of a trunk.
 
     Attributes:
-      tokens: as asked for; it has those of `num_steps` whole steps.
-      leaves_at: steps of the trunk that come before it.
-      num_steps: steps in all, the trunk's included.
+      tokens: the requested number; the branch has that of `num_steps` whole steps.
+      leaves_at: number of trunk steps before it.
+      num_steps: total number of steps, including the trunk's.
     """
 
     tokens: int
@@ -47,15 +49,15 @@ class Branch:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """The name of its directory."""
         return str(self.tokens)
 
 
 def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int) -> list[Branch]:
-    """The branches that end after so many tokens each.
+    """The branches that end after these numbers of tokens.
 
     Raises:
-      SettingError: they do not increase by a step at least, or one leaves before the warm-up ends.
+      SettingError: they do not increase by at least a step, or one leaves before the warm-up ends.
     """
     branches: list[Branch] = []
     for each in tokens:
@@ -79,7 +81,7 @@ def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int)
 
 
 def rate_at(step: int, *, learning_rate: float, warmup_steps: int, branch: Branch | None) -> float:
-    """Learning rate of the step with this index: of the trunk, or of a branch that has left it."""
+    """Learning rate of the step with this index, for the trunk or for a branch that has left it."""
     if branch is None or step < branch.leaves_at:
         return learning_rate * min(1.0, (step + 1) / max(1, warmup_steps))
     done = (step + 1 - branch.leaves_at) / (branch.num_steps - branch.leaves_at)
@@ -96,13 +98,13 @@ def check_schedule(schedule: str, branches: Sequence[int]) -> None:
 
 
 def branch_directory(out: pathlib.Path, tokens: int) -> pathlib.Path:
-    """Of the finished model of so many tokens, in a trunk's directory."""
+    """The directory of the finished model of this many tokens, in a trunk's directory."""
     return out / "branches" / str(tokens)
 
 
 class TrunkSettings(Protocol):
-    """What a trunk needs of a run's settings: its directory, whether it is continued, its rate, the
-    steps of its warm-up."""
+    """The settings of a run that a trunk needs: its directory, whether it is continued, its
+    learning rate, its warm-up steps."""
 
     @property
     def out(self) -> pathlib.Path: ...  # noqa: D102
@@ -118,12 +120,13 @@ class TrunkSettings(Protocol):
 
 
 class Trained(Protocol):
-    """What a trunk needs of that which it trains. `fingerprint` is what decides the result."""
+    """What a trunk needs from the thing that it trains. `fingerprint` is everything that decides
+    the result."""
 
     def initial_state(
         self, out: pathlib.Path, fingerprint: dict[str, Any], *, resume: bool
     ) -> tuple[TrainState, int]:
-        """The state to start from, and the steps that were taken before it."""
+        """The initial state, and the number of steps taken before it."""
         ...
 
     def run_steps(
@@ -141,13 +144,13 @@ class Trained(Protocol):
     def begin(
         self, out: pathlib.Path, state: TrainState, step: int, fingerprint: dict[str, Any]
     ) -> None:
-        """Writes a branch's first checkpoint, and what else its directory needs."""
+        """Writes a branch's first checkpoint, and everything else that its directory needs."""
         ...
 
     def finish(
         self, out: pathlib.Path, state: TrainState, branch: Branch, metrics: dict[str, float]
     ) -> dict[str, Any]:
-        """Writes what a branch has made; returns its result."""
+        """Writes what a branch has trained; returns its result."""
         ...
 
 
@@ -157,19 +160,19 @@ def train_trunk(
     fingerprint: dict[str, Any],
     trained: Trained,
 ) -> tuple[dict[str, Any], int]:
-    """A run without an end of its own, and every branch as soon as the trunk has come to it.
+    """Trains a trunk, and every branch as soon as the trunk reaches it.
 
     Args:
-      config: of the run.
-      branches: as `plan_branches` gives them.
-      fingerprint: what decides the trunk's result, of which no branch is a part.
+      config: the run's.
+      branches: as `plan_branches` returns them.
+      fingerprint: everything that decides the trunk's result, which does not include branches.
       trained: what is trained.
 
     Returns:
       The results of the branches by name, and the steps of trunk and branches together.
 
     Raises:
-      SettingError: the trunk has gone further than a branch that it has not had.
+      SettingError: the trunk is already past a branch that was not made.
     """
 
     def advance(
@@ -224,14 +227,14 @@ def train_trunk(
 class HiddenStates:
     """A teacher's last hidden states `[B, T, E]` of every step's rows, each computed once.
 
-    The file grows at its end only, so it holds the steps from the first one on, and what was cut
-    off in a crash is computed again. It is as large as the text: 4 E bytes a token.
+    The file only grows at its end, so it holds the steps from the first one on, and what a crash
+    cut off is computed again. It takes 4 E bytes per token.
 
     Args:
-      path: of the file; beside it stands what it depends on.
+      path: that of the file; what it depends on is stored beside it.
       shape: `[B, T, E]` of a step.
-      origin: what decides the states, as JSON values.
-      compute: the states of the step with this index.
+      origin: everything that decides the states, as JSON values.
+      compute: computes the states of the step with a given index.
 
     Raises:
       CheckpointError: the file holds the states of another teacher, or of other rows.

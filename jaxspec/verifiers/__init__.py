@@ -1,4 +1,4 @@
-"""Verifiers: what decides how much of a draft is kept."""
+"""Verifiers: rules that decide how much of a draft is kept."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +22,10 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
 
 
 def make_verifier(verifier: Verifier | str) -> Verifier:
-    """The verifier of a name in `VERIFIERS`; a verifier as it is.
+    """The verifier with this name in `VERIFIERS`; a verifier is returned as it is.
 
     Raises:
-      SettingError: there is none of that name.
+      SettingError: there is no verifier with that name.
     """
     return named("verifier", verifier, VERIFIERS)() if isinstance(verifier, str) else verifier
 

@@ -1,4 +1,5 @@
-"""The verifier protocol: from the target's scores of a draft to what is kept of it."""
+"""The verifier protocol: from the target's logits at each node of a draft to the part of it that is
+kept."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 
 @runtime_checkable
 class Verifier(Protocol):
-    """A rule that decides which drafted tokens stay and which token follows them.
+    """A rule that decides which drafted tokens are kept and which token follows them.
 
     Attributes:
       name: for reports and the command line.
-      promise: what its output is, in words.
+      promise: what it guarantees about the output, in words.
       is_lossless: whether the output follows the target's distribution.
-      is_coupled: whether the output is plain decoding's, token for token.
+      is_coupled: whether the output equals that of plain decoding, token for token.
       is_noise_shared: whether sampling drafters should draw with the target's noise.
       needs_draft_probs: whether a sampling drafter must hand over `Draft.q`.
       takes_trees: whether drafts may be trees; otherwise chains only.
@@ -57,10 +58,10 @@ class Verifier(Protocol):
         """The verdict on a draft.
 
         Args:
-          logits: `[B, N + 1, V]` fp32, the target's scores after the newest committed token (index
+          logits: `[B, N + 1, V]` fp32, the target's logits after the newest committed token (index
             0) and after each node.
-          draft: of `rows.draft_limit` nodes at most.
-          rows: before the round.
+          draft: it has at most `rows.draft_limit` valid nodes.
+          rows: the batch before the round.
           prefix: what precedes each of the `N + 1` tokens that could be drawn.
         """
         ...

@@ -1,8 +1,8 @@
 """Block verification: the draft is judged as a whole (Sun et al., 2403.10444).
 
 It accepts at least as many tokens in expectation as `rejection`, for every p and q, and no rule for
-single chains accepts more. It takes chains only: a node's test looks at what follows it, and in a
-tree several nodes may.
+single chains accepts more. It takes chains only: a node's test depends on what follows it, and in a
+tree several nodes may follow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxspec.verifiers.tree import at_node
 
 @dataclasses.dataclass(frozen=True)
 class Block(ChainVerifier):
-    """Accepts the longest prefix whose test passes; a later node may pass where an earlier
+    """Accepts the longest prefix whose test passes; a later node may pass where an earlier one
     fails."""
 
     name = "block"
@@ -43,7 +43,8 @@ class Block(ChainVerifier):
         )  # [B, N + 1, V]
         after = reach[:, 1:]  # P_i, after each node
         mass = jnp.sum(residuals[:, 1:], axis=2)  # S_i
-        # After the last node q is zero: mass is P_i there, and S / (S + 1 - P) is P_i as it should.
+        # After the last node q is zero, so mass is P_i there, and S / (S + 1 - P) is P_i as it
+        # should be.
         is_last = distributions.is_node & ~jnp.pad(distributions.is_node[:, 1:], ((0, 0), (0, 1)))
         mass = jnp.where(is_last, after, mass)
         # Where P_i is 1 the node always passes, also where p = q leaves no mass (0 / 0).

@@ -1,4 +1,4 @@
-"""What the rules for chains have in common: the distributions along a chain, and the verdict of an
+"""What the rules for chains have in common: distributions along a chain, and the verdict for an
 accepted length."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Accept = Callable[[ChainDistributions, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class ChainVerifier:
-    """Base of the rules for chains: a rule is an `accept`, and what it promises."""
+    """Base class of rules for chains: a rule defines `accept` and what it promises."""
 
     promise = "tokens of the target's distribution (greedy rows: the target's own tokens)"
     is_lossless = True
@@ -49,8 +49,8 @@ class ChainVerifier:
     def accept(
         self, distributions: ChainDistributions, draws: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """How many leading nodes are accepted, and from what the next token is drawn; see
-        `verify_chain`."""
+        """How many leading nodes are accepted, and the weights that the next token is drawn from;
+        see `verify_chain`."""
         raise NotImplementedError(f"{type(self).__name__} has no accept")
 
     def verify(
@@ -63,12 +63,13 @@ class ChainVerifier:
 def verify_chain(
     accept: Accept, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
 ) -> Verdict:
-    """The verdict of a chain rule; rows of temperature 0 follow the arg max instead.
+    """The verdict of a chain rule; rows at temperature 0 follow the arg max instead.
 
     Args:
-      accept: from the distributions and one uniform draw per node, `[B, N]`, to the number of
-        accepted nodes `[B]` and the weights `[B, V]` from which the next token is drawn; the
-        target's distribution is used where they are all zero (possible by rounding only).
+      accept: a function of the distributions and one uniform draw per node, `[B, N]`, that returns
+        the number of accepted nodes `[B]` and the weights `[B, V]` from which the next token is
+        drawn. Where these are all zero, which only rounding can cause, the target's distribution is
+        used.
     """
 
     def accept_path(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -80,7 +81,7 @@ def verify_chain(
 
 
 def chain_distributions(p: jax.Array, draft: Draft) -> ChainDistributions:
-    """Distributions of a draft; one without q is deterministic, and its q a point mass on each
+    """Distributions of a draft. A draft without q is deterministic: its q is a point mass on each
     token. A chain ends before its first hole."""
     num_nodes = draft.tokens.shape[1]
     is_node = jnp.cumprod(draft.is_node.astype(jnp.int32), axis=1) > 0

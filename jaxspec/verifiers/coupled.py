@@ -1,10 +1,10 @@
 """Coupled verification: the target draws a token at every node, and matching drafts are followed.
 
-Each draw is keyed by the request and the position, so the output is what the target would have
-drawn alone, token for token, whatever was drafted, chain or tree. At temperature 0 the draw is the
-arg max: greedy verification (Leviathan et al., 2211.17192). A drafter that samples should do so
-with the same noise: then it proposes the token that the target will draw wherever their
-distributions are close.
+Each draw is keyed by the request and the position, so the output is what the target alone would
+have drawn, token for token, whatever was drafted, chain or tree. At temperature 0 the draw is the
+arg max: greedy verification (Leviathan et al., 2211.17192). A drafter that samples should use the
+same noise: wherever the two distributions are close, it then proposes the token that the target
+will draw.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Coupled:
-    """Keeps the drafted tokens that the target draws itself; the default.
+    """Keeps the drafted tokens that the target draws as well; the default.
 
     Attributes:
-      is_noise_shared: False lets sampling drafters draw with noise of their own. The output stays
-        the same, but hardly anything is accepted: for the study of acceptance.
+      is_noise_shared: False lets sampling drafters draw with their own noise. The output stays the
+        same, but hardly anything is accepted; for studying acceptance.
     """
 
     is_noise_shared: bool = True
@@ -53,7 +53,7 @@ def follow(chosen: jax.Array, draft: Draft) -> Verdict:
     Args:
       chosen: `[B, N + 1]` int32, the target's token after the newest committed one (index 0) and
         after each node; -1 is no token, and ends the path.
-      draft: any tree; of siblings with the same token the first is followed.
+      draft: any tree; among siblings with the same token, the first is followed.
     """
     num_rows, num_nodes = draft.tokens.shape
     chex.assert_shape(chosen, (num_rows, num_nodes + 1))

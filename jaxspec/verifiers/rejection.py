@@ -23,8 +23,8 @@ class Rejection(ChainVerifier):
     """Accepts a drafted token x with probability min(1, p(x) / q(x)); on rejection the next token
     comes from the residual distribution, norm(max(p - q, 0)).
 
-    In a tree the rejected token's next sibling is judged in the same way by what is left: the
-    residual in the place of p, and q without that token, both normalised. See `accept_in_tree`.
+    In a tree the rejected token's next sibling is judged in the same way with what is left: the
+    residual instead of p, and q without that token, both normalised. See `accept_in_tree`.
     """
 
     name = "rejection"
@@ -45,13 +45,14 @@ class Rejection(ChainVerifier):
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
     ) -> Verdict:
         """The verdict on a chain or a tree; see `Verifier.verify`."""
-        if draft.is_chain:  # all its nodes at once, to the same verdict
+        if draft.is_chain:  # all nodes at once, with the same verdict
             return super().verify(logits, draft, rows, prefix)
         return verify_tree(accept_in_tree, logits, draft, rows, prefix)
 
 
 class Walk(struct.PyTreeNode, kw_only=True):
-    """How far a tree has been walked: the last accepted node, and what its rejected children leave.
+    """How far a tree has been walked: the last accepted node, and what its rejected children have
+    left of p.
 
     Attributes:
       node: `[B]` int32, the last accepted node; -1 is the root.
@@ -70,9 +71,9 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
     """The accepted path of a tree, and what is left of p after its last node; see `verify_tree`.
 
     Nodes are judged in their order. A child x of the last accepted node passes if `u q(x) |p| <
-    p(x) |q|`, where p and q are what its rejected siblings have left, and `|p|` and `|q|` the
-    masses of that. A draft without q is one point mass after another. A token that q cannot draw,
-    such as an earlier sibling's, was not drawn: its node is passed over as a hole is, where the
+    p(x) |q|`, where p and q are what its rejected siblings have left, and `|p|` and `|q|` their
+    masses. In a draft without q, each node's q is a point mass. A token that q cannot draw, such as
+    an earlier sibling's, cannot have been drawn: so its node is skipped like a hole, even where the
     test alone would accept it.
     """
     num_rows, num_nodes = draft.tokens.shape
@@ -119,8 +120,9 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
 
 
 def residual(p: jax.Array, q: jax.Array, *, p_mass: jax.Array, q_mass: jax.Array) -> jax.Array:
-    """`max(p / |p| - q / |q|, 0)` `[B, V]`, the distribution of a token that q's draw was rejected
-    for; not normalised. Masses are `[B]`; those that have vanished by rounding leave nothing."""
+    """`max(p / |p| - q / |q|, 0)` `[B, V]`, the distribution of the token that replaces a rejected
+    draw from q; not normalised. Masses are `[B]`; a mass that has vanished by rounding leaves
+    nothing."""
     tiny = jnp.finfo(jnp.float32).tiny
     p = p / jnp.maximum(p_mass, tiny)[:, None]
     return jnp.maximum(p - q / jnp.maximum(q_mass, tiny)[:, None], 0)

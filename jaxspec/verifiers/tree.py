@@ -1,5 +1,4 @@
-"""What the rules that sample have in common: greedy rows, noise, and the verdict of an accepted
-path."""
+"""What sampling rules have in common: greedy rows, noise, and the verdict for an accepted path."""
 
 from __future__ import annotations
 
@@ -20,13 +19,14 @@ AcceptPath = Callable[[jax.Array, Draft, jax.Array], tuple[jax.Array, jax.Array]
 def verify_tree(
     accept: AcceptPath, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
 ) -> Verdict:
-    """The verdict of a rule; rows of temperature 0 follow the arg max instead.
+    """The verdict of a rule; rows at temperature 0 follow the arg max instead.
 
     Args:
-      accept: from the target's distributions `[B, N + 1, V]` after the newest token and after each
-        node, the draft, and one uniform draw per node, `[B, N]`, to the accepted path `[B, D]` (see
-        `Verdict.path`) and the weights `[B, V]` from which the next token is drawn; the target's
-        distribution is used where they are all zero (possible by rounding only).
+      accept: a function of the target's distributions `[B, N + 1, V]` after the newest token and
+        after each node, the draft, and one uniform draw per node, `[B, N]`. It returns the accepted
+        path `[B, D]` (see `Verdict.path`) and the weights `[B, V]` from which the next token is
+        drawn. Where these are all zero, which only rounding can cause, the target's distribution is
+        used.
     """
     num_rows, num_nodes = draft.tokens.shape
     chex.assert_shape(logits, (num_rows, num_nodes + 1, None))

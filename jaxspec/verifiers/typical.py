@@ -17,7 +17,7 @@ class Typical:
     """Accepts drafted tokens that the target finds likely enough: `p(x) > min(epsilon, delta
     exp(-H(p)))`. **Lossy:** the output does not follow the target's distribution (greedy rows do).
 
-    In a tree it takes the longest path of such tokens, of several the likeliest.
+    In a tree it takes the longest path of such tokens, and the likeliest if there are several.
 
     Attributes:
       epsilon: probability above which any token is accepted.
@@ -49,14 +49,15 @@ class Typical:
         return verify_tree(self.accept, logits, draft, rows, prefix)
 
     def accept(self, p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The longest path of typical tokens, of several the likeliest, and p after it; see
-        `verify_tree`. It needs no draws."""
+        """The longest path of typical tokens (the likeliest if there are several), and p after it;
+        see `verify_tree`. It needs no draws."""
         del draws
         surprise = jnp.where(p > 0, -jnp.log(jnp.where(p > 0, p, 1)), 0)
         entropy = jnp.sum(p * surprise, axis=2)
         threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))  # [B, N + 1]
 
-        # Of entries: 0 is the root, node n is entry n + 1. Padding and holes hang from the root.
+        # Indexed by entry: 0 is the root, node n is entry n + 1. Padding and holes hang from the
+        # root.
         row = jnp.arange(p.shape[0], dtype=jnp.int32)[:, None]
         parent = jnp.where(draft.is_node, draft.parents + 1, 0)
         p_token = p[row, parent, jnp.where(draft.is_node, draft.tokens, 0)]

@@ -40,7 +40,7 @@ def test_turns_reuse_the_kv_and_say_so(cli, models, say):
     reused = [turn["num_reused_tokens"] for turn in turns]
     assert reused[0] == 0 < reused[2] < reused[1]
     num_read = len(turns[1]["prompt_token_ids"]) - reused[1]
-    assert f"{reused[1]} prompt tokens reused, {num_read} read; KV of" in result.out
+    assert f"{reused[1]} prompt tokens reused, {num_read} prefilled; KV of" in result.out
     assert turns[0]["text"] in result.out
     assert turns[0]["kv_bytes"] > 0
     engine = Engine(load_model(str(models.target)), NGram(), batch_size=1, max_length=256)
@@ -63,7 +63,7 @@ def test_a_line_that_does_not_fit_is_refused_and_the_chat_goes_on(cli, models, s
     say("hello", "x" * 400, "short")
     result = cli("chat", "--target", models.target, *OPTIONS, "--json")
     assert result.status == 0
-    assert "/new begins another chat" in result.err
+    assert "/new starts a new chat" in result.err
     assert "leaves room for" in result.err
     first, second = result.document["turns"]
     assert second["num_reused_tokens"] >= len(first["prompt_token_ids"])

@@ -27,7 +27,7 @@ def test_what_cannot_be_read_as_a_file(tmp_path):
     assert why_unreadable(Path("/dev/zero")) == "it is a device, not a file"
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert why_unreadable(tmp_path / "loop") == "Too many levels of symbolic links"
-    assert why_unreadable(tmp_path / "a\0b") == "it is no possible name of a file"
+    assert why_unreadable(tmp_path / "a\0b") == "it is not a possible file name"
     assert why_unreadable(tmp_path / ("x" * 300)) == "File name too long"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "socket"))

@@ -35,7 +35,7 @@ _DETECTION = {
     "sampling": "sampled rows differ from the reference of the same seed; greedy rows do not",
     "distribution": "chi-square of the outputs against the target's distribution",
 }
-# As they are in production, whatever is patched later.
+# The production functions, whatever is patched later.
 _emit = decode_round.emit
 _filtered_logits = sampling.filtered_logits
 
@@ -50,8 +50,8 @@ def _enters(
     **also: Edit,
 ):
     """Enters a function into `FAULTS` under its own name: as the edit at a place of the round, with
-    `also` at others, or as what wraps `(owner, attribute)`. A `detection` that does not begin with
-    a letter goes on from that of the kind."""
+    `also` at other places, or as a wrapper of `(owner, attribute)`. A `detection` that does not
+    begin with a letter continues that of the kind."""
 
     def enter(function):
         name = function.__name__.removeprefix("_")
@@ -69,7 +69,7 @@ def _enters(
     return enter
 
 
-# What the edits are made of.
+# Parts of the edits.
 
 
 def prompt_padding(state: OpenState) -> jax.Array:
@@ -89,7 +89,7 @@ def num_rejected(state: OpenState) -> jax.Array:
 
 
 def num_emitted(at: Place) -> jax.Array:
-    """`[B]`, tokens of the round, by its counts."""
+    """`[B]`, number of tokens of the round, by its counts."""
     new = jax.tree.map(jnp.subtract, at.after.counts, at.state.counts)
     return new.num_accepted_tokens + new.num_rounds
 
@@ -106,8 +106,8 @@ def slots_of(state: OpenState) -> jax.Array:
 
 
 def cut(verdict: Verdict, draft: Draft, num_accepted: jax.Array) -> Verdict:
-    """The verdict with fewer accepted drafts; the first that it loses is the next token, as the
-    target's own."""
+    """The verdict with fewer accepted drafts; the first one that it loses becomes the next token,
+    as the target's own."""
     depth = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
     is_cut = num_accepted < verdict.num_accepted
     return verdict.replace(
@@ -243,7 +243,7 @@ def _bonus_after_mismatch(verdict: Verdict, at: Place) -> Verdict:
     return verdict.replace(next_token=pick(at.chosen, verdict.num_accepted + 1))
 
 
-# KV, and where a row stands in it.
+# KV, and the position of a row in it.
 
 
 @_enters(
@@ -363,7 +363,7 @@ def _pad_in_prompt_masked(window: OpenWindow, at: Place) -> OpenWindow:
     )
 
 
-# What a row keeps of its predecessor.
+# What a row keeps of its previous request.
 
 
 @_enters(
@@ -547,7 +547,7 @@ def _one_stream(real, pad_token):
     kind="distribution",
 )
 def _draft_filtered_in_another_order(real, pad_token):
-    """Drafts drawn with top-p before temperature, handed over with the distribution of the right
+    """Drafts drawn with top-p before temperature, but passed on with the distribution of the right
     order."""
 
     def filtered_logits(logits, values):
@@ -575,7 +575,7 @@ def _draft_filtered_in_another_order(real, pad_token):
     kind="efficiency",
 )
 def _batch_expansion(real, pad_token):
-    """Every token of a round's window as a row of its own over the same pages."""
+    """Every token of a round's window as a separate row over the same pages."""
 
     def forward(config, params, tokens, window: Window, cache, **options):
         num_rows, num_entries = tokens.shape

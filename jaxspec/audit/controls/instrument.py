@@ -1,16 +1,16 @@
-"""How a fault is switched on: functions of the decode loop are replaced while an engine is built.
+"""How faults are switched on: functions of the decode loop are replaced while an engine is built.
 
     with FAULTS["bonus_from_draft"].apply():
         broken = Engine(target, drafter).generate(prompts, params)
 
-The production loop carries no switches. Most faults are *edits*: at a named place of the round, the
+The production loop has no switches. Most faults are *edits*: at a named place of the round, the
 right value is turned into a wrong one. Because both values exist at that place, one compiled
-program can hold many faults and choose one at run time (`installed` with `is_armed`), so that the
-control run of a fault is the same program.
+program can hold many faults and choose one at run time (`installed` with `is_armed`), so that a
+fault and its control run use the same program.
 
 Published systems keep a rectangular batch by padding. Here a row has no padding: slot i holds
-position i. So their faults are expressed by what they do to a row, with the padding that the row
-would have had: positions that run ahead by it, slots that are seen although nothing was stored
+position i. So their faults are expressed by their effect on a row, with the padding that the row
+would have had: positions that are too high by it, slots that are seen although nothing was stored
 there, an offset that belongs to another row. Three invariants are named (they hold for any layout):
 
     I1  every row stands at an offset of its own: its length is that of its tokens, no more
@@ -56,11 +56,12 @@ class Fault:
     Attributes:
       name: for reports.
       source: the published systems that had it.
-      invariant: what it breaks: I1 to I3 of this module, or C1 to E4 of the package's design.
+      invariant: the invariant that it breaks: I1 to I3 of this module, or C1 to E4 of the package's
+        design.
       detection: how the auditor sees it.
-      kind: what has to be compared. `tokens`: greedy tokens; `sampling`: tokens of sampled rows;
-        `order`: which output belongs to which prompt; `distribution`: the distribution;
-        `efficiency` and `numerics`: nothing, the output is right.
+      kind: what to compare. `tokens`: greedy tokens; `sampling`: tokens of sampled rows; `order`:
+        which output belongs to which prompt; `distribution`: the distribution; `efficiency` and
+        `numerics`: nothing, because the output is right.
       edits: by place of the round; see `PLACES`.
       patches: `(owner, attribute, wrap)`: functions replaced by `wrap(function, pad_token)`.
     """
@@ -101,12 +102,12 @@ class OpenWindow(Window, kw_only=True):
 
 
 class OpenState(DecodeState, kw_only=True):
-    """A decode state with what faults need.
+    """A decode state with extra fields for faults.
 
     Attributes:
       armed: int32 scalar, which of the installed faults is on; 0 is none.
       is_reused: `[B]` bool, whether the row has held a request before its present one.
-      padding: `[B]` int32, padding that the row has gathered.
+      padding: `[B]` int32, padding that the row has accumulated.
     """
 
     armed: jax.Array
@@ -127,14 +128,14 @@ class KvSource(struct.PyTreeNode, kw_only=True):
 
 
 class Place(types.SimpleNamespace):
-    """What an edit may look at, as far as the place has it (see `PLACES`).
+    """What an edit may look at, if it is available at its place (see `PLACES`).
 
     Attributes:
-      state: before the step.
+      state: the state before the step.
       pad_token: the token that the published system pads with.
-      draft: of the round, until it is verified.
-      verdict: of the round, until the state is committed.
-      info: of the round, once it is verified.
+      draft: that of the round, until it is verified.
+      verdict: that of the round, until the state is committed.
+      info: that of the round, once it is verified.
       chosen: `[B, N + 1]` the target's tokens at each node.
       after: the state after the commit.
       row: the row that is filled or prefilled.
@@ -157,14 +158,14 @@ def _with_history(after: OpenState, at: Place) -> OpenState:
 
 
 def _opened(window: Window, at: Place) -> OpenWindow:
-    """The same window of a chain, opened."""
+    """The same window of a chain, as an `OpenWindow`."""
     is_hidden = jnp.zeros(at.state.tokens.shape, bool)
     own = {"rotary": window.positions, "limit": window.positions, "is_hidden": is_hidden}
     return OpenWindow(**vars(window), **own)
 
 
-# Where edits act: the function whose value they change, what `Place` calls its arguments (None: it
-# does not hold them), and what makes the value ready for edits.
+# Where edits act: the function whose value they change, the names of its arguments in `Place` (None
+# if it does not have them), and a function that prepares the value for edits.
 PLACES: dict[str, tuple[Any, str, tuple[str | None, ...], Edit]] = {
     "admit_row": (decode_loop, "admit_row", ("state", "row", "admission"), _with_history),
     "prefill": (decode_loop.DecodeLoop, "prefill", (None, None, "state", "row", "start"), _as_is),
@@ -175,7 +176,7 @@ PLACES: dict[str, tuple[Any, str, tuple[str | None, ...], Edit]] = {
     "emission": (decode_round, "emit", ("state", "draft", "verdict"), _as_is),
     "commit": (decode_round, "commit", ("state", "info", None), _as_is),
 }
-# And "kv": KvSource, where the KV comes from after the round.
+# And "kv", a KvSource that says where the KV comes from after the round.
 
 
 def _replaced(owner: Any, name: str, wrap: Callable[[Callable], Callable]):
@@ -189,10 +190,10 @@ def installed(
     """Engines that are built and first run in this context make these faults' edits.
 
     Args:
-      faults: with edits, or without any (then only the machinery is in place, which is harmless).
+      faults: those with edits; if empty, only the harmless machinery is installed.
       pad_token: the token that the published systems pad with.
-      is_armed: False has them all on; True has on the one whose number, counted from 1, stands in
-        `OpenState.armed`.
+      is_armed: if False, all of them are on; if True, only the one whose number, counted from 1, is
+        in `OpenState.armed`.
     """
     scope: list[OpenState | None] = [None]  # the state of the round that is being traced
 
@@ -254,7 +255,7 @@ def installed(
 
 
 def arm(engine: Engine, number: int) -> None:
-    """Turns on the fault of this number, counted from 1, of those that were `installed` with
+    """Turns on the fault with this number, counted from 1, among those that were `installed` with
     `is_armed` while the engine was built; 0 turns all off."""
     state = engine.executor.state
     assert isinstance(state, OpenState)
@@ -263,7 +264,7 @@ def arm(engine: Engine, number: int) -> None:
 
 
 def _open_layers(real):
-    """The decoder's layers, heeding an `OpenWindow`."""
+    """The decoder's layers, with support for an `OpenWindow`."""
 
     def run_layers(config, params, hidden, window, cache, **options):
         if not isinstance(window, OpenWindow):
@@ -281,7 +282,8 @@ def _open_layers(real):
 def open_attention(queries, layer, table, window, *, dtype, sliding_window=None):
     """Attention over every slot of a row, with the visibility of an `OpenWindow`.
 
-    Dense, so its sums run in another order than `block_attention`'s; see there for the arguments.
+    It is dense, so its sums run in another order than those of `block_attention`, which describes
+    the arguments.
     """
     if not isinstance(window, OpenWindow):
         return block_attention(
@@ -293,7 +295,7 @@ def open_attention(queries, layer, table, window, *, dtype, sliding_window=None)
     if sliding_window is not None:
         is_seen &= slot > window.limit[..., None] - sliding_window
     v = jnp.where(jnp.any(is_seen, axis=1)[..., None, None], v, jnp.zeros((), dtype))
-    # A query that sees nothing weighs all slots alike instead of giving NaN.
+    # A query that sees nothing weighs all slots equally instead of giving NaN.
     with jax.default_matmul_precision("highest"):
         return jax.nn.dot_product_attention(queries, k, v, mask=is_seen[:, None])
 

@@ -1,13 +1,13 @@
-"""Negative controls: does the auditor catch what published systems do wrong, and only that?
+"""Negative controls: does the auditor catch the faults of published systems, and nothing else?
 
 For every fault of `jaxspec.audit.controls.faults` two runs are compared with the reference loop:
-one with the fault, and a control run of the same requests in the same engine without it. A fault
-counts as caught if its run differs for a reason that is not a tie. A control is good if the fault
-is caught and nothing is found in the control run.
+one with the fault, and a control run with the same requests and engine without it. A fault counts
+as caught if its run differs for a reason that is not a tie. A control is good if the fault is
+caught and nothing is found in the control run.
 
-The faults that are edits of a round share one compiled program, in which a number says which one is
-on; their control run is that program with none on. The requests are chosen so that each fault can
-show: ragged prompts, more requests than rows, rows that accept different numbers, stop tokens
+Faults that are edits of a round share one compiled program, in which a number selects the active
+one; their control run is that program with none active. The requests are chosen so that each fault
+can show: ragged prompts, more requests than rows, rows that accept different numbers, stop tokens
 inside accepted drafts and in a prompt, a pad token that occurs in prompts and drafts, greedy and
 sampled rows side by side. Faults that no single output can show are judged by a chi-square test of
 many rows (`jaxspec.audit.scenes`).
@@ -47,23 +47,23 @@ from jaxspec.verifiers import Block, Rejection
 BATCH_SIZE = 3
 MAX_LENGTH = 128
 DRAFT_LENGTH = 4
-WINDOW = DRAFT_LENGTH + 2  # so that drafts have room that nothing fills
+WINDOW = DRAFT_LENGTH + 2  # leaves room in drafts that nothing fills
 PROMPT_LENGTHS = (3, 29, 11, 40, 7, 20, 35)
 MAX_TOKENS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControlResult:
-    """What became of one control.
+    """The result of one control.
 
     Attributes:
       fault: what was switched on.
-      caught: whether it was; of an `efficiency` or `numerics` control, whether its output passed
-        and what it costs or changes was seen.
+      caught: whether it was caught; for an `efficiency` or `numerics` control, whether its output
+        passed and its cost or change was seen.
       control_passes: whether the same requests pass without the fault.
       detail: what was seen, in words.
-      needs_batch: of a `tokens` control that was caught, whether the output that was wrong is right
-        when its request is decoded alone: then rows of a batch fell out of step.
+      needs_batch: for a caught `tokens` control, whether the wrong output is right when its request
+        is decoded alone, so that the fault is one of synchronisation between rows.
     """
 
     fault: Fault
@@ -85,11 +85,11 @@ class ControlResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests that give every fault the chance to show.
+    """Requests that give every fault a chance to show.
 
     Attributes:
       prompts: as token ids.
-      params: one each.
+      params: one for each prompt.
       pad_token: a token of the prompts that is also drafted and accepted.
     """
 
@@ -106,15 +106,15 @@ def run_controls(
     prompts: Sequence[Sequence[int]] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> list[ControlResult]:
-    """What became of each control, in the order of `FAULTS`.
+    """The results of all controls, in the order of `FAULTS`.
 
     Args:
-      target: of the package's own decoder, for the faults reach into it.
-      drafter: it drafts chains, and is right about as often as wrong.
-      names: of the faults; default all.
-      prompts: seven lists of token ids of different lengths, none above 64 and some of them
-        common in what the target writes; default the sample prompts, or random ones for a target
-        without a tokenizer.
+      target: a model of the package's own decoder, because the faults change its functions.
+      drafter: one that drafts chains, and is right about as often as wrong.
+      names: those of the faults to run; default all.
+      prompts: seven lists of token ids of different lengths, none above 64 and with some tokens
+        that are common in the target's output; default the sample prompts, or random ones for a
+        target without a tokenizer.
       on_progress: called with the name of each control before it is run.
 
     Raises:
@@ -147,8 +147,8 @@ def run_controls(
 
 
 class ControlRuns:
-    """The engines and the requests that all controls of one target share; see `run_controls`. The
-    `faults` are those with edits that will be asked for: they are compiled into one program."""
+    """The engines and requests that all controls of one target share; see `run_controls`. `faults`
+    are those with edits that will be run; they are compiled into one program."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class ControlRuns:
         self, completions: Sequence[Completion], *, among: Sequence[int] | None = None
     ) -> Divergences:
         """Outputs of all requests, or of those `among` them, against the reference loop's; judged
-        up to the first that is no tie."""
+        up to the first one that is not a tie."""
         expected = [completion.token_ids for completion in self._reference]
         params = self.workload.params
         return judge_all(
@@ -191,7 +191,7 @@ class ControlRuns:
 
     def run(self, fault: Fault) -> ControlResult:
         """The result of one control: the requests are run without the fault, then with it, on the
-        same engine (or, where functions are replaced, on one that differs in nothing else)."""
+        same engine (or, if functions are replaced, on one that differs in nothing else)."""
         control_engine = self._production if fault.patches else self._switched
         if control_engine is None or not (fault.patches or fault in self._faults):
             raise SettingError(
@@ -263,7 +263,7 @@ class ControlRuns:
         w = self.workload
         for engine in (self._production, self._switched):
             if engine is not None:
-                engine.reset()  # to a fault, rows that have ended are neighbours too
+                engine.reset()  # for a fault, finished rows are neighbours too
         with self._faulty(fault) as engine:
             alone = engine.generate([w.prompts[index]], w.params[index])
         completions = list(self._reference)
@@ -291,7 +291,7 @@ def _committed_kv(engine: Engine) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def _metered(target: LanguageModel) -> Iterator[list[int]]:
-    """Rows of each call of the target's layers that is traced meanwhile."""
+    """The number of rows of each call of the target's layers that is traced in this context."""
     rows: list[int] = []
     real = decoder.run_layers
 
@@ -341,8 +341,8 @@ def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
         output = completion.token_ids
         pairs = list(zip(output, completion.origins, strict=True))
         accepted.update(token for token, origin in pairs if origin == Origin.ACCEPTED)
-        # Two rows stop at an accepted token that is not too early and new in its output, the others
-        # would at one of their prompt.
+        # Two rows stop at an accepted token that is not too early and is new in its output; the
+        # others have a stop token in their prompt.
         inside = [
             token
             for place, (token, origin) in enumerate(pairs[:-1])

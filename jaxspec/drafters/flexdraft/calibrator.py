@@ -1,4 +1,4 @@
-"""The bonus token's say in a block that was drafted without it."""
+"""How the bonus token corrects a block that was drafted without it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def calibration(
 
     Args:
       params: `calibrator` of `param_shapes`.
-      bonus: `[..., E]`, the target's embedding of the token where the block begins.
-      hidden: `[..., K, E]`, of the block's mask rows, after the target's final norm.
-      product: of the kernels that `params` are packed for.
+      bonus: `[..., E]`, the target's embedding of the token at the beginning of the block.
+      hidden: `[..., K, E]`, hidden states of the block's mask rows after the target's final norm.
+      product: that of the kernels that `params` are packed for.
     """
     read = product(bonus, params["embedding"])[..., None, :] + product(hidden, params["hidden"])
     bias = params["hidden_bias"]

@@ -9,7 +9,7 @@ from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 
-# Of a layer's parameters, those that mask rows have of their own; all others are the target's.
+# The parameters of a layer that mask rows have versions of; all others are the target's.
 DRAFT_PROJECTORS = ("qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")
 
 
@@ -22,9 +22,9 @@ class FlexConfig:
       target: the target's architecture.
       num_deep_layers: D, the last layers of the target that have draft projectors; mask rows enter
         before the first of them, layer s = L - D.
-      block_size: K, mask rows of a group. The first stands where the next token of the target
-        belongs, the others draft the K - 1 tokens after it.
-      rank: of the calibrator, the width of its hidden layer.
+      block_size: K, mask rows of a group. The first is at the position of the target's next token,
+        the others draft the K - 1 tokens after it.
+      rank: the rank of the calibrator, which is the width of its hidden layer.
 
     Raises:
       ModelError: a number is out of range.
@@ -71,9 +71,9 @@ def flex_config(
     block_size: int = 16,
     rank: int | None = None,
 ) -> FlexConfig:
-    """The paper's sizes for a target: 10 of Qwen3-8B's 36 layers and as large a part of others,
-    blocks of 16, and a calibrator of rank 512, or an eighth of the width where that is less (but at
-    least 64)."""
+    """The paper's sizes for a target: 10 of Qwen3-8B's 36 layers and the same fraction of other
+    models', blocks of 16, and a calibrator of rank 512, or an eighth of the width if that is less
+    (but at least 64)."""
     if num_deep_layers is None:
         num_deep_layers = max(round(target.num_layers * 10 / 36), 1)
     if rank is None:

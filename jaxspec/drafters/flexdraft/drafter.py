@@ -1,8 +1,8 @@
 """FlexDraft as a drafter (2605.20022): the target's last layers draft a block at once.
 
 Mask rows run through these layers with attention projectors of their own, and a small calibrator
-corrects their logits once the newest token is known. There are two ways to get at their last hidden
-states, with the same weights and the same drafts:
+corrects their logits once the newest token is known. There are two ways to compute their last
+hidden states, with the same weights and the same drafts:
 
     sequential    `propose` runs one group of mask rows at the newest token, then the target scores
                   the drafts
@@ -10,8 +10,8 @@ states, with the same weights and the same drafts:
                   of drafts that may be accepted, and `commit` keeps the group of the number that
                   was: the next `propose` has nothing left to run
 
-A parallel round reads the weights once, and computes more. A row without hidden states (after its
-prompt, or after plain steps) gets them as in the sequential mode, whatever the mode.
+A parallel round reads the weights once, and computes more. In either mode, a row without hidden
+states (after its prompt, or after plain steps) gets them as in the sequential mode.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Wind
 Mode = Literal["auto", "parallel", "sequential"]
 Rule = Literal["product", "minimum"]
 DEFAULT_CONFIDENCE = 0.01  # the paper's
-LARGEST_PARALLEL_BATCH = 2  # likewise, where rounds are not measured
+LARGEST_PARALLEL_BATCH = 2  # likewise, if rounds are not measured
 
 
 class FlexState(struct.PyTreeNode, kw_only=True):
-    """What FlexDraft keeps of each row.
+    """The state that FlexDraft keeps for each row.
 
     Attributes:
-      hidden: `[B, K - 1, E]`, last hidden states of the mask rows that draft next, before the
+      hidden: `[B, K - 1, E]`, last hidden states of the mask rows for the next draft, before the
         target's final norm.
-      hidden_at: `[B]` int32, the `num_committed` that they were made for; of any other they say
-        nothing.
-      groups: `[B, G, K - 1, E]`, those for each number of accepted drafts, while a parallel round
-        is in progress; None between rounds.
+      hidden_at: `[B]` int32, the `num_committed` that they were computed for; they are valid for no
+        other.
+      groups: `[B, G, K - 1, E]`, hidden states for each number of accepted drafts during a parallel
+        round; None between rounds.
     """
 
     hidden: jax.Array
@@ -65,28 +65,27 @@ class FlexState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class FlexDraft(DrafterBase):
-    """Drafts with the target's last layers, each row by its own sampling parameters: greedily where
-    the row is greedy, and of a sampled row under `coupled` with the noise by which the target will
-    draw.
+    """Drafts with the target's last layers and each row's own sampling parameters: greedily for a
+    greedy row, and under `coupled`, for a sampled row, with the noise that the target will use.
 
     A row verifies only as many drafts as the drafter is confident of. Confidence is the highest
-    probability of a draft's distribution at temperature 1, whatever token was drawn, so that the
-    cut is no bias under `rejection` and `block`.
+    probability of a draft's distribution at temperature 1, independent of the drawn token, so that
+    the cut does not bias `rejection` and `block`.
 
     Mask rows whose logits are NaN propose as if they knew nothing.
 
     Attributes:
       config: sizes.
-      params: as `flexdraft.config.param_shapes` says, in the target's dtype.
+      params: parameters with the shapes of `flexdraft.config.param_shapes`, in the target's dtype.
       mode: `parallel`, `sequential`, or `auto`: the faster one by the measured times of rounds, if
         the engine's draft length is `auto` too and the mode changes no bit of the output (or
         exactness is `ties`); otherwise by the size of the batch.
       confidence: in [0, 1]; 0 verifies every draft.
       rule: `product` keeps drafts while the product of their confidences is at least `confidence`,
-        `minimum` while each one's is.
+        `minimum` while each confidence is.
       block_size: K, mask rows of a group, which draft K - 1 tokens.
       label: name of the weights, for reports; may be empty.
-      target: the model whose layers they use; an engine fills it in (`for_target`).
+      target: the model whose layers the mask rows use; an engine fills it in (`for_target`).
 
     Raises:
       ModelError: the parameters are not those of `config`.
@@ -107,7 +106,7 @@ class FlexDraft(DrafterBase):
     score_keeps_bits: ClassVar[bool] = True
     drafts_at_once: ClassVar[bool] = True
     # Whether drafts of sampled rows are drawn with the noise of the target's own draws, where the
-    # verifier shares it. Otherwise they are the likeliest tokens, and no distribution comes along.
+    # verifier shares it. Otherwise they are the likeliest tokens, without a distribution.
     shares_noise: ClassVar[bool] = True
 
     def __init__(
@@ -121,7 +120,7 @@ class FlexDraft(DrafterBase):
         block_size: int | None = None,
         name: str = "",
     ):
-        """See the class; `block_size` None is the weights' own."""
+        """See the class; if `block_size` is None, the weights' own is used."""
         check_params(config, params, name)
         for what, given, choices in (("mode", mode, Mode), ("rule", rule, Rule)):
             if given not in get_args(choices):
@@ -170,7 +169,7 @@ class FlexDraft(DrafterBase):
 
     @property
     def variants(self) -> tuple[FlexDraft, ...]:
-        """With `auto`, which is parallel itself: the sequential mode."""
+        """With `auto`, whose variant 0 is parallel: the sequential mode."""
         return (self._with(mode="sequential"),) if self.mode == "auto" else ()
 
     def choose_variant(self, shape: EngineShape) -> int:
@@ -183,7 +182,7 @@ class FlexDraft(DrafterBase):
         return self.block_size - 1
 
     def check(self, target: Model) -> None:
-        """Raises `ModelError` if these are no weights for `target`."""
+        """Raises `ModelError` if these weights do not fit `target`."""
         check_target(self.config, target, self.name)
         dtype = _dtype_of(self.params)
         if dtype != target.params["embedding"].dtype:
@@ -196,7 +195,8 @@ class FlexDraft(DrafterBase):
         return bound
 
     def pack(self, params: PyTree) -> PyTree:
-        """The parameters as the target's kernels read them best; see `LanguageModel.pack`."""
+        """The parameters in the form that the target's kernels read fastest; see
+        `LanguageModel.pack`."""
         packed = decoder.pack_params({"layers": params["layers"]}, self._kernels)
         calibrator = {
             name: leaf if name.endswith("bias") else self._kernels.pack(leaf)
@@ -205,7 +205,7 @@ class FlexDraft(DrafterBase):
         return {**params, **packed, "calibrator": calibrator}
 
     def param_specs(self, num_shards: int) -> PyTree:
-        """How a mesh axis `model` splits the parameters: projectors as the target's, the
+        """How a mesh axis `model` splits the parameters: projectors like the target's, the
         calibrator's logits by vocabulary."""
         layer = decoder.param_specs(self.config.target, num_shards)["layers"][0]
         names = param_shapes(self.config)["layers"][0]
@@ -252,14 +252,14 @@ class FlexDraft(DrafterBase):
         return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
 
     def rewind(self, shape, params, state: FlexState, rows: BatchView, row, num_kept) -> FlexState:
-        """They are forgotten: the row may get as long again with other tokens."""
+        """Forgets the hidden states: the row may reach the same length with other tokens."""
         return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
 
     def propose(
         self, shape, params, state: FlexState, rows: BatchView, *, target_cache: Any = None
     ) -> Any:
-        """A chain of up to K - 1 tokens; rows whose hidden states are of another length get them
-        first, by one group of mask rows."""
+        """A chain of up to K - 1 tokens. Rows whose hidden states are for another length get new
+        ones first, from one group of mask rows."""
         num_rows, num_nodes = shape.batch_size, min(shape.num_nodes, self.num_nodes)
         is_stale = (state.hidden_at != rows.num_committed) & (rows.draft_limit > 0)
 
@@ -311,7 +311,7 @@ class FlexDraft(DrafterBase):
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states `[B, K - 1, E]` of one group of mask rows per row, its first at position
         `newest` `[B]`, in the rows where it `is_wanted` `[B]`."""
-        # Other rows take a position that does not make attention longer.
+        # Other rows get a position that does not make attention longer.
         newest = jnp.where(is_wanted, newest, jnp.max(jnp.where(is_wanted, newest, 0)))
         window = formulas.block_window(newest, is_wanted, block_size=self.block_size)
         first, target = self.config.first_deep_layer, params["target"]
@@ -333,7 +333,7 @@ class FlexDraft(DrafterBase):
         return hidden[:, 1:], cache
 
     def _masks(self, params: PyTree, window: Window) -> jax.Array:
-        """`[B, M, E]`, what the mask rows of a window enter as."""
+        """`[B, M, E]`, the inputs of the mask rows of a window."""
         mask = params["own"]["mask"]
         return jnp.broadcast_to(mask[None, None], (*window.positions.shape, mask.shape[0]))
 
@@ -396,8 +396,8 @@ class FlexDraft(DrafterBase):
         return hidden, None, cache, state.replace(groups=groups)
 
     def commit(self, shape, params, state: FlexState, rows: BatchView, info: RoundInfo):
-        """Keeps the group of the number of accepted drafts. Where fewer tokens were emitted than
-        that, the row has ended, and keeps none."""
+        """Keeps the group for the number of accepted drafts. If fewer tokens than that were
+        emitted, the row has ended, and keeps none."""
         if state.groups is None:
             return state
         num_accepted = info.verdict.num_accepted
@@ -412,8 +412,8 @@ def _dtype_of(params: PyTree) -> jnp.dtype:
 
 
 def check_target(config: FlexConfig, target: Model, name: str) -> None:
-    """Raises `ModelError` unless the target is a `LanguageModel` of the architecture that FlexDraft
-    weights of this configuration belong to."""
+    """Raises `ModelError` unless the target is a `LanguageModel` with the architecture that this
+    configuration was made for."""
     if not isinstance(target, LanguageModel):
         needed = ("config", "kernels", "final_norm", "head")
         missing = [part for part in needed if not hasattr(target, part)]

@@ -1,4 +1,4 @@
-"""FlexDraft's weights on the disk: our directories, and those of the authors' release.
+"""Saved FlexDraft weights: our directories, and those of the authors' release.
 
 The release's `config.json` is a Qwen3's with D layers; `num_target_layers` and `block_size` stand
 beside its fields, and an object `dflash_config` or `flexdraft_config` states `target_layer_ids` and
@@ -47,7 +47,7 @@ from jaxspec.types import PyTree
 
 KIND = "flexdraft"
 _AGAIN = "train or fetch the weights again"
-_LARGEST = 2**20  # of a block and of a rank
+_LARGEST = 2**20  # block size, and rank
 _SECTIONS = ("flexdraft_config", "dflash_config")
 _MLP = "anchor_bias_mlp"
 
@@ -58,7 +58,7 @@ class FlexManifest(DrafterManifest):
 
     Attributes:
       config: sizes.
-      kind: tells them from models and heads.
+      kind: distinguishes them from models and heads.
     """
 
     config: FlexConfig
@@ -75,7 +75,7 @@ def save_flexdraft(
     target: LanguageModel | None,
     overwrite: bool,
 ) -> None:
-    """`save_drafter` of FlexDraft, whose mode, confidence, rule and block size are not stored."""
+    """`save_drafter` for FlexDraft, whose mode, confidence, rule and block size are not stored."""
     params = unpacked(drafter.params)
     write_drafter(
         directory,
@@ -98,7 +98,7 @@ def holds_flexdraft(directory: Path) -> bool:
 def load_flexdraft(
     directory: Path, target: Model, *, name: str, dtype: Any, verify: bool, **settings: Any
 ) -> FlexDraft:
-    """`load_drafter` of FlexDraft in a directory; `settings` are those of `FlexDraft`."""
+    """`load_drafter` for FlexDraft in a directory; `settings` are those of `FlexDraft`."""
     if is_converted(directory):
         config, params = _read_saved(directory, target, dtype=dtype, verify=verify)
     else:
@@ -136,7 +136,7 @@ def _read_saved(
 
 
 def _check_ranges(manifest: FlexManifest) -> None:
-    """Raises `ValueError` for what no weights have, before anything is made of its size."""
+    """Raises `ValueError` for impossible sizes, before anything of that size is made."""
     config = manifest.config
     if config.target.num_layers > MAX_LAYERS:
         raise ValueError(f"num_layers is {config.target.num_layers}")
@@ -188,8 +188,8 @@ def _release_config(hf: HFConfig, target: Model, directory: Path) -> FlexConfig:
     """The sizes that `config.json` states, for this target.
 
     Raises:
-      ModelError: they are those of another target; the weights are not of its last layers; or they
-        have no calibrator.
+      ModelError: the sizes are those of another target; the weights are not for its last layers; or
+        they have no calibrator.
     """
     if not isinstance(target, LanguageModel):
         raise ModelError(
@@ -265,7 +265,7 @@ def export_release(
     target: LanguageModel,
     overwrite: bool,
 ) -> None:
-    """`export_drafter` of FlexDraft, as the release has it but for what is not used."""
+    """`export_drafter` for FlexDraft, in the release's layout without the unused tensors."""
     config = drafter.config
     check_target(config, target, drafter.name)
     params = unpacked(drafter.params)
@@ -298,7 +298,7 @@ def _holds_release(directory: Path) -> bool:
 
 
 def _is_unused(name: str) -> bool:
-    """Whether it is a tensor of the release that decoding does not use: of a layer but for its
-    attention, or the final norm's."""
+    """Whether decoding does not use this tensor of the release: those of a layer outside its
+    attention, and the final norm."""
     is_of_layer = name.startswith("layers.") and ".self_attn." not in name
     return is_of_layer or name == "norm.weight"

@@ -1,8 +1,8 @@
-"""Where mask rows stand and what they see, and how much of a draft is verified.
+"""The positions of mask rows, what they see, and how much of a draft is verified.
 
-With a block of K = 3 and `a` the position of the newest token, whose drafts are d and e, the target
-scores three tokens and G = 3 groups of mask rows draft for 0, 1 or 2 accepted ones. Rows below are
-queries, `x` is what they see; of a group's own rows each sees all:
+For a block of K = 3, with the newest token t at position `a` and the drafts d and e, the target
+scores three tokens, and G = 3 groups of mask rows draft for 0, 1 or 2 accepted ones. Rows below are
+queries, and `x` marks what they see; each row of a group sees the whole group:
 
     position            a  a+1 a+2   a+1 a+2 a+3   a+2 a+3 a+4   a+3 a+4 a+5
                  < a    t   d   e    g0  g0  g0    g1  g1  g1    g2  g2  g2
@@ -13,7 +13,7 @@ queries, `x` is what they see; of a group's own rows each sees all:
     group 1      x      x   x                      x   x   x
     group 2      x      x   x   x                                x   x   x
 
-The first row of a group stands where the next token of the target belongs, and drafts nothing.
+The first row of a group is at the position of the target's next token, and drafts nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from jaxspec.types import Window
 
 
 def group_window(window: Window, *, num_groups: int, block_size: int) -> Window:
-    """Where the mask rows of all groups stand beside a `window` of T clean rows, G K of them, those
-    of a group together.
+    """The window of the mask rows of all groups beside a `window` of T clean rows: G K rows, group
+    by group.
 
-    Row j of group g, position `start + g + 1 + j`, sees what is committed, the clean rows 0 to g
-    and its own group; it is stored after the window, at slot `start + T + g K + j`. Every path is
-    2 K long, as that of `block_window`, so that both sum over the same slots in the same order.
+    Row j of group g, at position `start + g + 1 + j`, sees the committed tokens, the clean rows 0
+    to g and its own group; it is stored after the window, at slot `start + T + g K + j`. Every path
+    is 2 K long, like that of `block_window`, so that both sum over the same slots in the same
+    order.
     """
     num_clean = window.positions.shape[1]
     group = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), block_size)
@@ -52,9 +53,9 @@ def group_window(window: Window, *, num_groups: int, block_size: int) -> Window:
 
 
 def block_window(start: jax.Array, is_wanted: jax.Array, *, block_size: int) -> Window:
-    """Where one group of K mask rows stands whose first is at position `start` `[B]`, that of the
-    newest token; it is stored there, in the rows where it `is_wanted` `[B]`, and the window of the
-    round overwrites it."""
+    """The window of one group of K mask rows, the first at position `start` `[B]`, that of the
+    newest token. Its KV is stored there, in the rows where it `is_wanted` `[B]`, and the round's
+    window overwrites it."""
     num_rows = start.shape[0]
     positions = start[:, None] + jnp.arange(block_size, dtype=jnp.int32)[None]
     depth = jnp.arange(2 * block_size, dtype=jnp.int32)[None, None]
@@ -68,9 +69,9 @@ def block_window(start: jax.Array, is_wanted: jax.Array, *, block_size: int) -> 
 
 
 def sure_length(confidence: jax.Array, *, least: float, rule: str) -> jax.Array:
-    """`[B]` int32, drafts that are worth verifying, at least one, by the `confidence` `[B, N]` in
-    each: by the rule `product` while the product of all so far is at least `least`, by `minimum`
-    while each is."""
+    """`[B]` int32, how many drafts are worth verifying, at least one, given the `confidence` `[B,
+    N]` in each: with the rule `product`, as long as the product of all so far is at least `least`;
+    with `minimum`, as long as each is."""
     so_far = jnp.cumprod(confidence, axis=1) if rule == "product" else confidence
     is_sure = (so_far >= least).astype(jnp.int32)
     return jnp.maximum(jnp.sum(jnp.cumprod(is_sure, axis=1), axis=1, dtype=jnp.int32), 1)

@@ -1,5 +1,4 @@
-"""FlexDraft of shapes: everything about it but the numbers of its weights, for planning and
-compiling."""
+"""FlexDraft with shapes instead of weights, for planning and compiling."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from jaxspec.types import PyTree
 class ShapeFlexDraft(FlexDraft):
     """FlexDraft whose parameters are `jax.ShapeDtypeStruct`s, as they are stored.
 
-    Its functions can be traced, lowered and compiled; there is nothing to run them on.
+    Its functions can be traced, lowered and compiled, but not run.
     """
 
     def pack(self, params: PyTree) -> PyTree:
@@ -26,9 +25,9 @@ class ShapeFlexDraft(FlexDraft):
         return jax.eval_shape(super().pack, params)
 
     def resized(self, *, num_layers: int | None, dtype: Any) -> ShapeFlexDraft:
-        """The same settings for another dtype, and, unless `num_layers` is None, for the first
-        layers of the target, at most so many (`models.shapes.shortened`). All but the first of them
-        draft, and that one too where every layer of the target does."""
+        """The same settings for another dtype and, unless `num_layers` is None, for at most this
+        many first layers of the target (`models.shapes.shortened`). All but the first of them
+        draft; the first one does too if every layer of the target does."""
         config, target = self.config, self.config.target
         if num_layers is not None and num_layers < target.num_layers:
             num_shallow = min(config.first_deep_layer, num_layers - 1)
@@ -41,18 +40,18 @@ class ShapeFlexDraft(FlexDraft):
 
 
 def shape_flexdraft(config: FlexConfig, *, dtype: Any, **settings: Any) -> ShapeFlexDraft:
-    """FlexDraft of these sizes, of shapes. Nothing is allocated.
+    """FlexDraft with these sizes and shapes instead of weights. Nothing is allocated.
 
     Args:
       config: sizes.
-      dtype: of the parameters, which is the target's.
-      **settings: of `FlexDraft`.
+      dtype: that of the parameters, which is the target's.
+      **settings: settings of `FlexDraft`.
     """
     return ShapeFlexDraft(config, _shapes(config, dtype), **settings)
 
 
 def as_shapes(drafter: FlexDraft, *, dtype: Any) -> ShapeFlexDraft:
-    """FlexDraft without the numbers of its weights."""
+    """The same FlexDraft with shapes instead of weights."""
     return shape_flexdraft(
         drafter.config,
         dtype=dtype,

@@ -5,7 +5,7 @@ batch. XLA:CPU runs such products far below the speed of cores and memory, copie
 attention reads, and starts some thirty small programs per layer. `kernels.cc` runs a layer as five:
 four products with the norms, gates and sums around them, and attention from the projections on.
 `product`, `attend` and `highest` call it through JAX's foreign function interface. Weights are
-packed when a model is loaded, so that a product reads them from end to end.
+packed when a model is loaded, so that a product reads them sequentially.
 
 The machine's C++ compiler builds the kernels for its own processor when a model is first loaded on
 a CPU; the library is kept in the cache directory. Without a compiler, `problem` says so, and models
@@ -13,7 +13,7 @@ use XLA's.
 
 The bits of an output depend on its own row only, not on how many rows there are. XLA's products sum
 in a different order for each number of rows. They do depend on the instructions that multiply
-bfloat16, of which a process uses one `family`: AMX, AVX512-BF16, or products in fp32.
+bfloat16; a process always uses one `family` of these: AMX, AVX512-BF16, or products in fp32.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from jaxspec.kernels.highest import highest as xla_highest
 from jaxspec.runtime.host_limits import usable_cpus
 from jaxspec.types import Window
 
-MAX_QUERIES = 1024  # of a row and KV head: with more, those of a long prompt, XLA's is as quick
-MAX_VECTORS = 32  # of a head
+MAX_QUERIES = 1024  # per row and KV head; with more (long prompts) XLA is as fast
+MAX_VECTORS = 32  # vectors per head
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _PANEL, _INPUTS = 16, 32  # columns of a panel, and what inputs are padded to a multiple of
 
 
 def problem() -> str | None:
-    """Why the kernels cannot be used here, or None; compiles them if that has not been done yet."""
+    """The reason why the kernels cannot be used here, or None; compiles them if necessary."""
     return _load()[1]
 
 
@@ -59,7 +59,8 @@ def family() -> str | None:
 
 @functools.cache
 def _load() -> tuple[int, str | None, str | None]:
-    """Lanes of a vector, what `problem` says, and the family; registers the kernels with JAX."""
+    """The number of lanes of a vector, the result of `problem`, and the family; registers the
+    kernels with JAX."""
     try:
         library = build.load_library()
     except build.BuildError as error:
@@ -72,11 +73,11 @@ def _load() -> tuple[int, str | None, str | None]:
 
 
 def num_threads() -> int:
-    """Threads that share the work: `$JAXSPEC_NUM_THREADS`, or as many as the process may keep CPUs
-    busy (`runtime.host_limits.usable_cpus`), but not more than 16.
+    """The number of threads that share the work: `$JAXSPEC_NUM_THREADS`, or the number of CPUs that
+    the process may keep busy (`runtime.host_limits.usable_cpus`), but at most 16.
 
     Raises:
-      SettingError: the variable is no number of threads.
+      SettingError: the variable is not a valid number of threads.
     """
     chosen = os.environ.get("JAXSPEC_NUM_THREADS")
     if chosen is not None:
@@ -90,7 +91,7 @@ def num_threads() -> int:
 
 
 def pack(weight: jax.Array, num_input_axes: int = 1) -> PackedWeight:
-    """A weight `[in..., out...]`, fp32 or bf16, in the order in which `product` reads it."""
+    """A weight `[in..., out...]`, fp32 or bf16, packed in the order in which `product` reads it."""
     _load()
     shape = weight.shape
     num_inputs = math.prod(shape[:num_input_axes])
@@ -115,8 +116,8 @@ def product(
     residual: jax.Array | None = None,
     dtype=None,
 ) -> jax.Array:
-    """`f(x) @ weight + residual` `[..., out...]`, as `jaxspec.kernels.base.product` of a packed
-    weight in x's dtype; see there."""
+    """`f(x) @ weight + residual` `[..., out...]`, like `jaxspec.kernels.base.product`, for a packed
+    weight in x's dtype."""
     leading = x.shape[: -2 if is_gated else -1]
     num_rows, num_outputs = math.prod(leading), math.prod(weight.output_shape)
     nothing = jnp.zeros((0,), x.dtype)
@@ -161,9 +162,9 @@ def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -
 def is_attention_supported(
     qkv: jax.Array, layer: kv.LayerCache, table: kv.Table, window: Window
 ) -> bool:
-    """Whether `attend` takes these: fp32 or bf16, as is the KV unless it is int8, the ragged
-    layout, heads that fit into `MAX_VECTORS` vectors (128 numbers where a vector has 4, 512 where
-    it has 16), at most `MAX_QUERIES` queries."""
+    """Whether `attend` supports these: fp32 or bf16, with KV in the same dtype or in int8, the
+    ragged layout, heads that fit into `MAX_VECTORS` vectors (128 numbers if a vector has 4, 512 if
+    it has 16), and at most `MAX_QUERIES` queries."""
     num_lanes = _load()[0]
     _, window_length, _, group_and_kv, head_size = qkv.shape
     return (
@@ -177,7 +178,7 @@ def is_attention_supported(
 
 
 def _stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """In which KV of this dtype is stored, see `jaxspec.cache.pages`."""
+    """The dtype in which KV of this dtype is stored, see `jaxspec.cache.pages`."""
     return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
 
 
@@ -237,12 +238,12 @@ def attend(
 
 
 class NativeKernels(Kernels):
-    """The C++ kernels, and XLA's where these do not apply: to weights that are not packed, because
-    their dtype is another or a mesh splits them, and to attention that
-    `is_attention_supported` does not take."""
+    """The C++ kernels, and XLA's where they do not apply: for weights that are not packed, because
+    of their dtype or because a mesh splits them, and for attention that `is_attention_supported`
+    excludes."""
 
     def pack(self, weight, num_input_axes=1):
-        """A `PackedWeight`, if it is of a dtype that `product` takes and not split over devices."""
+        """A `PackedWeight`, if `product` supports its dtype and it is not split over devices."""
         if isinstance(weight, PackedWeight):
             return weight if weight.data.dtype in _DTYPES else unpacked(weight)
         if not _can_pack(weight, num_input_axes):
@@ -307,8 +308,8 @@ def _can_pack(weight: Any, num_input_axes: int) -> bool:
 
 
 def _is_split() -> bool:
-    """Whether XLA splits what is being traced over a mesh axis by itself: it would gather all parts
-    on every device for a call that it does not know."""
+    """Whether XLA itself splits what is being traced over a mesh axis. For a call that it does not
+    know, it would gather all parts on every device."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)

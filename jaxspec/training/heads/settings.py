@@ -1,4 +1,4 @@
-"""The settings of a run, and which of them decide what it makes."""
+"""The settings of a run, and which of them decide its result."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ _FREE_OF_TRUNK = ("branches", "tokens", "warmup_fraction")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsTrainConfig(DrafterTrainConfig):
-    """Settings of `jaxspec train heads`. What is None is the kind's own, see `heads_config`.
+    """Settings of `jaxspec train heads`. A setting that is None has the kind's own default, see
+    `heads_config`.
 
     Attributes:
       kind: medusa, hydra, clover or clover2.
-      num_heads: tokens proposed one after another.
-      num_layers: residual blocks of each of Medusa's heads, or layers of the augmenting block.
-      own_heads: Medusa and Hydra: every head has a matrix to the vocabulary of its own, which
-        begins as the target's.
+      num_heads: number of heads, each of which proposes one token.
+      num_layers: number of residual blocks of each Medusa head, or of layers of the augmenting
+        block.
+      own_heads: Medusa and Hydra: whether every head has its own matrix to the vocabulary, which
+        starts as a copy of the target's.
       connection: Clover: how a token reaches the next head.
-      gate: Clover and Clover-2: of the attention decoder.
-      block: Clover: what is computed of the augmenting block's layers.
-      clip_value: instead of `clip_norm`, the largest size of each of a gradient's components
+      gate: Clover and Clover-2: the gate of the attention decoder.
+      block: Clover: which parts of the augmenting block's layers are computed.
+      clip_value: replaces `clip_norm`: the largest magnitude of each component of the gradient
         (Clover-2's release: 0.5).
-      schedule: `cosine` has one end, after `tokens`; `trunk` keeps a constant rate, and ends in
-        `branches`.
-      branches: tokens after which heads are to be made of a trunk, the decay included, in
+      schedule: `cosine` has one end, after `tokens`; `trunk` keeps a constant learning rate, and
+        ends in `branches`.
+      branches: for a trunk, the number of tokens of each set of heads, decay included, in
         increasing order; a finished run may be resumed with further ones.
-      warmup_steps: of a trunk, which has no `tokens` and `warmup_fraction` of its own.
+      warmup_steps: warm-up steps of a trunk, which does not use `tokens` and `warmup_fraction`.
       format: also write the heads in another project's layout, to `out / format`: vllm for Medusa,
         clover2 for Clover-2.
-      tree_nodes: sizes of the static trees that are made of what was measured at the end.
+      tree_nodes: sizes of the static trees that are made from the final measurements.
     """
 
     kind: Kind
@@ -102,7 +104,7 @@ class HeadsTrainConfig(DrafterTrainConfig):
         self.planned_branches()  # raises now, before the target is loaded
 
     def planned_branches(self) -> list[trunk.Branch]:
-        """The branches by steps; none of a cosine run."""
+        """The branches, in steps; none for a cosine run."""
         return trunk.plan_branches(
             self.branches, step_tokens=self.step_tokens, warmup_steps=self.warmup_steps
         )

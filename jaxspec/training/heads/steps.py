@@ -1,4 +1,4 @@
-"""Where heads begin, the losses that they are trained on, and the training step."""
+"""Initial parameters of heads, their losses, and the training step."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from jaxspec.types import PyTree
 
 # Loss of a later head counts less: 0.8 in Medusa (2401.10774), 0.7 in Clover-2's release.
 _DECAY: dict[str, float] = {"medusa": 0.8, "hydra": 0.8, "clover": 0.8, "clover2": 0.7}
-_REGRESSION_WEIGHT = 10.0  # of Clover-2's SmoothL1, as in its release
-_NOISE = 0.01  # added to matrices that begin as the identity
+_REGRESSION_WEIGHT = 10.0  # weight of Clover-2's SmoothL1, as in its release
+_NOISE = 0.01  # added to matrices that start as the identity
 
 
 def init_heads(
     config: HeadsConfig, target: ModelConfig, params: Params, key: jax.Array
 ) -> dict[str, Any]:
-    """Parameters to start from, fp32: heads that add nothing to what they read, and a block of
-    copies of the target's last layer.
+    """Initial parameters, fp32: heads that add nothing to what they read, and a block of copies of
+    the target's last layer.
 
-    Matrices that read or pass on hidden states begin as the identity with noise (Clover, Clover-2's
-    release), those that add something as zeros, own heads as the target's (Medusa).
+    Matrices that read or pass on hidden states start as the identity with noise (Clover, Clover-2's
+    release), those that add something start as zeros, and own heads as copies of the target's
+    (Medusa).
 
     Args:
       config: of the heads.
-      target: of their target.
-      params: of their target, not packed.
-      key: of the noise.
+      target: their target's configuration.
+      params: their target's, not packed.
+      key: the key of the noise.
     """
     width = config.width
     keys = (jax.random.fold_in(key, index) for index in itertools.count())
@@ -86,19 +87,20 @@ def heads_loss(
     target_params: Params,
     batch: TextBatch,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, the share of labels
-    that it finds the likeliest.
+    """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, its accuracy on the
+    labels.
 
-    Medusa, Hydra and Clover: cross entropy of the true tokens, of head k times 0.8^k. Clover-2, as
-    in its release: 0.7^k times the cross entropy against the target's distribution, plus ten times
-    the SmoothL1 distance to the target's normed hidden states where it predicts the same token.
+    Medusa, Hydra and Clover: cross entropy of the true tokens, with weight 0.8^k for head k.
+    Clover-2, as in its release: 0.7^k times the cross entropy against the target's distribution,
+    plus ten times the SmoothL1 distance to the target's normed hidden states where it predicts the
+    same token.
 
     Args:
       config: of the heads.
-      params: of the heads, fp32; they are computed in the target's dtype.
-      target_config: of their target.
+      params: the heads', fp32; the computation is in the target's dtype.
+      target_config: their target's.
       target_params: not packed.
-      batch: of texts.
+      batch: the texts.
     """
     target = target_parts(target_config, target_params)
     features = last_features(target_config, target_params, batch)

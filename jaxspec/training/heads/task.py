@@ -1,4 +1,4 @@
-"""What a run is made of: its target, its texts, and the heads that it trains."""
+"""The parts of a run: its target, its texts, and the heads that it trains."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Task:
 
     Attributes:
       config: the run.
-      target: that the heads read, as it is loaded.
+      target: the model that the heads read, as it is loaded.
       target_params: its parameters, not packed.
-      heads: that are trained.
+      heads: the heads that are trained.
       split: the texts.
-      fingerprint: what decides the run's result.
+      fingerprint: everything that decides the run's result.
     """
 
     config: HeadsTrainConfig
@@ -60,12 +60,12 @@ class Task:
         *,
         resume: bool,
     ) -> tuple[TrainState, int]:
-        """The state to start from, and the steps that were taken before it."""
+        """The initial state, and the number of steps taken before it."""
 
         def init(target_params: PyTree) -> TrainState:
             key = jax.random.key(self.config.seed)
             params = init_heads(self.heads, self.target.config, target_params, key)
-            # Training donates them, and what is the target's stays the target's.
+            # Copies, because training donates them, and the target keeps its own.
             params = jax.tree.map(jnp.copy, params)
             return TrainState(params=params, optimizer=optimizer.init(params))
 
@@ -79,7 +79,8 @@ class Task:
         )
 
     def step(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-        """`train_step` of a state and the index of a step, from 0; a trunk adds the rate."""
+        """`train_step` as a function of the state and the index of a step, from 0; a trunk adds the
+        rate."""
         config, texts = self.config, self.split.training
         plan = drafters.plan_rows(config, texts, max(config.ends))
         program = functools.partial(
@@ -129,7 +130,7 @@ class Task:
 
     @property
     def described(self) -> dict[str, Any]:
-        """What parameters are of, as JSON values of a checkpoint."""
+        """What the parameters belong to, as JSON values for a checkpoint."""
         return {"heads": self.heads.to_json()}
 
     def finish(
@@ -204,6 +205,7 @@ def begin(config: HeadsTrainConfig) -> Task:
 
 
 def _has_labels(text: Text, heads: HeadsConfig, row_length: int) -> bool:
-    """Whether every head has a label: a token of the output so far from the beginning, in a row."""
+    """Whether every head has a label: a token of the output that is far enough from the beginning,
+    within a row."""
     length = min(len(text.prompt) + len(text.output), row_length)
     return length - len(text.prompt) >= heads.num_heads and length >= heads.num_heads + 2

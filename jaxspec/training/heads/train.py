@@ -34,16 +34,16 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
       `kind`, `steps`, `tokens`, `train_loss`, `num_params`, `num_texts` and `num_skipped_texts`,
       `held_out` (the fields of `HeadAccuracy` of all texts and by domain), `trees` (the choices of
       the best static tree by its number of nodes) and `tokens_per_round` (with these trees, on the
-      held-out texts), `heads` (the drafter's directory), `wall_s`. Of a trunk: `branches`, these of
-      every branch by its tokens, `kind`, `steps` and `tokens` of all that was trained for them, and
-      `wall_s`.
+      held-out texts), `heads` (the drafter's directory), `wall_s`. For a trunk: `branches`, the
+      same for every branch by its tokens, `kind`, `steps` and `tokens` of the trunk and branches
+      together, and `wall_s`.
 
     Raises:
-      SettingError: settings that cannot be trained with, or another process is writing to
+      SettingError: the settings cannot be trained with, or another process is writing to
         `config.out`.
       ModelError: the texts were written by another target, or none can be trained on.
-      CheckpointError: texts that cannot be read; there is nothing to resume, or it is another
-        run's; or `config.out` cannot be written.
+      CheckpointError: the texts cannot be read; there is nothing to resume, or it belongs to
+        another run; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
         for out in config.ends.values():
@@ -85,7 +85,7 @@ def _train_cosine(task: Task, on_step: OnStep | None) -> dict[str, Any]:
 
 
 def _train_trunk(task: Task, on_step: OnStep | None) -> dict[str, Any]:
-    """A run without an end of its own, and every branch as soon as the trunk has come to it."""
+    """Trains a trunk, and every branch as soon as the trunk reaches it."""
     config = task.config
     trained = _TrunkHeads(task, on_step)
     branches = config.planned_branches()

@@ -1,13 +1,13 @@
-"""Training of a small language model from text, and distillation of a draft from it.
+"""Training of a small language model from text, and distillation of a draft model from it.
 
 A run is a function of its `TrainConfig` and its data: initial weights and the order of the rows
 follow from the seed, so a run that was interrupted and resumed ends with the same parameters, to
-the bit, as one that was not. Most tokens are seen in short rows, which cost less, and the last
+the bit, as one that was not. Most tokens are in short rows, which cost less, and the last
 `long_fraction` of them in rows of the full context.
 
 With `schedule="trunk"` one run ends in models of several token counts (`training.trunk`): each of
-its `branches` is a directory `branches/TOKENS` with checkpoint, log, result and `model/` of its
-own, equal to the bit to what a run with this branch alone makes.
+its `branches` is a directory `branches/TOKENS` with its own checkpoint, log, result and `model/`,
+bitwise equal to what a run with this branch alone makes.
 """
 
 from __future__ import annotations

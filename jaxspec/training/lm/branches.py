@@ -1,4 +1,5 @@
-"""A run of several ends: a trunk at a constant rate, and a branch for every number of tokens."""
+"""A run with several ends: a trunk with a constant learning rate, and a branch for every number of
+tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from jaxspec.types import PyTree
 
 
 def train_trunk(task: Task, on_step: OnStep | None) -> dict[str, Any]:
-    """A run without an end of its own, and every branch as soon as the trunk has come to it."""
+    """Trains a trunk, and every branch as soon as the trunk reaches it."""
     config, branches = task.config, task.config.planned_branches()
     plan = data.plan_rows(
         [len(stream) for stream in task.streams],
@@ -124,7 +125,7 @@ def _check_epochs(task: Task, plan: data.Plan) -> None:
 
 
 def _teacher_hidden(task: Task, plan: data.Plan) -> Callable[[int], np.ndarray] | None:
-    """The teacher's last hidden states `[B, T, E]` of a step, from a file where one is given."""
+    """The teacher's last hidden states `[B, T, E]` of a step, from a file if one is given."""
     if (teacher := task.teacher) is None:
         return None
     last = Program(_last_hidden, "the teacher's hidden states")
@@ -151,8 +152,8 @@ def _last_hidden(teacher: ModelConfig, params: PyTree, tokens: jax.Array, segmen
 
 
 def finished_branches(config: TrainConfig) -> dict[str, Any] | None:
-    """The results of the branches of a trunk (see `train_lm`) that is finished, else None. Settings
-    are compared, texts and teacher are not read.
+    """The results of the branches of a finished trunk (see `train_lm`), otherwise None. Settings
+    are compared; texts and teacher are not read.
 
     Raises:
       CheckpointError: the run had other settings, or is damaged.

@@ -1,4 +1,5 @@
-"""A run with one end: a cosine over its tokens, the last of them in rows of the full context."""
+"""A run with one end: a cosine schedule over its tokens, the last of them in rows of the full
+context."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ TOKENIZER = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A model as training needs it: of a run's directory, or any other as a teacher.
+    """A model in the form that training needs: from a run's directory, or any other model as a
+    teacher.
 
     Attributes:
       config: architecture.
@@ -67,7 +68,7 @@ def load_run(directory: pathlib.Path) -> Run:
 
 
 def load_teacher(name: str) -> Run:
-    """The model of a run's directory, or any that `load_model` takes.
+    """The model in a run's directory, or any model that `load_model` takes.
 
     Raises:
       ModelError: there is no such model, or it has no tokenizer to share.

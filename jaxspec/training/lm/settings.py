@@ -1,4 +1,4 @@
-"""The settings of a run, and which of them decide what it makes."""
+"""The settings of a run, and which of them decide its result."""
 
 from __future__ import annotations
 
@@ -34,22 +34,25 @@ class TrainConfig:
     """Settings of `jaxspec train lm`.
 
     Attributes:
-      out: directory of the run: checkpoint, tokens, log, and at the end `model/`, the Hugging Face
-        checkpoint.
-      corpora: directory of the domains' directories, each with JSONL files, `{"text": ...}` a line.
-      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`,
-        or `stdlib` for the Python standard library's source. Unless given, every directory counts.
+      out: directory of the run, for checkpoint, tokens, log and, at the end, `model/`, the Hugging
+        Face checkpoint.
+      corpora: directory with one directory per domain, each with JSONL files of lines `{"text":
+        ...}`.
+      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
+        `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
-      schedule: `cosine` has one end; `trunk` keeps a constant rate, and ends in `branches`.
-      branches: tokens of every model to be made of a trunk, its decay included, in increasing
+      schedule: `cosine` has one end; `trunk` keeps a constant learning rate, and ends in
+        `branches`.
+      branches: for a trunk, the number of tokens of each model, decay included, in increasing
         order; a finished run may be resumed with further ones.
-      tokens: training tokens in all; of a cosine run only.
-      batch_tokens: tokens of a step.
-      sequence_length: tokens of a row.
+      tokens: total number of training tokens; for cosine runs only.
+      batch_tokens: tokens per step.
+      sequence_length: tokens per row.
       max_length: the model's context, and the row length of the last `long_fraction` of the tokens.
-      long_fraction: share of the tokens that are seen at `max_length`; of a cosine run only: a
-        trunk's rows, and those of its branches, all have `sequence_length` tokens.
-      vocab_size: entries of the tokenizer; ignored if one is given or taken from a teacher.
+      long_fraction: fraction of the tokens in rows of `max_length`; for cosine runs only, because
+        all rows of a trunk and its branches have `sequence_length` tokens.
+      vocab_size: number of entries of the tokenizer; ignored if a tokenizer is given or taken from
+        a teacher.
       tokenizer: a directory with a `tokenizer.json` to use instead of training one.
       width: E.
       feed_forward_width: F.
@@ -57,20 +60,22 @@ class TrainConfig:
       num_query_heads: Q.
       num_kv_heads: K.
       head_size: H.
-      epochs: passes that a trunk may take over the text of a domain; None is as many as it takes.
-      learning_rate: peak; reached after `warmup_fraction` of the steps, then a cosine to a tenth.
-      warmup_fraction: share of the steps; of a cosine run only.
-      warmup_steps: of a trunk.
-      weight_decay: on matrices.
-      clip_norm: largest global norm of a gradient.
-      teacher: model to distil from, as `load_model` takes it, or an earlier run's directory; its
+      epochs: most passes of a trunk over the text of a domain; None sets no limit.
+      learning_rate: the peak, reached after `warmup_fraction` of the steps; then a cosine decays it
+        to a tenth.
+      warmup_fraction: fraction of the steps used for warm-up; for cosine runs only.
+      warmup_steps: warm-up steps of a trunk.
+      weight_decay: weight decay of matrices.
+      clip_norm: largest global norm of the gradient.
+      teacher: model to distil from, as a name for `load_model` or an earlier run's directory; its
         tokenizer is used.
-      total_variation_weight: with a teacher, share of 1 - sum(min(p, q)), which is one minus the
-        acceptance rate itself, in the loss; the rest is KL(p || q).
-      teacher_states: file of the teacher's hidden states by row, to be made and used by trunks with
-        the same teacher, texts and seed: two thirds of a small draft's training are the teacher's.
+      total_variation_weight: with a teacher, weight in the loss of 1 - sum(min(p, q)), which is one
+        minus the acceptance rate; the rest is KL(p || q).
+      teacher_states: file for the teacher's hidden states by row, shared by trunks with the same
+        teacher, texts and seed: the teacher takes two thirds of the training time of a small draft
+        model.
       resume: continue the run in `out`.
-      seed: of weights and row order.
+      seed: seed of weights and row order.
       log_every: steps between log lines.
       evaluate_every: steps between held-out losses.
       evaluate_tokens: held-out tokens per domain.
@@ -138,11 +143,11 @@ class TrainConfig:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a step, B, where they have `sequence_length` tokens."""
+        """B, the number of rows of a step if they have `sequence_length` tokens."""
         return max(1, self.batch_tokens // self.sequence_length)
 
     def planned_branches(self) -> list[trunk.Branch]:
-        """The branches by steps."""
+        """The branches, in steps."""
         return trunk.plan_branches(
             self.branches,
             step_tokens=self.num_rows * self.sequence_length,

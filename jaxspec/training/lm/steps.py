@@ -1,4 +1,4 @@
-"""The training step, and the losses that it lowers and that are measured."""
+"""The training step, the losses that it minimises, and those that are measured."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after one optimizer step, and the batch's metrics; the given state is donated.
 
-    `teacher_hidden` `[B, T, E]`, the teacher's last hidden states, spares computing them; `rate`
-    multiplies the updates of an optimizer without a schedule.
+    If `teacher_hidden` `[B, T, E]`, the teacher's last hidden states, is given, they are not
+    computed; `rate` multiplies the updates of an optimizer without a schedule.
     """
 
     def loss_of(params):

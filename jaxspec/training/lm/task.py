@@ -1,4 +1,4 @@
-"""What a run is made of: its model, its texts, its teacher."""
+"""The parts of a run: its model, its texts, its teacher."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Task:
     Attributes:
       config: the run.
       model: architecture.
-      teacher: to distil from.
-      tokenizer: of both.
-      domains: of the texts.
+      teacher: the model to distil from, or None.
+      tokenizer: that of both.
+      domains: those of the texts.
       streams: training tokens of each domain.
-      held_out: held-out tokens of each.
+      held_out: held-out tokens of each domain.
     """
 
     config: TrainConfig
@@ -58,7 +58,7 @@ class Task:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides a run's result: its settings, its tokens, its teacher."""
+        """Everything that decides a run's result: its settings, its tokens, its teacher."""
         return decisive_settings(self.config) | {
             "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in self.streams],
             "teacher_checksum": (
@@ -74,7 +74,7 @@ class Task:
         *,
         resume: bool,
     ) -> tuple[TrainState, int]:
-        """The state to start from, and the steps that were taken before it."""
+        """The initial state, and the number of steps taken before it."""
 
         def init():
             key = jax.random.key(self.config.seed)
@@ -101,7 +101,7 @@ class Task:
         }
 
     def step(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-        """`train_step` but for the state, the batch and what a trunk adds."""
+        """`train_step` without the state, the batch and what a trunk adds."""
         teacher = self.teacher
         return functools.partial(
             Program(train_step, "the training step", shapes_vary=True),
@@ -148,7 +148,7 @@ class Task:
 
 
 def begin(config: TrainConfig) -> Task:
-    """Reads and tokenizes what a run is made of."""
+    """Reads and tokenizes the parts of a run."""
     teacher = None if config.teacher is None else load_teacher(config.teacher)
     domains = [data.Domain.parse(text) for text in config.domains]
     domains = domains or data.discover_domains(config.corpora)
@@ -169,7 +169,7 @@ def begin(config: TrainConfig) -> Task:
 
 
 def check_out(config: TrainConfig) -> None:
-    """Raises unless a run is there to be resumed, or none is."""
+    """Raises if there is no run to resume or, without `resume`, if there is one."""
     runs.check_out(config.out, resume=config.resume)
     model = config.out / "model"
     if model.exists() and not export.is_hugging_face(model):
@@ -180,7 +180,7 @@ def check_out(config: TrainConfig) -> None:
 
 
 def _tokenizer(config: TrainConfig, teacher: Run | None) -> tokenizers.Tokenizer | None:
-    """The tokenizer that was asked for, or None if one is to be trained."""
+    """The requested tokenizer, or None if one is to be trained."""
     given = None
     if config.tokenizer is not None:
         path = config.tokenizer / TOKENIZER

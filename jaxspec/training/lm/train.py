@@ -23,16 +23,16 @@ def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str,
     Returns:
       `steps`, `tokens`, `train_loss`, `held_out_loss` per domain (nats per token at `max_length`),
       `num_params`, `model` (the Hugging Face directory) and `wall_s`; with a teacher also
-      `acceptance` per domain, the fields of `TextAcceptance`. Of a trunk: `branches`, these of
-      every branch by its tokens (measured at `sequence_length`), `steps` and `tokens` of all that
-      was trained for them, and `wall_s`.
+      `acceptance` per domain, the fields of `TextAcceptance`. For a trunk: `branches`, the same for
+      every branch by its tokens (measured at `sequence_length`), `steps` and `tokens` of the trunk
+      and branches together, and `wall_s`.
 
     Raises:
-      SettingError: settings or corpora that cannot be trained on, or another process is writing to
+      SettingError: the settings or corpora cannot be trained on, or another process is writing to
         `config.out`.
       ModelError: the teacher's vocabulary is not the tokenizer's.
-      CheckpointError: there is nothing to resume, or it is another run's; or `config.out` cannot be
-        written.
+      CheckpointError: there is nothing to resume, or it belongs to another run; or `config.out`
+        cannot be written.
     """
     with runs.run_directory(config.out):
         check_out(config)
