@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -173,11 +175,57 @@ def test_an_interrupted_study_is_resumed_and_extended(
     assert found == as_records(whole)
     found[0]["rounds"] += 1  # sabotage: other counts are noticed
     assert found != as_records(whole)
-    with pytest.raises(SettingError, match="its config is another"):
+    with pytest.raises(SettingError, match=r"its config is another \(max_tokens was 8 and is 9\)"):
         scaling.Running(dataclasses.replace(grown, max_tokens=9))
+    others = tmp_path / "other" / "prompts.jsonl"
+    others.parent.mkdir()
+    others.write_text(prompts.read_text().replace("fox", "dog"))
+    with pytest.raises(SettingError, match=r"its inputs is another \(prompts.jsonl was"):
+        scaling.Running(dataclasses.replace(grown, prompts=others))
     running.drafters.settings = dataclasses.replace(grown, learning_rate=1e-3)
     with pytest.raises(CheckpointError, match="other values of learning_rate"):
         running.drafters.trained(options.reference, 0, TOKENS[0])
+
+
+def test_cells_of_an_earlier_version_are_measured_again(tmp_path, studied):
+    """Fields under an older name; each is said, and no other cell is touched."""
+    options, document = studied
+    shutil.copytree(options.out, tmp_path / "out")
+    path = tmp_path / "out" / scaling.CELLS
+    kept = json.loads(path.read_text())
+    cells = kept["cells"]
+    assert not any(scaling.lacks(name, cell) for name, cell in cells.items())
+    cells["ceilings"]["flops_per_s"] = cells["ceilings"].pop("matmul_flops_per_s")
+    del cells["batch-1-1024"]["num_same_counts"]
+    del cells["1x32-seed0-768"]["drafter"]["width"]
+    del cells["2x32-seed0-768"]["rows"][1]["domain"]
+    cells["times-1-2"]["round_s"] = 1e9
+    path.write_text(json.dumps(kept))
+    console = Console(record=True, width=200)
+    resumed = dataclasses.replace(options, out=tmp_path / "out", resume=True)
+    found = resumed.run(console)
+    text = console.export_text()
+    said = re.findall(r"cell (\S+) lacks (\w+), so it is measured again", text)
+    assert sorted(said) == [
+        ("1x32-seed0-768", "width"), ("2x32-seed0-768", "domain"),
+        ("batch-1-1024", "num_same_counts"), ("ceilings", "matmul_flops_per_s"),
+    ]  # fmt: skip
+    assert re.findall(r"cell (\d+) of", text) == [str(len(cells) - left) for left in (3, 2, 1, 0)]
+    assert found["axes"] == document["axes"]
+    assert found["checks"] == document["checks"]
+    after = json.loads(path.read_text())["cells"]
+    assert after["times-1-2"]["round_s"] == 1e9
+    assert not any(scaling.lacks(name, cell) for name, cell in after.items())
+
+
+def test_a_file_that_holds_no_cells_is_refused(tmp_path, studied):
+    path = tmp_path / "out" / scaling.CELLS
+    path.parent.mkdir()
+    options = dataclasses.replace(studied[0], out=path.parent, resume=True)
+    for content in ("", "[]", '{"cells": [1]}', '{"cells": {"ceilings": 3}}'):
+        path.write_text(content)
+        with pytest.raises(SettingError, match="is not the file of a grid of cells"):
+            options.run(quiet())
 
 
 def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
@@ -213,6 +261,7 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
     cases = [
         ("give tokens that increase", {"tokens": (768, 512), "other_tokens": ()}),
         ("would leave before the 2 steps", {"tokens": (64, 512)}),
+        ("32 tokens has 0 steps of 64", {"tokens": (32, 512), "warmup_steps": 0}),
         ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),
         ("none of --layers", {"reference_layers": 3}),
         ("different numbers", {"seeds": (0, 0)}),
