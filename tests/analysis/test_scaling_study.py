@@ -405,6 +405,8 @@ def figures_of_the_page(document):
     for axis in greedy:
         yield row(axis, "tau")
         yield interval(axis["slope_per_decade"])
+        if axis["response"] == "logit":  # its slope is in another unit than the others'
+            yield "in logits of the rate"
     for found in document["batch"]:
         for cell in found["batches"]:
             yield f"{cell['best']} ({cell['speedup']:.2f}x" if cell["best"] else "| 0"
