@@ -316,8 +316,8 @@ def test_the_page_says_how_the_shipped_draft_model_does_beside_the_study():
     loss, overlap = own.held_out_loss.iloc[0], own.overlap.iloc[0]
     assert f"is 4.01 and {loss:.2f} (0.5 % more)" in page
     assert f"is .659 and {overlap:.3f}".replace("0.", ".") in page
-    # A branch ends within 1 % of a run with a cosine. The held-out text is not in the repository, so
-    # what `lm.held_out_loss` gives for the shipped draft model stands here: 4.0107.
+    # A branch ends within 1 % of a run with a cosine. The held-out text is not in the repository,
+    # so what `lm.held_out_loss` gives the shipped draft model stands here: 4.0107.
     assert abs(loss / 4.0107 - 1.0) <= 0.01
 
 
