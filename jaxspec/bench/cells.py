@@ -49,17 +49,18 @@ class CellStore:
             )
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            self.cells = dict(kept.pop("cells"))
+            self.cells = {name: dict(cell) for name, cell in kept.pop("cells").items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingError(
                 f"{path} was to be resumed, but it is not the file of a grid of cells; leave "
                 "--resume out and name another --out."
             ) from error
         for name, value in self.header.items():
-            if kept.get(name) != value:
+            if (other := kept.get(name)) != value:
                 raise SettingError(
-                    f"{path} was to be resumed, but its {name} is another; run with the models, "
-                    "prompts and options that it was begun with, or name another --out."
+                    f"{path} was to be resumed, but its {name} is another{_which(other, value)}; "
+                    "run with the models, prompts and options that it was begun with, or name "
+                    "another --out."
                 )
         self.header = kept
 
@@ -69,7 +70,12 @@ class CellStore:
         return {**self.header, "cells": self.cells}
 
     def run(
-        self, cells: Mapping[str, Callable[[], Cell]], *, say: Say, budget_s: float = math.inf
+        self,
+        cells: Mapping[str, Callable[[], Cell]],
+        *,
+        say: Say,
+        budget_s: float = math.inf,
+        lacks: Callable[[str, Cell], str | None] = lambda name, cell: None,
     ) -> None:
         """Measures the missing cells, in order.
 
@@ -79,8 +85,14 @@ class CellStore:
           say: called with e.g. `cell 5 of 42, 6 minutes left: NAME`.
           budget_s: no cell is started that, judging by the slowest so far, would end later than
             this.
+          lacks: takes a cell's name and a stored cell, and returns a field that the cell should have
+            and lacks, as cells of an earlier version may. Such a cell is measured again.
         """
         started_s = time.perf_counter()
+        for name in [name for name in cells if name in self.cells]:
+            if (field := lacks(name, self.cells[name])) is not None:
+                say(f"cell {name} lacks {field}, so it is measured again")
+                del self.cells[name]
         waiting = [name for name in cells if name not in self.cells]
         num_kept = len(cells) - len(waiting)
         slowest_s = 0.0
@@ -95,6 +107,15 @@ class CellStore:
             slowest_s = max(slowest_s, time.perf_counter() - begun_s)
             write_document(self.document, self.path)
         self.cells = {name: self.cells[name] for name in cells if name in self.cells}
+
+
+def _which(kept: Any, given: Any) -> str:
+    """E.g. ` (max_tokens was 8 and is 9)`: in which fields two parts of a header differ."""
+    if not isinstance(kept, dict) or not isinstance(given, dict):
+        return ""
+    names = [name for name in {**kept, **given} if kept.get(name) != given.get(name)]
+    changes = (f"{name} was {kept.get(name)} and is {given.get(name)}" for name in names)
+    return f" ({', '.join(changes)})"
 
 
 def time_left(spent_s: float, num_done: int, num_left: int) -> str:

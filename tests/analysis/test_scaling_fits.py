@@ -85,8 +85,9 @@ def test_an_output_that_ends_at_a_stop_token_says_what_its_last_round_emitted():
     [found] = estimate(check_rows(pd.DataFrame([stopped | {"last_emitted": 2}]))).to_dict("records")
     assert found["tau"] == 2.0
     assert list(found["kept"]) == [1, 0, 0]
-    with pytest.raises(SettingError, match="last_emitted 9, expected from 1 up to its 4"):
-        check_rows(pd.DataFrame([stopped | {"last_emitted": 9}]))
+    for value in (9, "two"):
+        with pytest.raises(SettingError, match=f"last_emitted {value}, expected from 1 up to its"):
+            check_rows(pd.DataFrame([stopped | {"last_emitted": value}]))
 
 
 def test_a_single_round_is_all_there_is():
@@ -110,13 +111,24 @@ def test_tau_is_unbiased_where_emitted_per_round_is_not():
         ({"accepted_at": [3, 4, 1]}, r"accepted_at \[3, 4, 1\], expected at most offered_at"),
         ({"accepted_at": [2, 3, 1]}, "no more at a position than at the one before it"),
         ({"accepted_at": [2, float("nan"), 1]}, "counts from 0 up"),
-        ({"accepted_at": [2, 1]}, r"a list of 3"),
+        ({"accepted_at": [2, 1]}, r"a list of 3 numbers"),
+        ({"accepted_at": ["3", "2", "1"]}, r"a list of 3 numbers"),
+        ({"offered_at": [[4, 3, 3]]}, r"a list of 3 numbers"),
         ({"offered_at": [9, 3, 3]}, "at most its 4 rounds"),
         ({"rounds": 0}, "rounds 0, expected at least 1"),
         ({"emitted": float("nan")}, "emitted nan, expected at least 0"),
         ({"emitted": 11}, "11 emitted tokens, expected at most a token for each of 4 rounds"),
         ({"num_limited_rounds": 5}, "5 limited rounds, expected at most its 4 rounds"),
+        ({"num_limited_rounds": 0.5}, "num_limited_rounds 0.5, expected a whole number"),
         ({"training_tokens": -1}, "training_tokens -1, expected at least 1"),
+        ({"training_tokens": float("inf")}, "training_tokens inf, expected a finite number"),
+        ({"rounds": "4"}, "rounds 4, expected at least 1"),
+        ({"seed": float("nan")}, "seed nan, expected a finite number"),
+        ({"seed": "first"}, "seed first, expected a finite number"),
+        ({"temperature": float("inf")}, "temperature inf, expected a finite number"),
+        ({"verifier": None}, "no verifier, expected one"),
+        ({"target": None}, "no target, expected one"),
+        ({"held_out_loss": "low"}, "held_out_loss low, expected a number"),
     ],
 )
 def test_impossible_counts_name_their_row(changes, message):
@@ -126,6 +138,14 @@ def test_impossible_counts_name_their_row(changes, message):
         check_rows(pd.DataFrame(rows))
     assert "Row 1 (drafter 2x128" in str(caught.value)
     assert "prompt 1)" in str(caught.value)
+
+
+def test_a_prompt_that_is_there_twice_is_named():
+    """As when a table was joined to itself; other prompts, seeds and ways of decoding are fine."""
+    rows = [row(ROUNDS), row(ROUNDS, prompt=1), row(ROUNDS, seed=1), row(ROUNDS, temperature=0.5)]
+    check_rows(pd.DataFrame(rows))
+    with pytest.raises(SettingError, match=r"Row 4 .* has the same prompt as an earlier row"):
+        check_rows(pd.DataFrame([*rows, rows[2]]))
 
 
 def test_rows_that_are_no_study():

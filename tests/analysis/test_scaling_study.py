@@ -330,6 +330,9 @@ def test_settings_and_times_that_cannot_be(tmp_path):
         analyse(rows, times().drop(columns="plain_s"))
     with pytest.raises(SettingError, match=r"has round_s -1, expected a finite number above 0"):
         analyse(rows, times(round_s=-1.0))
+    for name in ("round_s", "predicted_round_s"):
+        with pytest.raises(SettingError, match=f"has {name} nan, expected a finite number above 0"):
+            analyse(rows, times(**{name: "long"}))
     with pytest.raises(SettingError, match="times are of drafter '9x9', which the rows do not"):
         analyse(rows, times(drafter="9x9"))
     alone = rows[(rows.prompt == 0)]
@@ -402,6 +405,8 @@ def figures_of_the_page(document):
     for axis in greedy:
         yield row(axis, "tau")
         yield interval(axis["slope_per_decade"])
+        if axis["response"] == "logit":  # its slope is in another unit than the others'
+            yield "in logits of the rate"
     for found in document["batch"]:
         for cell in found["batches"]:
             yield f"{cell['best']} ({cell['speedup']:.2f}x" if cell["best"] else "| 0"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.analysis.scaling.estimators import (
-    OPTIONAL_SHARES,
+    OPTIONAL,
     cumulative_acceptance,
     estimates_at,
     groups,
@@ -283,7 +283,7 @@ def _r_squared(means: np.ndarray, residuals: np.ndarray, weights: np.ndarray) ->
 def _points(
     rows: pandas.DataFrame, column: str, x: np.ndarray, draws: Resampled
 ) -> list[dict[str, Any]]:
-    names = ["tau", "emitted_per_round", "rate", "held_out_loss", *OPTIONAL_SHARES]
+    names = ["tau", "emitted_per_round", "rate", *OPTIONAL]
     means: Any = rows.groupby(column)[[name for name in names if name in rows]].mean()
     found = []
     for index, at in enumerate(x):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.analysis.cost import Device, Fit, Pair, Pass, fit_device
-from jaxspec.analysis.scaling.estimators import cumulative_by_prompt
+from jaxspec.analysis.scaling.estimators import as_numbers, cumulative_by_prompt
 from jaxspec.analysis.scaling.fits import Resampled, least_squares, resample
 from jaxspec.errors import SettingError
 
@@ -38,8 +38,8 @@ def check_times(times: pandas.DataFrame, drafters: Sequence[str]) -> None:
         raise SettingError(
             f"The times lack the column {missing[0]!r}; they need {', '.join(NEEDED)}."
         )
-    for name in ("batch", "draft_length", "plain_s", "round_s"):
-        values = times[name].to_numpy(np.float64)
+    for name in (*NEEDED[1:], *(name for name in PREDICTED if name in times)):
+        values = as_numbers(times, name)
         if (bad := ~((values > 0) & np.isfinite(values))).any():
             at = int(np.argmax(bad))
             raise SettingError(

@@ -10,6 +10,7 @@ such care: nearly every token of an output was judged once, wherever it ends.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,10 @@ POSITIVE = (
     "draft_length",
 )
 POSITIVE += ("rounds",)
+NAMES = ("target", "drafter", "prompt_set", "prompt", "verifier")
+ONE_ROW_PER = ("drafter", "training_tokens", "seed", *DECODING, "prompt")
 OPTIONAL_SHARES = ("overlap", "greedy_agreement")
+OPTIONAL = ("held_out_loss", *OPTIONAL_SHARES)
 
 
 def groups(rows: pandas.DataFrame, by: str | list[str]) -> Iterator[tuple[Any, pandas.DataFrame]]:
@@ -60,7 +64,8 @@ def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
 
     Raises:
       SettingError: a column is missing, there are no rows or rows of several targets, or a row
-        holds NaN or counts that no decoding can have; the first such row is named.
+        holds NaN or counts that no decoding can have, or is there twice; the first such row is
+        named.
     """
     missing = [name for name in NEEDED if name not in rows]
     if missing:
@@ -70,16 +75,26 @@ def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
     if not len(rows):
         raise SettingError("A table without rows was given; decode with at least one drafter.")
     rows = rows.reset_index(drop=True)
+    for name in NAMES:
+        _refuse(rows, rows[name].isna(), f"no {name}", "one")
     targets = sorted(map(str, rows.target.unique()))
     if len(targets) > 1:
         raise SettingError(
             f"The rows are of {len(targets)} targets ({', '.join(targets)}); acceptance under one "
             "says nothing of another, so analyse each by itself."
         )
-    for name in (*POSITIVE, *COUNTS, "temperature"):
-        values = _numbers(rows, name)
+    for name in (*POSITIVE, *COUNTS, "temperature", "seed"):
+        values, given = as_numbers(rows, name), f"{name} {{{name}}}"
         least = 1 if name in POSITIVE else 0
-        _refuse(rows, ~(values >= least), f"{name} {{{name}}}", f"at least {least}")
+        if name != "seed":
+            _refuse(rows, ~(values >= least), given, f"at least {least}")
+        _refuse(rows, ~np.isfinite(values), given, "a finite number")
+        if name != "temperature":
+            _refuse(rows, values % 1 != 0, given, "a whole number")
+    for name in OPTIONAL:
+        if name in rows:
+            is_text = rows[name].notna() & np.isnan(as_numbers(rows, name))
+            _refuse(rows, is_text, f"{name} {{{name}}}", "a number")
     _refuse(
         rows, rows.num_limited_rounds > rows.rounds, "{num_limited_rounds} limited rounds",
         "at most its {rounds} rounds",
@@ -87,7 +102,10 @@ def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
     for name in BY_POSITION:
         lengths = rows[name].map(_length)
         _refuse(
-            rows, lengths != rows.draft_length, f"{name} {{{name}}}", "a list of {draft_length}"
+            rows,
+            lengths != rows.draft_length,
+            f"{name} {{{name}}}",
+            "a list of {draft_length} numbers",
         )
     for length, own in groups(rows, "draft_length"):
         counts = {name: _by_position(own, name) for name in BY_POSITION}
@@ -110,19 +128,24 @@ def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
         )  # fmt: skip
         _refuse(own, own.emitted.to_numpy() < 1, "{emitted} emitted tokens", "at least 1")
         if "last_emitted" in own:
-            last = own.last_emitted.to_numpy()
+            last = as_numbers(own, "last_emitted")
             most = np.minimum(own.emitted, length + 1)
             _refuse(own, ~((last >= 1) & (last <= most)), "last_emitted {last_emitted}",
                     "from 1 up to its {emitted} emitted tokens and draft length + 1")  # fmt: skip
         else:
             _refuse(own, own.emitted.to_numpy() < rounds + accepted.sum(axis=1),
                     "an output that a stop token cut", "a column last_emitted")  # fmt: skip
+    _refuse(
+        rows, rows.duplicated(list(ONE_ROW_PER)), "the same prompt as an earlier row",
+        "one row per drafter, training tokens, seed, way of decoding and prompt",
+    )  # fmt: skip
     return rows
 
 
-def _numbers(rows: pandas.DataFrame, name: str) -> np.ndarray:
-    pd = import_extra("pandas", "a scaling study")
-    return pd.to_numeric(rows[name], errors="coerce").to_numpy(np.float64)
+def as_numbers(rows: pandas.DataFrame, name: str) -> np.ndarray:
+    """`[R]` float64, a column; NaN where it holds something else than a number."""
+    column = rows[name].map(lambda each: each if isinstance(each, numbers.Real) else np.nan)
+    return column.to_numpy(np.float64)
 
 
 def _refuse(rows: pandas.DataFrame, is_bad: Any, given: str, expected: str) -> None:
@@ -140,7 +163,11 @@ def _refuse(rows: pandas.DataFrame, is_bad: Any, given: str, expected: str) -> N
 
 
 def _length(value: Any) -> int:
-    return np.size(value) if isinstance(value, (list, tuple, np.ndarray)) else -1
+    """Of a list of numbers, of which some may be missing; -1 of anything else."""
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        return -1
+    is_list = all(each is None or isinstance(each, numbers.Real) for each in value)
+    return len(value) if is_list else -1
 
 
 def _shown(value: Any) -> Any:

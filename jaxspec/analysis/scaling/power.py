@@ -37,7 +37,12 @@ class Recovery:
 
 
 def recover(
-    truth: str, simulation: Simulation, *, num_studies: int = 200, num_draws: int = 2000
+    truth: str,
+    simulation: Simulation,
+    *,
+    num_studies: int = 200,
+    num_draws: int = 2000,
+    first_seed: int = 0,
 ) -> Recovery:
     """Simulates studies and analyses them: how often intervals hold the truth, and how often the
     gates say "law".
@@ -45,15 +50,16 @@ def recover(
     Args:
       truth: of `simulate.TRUTHS`.
       simulation: the size of a study, and what varies in it.
-      num_studies: with seeds from 0 up.
+      num_studies: with seeds from `first_seed` up.
       num_draws: of the bootstrap of each.
+      first_seed: of the studies.
 
     Raises:
       SettingError: there is no such truth.
     """
     of = named("truth", truth, TRUTHS)
     found = []
-    for seed in range(num_studies):
+    for seed in range(first_seed, first_seed + num_studies):
         axis = _simulated(of, simulation, seed)
         fitted = fit_axis(
             axis,

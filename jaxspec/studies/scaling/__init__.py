@@ -14,8 +14,8 @@ The sizes make a cross: all `layers` at the first of `widths`, and all `widths` 
 decoded at every batch size; the others with the first seed.
 """
 
-from jaxspec.studies.scaling.cells import CELLS, Running
+from jaxspec.studies.scaling.cells import CELLS, Running, lacks
 from jaxspec.studies.scaling.settings import ScalingSettings, Shape
 from jaxspec.studies.scaling.study import ScalingStudy
 
-__all__ = ["CELLS", "Running", "ScalingSettings", "ScalingStudy", "Shape"]
+__all__ = ["CELLS", "Running", "ScalingSettings", "ScalingStudy", "Shape", "lacks"]

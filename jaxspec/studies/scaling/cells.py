@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec import __version__
+from jaxspec.analysis.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.bench.cells import Cell, CellStore
 from jaxspec.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.bench.measure import Say
-from jaxspec.bench.roofline import forward_pass, measure_ceilings
+from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
@@ -41,6 +42,24 @@ _CHOOSE_CELLS = (
     "layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds", "batch_sizes",
     "time_draft_lengths", "repeats", "epochs", "rows", "times", "quick",
 )  # fmt: skip
+
+# By the beginning of a cell's name, what it holds; all other cells are a drafter's.
+_FIELDS = {
+    "batch": ("batch_size", "num_compared", "num_equal_to_plain", "num_same_counts"),
+    "ceilings": tuple(field.name for field in dataclasses.fields(Ceilings)),
+    "times": ("batch", "draft_length", "context", "round_s", "draft_s", "target_s", "verify_s"),
+}
+_OF_A_DRAFTER = ("drafter", "rows", "num_compared_with_plain", "num_equal_to_plain")
+
+
+def lacks(name: str, cell: Cell) -> str | None:
+    """A field that the cell of this name should hold and does not."""
+    parts = [(_FIELDS.get(name.split("-")[0], _OF_A_DRAFTER), cell)]
+    if "rows" in cell:
+        parts.append((("target", *DRAFTER), cell.get("drafter", {})))
+        of_rows = "domain", "prompt", *DECODING, *COUNTS, *BY_POSITION
+        parts += [(of_rows, row) for row in cell["rows"]]
+    return next((field for fields, part in parts for field in fields if field not in part), None)
 
 
 class Running:
@@ -89,7 +108,7 @@ class Running:
 
     def measure(self, *, say: Say) -> None:
         """Trains and measures what is missing."""
-        self.store.run(self.cells(), say=say)
+        self.store.run(self.cells(), say=say, lacks=lacks)
 
     def cells(self) -> dict[str, Callable[[], Cell]]:
         """What measures each cell, by name."""
