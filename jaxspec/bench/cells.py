@@ -85,8 +85,8 @@ class CellStore:
           say: called with e.g. `cell 5 of 42, 6 minutes left: NAME`.
           budget_s: no cell is started that, judging by the slowest so far, would end later than
             this.
-          lacks: takes a cell's name and a stored cell, and returns a field that the cell should have
-            and lacks, as cells of an earlier version may. Such a cell is measured again.
+          lacks: takes a cell's name and a stored cell, and returns a field that the cell lacks, as
+            one of an earlier version may. Such a cell is measured again.
         """
         started_s = time.perf_counter()
         for name in [name for name in cells if name in self.cells]:
