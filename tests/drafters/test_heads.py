@@ -548,6 +548,37 @@ def test_the_whole_battery(target, name, tree):
     check_drafter(heads_named(name, target, tree), target).assert_ok()
 
 
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (BudgetTree(nodes=3, depth=3, top_p=1, min_ratio=0), {0}),  # all spent on the first level
+        (BudgetTree(nodes=3, depth=3, top_p=1e-6), {0, 1, 2}),  # one node on each
+    ],
+    ids=["spent at once", "one by one"],
+)
+def test_heads_after_a_spent_budget_are_not_computed(target, tree, expected):
+    computed = []
+
+    class Noted(Heads):
+        """Notes which heads are computed."""
+
+        def _scorer(self, params, anchor, num_heads, wanted):
+            score = super()._scorer(params, anchor, num_heads, wanted)
+
+            def note(index, hidden, tokens):
+                jax.debug.callback(lambda: computed.append(index))
+                return score(index, hidden, tokens)
+
+            return note
+
+    sound = heads_named("clover", target, tree, block=None)
+    engine = Engine(target, Noted(sound.config, sound.params, tree=tree), **SMALL)
+    found = engine.generate(PROMPTS[:1], PARAMS[:1])
+    jax.effects_barrier()
+    assert found[0].acceptance.num_drafts > 10
+    assert set(computed) == expected
+
+
 def test_heads_that_do_not_fit_are_refused(target):
     heads = heads_named("medusa", target, "chain")
     config, params = heads.config, heads.params
