@@ -286,6 +286,21 @@ def test_every_draft_is_that_of_the_committed_tokens(target, plain, name, tree):
     assert not np.any(engine.executor.lags())
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "tree"), [("medusa", STATIC), ("hydra", None), ("clover", None), ("clover2", "chain")]
+)
+def test_the_output_is_plain_decodings_at_every_batch_size(target, name, tree, batch_size):
+    """Greedy and sampled rows side by side, more requests than rows."""
+    heads = heads_named(name, target, tree)
+    engine = Engine(target, heads, **SMALL | {"batch_size": batch_size})
+    drafted = engine.generate(PROMPTS * 2, PARAMS * 2)
+    plain = engine.generate(PROMPTS * 2, PARAMS * 2, speculate=False)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.acceptance.num_accepted_tokens for c in drafted) > 0
+
+
 # Sabotage: each of these is a bug that heads are known for. The comparison must see it.
 
 
