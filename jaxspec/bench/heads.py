@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.analysis import cost
 from jaxspec.analysis.compare import Candidate, mean_interval, run_candidates
@@ -33,7 +35,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.growth import Tree
-from jaxspec.drafters.heads.config import Kind
+from jaxspec.drafters.heads.config import Kind, heads_config
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.trees import BeamTree, BudgetTree
@@ -47,10 +49,11 @@ from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.report import Columns, TextTable
-from jaxspec.runtime.turns import time_loops
+from jaxspec.runtime.turns import K, Turns, time_loops
 from jaxspec.schedulers import Static
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.training.head_accuracy import measure_head_accuracy
+from jaxspec.training.heads import init_heads
 from jaxspec.training.texts import check_writer, read_texts
 
 Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds", "predicted"]
@@ -87,12 +90,14 @@ COSTS: Columns = {
     "commit ms": "{commit_ms:.3f}",
     "draft\n/ target": "{draft_share:.2f}",
     "a level over\na draft step": "{level_over_draft_step:.2f}",
+    "half of\nthe turns": lambda found: quartiles(found["level_quartiles"]),
 }
 TAPS: Columns = {
     "batch": "{batch_size}",
     "round ms": "{plain_ms:.3f}",
     "with taps": "{taps_ms:.3f}",
     "ratio": "{ratio:.3f}",
+    "half of\nthe turns": lambda found: quartiles(found["quartiles"]),
 }
 PREDICTED: Columns = {
     "target": "{target}",
@@ -105,10 +110,22 @@ PREDICTED: Columns = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
 class _TappedNGram(NGram):
-    """An n-gram drafter that gets features but ignores them."""
+    """An n-gram drafter that is given features, `width` numbers of `dtype` each, and keeps those of
+    the last round; XLA would not compute features that nothing keeps."""
 
-    taps = (LAST,)
+    width: int = 0
+    dtype: Any = None
+    taps: ClassVar[tuple[int, ...]] = (LAST,)
+
+    def init(self, shape):
+        """No features yet, `[B, T, 1, E]`."""
+        return jnp.zeros((shape.batch_size, shape.verify_length, 1, self.width), self.dtype)
+
+    def commit(self, shape, params, state, rows, info):
+        """The features of the round."""
+        return state.at[:, : info.features.shape[1]].set(info.features)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +140,7 @@ class HeadsBench(PairBench):
 
     heads: tuple[str, ...] = ()
     """Heads, each as LABEL=NAME or a NAME that `load_drafter` takes; the others are compared with
-    the first."""
+    the first. `random:KIND` is untrained heads, to measure what heads cost."""
     parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds", "predicted")
     """What to measure; accuracy needs `--texts`."""
     texts: pathlib.Path | None = None
@@ -139,10 +156,12 @@ class HeadsBench(PairBench):
     """Tokens emitted per output; EOS is ignored."""
     repeats: int = 3
     """Timed runs of each kind; the median is reported."""
+    turns: int = 25
+    """Turns in which stages and rounds are timed; medians are reported."""
 
     def measure(self) -> dict[str, Any]:
         """The measurements that `parts` select."""
-        check_at_least_one(self, "nodes", "batch_sizes", "max_tokens", "repeats")
+        check_at_least_one(self, "nodes", "batch_sizes", "max_tokens", "repeats", "turns")
         if max(self.nodes) > MOST_NODES:
             raise SettingError(
                 f"--nodes {max(self.nodes)} was given; the draft model's beam of width {WIDTH} and "
@@ -151,7 +170,8 @@ class HeadsBench(PairBench):
         if not self.heads:
             raise SettingError(
                 "No --heads were given; name some that jaxspec train heads wrote, as in "
-                "--heads medusa=runs/medusa/heads clover=runs/clover/heads."
+                "--heads medusa=runs/medusa/heads clover=runs/clover/heads, or for their costs "
+                "untrained ones, as in random:clover."
             )
         target, draft = self.load()
         heads = {}
@@ -164,10 +184,7 @@ class HeadsBench(PairBench):
                     f"Two of --heads are called {label}; label them, as in --heads one=NAME "
                     "other=NAME."
                 )
-            one = load_drafter(name, target)
-            if not isinstance(one, Heads):
-                raise SettingError(f"{label} of --heads is no heads but {one.name}; leave it out.")
-            heads[label] = one
+            heads[label] = self._heads(label, name, target)
         lines, files = load_prompts(self.prompts, None)
         found: dict[str, Any] = {"holds": True, "first": next(iter(heads))}
         if "accuracy" in self.parts and self.texts is not None:
@@ -237,12 +254,32 @@ class HeadsBench(PairBench):
             (
                 f"Differences in tokens per round are to {document['first']}, means over prompts "
                 "with their 95% bootstrap intervals. A draft step is one of the draft model's "
-                "chain.",
+                "chain. A level of a chain has one node, that of a tree as many as its shape "
+                "allows; levels are those that the timed round drafts, and a tree whose budget is "
+                "spent has no more. Ratios are medians over turns, beside their quartiles.",
                 "dim",
             )
         ]
         if not document["holds"]:
             found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+        return found
+
+    def _heads(self, label: str, name: str, target: LanguageModel) -> Heads:
+        """The heads of this name; untrained ones have one for each node of the smallest tree."""
+        kind: Any = name.removeprefix("random:")
+        if kind != name:
+            if kind not in get_args(Kind):
+                raise SettingError(
+                    f"{name} of --heads was given; untrained heads are random:KIND, where KIND is "
+                    f"one of {', '.join(get_args(Kind))}."
+                )
+            config = heads_config(kind, target.config, num_heads=min(self.nodes))
+            params = init_heads(config, target.config, unpacked(target.params), jax.random.key(0))
+            params = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
+            return Heads(config, params, name=name)
+        found = load_drafter(name, target)
+        if not isinstance(found, Heads):
+            raise SettingError(f"{label} of --heads is no heads but {found.name}; leave it out.")
         return found
 
     @property
@@ -322,44 +359,45 @@ class HeadsBench(PairBench):
         heads: Mapping[str, Heads],
         prompts: Sequence[Sequence[int]],
     ) -> list[dict[str, Any]]:
-        """Stages of rounds of the smallest tree, and of the draft model's chain with the same
-        number of nodes, in alternation."""
-        nodes = min(self.nodes)
+        """Stages of rounds of the smallest tree, of a chain of the heads, and of the draft model's
+        chain of as many nodes, in alternation."""
+        nodes, first = min(self.nodes), "draft model, chain"
         results = []
         for batch in sorted({min(self.batch_sizes), max(self.batch_sizes)}):
-            drafters: dict[str, Drafter] = {
-                "draft model, chain": DraftModel(draft),
-                **{label: with_nodes(one, nodes) for label, one in heads.items()},
-            }
-            stages = {
-                label: self._round(target, drafter, nodes, batch, prompts)
-                for label, drafter in drafters.items()
-            }
-            runs = {
-                (label, stage): run
-                for label, of_round in stages.items()
-                for stage, run in of_round.items()
-                if stage in ("draft", "target", "commit")
-            }
-            turns = time_loops(runs, self.repeats)
-            step_ms = 1e3 * turns.median_s(("draft model, chain", "draft")) / nodes
+            drafters: dict[str, Drafter] = {first: DraftModel(draft)}
+            for label, one in heads.items():
+                chain = Heads(one.config, one.params, tree="chain", name=one.label)
+                drafters |= {f"{label}, chain": chain, label: with_nodes(one, nodes)}
+            stages, num_levels = {}, {}
             for label, drafter in drafters.items():
+                stages[label], num_levels[label] = self._round(
+                    target, drafter, nodes, batch, prompts
+                )
+            # Those that are compared run one after the other.
+            runs = {
+                (label, stage): stages[label][stage]
+                for stage in ("draft", "target", "commit")
+                for label in drafters
+            }
+            turns = time_loops(runs, self.turns)
+            for label in drafters:
                 ms = {
                     f"{stage}_ms": 1e3 * turns.median_s((label, stage))
                     for stage in ("draft", "target", "commit")
                 }
-                num_levels = nodes
-                if isinstance(drafter, Heads) and drafter.tree is not None:
-                    num_levels = drafter.tree.max_depth
+                times_step = num_levels[first] / num_levels[label]
+                draft_share, _ = _over(turns, (label, "draft"), (label, "target"))
+                over_chain, quarters = _over(turns, (label, "draft"), (first, "draft"))
                 results.append(
                     {
                         "batch_size": batch,
                         "drafter": label,
                         "num_nodes": nodes,
-                        "num_levels": num_levels,
+                        "num_levels": num_levels[label],
                         **ms,
-                        "draft_share": ms["draft_ms"] / ms["target_ms"],
-                        "level_over_draft_step": ms["draft_ms"] / num_levels / step_ms,
+                        "draft_share": draft_share,
+                        "level_over_draft_step": times_step * over_chain,
+                        "level_quartiles": [times_step * quarter for quarter in quarters],
                     }
                 )
         return results
@@ -370,17 +408,20 @@ class HeadsBench(PairBench):
         """Rounds of one drafter with and without taps."""
         results = []
         for batch in sorted({min(self.batch_sizes), max(self.batch_sizes)}):
-            drafters = {"plain": NGram(), "taps": _TappedNGram()}
+            tapped = _TappedNGram(width=target.config.width, dtype=target.dtype)
+            drafters = {"plain": NGram(), "taps": tapped}
             runs = {
-                label: self._round(target, drafter, 4, batch, prompts)["round"]
+                label: self._round(target, drafter, 4, batch, prompts)[0]["round"]
                 for label, drafter in drafters.items()
             }
-            turns = time_loops(runs, 2 * self.repeats + 1)
+            turns = time_loops(runs, 2 * self.turns + 1)
+            ratio, quarters = _over(turns, "taps", "plain")
             results.append(
                 {
                     "batch_size": batch,
                     **{f"{label}_ms": 1e3 * turns.median_s(label) for label in runs},
-                    "ratio": turns.speedup("plain", over="taps"),
+                    "ratio": ratio,
+                    "quartiles": quarters,
                 }
             )
         return results
@@ -392,8 +433,8 @@ class HeadsBench(PairBench):
         nodes: int,
         batch: int,
         prompts: Sequence[Sequence[int]],
-    ) -> dict[str, Repeated]:
-        """The stages of a round on rows in mid-decode."""
+    ) -> tuple[dict[str, Repeated], int]:
+        """The stages of a round on rows in mid-decode, and the levels that it drafts."""
         engine = Engine(
             target,
             drafter,
@@ -405,9 +446,14 @@ class HeadsBench(PairBench):
         fill_mid_decode(
             engine.executor, prompts, num_tokens=max(self.max_tokens // 2, 1), draft_length=nodes
         )
-        stages = round_stages(engine.executor.loop, engine.executor.state)
+        executor = engine.executor
+        # Of a copy, because the round that follows takes the state over.
+        stages = round_stages(executor.loop, jax.tree.map(jnp.copy, executor.state))
+        before = np.array(executor.state.counts.drafted_at)
+        executor.run(1)
+        is_drafted = np.any(np.array(executor.state.counts.drafted_at) > before, axis=0)
         engine.reset()
-        return stages
+        return stages, int(np.sum(is_drafted))
 
     def _speeds(
         self,
@@ -459,6 +505,18 @@ class HeadsBench(PairBench):
                 found = predicted_draft(kind, pair, device, **shape)
                 results.append({"target": target, "batch_size": batch, "kind": kind, **found})
         return results
+
+
+def _over(turns: Turns[K], name: K, first: K) -> tuple[float, list[float]]:
+    """Time over that of `first`: the median of the turns' ratios, and their quartiles."""
+    low, median, high = np.quantile(turns.ratios(first, over=name), (0.25, 0.5, 0.75)).tolist()
+    return median, [low, high]
+
+
+def quartiles(found: Sequence[float]) -> str:
+    """As a table shows them."""
+    low, high = found
+    return f"{low:.2f} .. {high:.2f}"
 
 
 def with_nodes(heads: Heads, nodes: int) -> Heads:

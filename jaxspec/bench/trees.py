@@ -48,6 +48,7 @@ from jaxspec.verifiers import Coupled, Rejection, Verifier
 RANKS = 8  # number of likeliest draft tokens that static trees choose from
 DEPTH = 8  # levels of beam trees; the most levels of static trees
 Part: TypeAlias = Literal["costs", "acceptance", "speeds"]
+
 COSTS: Columns = {
     "kernels": "{kernels}",
     "context": "{context}",
@@ -74,9 +75,8 @@ ACCEPTANCE: Columns = {
     "emitted\n/round": "{emitted_per_round:.2f}",
     "by its\nranks": "{predicted:.2f}",
     "over the\nchain": "{over_chain:.3f}",
-    "difference per prompt": lambda found: "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(
-        found["difference"]
-    ),
+    "difference per prompt": lambda found: with_interval(found["difference"]),
+    "to the static tree": lambda found: with_interval(found["over_static"]),
     "equals\nplain": lambda found: {None: "-", True: "yes", False: "NO"}[found["is_equal"]],
 }
 SPEEDS: Columns = {
@@ -177,8 +177,8 @@ class TreesBench(PairBench):
         found = [
             (
                 "By its ranks: what a static tree would emit, from the ranks that the draft model "
-                "gave the target's tokens. Differences are to the chain of as many nodes, means "
-                "over prompts with their 95% bootstrap intervals.",
+                "gave the target's tokens. Differences are to the chain, and to the static tree, "
+                "of as many nodes, means over prompts with their 95% bootstrap intervals.",
                 "dim",
             )
         ]
@@ -319,6 +319,8 @@ class TreesBench(PairBench):
             for name, own in by_name.items():
                 all_equal &= own.holds or not verifier.is_coupled
                 tree = static[nodes] if name == "static" else chain_tree(nodes)
+                chain = by_name["chain"].acceptance.emitted_per_round
+                beside_static = name == "beam" and "static" in by_name
                 is_predicted = verifier.is_coupled and not temperature and name != "beam"
                 results.append(
                     {
@@ -329,7 +331,11 @@ class TreesBench(PairBench):
                         "emitted_per_round": own.acceptance.emitted_per_round,
                         "predicted": emitted_by_ranks(tree, ranks) if is_predicted else None,
                         "is_equal": own.holds if verifier.is_coupled else None,
-                        **_beside(own, by_name["chain"]),
+                        "over_chain": own.acceptance.emitted_per_round / chain,
+                        "difference": _difference(own, by_name["chain"]),
+                        "over_static": _difference(own, by_name["static"])
+                        if beside_static
+                        else None,
                     }
                 )
         return results, all_equal
@@ -363,11 +369,15 @@ class TreesBench(PairBench):
         return results, holds
 
 
-def _beside(own: Candidate, chain: Candidate) -> dict[str, Any]:
-    """Emitted tokens per round relative to the chain's, and the difference on each prompt."""
-    difference = own.values("emitted per round") - chain.values("emitted per round")
-    ratio = own.acceptance.emitted_per_round / chain.acceptance.emitted_per_round
-    return {"over_chain": ratio, "difference": mean_interval(difference).to_json()}
+def _difference(own: Candidate, other: Candidate) -> dict[str, Any]:
+    """Emitted tokens per round minus those of another candidate, over prompts."""
+    values = own.values("emitted per round") - other.values("emitted per round")
+    return mean_interval(values).to_json()
+
+
+def with_interval(found: Mapping[str, float] | None) -> str:
+    """A difference as a table shows it."""
+    return "-" if found is None else "{mean:+.3f} [{low:+.3f} .. {high:+.3f}]".format_map(found)
 
 
 def chain_tree(nodes: int) -> StaticTree:

@@ -142,6 +142,11 @@ class Grower:
             paths=jnp.zeros((num_rows, tree.num_expanded, tree.max_depth), jnp.int32),
         )
 
+    def is_wanted(self, growth: Growth, level: jax.Array | int) -> jax.Array:
+        """Which rows `[B]` bool have nodes of `level`: those that want so many levels, and whose
+        tree has room for more nodes."""
+        return (level < self.num_levels) & self.tree.can_grow(growth.worth)
+
     def expand(self, growth: Growth, level: jax.Array | int) -> tuple[Growth, Level]:
         """The growth with the nodes that `level` (from 1 on) expands, and these nodes."""
         num_expanded, num_children = self.tree.num_expanded, self.tree.num_children

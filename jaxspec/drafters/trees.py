@@ -166,6 +166,10 @@ class StaticTree:
         place = jnp.asarray(self._place[np.maximum(self._expanded, 0)])[level]
         return jnp.broadcast_to(place, (worth.shape[0], self.num_expanded))
 
+    def can_grow(self, worth: jax.Array) -> jax.Array:
+        """Which rows `[B]` bool may have further nodes: all."""
+        return jnp.ones(worth.shape[:1], bool)
+
     def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
         """All candidates of a level stay as they are."""
         return worth
@@ -269,6 +273,10 @@ class BeamTree:
     def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
         """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.width)[1]
+
+    def can_grow(self, worth: jax.Array) -> jax.Array:
+        """Which rows `[B]` bool may have further nodes: all."""
+        return jnp.ones(worth.shape[:1], bool)
 
     def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
         """All candidates of a level stay as they are."""
@@ -375,6 +383,15 @@ class BudgetTree:
         """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
         return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_expanded)[1]
 
+    def can_grow(self, worth: jax.Array) -> jax.Array:
+        """Which rows `[B]` bool may have further nodes: where the budget is not spent. `worth` is
+        `[B, S, W]`, of the candidates so far."""
+        return self._num_left(worth) > 0
+
+    def _num_left(self, worth: jax.Array) -> jax.Array:
+        """`[B]` int32, nodes that the candidates so far, of `worth` `[B, S, W]`, leave."""
+        return self.nodes - jnp.sum(worth > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
+
     def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
         """The worth `[B, n, W]` of a level's candidates, -inf for those that do not become nodes.
 
@@ -388,7 +405,7 @@ class BudgetTree:
         is_good = likelier < self.top_p
         is_good &= share >= jnp.float32(self.min_ratio) * share[..., :1]
         flat = jnp.where(is_good, worth, -jnp.inf).reshape(worth.shape[0], -1)
-        num_left = self.nodes - jnp.sum(before > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
+        num_left = self._num_left(before)
         best, place = lax.top_k(flat, min(self.nodes, flat.shape[1]))
         # As good as the last one that is within, which is cheaper to tell than to mark them.
         last = jnp.clip(num_left - 1, 0, best.shape[1] - 1)[:, None]

@@ -12,6 +12,7 @@ import toy
 
 import jaxspec
 from jaxspec.analysis.heads import HeadsDraft
+from jaxspec.bench.heads import _TappedNGram
 from jaxspec.bench.measure import fill
 from jaxspec.bench.stages import round_stages
 from jaxspec.cli import main
@@ -46,6 +47,7 @@ def test_a_small_run(capsys, tmp_path):
     target = jaxspec.load_model("demo-target")
     save_drafter(heads.random_heads("clover", target), tmp_path / "clover", target=target)
     options = ["--nodes", "4", "--batch-sizes", "1", "--max-tokens", "8", "--repeats", "1"]
+    options += ["--turns", "2"]
     options += ["--parts", "acceptance", "costs", "predicted"]
     name = f"mine={tmp_path / 'clover'}"
     assert main(["bench", "heads", "--heads", name, *options, "--json"]) == 0
@@ -53,7 +55,10 @@ def test_a_small_run(capsys, tmp_path):
     assert document["holds"]
     assert document["config"]["heads"] == ["mine"]
     assert {found["drafter"] for found in document["acceptance"]} >= {"mine", "n-gram"}
-    assert [found["drafter"] for found in document["costs"]] == ["draft model, chain", "mine"]
+    costs = {found["drafter"]: found for found in document["costs"]}
+    assert list(costs) == ["draft model, chain", "mine, chain", "mine"]
+    assert costs["draft model, chain"]["level_over_draft_step"] == 1
+    assert costs["mine, chain"]["num_levels"] == 3
     assert [found["batch_size"] for found in document["taps"]] == [1]
     assert {found["target"] for found in document["predicted"]} >= {"qwen3-8b"}
     assert str(tmp_path) not in json.dumps(document)
@@ -89,3 +94,39 @@ def test_trees_that_are_too_large_are_refused_before_anything_is_loaded(capsys):
 def test_without_heads_it_says_what_to_give(capsys):
     assert main(["bench", "heads"]) != 0
     assert "No --heads were given" in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_untrained_heads_and_what_a_round_with_taps_costs(capsys):
+    options = ["--nodes", "2", "--batch-sizes", "1", "--max-tokens", "8", "--turns", "2"]
+    options += ["--parts", "costs", "--heads", "mine=random:clover2", "--json"]
+    assert main(["bench", "heads", *options]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["drafters"]["mine"]["kind"] == "clover2"
+    assert document["drafters"]["mine"]["num_heads"] == 2
+    for found, quarters in (
+        (document["costs"][1]["level_over_draft_step"], document["costs"][1]["level_quartiles"]),
+        (document["taps"][0]["ratio"], document["taps"][0]["quartiles"]),
+    ):
+        assert 0 < quarters[0] <= found <= quarters[1]
+
+
+def test_untrained_heads_of_no_kind_are_refused(capsys):
+    assert main(["bench", "heads", "--heads", "random:eagle"]) != 0
+    message = capsys.readouterr().err
+    assert "random:eagle of --heads was given" in message
+    assert "one of medusa, hydra, clover, clover2." in message
+
+
+def test_the_round_with_taps_keeps_the_targets_hidden_states():
+    """Otherwise XLA would leave out what is to be measured."""
+    target = toy.model()
+    drafter = _TappedNGram(width=target.config.width, dtype=target.dtype)
+    engine = Engine(target, drafter, batch_size=2, max_length=128, scheduler=jaxspec.Static())
+    executor = engine.executor
+    fill(executor, toy.prompts((5, 9)), SamplingParams(max_tokens=40), draft_length=3)
+    executor.run(2)
+    newest = np.array(executor.state.num_committed) - 1
+    kept = np.array(executor.state.drafter)
+    assert kept.shape == (2, engine.executor.shape.verify_length, 1, target.config.width)
+    assert np.all(np.any(kept[:, 0, 0] != 0, axis=-1)), newest

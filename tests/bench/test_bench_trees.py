@@ -59,6 +59,9 @@ def test_a_small_run(capsys):
     for tree in ("chain", "static"):
         found = by_tree["coupled", 0.0, tree]
         assert found["emitted_per_round"] == pytest.approx(found["predicted"], rel=0.02)
+    beside_static = by_tree["coupled", 0.0, "beam"]["over_static"]
+    assert beside_static["low"] <= beside_static["mean"] <= beside_static["high"]
+    assert by_tree["coupled", 0.0, "static"]["over_static"] is None
     assert {found["drafts"] for found in document["speeds"]} >= {"plain", "auto", "tree of 4"}
 
 

@@ -633,6 +633,7 @@ BROKEN_DRAFTERS = {
         "draft_shape",
         spoiling(parents=lambda s, d, r: d.parents + 2),
     ),
+    "deeper than it says": ("draft_shape", replaced(is_chain=False, max_depth=1)),
     "tokens beyond the vocabulary": (
         "vocabulary",
         spoiling(tokens=lambda s, d, r: d.tokens + s.vocab_size),

@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec import sampling
 from jaxspec.drafters.growth import Grower
+from jaxspec.drafters.heads.drafter import if_any
 from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
 from jaxspec.types import BatchView, EngineShape
 
@@ -16,10 +17,10 @@ VOCAB = 1000
 STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0)))
 
 
-@functools.partial(jax.jit, static_argnames=("tree", "counts", "are_alike"))
-def grow(tree, counts, tables, rows, *, are_alike=False):
+@functools.partial(jax.jit, static_argnames=("tree", "counts", "are_alike", "stops"))
+def grow(tree, counts, tables, rows, *, are_alike=False, stops=False):
     """The draft of a tree whose level l expands `counts[l]` nodes, after which the logits are the
-    first of `tables[l]` `[B, K, V]`."""
+    first of `tables[l]` `[B, K, V]`; if it `stops`, none that no row wants."""
     num_rows = rows.num_committed.shape[0]
     shape = EngineShape(
         batch_size=num_rows,
@@ -37,13 +38,19 @@ def grow(tree, counts, tables, rows, *, are_alike=False):
         greedy_sharpness=1.0,
         sampled_sharpness=1.0,
     )
-    found, worth = grower.start(), jnp.zeros((num_rows, tree.num_expanded), jnp.float32)
-    for level, count in enumerate(counts):
+
+    def add_level(level, found):
+        worth = jnp.zeros((num_rows, tree.num_expanded), jnp.float32)
         if level:
             found, nodes = grower.expand(found, level)
             worth = nodes.worth
-        logits = tables[level, :, : 1 if are_alike else count]
-        found = grower.add_children(found, level, logits, worth[:, :count])
+        logits = tables[level, :, : 1 if are_alike else counts[level]]
+        return grower.add_children(found, level, logits, worth[:, : counts[level]])
+
+    found = grower.start()
+    for level in range(len(counts)):
+        is_wanted = grower.is_wanted(found, level) if stops else jnp.ones((num_rows,), bool)
+        found = if_any(is_wanted, functools.partial(add_level, level), found)
     return grower.draft(found, jnp.full((num_rows,), tree.num_nodes, jnp.int32))[0]
 
 
@@ -100,6 +107,21 @@ def test_levels_that_expand_fewer_nodes_grow_the_same_tree(tree, rows):
         every = grow(tree, every_node(tree), tables(tree, seed), rows)
         assert_same_draft(grow(tree, needed_nodes(tree), tables(tree, seed), rows), every)
     assert int(jnp.sum(every.tokens >= 0)) > tree.num_nodes
+
+
+@pytest.mark.parametrize(
+    "tree", [named(BUDGET), *[named(tree, pytest.mark.system) for tree in (STATIC, *OTHERS)]]
+)
+@pytest.mark.parametrize("flatness", [0.2, 50])
+def test_levels_after_a_spent_budget_add_nothing(tree, flatness, rows):
+    """Where logits are flat the two greedy rows have spent theirs on the first level."""
+    for seed in range(4):
+        logits = tables(tree, seed) / flatness
+        every = grow(tree, needed_nodes(tree), logits, rows)
+        assert_same_draft(grow(tree, needed_nodes(tree), logits, rows, stops=True), every)
+    is_spent = isinstance(tree, BudgetTree) and flatness > 1
+    greedy_parents = every.parents[jnp.asarray([0, 3])]
+    assert bool(jnp.all(greedy_parents < 0)) == (is_spent or tree.num_nodes == 1)
 
 
 def test_fewer_nodes_still_would_grow_another_tree(rows):

@@ -286,6 +286,21 @@ def test_every_draft_is_that_of_the_committed_tokens(target, plain, name, tree):
     assert not np.any(engine.executor.lags())
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "tree"), [("medusa", STATIC), ("hydra", None), ("clover", None), ("clover2", "chain")]
+)
+def test_the_output_is_plain_decodings_at_every_batch_size(target, name, tree, batch_size):
+    """Greedy and sampled rows side by side, more requests than rows."""
+    heads = heads_named(name, target, tree)
+    engine = Engine(target, heads, **SMALL | {"batch_size": batch_size})
+    drafted = engine.generate(PROMPTS * 2, PARAMS * 2)
+    plain = engine.generate(PROMPTS * 2, PARAMS * 2, speculate=False)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.acceptance.num_accepted_tokens for c in drafted) > 0
+
+
 # Sabotage: each of these is a bug that heads are known for. The comparison must see it.
 
 
@@ -546,6 +561,37 @@ def test_weights_that_are_no_numbers_under_rejection(target):
 @pytest.mark.parametrize("tree", [None, "chain", STATIC], ids=["budget", "chain", "static"])
 def test_the_whole_battery(target, name, tree):
     check_drafter(heads_named(name, target, tree), target).assert_ok()
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (BudgetTree(nodes=3, depth=3, top_p=1, min_ratio=0), {0}),  # all spent on the first level
+        (BudgetTree(nodes=3, depth=3, top_p=1e-6), {0, 1, 2}),  # one node on each
+    ],
+    ids=["spent at once", "one by one"],
+)
+def test_heads_after_a_spent_budget_are_not_computed(target, tree, expected):
+    computed = []
+
+    class Noted(Heads):
+        """Notes which heads are computed."""
+
+        def _scorer(self, params, anchor, num_heads, wanted):
+            score = super()._scorer(params, anchor, num_heads, wanted)
+
+            def note(index, hidden, tokens):
+                jax.debug.callback(lambda: computed.append(index))
+                return score(index, hidden, tokens)
+
+            return note
+
+    sound = heads_named("clover", target, tree, block=None)
+    engine = Engine(target, Noted(sound.config, sound.params, tree=tree), **SMALL)
+    found = engine.generate(PROMPTS[:1], PARAMS[:1])
+    jax.effects_barrier()
+    assert found[0].acceptance.num_drafts > 10
+    assert set(computed) == expected
 
 
 def test_heads_that_do_not_fit_are_refused(target):

@@ -430,8 +430,9 @@ class Heads(DrafterBase):
         return (anchors if self.config.block is None else of_last(anchors))[:, 0], cache
 
     def propose(self, shape, params, state: HeadsState, rows: BatchView):
-        """A chain or a tree; as many levels as the most demanding row asks for, but on a GPU all
-        that the window has room for. A row whose newest feature was not seen gets no draft."""
+        """A chain or a tree; as many levels as the most demanding row asks for, none after the last
+        row's budget is spent, but on a GPU all that the window has room for. A row whose newest
+        feature was not seen gets no draft."""
         newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
         can_draft = state.is_ready & (state.num_seen == rows.num_committed - 1)
         if self.tree is None:
@@ -524,7 +525,8 @@ class Heads(DrafterBase):
 
         carry = grower.start(), Expanded.newest(anchor, newest, tree)
         for level in range(tree.max_depth):
-            carry = if_any(level < num_levels, functools.partial(grow, level), carry)
+            is_wanted = grower.is_wanted(carry[0], level)
+            carry = if_any(is_wanted, functools.partial(grow, level), carry)
         return grower.draft(carry[0], wanted)[0]
 
     def _scorer(
