@@ -205,8 +205,8 @@ class PlanBytes:
       temporaries_bytes: what the larger of the two programs, the round and the prefill, needs
         besides these.
       source: `compiled`, of the plan's own programs; `compiled short`, of these programs with the
-        first layers only (XLA uses the temporaries of one layer for the next); or `estimated`, from
-        such programs of other sizes.
+        first layers only, and estimated what the others add; or `estimated`, from such programs of
+        other sizes.
     """
 
     parts: Parts
