@@ -9,7 +9,8 @@ speed-up; only its abstract was read, and no coefficient of it is used. Per devi
 
 All but the temporaries are read off the decode loop itself, by `jax.eval_shape`. The temporaries
 are what XLA says of the compiled programs. While many settings are compared, they are estimated
-from short programs (two layers, two sizes); those of the chosen settings are then compiled.
+from short programs (two layers of each model, and three of one of them, in a few sizes); those of
+the chosen settings are then compiled.
 
 `planning` has the parts: the settings that are tried, their bytes, and their speed. They stand in
 this room, because the speed is a prediction of `analysis.cost`. `engine.plan` has the records.
@@ -115,7 +116,7 @@ def plan_memory(
       num_devices: over which a plan may split rows and models.
       search: which settings are tried.
       compiles: `whole`: the chosen settings' programs; `short`: their first two layers only, which
-        takes seconds for any model.
+        takes seconds for any model; what the others add is estimated.
       say: called with what is being done.
 
     Raises:
@@ -244,16 +245,15 @@ class Planner:
         if settings.num_devices > len(jax.devices()):
             return run.bytes, ()
         self.say(f"compiling {settings.sentence}")
-        programs = self.bytes.programs(settings, compiles)
-        added = max(each.added_bytes for each in programs)
+        added, programs = self.bytes.compiled(settings, compiles)
         return PlanBytes.of_programs(self.bytes.parts(settings), added, source), programs
 
     def _correction(self, compiled: dict[PlanSettings, tuple[PlanBytes, Any]]) -> float:
         """What estimates are multiplied by: as much as compiled programs needed more."""
         ratios = [
-            max(each.added_bytes for each in programs)
+            (found.generation_bytes - found.parts.state_bytes)
             / self.bytes.temporaries(settings).added_bytes(settings)
-            for settings, (_, programs) in compiled.items()
+            for settings, (found, programs) in compiled.items()
             if programs
         ]
         return max([1.0, *ratios])

@@ -113,7 +113,7 @@ class PlanCommand(JsonOption):
     draft_dtypes: tuple[DtypeName, ...] = ()
     """Dtypes of the draft model's weights to try; default the target's."""
     short: bool = False
-    """Compile only the first two layers; temporaries hardly depend on the others."""
+    """Compile only the first two layers; what the others add to the temporaries is estimated."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Plans and prints; returns the JSON document."""

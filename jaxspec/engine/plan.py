@@ -207,8 +207,8 @@ class PlanBytes:
       temporaries_bytes: what the larger of the two programs, the round and the prefill, needs
         besides these.
       source: `compiled`: from the plan's own programs; `compiled short`: from these programs with
-        the first layers only (XLA reuses the temporaries of one layer for the next); or
-        `estimated`: from such programs of other sizes.
+        the first layers only, and an estimate of what the others add; or `estimated`: from such
+        programs of other sizes.
     """
 
     parts: Parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import inspect
 import json
@@ -18,6 +19,7 @@ import jaxspec
 from jaxspec.analysis.baseline import baseline_bytes
 from jaxspec.analysis.planner import Planner, choose, plan_memory
 from jaxspec.analysis.planning import bytes as planned_bytes
+from jaxspec.analysis.planning.bytes import SHORT_LAYERS, Layers
 from jaxspec.analysis.planning.request import (
     PlanRequest,
     Search,
@@ -237,24 +239,58 @@ def test_predicted_arrays_against_measured(verifier, pair, monkeypatch):
         check_live_arrays(each, verifier=verifier, pair=pair)
 
 
-@pytest.mark.system
-@VERIFIERS
-def test_predicted_programs_against_measured(verifier, monkeypatch):
-    """Of 34 runs, within 5 %."""
-    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
+@functools.cache
+def planner_of_programs(pair, verifier):
+    """Whose estimates go through a few short programs of the pair."""
     search = dataclasses.replace(SMALL, draft_lengths=(0, 8), prefill_chunks=(32, 256))
-    made = make_planner(verifier=verifier, search=search, device=HERE)
-    for each in MANY:
-        parts = measure_parts(made.bytes.loop(each))
-        estimated = made.bytes.estimated(each)
-        programs = {program.name: program for program in made.bytes.programs(each, "whole")}
-        rounds = programs["round"]
-        assert rounds.argument_bytes == pytest.approx(
-            parts.weights_bytes + parts.state_bytes, abs=64
-        )
-        total = parts.weights_bytes + parts.state_bytes
-        measured = total + max(program.added_bytes for program in programs.values())
-        assert estimated.total_bytes == pytest.approx(measured, rel=0.05), each.sentence
+    return make_planner(*PAIRS[pair], verifier=verifier, search=search, device=HERE)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("pair", PAIRS)
+@VERIFIERS
+@pytest.mark.parametrize("each", MANY, ids=lambda each: each.sentence)
+def test_predicted_programs_against_measured(each, verifier, pair, monkeypatch):
+    """Within 5 %."""
+    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
+    made = planner_of_programs(pair, verifier)
+    parts = measure_parts(made.bytes.loop(each))
+    estimated = made.bytes.estimated(each)
+    programs = {program.name: program for program in made.bytes.programs(each)}
+    total = parts.weights_bytes + parts.state_bytes
+    assert programs["round"].argument_bytes == pytest.approx(total, abs=64)
+    measured = total + max(program.added_bytes for program in programs.values())
+    assert estimated.total_bytes == pytest.approx(measured, rel=0.05)
+
+
+LAYERS = toy.config(vocab_size=64, num_layers=5, num_query_heads=8, num_kv_heads=4)
+DEEP = {
+    "target": (LAYERS, DRAFT),
+    "draft": (dataclasses.replace(LAYERS, num_layers=3), LAYERS),
+}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("which", DEEP)
+def test_layers_that_short_programs_lack_are_estimated(which, monkeypatch):
+    """Each adds what its attention begins with: per token and query head, H numbers and two."""
+    monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
+    target, draft = DEEP[which]
+    made = make_planner(target, draft, device=HERE, search=SMALL)
+    each = settings(draft_length=3, prefill_chunk=128)
+    _, prefill = made.bytes.programs(each)
+    short = max(program.added_bytes for program in made.bytes.programs(each, SHORT_LAYERS))
+    assert short < 0.95 * prefill.added_bytes
+    assert made.bytes.temporaries(each).added_bytes(each) == pytest.approx(
+        prefill.added_bytes, rel=0.01
+    )
+    added, _ = made.bytes.compiled(each, "short")
+    assert added == pytest.approx(prefill.added_bytes, rel=0.01)
+    further = Layers(target=target.num_layers - 2, draft=max(draft.num_layers - 2, 0))
+    num_heads = further.target * target.num_query_heads + further.draft * draft.num_query_heads
+    expected = 128 * num_heads * (LAYERS.head_size + 2) * 4
+    _, of_prefill = made.bytes.temporaries(each).further_bytes(each)
+    assert of_prefill == pytest.approx(expected, rel=0.02)
 
 
 def test_the_baseline_policy_is_that_of_the_published_code():
@@ -319,7 +355,7 @@ def test_temporaries_are_estimated_through_the_programs_that_were_compiled():
     made = make_planner(target=toy.config(vocab_size=4096, num_layers=2), draft=DRAFT)
     estimate = made.bytes.temporaries(settings())
     for each in (settings(batch_size=6, draft_length=1), settings(batch_size=6, draft_length=3)):
-        rounds, prefill = made.bytes.programs(each, "short")
+        rounds, prefill = made.bytes.programs(each, SHORT_LAYERS)
         measured = max(rounds.added_bytes, prefill.added_bytes)
         assert estimate.added_bytes(each) == pytest.approx(measured, rel=0.1)
         assert estimate.added_bytes(each) == pytest.approx(rounds.added_bytes, rel=0.1)

@@ -250,6 +250,21 @@ def test_drafts_are_those_of_a_full_cache_that_is_masked_alike(monkeypatch, sett
 
 
 @pytest.mark.system
+def test_a_window_of_kv_may_be_narrower_than_what_a_round_scores(monkeypatch):
+    """The ring has room for both; one that had it for `kv_window` alone is seen."""
+    [request] = requests_of([PROMPTS[2]], SamplingParams(max_tokens=180))
+    found = {}
+    for more in (0, 20, -2):
+        with with_pages(monkeypatch, more):
+            executor = executor_of(windowed(), draft_length=WINDOW + 20, batch_size=1)
+            executor.admit_and_prefill(0, request, draft_length=WINDOW + 20)
+            executor.run(MAX_LENGTH)
+        found[more] = drafts_of(executor, 0)
+    assert max(len(tokens) for tokens, _ in found[0].values()) > WINDOW
+    assert found[0] == found[20] != found[-2]
+
+
+@pytest.mark.system
 def test_a_window_that_holds_everything_drafts_as_a_full_cache():
     requests = dict(enumerate(requests_of(PROMPTS, params_of())))
     full = run(executor_of(DraftModel(models()[1])), requests)

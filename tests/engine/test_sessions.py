@@ -26,6 +26,7 @@ from jaxspec import (
     SamplingParams,
     SettingError,
 )
+from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.executor import SESSION_PROGRAMS
@@ -368,6 +369,31 @@ def test_what_does_not_fit_on_the_host_is_read_again(target, monkeypatch, how):
     check_chat(engine, [second])
 
 
+def test_memory_that_ran_out_costs_only_the_session_that_was_parked_then(target, monkeypatch):
+    engine = Engine(target, NGram(1, 3), **SHAPE)
+    lucky, unlucky = engine.session(), engine.session()
+    first = [session.generate(FIRST, GREEDY) for session in (lucky, unlucky)]
+    real, calls = StoredRow.on_host, []
+
+    def exhausted_at_the_second(self, place):
+        calls.append(place)
+        if len(calls) == 2:
+            raise MemoryError("no more")
+        return real(self, place)
+
+    monkeypatch.setattr(StoredRow, "on_host", exhausted_at_the_second)
+    engine.generate([OTHER] * engine.num_residents, GREEDY)
+    assert (lucky.place, unlucky.place) == ("host", "none")
+    found = [
+        session.generate([*FIRST, *done.token_ids, *SECOND], GREEDY)
+        for session, done in zip((lucky, unlucky), first, strict=True)
+    ]
+    known = len(FIRST) + 12
+    assert [done.num_reused_tokens for done in found] == [known, 0]
+    assert [done.num_reread_tokens for done in found] == [0, known]
+    check_chat(engine, found)
+
+
 def test_kv_is_parked_in_pinned_memory_where_the_device_has_it(target, monkeypatch):
     engine = Engine(target, DraftModel(toy.model(seed=1, num_layers=1)), **SHAPE)
     assert engine.executor.parking_place is None  # a CPU is the host
@@ -516,6 +542,34 @@ def test_what_a_session_refuses_costs_it_nothing(engine, target):
         with pytest.raises(RequestError, match="A closed session was"):
             call()
     assert "closed" in repr(session)
+
+
+def test_a_session_that_another_thread_uses_is_refused_and_lives_on(engine):
+    """One thread's turn has begun and not ended when the other's comes."""
+    session, has_begun, was_refused = engine.session(), threading.Event(), threading.Event()
+    found = []
+
+    def work():
+        stream = session.stream(FIRST, GREEDY)
+        next(stream)
+        has_begun.set()
+        was_refused.wait()
+        *_, last = stream
+        found.append(last.completion)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    has_begun.wait()
+    try:
+        for call in (lambda: session.generate(OTHER, GREEDY), session.fork):
+            with pytest.raises(RequestError, match="perhaps in another thread; wait for that"):
+                call()
+    finally:
+        was_refused.set()
+        thread.join()
+    found.append(session.generate([*FIRST, *found[0].token_ids, *SECOND], GREEDY))
+    assert found[1].num_reused_tokens == len(FIRST) + 12
+    check_chat(engine, found)
 
 
 def test_a_session_closed_in_the_middle_of_a_turn_is_cancelled(engine):

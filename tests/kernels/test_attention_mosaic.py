@@ -13,6 +13,7 @@ from jaxspec.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import mosaic
 from jaxspec.kernels.mosaic import SPLIT_LENGTH, is_supported, mosaic_attention
+from jaxspec.kernels.pallas import pallas_attention
 from jaxspec.kernels.xla import block_attention
 from jaxspec.types import Window
 
@@ -168,6 +169,16 @@ def test_padded_rows_see_no_padding(sliding_window):
     ours = run(queries, padded, table, window, sliding_window=sliding_window)
     theirs = reference(queries, layer, pages, window, sliding_window=sliding_window)
     np.testing.assert_allclose(ours, theirs, atol=ROUNDING[jnp.bfloat16])
+
+
+def test_kv_in_int8_is_left_to_the_triton_kernel():
+    inputs = setup([40, 200], 4, **SHAPE, kv_dtype="int8")
+    assert is_supported(inputs[-1], group=4, head_size=64, dtype=jnp.bfloat16)
+    ours, theirs = (
+        jax.jit(functools.partial(backend, dtype=jnp.bfloat16))(*inputs)
+        for backend in (mosaic_attention, pallas_attention)
+    )
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
 def test_what_the_kernel_cannot_do_is_left_to_the_triton_kernel():

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,17 @@ from jaxspec.verifiers import make_verifier
 Compiles: TypeAlias = Literal["whole", "short"]
 Say: TypeAlias = Callable[[str], None]
 
-# Where programs are compiled to estimate temporaries: layers of each model, and rows, of which the
-# fewest and the most are taken that draft in one way.
-SHORT_LAYERS = 2
+
+class Layers(NamedTuple):
+    """Layers of the target and of the draft model."""
+
+    target: int
+    draft: int
+
+
+# Where programs are compiled to estimate temporaries: layers of each model at most, and rows, of
+# which the fewest and the most are taken that draft in one way.
+SHORT_LAYERS = Layers(2, 2)
 SHORT_BATCHES = (1, 2, 3, 4)
 PLAIN = "plain"
 DEFAULT_CHUNK = 128
@@ -57,7 +65,7 @@ class LoopBytes:
         self,
         settings: PlanSettings,
         *,
-        num_layers: int | None = None,
+        layers: Layers | None = None,
         dtype: str | None = None,
         on: Any = None,
     ) -> DecodeLoop | ShardedLoop:
@@ -65,11 +73,11 @@ class LoopBytes:
 
         Args:
           settings: of the engine.
-          num_layers: of each model at most.
+          layers: of each model at most; None for all of them.
           dtype: of all weights, instead of the settings'.
           on: a mesh; by default one without devices, of the settings' axes.
         """
-        loop = self._loop(settings, num_layers, dtype)
+        loop = self._loop(settings, layers, dtype)
         if settings.num_devices == 1:
             return loop
         if on is None:
@@ -78,23 +86,22 @@ class LoopBytes:
         return ShardedLoop(loop=loop, mesh=on)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def _loop(
-        self, settings: PlanSettings, num_layers: int | None, dtype: str | None
-    ) -> DecodeLoop:
+    def _loop(self, settings: PlanSettings, layers: Layers | None, dtype: str | None) -> DecodeLoop:
         request = self.request
+        of_target, of_draft = layers or (None, None)
         target = self._model(
-            request.target, dtype or request.dtype, settings, num_layers, kv_dtype=settings.kv_dtype
+            request.target, dtype or request.dtype, settings, of_target, kv_dtype=settings.kv_dtype
         )
         drafter = None
         if settings.draft_length and request.draft is not None:
             draft_dtype = dtype or settings.draft_dtype or request.dtype
-            draft = self._model(request.draft, draft_dtype, settings, num_layers)
+            draft = self._model(request.draft, draft_dtype, settings, of_draft)
             options = {**request.draft_options, **settings.options_of("drafter")}
             drafter = DraftModel(draft, **options)
         elif settings.draft_length:
             drafter = request.drafter_at(settings)
         if isinstance(drafter, ShapeFlexDraft):
-            drafter = drafter.resized(num_layers=num_layers, dtype=target.dtype)
+            drafter = drafter.resized(num_layers=of_target, dtype=target.dtype)
         return make_loop(
             target,
             drafter,
@@ -149,9 +156,15 @@ class LoopBytes:
         is_own = self.request.is_here or not isinstance(drafter, (ShapeFlexDraft, type(None)))
         return None if is_own else "float32"
 
-    def programs(self, settings: PlanSettings, compiles: Compiles) -> tuple[ProgramBytes, ...]:
-        """The compiled programs of these settings; those of a mesh need its devices."""
-        num_layers = SHORT_LAYERS if compiles == "short" else None
+    def programs(
+        self, settings: PlanSettings, layers: Layers | None = None
+    ) -> tuple[ProgramBytes, ...]:
+        """The compiled programs of these settings; those of a mesh need its devices.
+
+        Args:
+          settings: of the engine.
+          layers: of each model at most; None for all of them.
+        """
         mesh = None
         if settings.num_devices > 1:
             axes = (settings.num_data_shards, settings.num_model_shards)
@@ -161,8 +174,23 @@ class LoopBytes:
                 axis_types=(AxisType.Auto, AxisType.Auto),
                 devices=jax.devices()[: settings.num_devices],
             )
-        loop = self.loop(settings, num_layers=num_layers, dtype=self._programs_dtype, on=mesh)
-        return compile_programs(loop)
+        return compile_programs(
+            self.loop(settings, layers=layers, dtype=self._programs_dtype, on=mesh)
+        )
+
+    def compiled(
+        self, settings: PlanSettings, compiles: Compiles
+    ) -> tuple[int, tuple[ProgramBytes, ...]]:
+        """What the programs of these settings need besides their arguments, and the programs that
+        were compiled to know it. To short ones is added what the layers that they lack are
+        estimated to need."""
+        if compiles == "whole":
+            programs = self.programs(settings)
+            return max(each.added_bytes for each in programs), programs
+        programs = self.programs(settings, SHORT_LAYERS)
+        further = self.temporaries(settings).further_bytes(settings)
+        added = [each.added_bytes + more for each, more in zip(programs, further, strict=True)]
+        return math.ceil(max(added)), programs
 
     def temporaries(self, settings: PlanSettings) -> Estimate:
         """Temporaries of one device, from short programs of a few sizes, for settings in which what
@@ -196,19 +224,32 @@ class LoopBytes:
         large = dataclasses.replace(
             longest, batch_size=batches[-1], prefill_chunk=max(2 * chunks[0], 128)
         )
-        sizes = [small, large]
+        further = self._further_layers(longest)
+        sizes = [(small, SHORT_LAYERS), (large, SHORT_LAYERS)]
         drafting = [each for each in candidates if 0 < each.draft_length < longest.draft_length]
-        if drafting:  # a round of other proportions
-            shortest = min(drafting, key=lambda each: each.draft_length)
-            sizes.append(
-                dataclasses.replace(shortest, batch_size=batches[-1], prefill_chunk=chunks[0])
-            )
+        if drafting or further.draft:  # a round of other proportions, a prefill of a deeper draft
+            shortest = min(drafting, key=lambda each: each.draft_length, default=large)
+            other = dataclasses.replace(large, draft_length=shortest.draft_length)
+            sizes.append((other, SHORT_LAYERS._replace(draft=SHORT_LAYERS.draft + 1)))
+        if further.target:
+            sizes.append((large, SHORT_LAYERS._replace(target=SHORT_LAYERS.target + 1)))
         points = []
-        for each in sizes:
+        for each, layers in sizes:
             self.say(f"compiling short programs of {each.sentence}")
-            rounds, prefill = self.programs(each, "short")
-            points.append((each, rounds.added_bytes, prefill.added_bytes))
-        return Estimate.through(*points)
+            rounds, prefill = self.programs(each, layers)
+            compiled = Layers(*map(min, further, _beyond_short(layers)))
+            points.append((each, compiled, rounds.added_bytes, prefill.added_bytes))
+        return Estimate.through(*points, further=further)
+
+    def _further_layers(self, settings: PlanSettings) -> Layers:
+        """How many more layers the models have than short programs."""
+        draft = self.request.draft if settings.draft_length else None
+        return _beyond_short(
+            Layers(
+                target=self.request.target.config.num_layers,
+                draft=0 if draft is None else draft.config.num_layers,
+            )
+        )
 
     def estimated(self, settings: PlanSettings, *, correction: float = 1.0) -> PlanBytes:
         """The bytes of settings whose programs have not been compiled.
@@ -273,58 +314,91 @@ class LoopBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What programs need besides their arguments, as linear functions that go through a few of
-    them: of a round the tokens that it scores and those that it draws at a time
-    (`sampling.choose`), of a prefill the tokens of its chunk. Neither the layers nor the context
-    matter: a layer's temporaries are used again by the next, and attention reads KV block by block.
+    """What programs need besides their arguments, as linear functions that go through a few short
+    ones: of a round the tokens that it scores and those that it draws at a time
+    (`sampling.choose`), of a prefill the tokens of its chunk, and of both what every further layer
+    adds to a token. Most temporaries of a layer are used again by the next. What it begins its
+    attention with (per query head zeros for the H numbers of the output, a maximum and a sum) XLA
+    allocates before the first layer, for all of them. The context does not matter: attention reads
+    KV block by block.
 
     Attributes:
-      round_bytes: constant, per token scored, and per token drawn at a time.
-      prefill_bytes: constant, and per token.
+      round_bytes: constant, per token scored, per token drawn at a time, and per token scored and
+        further layer of the target. (A draft model's layers do not matter: it reads few tokens at a
+        time.)
+      prefill_bytes: constant, per token, and per token and further layer of the target and of the
+        draft model.
+      further: the layers that the models have and short programs have not.
     """
 
     round_bytes: tuple[float, ...]
     prefill_bytes: tuple[float, ...]
+    further: Layers
 
     @classmethod
-    def through(cls, *points: tuple[PlanSettings, int, int]) -> Estimate:
-        """The functions through two or three settings (a prefill's through the first two) and the
-        bytes that their round and prefill added."""
+    def through(cls, *points: tuple[PlanSettings, Layers, int, int], further: Layers) -> Estimate:
+        """The functions through a few settings, the layers that their programs had beyond short
+        ones, and the bytes that their round and their prefill added."""
 
-        def solve(sizes: list[tuple[int, ...]], added: list[int]) -> tuple[float, ...]:
-            # Two points of a round: the settings are alike in what cannot be told apart.
+        def solve(sizes: list[tuple[float, ...]], added: list[int]) -> tuple[float, ...]:
+            # Fewer points than numbers: the settings are alike in what cannot be told apart.
             found = np.linalg.lstsq(np.array(sizes, float), np.array(added, float), rcond=None)
             return tuple(found[0].tolist())
 
         return cls(
             round_bytes=solve(
-                [_round_sizes(each) for each, _, _ in points], [added for _, added, _ in points]
+                [_round_sizes(each, layers) for each, layers, _, _ in points],
+                [added for _, _, added, _ in points],
             ),
             prefill_bytes=solve(
-                [_prefill_sizes(each) for each, _, _ in points[:2]],
-                [added for _, _, added in points[:2]],
+                [_prefill_sizes(each, layers) for each, layers, _, _ in points],
+                [added for _, _, _, added in points],
             ),
+            further=further,
         )
 
     def added_bytes(self, settings: PlanSettings) -> float:
         """Of the larger program, on one device. Of devices that split a model it is an upper
         bound."""
+        return max(self._programs_bytes(settings, self._further(settings)))
+
+    def further_bytes(self, settings: PlanSettings) -> tuple[float, float]:
+        """What the further layers add, to the round and to the prefill."""
+        whole = self._programs_bytes(settings, self._further(settings))
+        short = self._programs_bytes(settings, Layers(0, 0))
+        return whole[0] - short[0], whole[1] - short[1]
+
+    def _further(self, settings: PlanSettings) -> Layers:
+        return self.further if settings.draft_length else self.further._replace(draft=0)
+
+    def _programs_bytes(self, settings: PlanSettings, further: Layers) -> tuple[float, float]:
         pairs = (
-            (self.round_bytes, _round_sizes(settings)),
-            (self.prefill_bytes, _prefill_sizes(settings)),
+            (self.round_bytes, _round_sizes(settings, further)),
+            (self.prefill_bytes, _prefill_sizes(settings, further)),
         )
-        return max(max(float(np.dot(each, sizes)), 1.0) for each, sizes in pairs)
+        of_round, of_prefill = (max(float(np.dot(each, sizes)), 1.0) for each, sizes in pairs)
+        return of_round, of_prefill
 
 
-def _round_sizes(settings: PlanSettings) -> tuple[int, ...]:
-    """One, and the tokens that a round of a shard scores, and draws at a time."""
+def _beyond_short(layers: Layers) -> Layers:
+    return Layers(*(max(own - short, 0) for own, short in zip(layers, SHORT_LAYERS, strict=True)))
+
+
+def _round_sizes(settings: PlanSettings, further: Layers) -> tuple[float, ...]:
+    """One, the tokens that a round of a shard scores, those that it draws at a time, and the first
+    times the target's further layers, whose heads a mesh splits."""
     rows, length = settings.batch_size // settings.num_data_shards, settings.draft_length + 1
-    return 1, rows * length, rows * num_drawn_together(rows, length)
+    per_layer = rows * length / settings.num_model_shards
+    drawn = rows * num_drawn_together(rows, length)
+    return 1, rows * length, drawn, further.target * per_layer
 
 
-def _prefill_sizes(settings: PlanSettings) -> tuple[int, ...]:
-    """One, and the tokens of a chunk."""
-    return 1, settings.prefill_chunk
+def _prefill_sizes(settings: PlanSettings, further: Layers) -> tuple[float, ...]:
+    """One, the tokens of a chunk, and these times the target's further layers, whose heads a mesh
+    splits, and the draft model's."""
+    chunk = settings.prefill_chunk
+    of_target = further.target * chunk / settings.num_model_shards
+    return 1, chunk, of_target, further.draft * chunk
 
 
 def _weights_in_words(config: ModelConfig, dtype: str) -> str:
