@@ -324,7 +324,7 @@ def test_decode_refuses(refused, options, expected):
     ("options", "expected"),
     [
         (["--device", "abacus"], "neither one of"),
-        (["--acceptance", "1.0"], "chances"),
+        (["--acceptance", "1.0"], "they are probabilities"),
         (["--per-position", "0.5", "0.6"], "cumulative"),
         (["--context", "0"], "at least 1"),
     ],
