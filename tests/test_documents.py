@@ -160,7 +160,7 @@ def test_the_readme_is_short_and_has_the_test_command():
 def test_the_speed_table_of_the_readme_is_that_of_the_results():
     found = table_under(README, "| | batch 1 | batch 4 | batch 8 |")
     expected = []
-    document = json.loads((RESULTS / "decode-cpu.json").read_text())
+    document = json.loads((RESULTS / "decode-avx512-cpu.json").read_text())
     runs = document["runs"] + document["adaptive"]
     for wanted in (
         {"drafter": "none"},

@@ -83,21 +83,20 @@ ACCEPTANCE: Columns = {
 COSTS: Columns = {
     "batch": "{batch_size}",
     "drafter": "{drafter}",
-    "nodes": "{num_nodes}",
     "levels": "{num_levels}",
-    "draft ms": "{draft_ms:.3f}",
-    "target ms": "{target_ms:.3f}",
-    "commit ms": "{commit_ms:.3f}",
-    "draft\n/ target": "{draft_share:.2f}",
-    "a level over\na draft step": "{level_over_draft_step:.2f}",
-    "half of\nthe turns": lambda found: quartiles(found["level_quartiles"]),
+    "draft\nms": "{draft_ms:.2f}",
+    "target\nms": "{target_ms:.2f}",
+    "commit\nms": "{commit_ms:.2f}",
+    "draft /\ntarget": "{draft_share:.2f}",
+    "level /\nstep": "{level_over_draft_step:.2f}",
+    "quartiles": lambda found: quartiles(found["level_quartiles"]),
 }
 TAPS: Columns = {
     "batch": "{batch_size}",
     "round ms": "{plain_ms:.3f}",
     "with taps": "{taps_ms:.3f}",
     "ratio": "{ratio:.3f}",
-    "half of\nthe turns": lambda found: quartiles(found["quartiles"]),
+    "quartiles": lambda found: quartiles(found["quartiles"]),
 }
 PREDICTED: Columns = {
     "target": "{target}",
@@ -516,7 +515,7 @@ def _over(turns: Turns[K], name: K, first: K) -> tuple[float, list[float]]:
 def quartiles(found: Sequence[float]) -> str:
     """As a table shows them."""
     low, high = found
-    return f"{low:.2f} .. {high:.2f}"
+    return f"{low:.2f}-{high:.2f}"
 
 
 def with_nodes(heads: Heads, nodes: int) -> Heads:
