@@ -128,6 +128,7 @@ class DraftLengthController:
         self._current: RoundKind | None = None
         self._is_trial = False
         self._num_trials = 0  # that did not pay, since drafting was ended
+        self._ended_with = 0.0  # chunks per token of the requests for which it was
         # When, by the seconds spent, the last trial was, and the next look at what is affordable.
         self._tried_at_s = self._look_at_s = self._spent_s
         self._rounds_since_trial = 0
@@ -213,7 +214,9 @@ class DraftLengthController:
             over the rows.
         """
         rates_if = functools.partial(self.tokens_per_s, context, chunks_per_token)
-        if self._current is not None and not self._is_trial:
+        # Drafting may have been ended for requests whose prompts cost the drafter more than these.
+        is_lighter = self._current == PLAIN and chunks_per_token < self._ended_with / 2
+        if self._current is not None and not self._is_trial and not is_lighter:
             if self._current == PLAIN and self._spent_s < self._look_at_s:
                 return Choice(kind=PLAIN, num_rounds=num_rounds)
             # Nodes that were never drafted would look best for ever, and a trial of so many of
@@ -226,7 +229,7 @@ class DraftLengthController:
             if self._current == PLAIN:
                 self._look_at_s = self._spent_s + LOOK_AGAIN * (self._spent_s - self._tried_at_s)
                 return Choice(kind=PLAIN, num_rounds=num_rounds)
-        worth = _worth(rates_if())
+        worth = _worth(rates_if(is_cautious=is_lighter))
         if self._current != PLAIN and worth[PLAIN] == max(worth.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
@@ -240,6 +243,7 @@ class DraftLengthController:
             self._num_trials = self._num_trials + 1 if was_resting else 0
             self._is_trial, self._tried_at_s, self._rounds_since_trial = False, self._spent_s, 0
         if self._current == PLAIN:
+            self._ended_with = chunks_per_token
             # Let a later trial outweigh the evidence by which drafting lost.
             self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
         elif self._num_known < LITTLE_KNOWN:

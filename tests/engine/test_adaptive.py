@@ -641,6 +641,16 @@ def test_prompts_that_the_drafter_must_read_count_against_drafts():
     assert chosen(0.5) == 0
 
 
+def test_a_short_request_at_the_start_does_not_end_drafting_for_longer_ones():
+    """To draft one token of a long prompt does not pay; the next request is another matter."""
+    controller = DraftLengthController(times(chunk=1.0))
+    settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 1}
+    assert controller.choose(**settings, chunks_per_token=2.0).draft_length == 0
+    controller.note(draft_length=0, context=100, num_rounds=1, num_row_rounds=1, num_accepted_at=())
+    assert controller.choose(**settings, chunks_per_token=2.0).draft_length == 0
+    assert controller.choose(**settings, chunks_per_token=0.05).draft_length > 0
+
+
 def test_it_keeps_its_mind_between_equals():
     """Where two draft lengths are equally fast, noise makes it change seldom."""
     chance = 0.5
