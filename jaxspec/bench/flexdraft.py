@@ -213,7 +213,7 @@ class FlexDraftBench(PairBench):
             )
         ]
         if not document["holds"]:
-            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+            found.append(("Some outputs differ from plain decoding's: this is a bug.", "bold red"))
         return found
 
     @property

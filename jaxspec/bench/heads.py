@@ -260,7 +260,7 @@ class HeadsBench(PairBench):
             )
         ]
         if not document["holds"]:
-            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+            found.append(("Some outputs differ from plain decoding's: this is a bug.", "bold red"))
         return found
 
     def _heads(self, label: str, name: str, target: LanguageModel) -> Heads:

@@ -76,8 +76,14 @@ ACCEPTANCE: Columns = {
     "by its\nranks": "{predicted:.2f}",
     "over the\nchain": "{over_chain:.3f}",
     "difference per prompt": lambda found: with_interval(found["difference"]),
-    "to the static tree": lambda found: with_interval(found["over_static"]),
     "equals\nplain": lambda found: {None: "-", True: "yes", False: "NO"}[found["is_equal"]],
+}
+OVER_STATIC: Columns = {
+    "rule": "{verifier}",
+    "temperature": "{temperature:g}",
+    "nodes": "{num_nodes}",
+    "emitted\n/round": "{emitted_per_round:.2f}",
+    "difference per prompt": lambda found: with_interval(found["over_static"]),
 }
 SPEEDS: Columns = {
     "batch": "{batch_size}",
@@ -159,17 +165,18 @@ class TreesBench(PairBench):
         }
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """A table for each part."""
-        columns = {
-            "costs": ("a pass of the target", COSTS),
-            "stages": ("a round of the largest tree", STAGES),
-            "acceptance": ("tokens per round", ACCEPTANCE),
-            "speeds": ("speed, prefill included", SPEEDS),
-        }
+        """A table for each part, and for acceptance one more."""
+        acceptance = document.get("acceptance", [])
+        beams = [found for found in acceptance if found["over_static"] is not None]
+        tables = [
+            ("a pass of the target", COSTS, document.get("costs")),
+            ("a round of the largest tree", STAGES, document.get("stages")),
+            ("tokens per round", ACCEPTANCE, acceptance),
+            ("beam trees over static trees", OVER_STATIC, beams),
+            ("speed, prefill included", SPEEDS, document.get("speeds")),
+        ]
         return [
-            TextTable.of_columns(title, of_part, document[part])
-            for part, (title, of_part) in columns.items()
-            if part in document
+            TextTable.of_columns(title, columns, rows) for title, columns, rows in tables if rows
         ]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -177,13 +184,14 @@ class TreesBench(PairBench):
         found = [
             (
                 "By its ranks: what a static tree would emit, from the ranks that the draft model "
-                "gave the target's tokens. Differences are to the chain, and to the static tree, "
-                "of as many nodes, means over prompts with their 95% bootstrap intervals.",
+                "gave the target's tokens. Differences are to the chain, in the second table to "
+                "the static tree, of as many nodes: means over prompts with their 95% bootstrap "
+                "intervals.",
                 "dim",
             )
         ]
         if not document["holds"]:
-            found.append(("Some outputs are not plain decoding's: this is a bug.", "bold red"))
+            found.append(("Some outputs differ from plain decoding's: this is a bug.", "bold red"))
         return found
 
     @property

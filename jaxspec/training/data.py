@@ -89,7 +89,7 @@ def discover_domains(corpora: pathlib.Path) -> list[Domain]:
         return [Domain(name=corpora.resolve().name, source=".")]
     raise SettingError(
         f"{corpora} holds no .jsonl file, nor does any directory in it; give a directory of JSONL "
-        'files with one {"text": ...} object a line.'
+        'files with one {"text": ...} object per line.'
     )
 
 
@@ -124,7 +124,7 @@ def read_documents(
     if not train:
         raise SettingError(
             f"The domain {domain.name!r} has no documents in {domain.source!r}; give JSONL files "
-            'with one {"text": ...} object a line.'
+            'with one {"text": ...} object per line.'
         )
     if not held_out:
         held_out = [document for document in train if _is_held_out(*document)]
@@ -314,7 +314,7 @@ def _check_directory(path: pathlib.Path) -> None:
     if not path.is_dir():
         raise SettingError(
             f"{path} is not a directory; give one that holds JSONL files with one "
-            '{"text": ...} object a line.'
+            '{"text": ...} object per line.'
         )
 
 
@@ -332,7 +332,7 @@ def _read_jsonl(paths: Iterable[pathlib.Path]) -> Iterator[Document]:
                 if not isinstance(text, str):
                     raise SettingError(
                         f"Line {number} of {path} is not a JSON object with a text; write one "
-                        '{"text": "..."} object a line.'
+                        '{"text": "..."} object per line.'
                     )
                 if text:
                     yield Document(str(fields.get("source", path.name)), text)

@@ -174,8 +174,8 @@ def fit_axis(
     slope = draws.interval(lambda means: LINE.fit(x, means, weights)[..., 1])
     if len(seeds) == 1:
         notes.append(
-            f"There is one seed ({seeds[0]}), so the intervals hold what prompts vary and not what "
-            "training varies; train at least 3."
+            f"There is one seed ({seeds[0]}), so the intervals cover differences between prompts, "
+            "but not between training runs; train at least 3."
         )
     word = word_for(gates)
     residuals = draws.means - LINE.predict(LINE.fit(x, draws.means, weights), x)
