@@ -69,13 +69,15 @@ STAGES: Columns = {
 }
 ACCEPTANCE: Columns = {
     "rule": "{verifier}",
-    "temperature": "{temperature:g}",
+    "temp.": "{temperature:g}",
     "nodes": "{num_nodes}",
     "tree": "{tree}",
     "emitted\n/round": "{emitted_per_round:.2f}",
     "by its\nranks": "{predicted:.2f}",
     "over the\nchain": "{over_chain:.3f}",
-    "difference per prompt": lambda found: with_interval(found["difference"]),
+    "difference\nper prompt": lambda found: with_interval(
+        None if found["tree"] == "chain" else found["difference"]
+    ),
     "equals\nplain": lambda found: {None: "-", True: "yes", False: "NO"}[found["is_equal"]],
 }
 OVER_STATIC: Columns = {
