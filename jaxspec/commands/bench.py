@@ -467,10 +467,10 @@ ADAPTIVE: Columns = {
 STAGES_OF_RUNS: Columns = {
     **BATCH,
     "draft\nlength": "{draft}",
-    **{name: f"{{stages_ms[{name}]:.3f}}" for name in ("draft", "target", "verify", "other")},
-    "round": "{round_ms:.3f}",
-    "predicted": "{predicted[round_ms]:.3f}",
-    "roofline": "{roofline_ms:.3f}",
+    **{name: f"{{stages_ms[{name}]:.3g}}" for name in ("draft", "target", "verify", "other")},
+    "round": "{round_ms:.3g}",
+    "predicted": "{predicted[round_ms]:.3g}",
+    "roofline": "{roofline_ms:.3g}",
     "of it": "{fraction_of_roofline:.0%}",
 }
 AGAINST: Columns = {
