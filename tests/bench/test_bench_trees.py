@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec.bench.trees import chain_tree, draft_ranks, emitted_by_ranks
+from jaxspec.bench.trees import TreesBench, chain_tree, draft_ranks, emitted_by_ranks
 from jaxspec.cli import main
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.engine.engine import Engine
@@ -62,6 +62,8 @@ def test_a_small_run(capsys):
     beside_static = by_tree["coupled", 0.0, "beam"]["over_static"]
     assert beside_static["low"] <= beside_static["mean"] <= beside_static["high"]
     assert by_tree["coupled", 0.0, "static"]["over_static"] is None
+    [over_static] = [t for t in TreesBench().tables(document) if "over static" in t.title]
+    assert len(over_static.rows) == 1
     assert {found["drafts"] for found in document["speeds"]} >= {"plain", "auto", "tree of 4"}
 
 
