@@ -158,6 +158,15 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
         )
 
 
+def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
+    """Raises `SettingError` if a drafter is asked for more nodes than it can draft."""
+    if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
+        raise SettingError(
+            f"A draft length of {draft_length} was given, and {drafter.name} drafts at most "
+            f"{drafter.num_nodes} tokens per round; give at most that, or leave it out."
+        )
+
+
 def default_draft_length(drafter: Drafter | None) -> int:
     """The number of nodes that a drafter drafts by default."""
     num_nodes = None if drafter is None else with_defaults(drafter).num_nodes

@@ -38,13 +38,14 @@ from jaxspec.decode.settings import (
     DraftLength,
     Exactness,
     check_exactness,
+    check_num_nodes,
     default_draft_length,
     home_of,
     make_loop,
     pinned_memory,
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, with_defaults
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
@@ -635,6 +636,8 @@ def make_executor(
         draft_length = default_draft_length(None) if verify_length is None else verify_length - 1
     elif draft_length is None:
         draft_length = default_draft_length(drafter)
+    elif drafter is not None:
+        check_num_nodes(with_defaults(drafter), draft_length)
     logprobs = None
     if max_logprobs is not None:
         if not 0 <= max_logprobs <= target.vocab_size:

@@ -619,6 +619,8 @@ def test_heads_that_do_not_fit_are_refused(target):
         Heads(config, params, tree=StaticTree(tuple((0,) * depth for depth in (1, 2, 3, 4))))
     with pytest.raises(SettingError, match="nodes of 70 children, and calm0 has 61 tokens"):
         check(config, params, BeamTree(width=70, depth=1, nodes=4))
+    with pytest.raises(SettingError, match=r"length of 4 was given, and medusa\[chain\] drafts at"):
+        Engine(target, heads, draft_length=4, batch_size=1, max_length=64)
 
     class Headless:
         """A model without the parts of a head."""
