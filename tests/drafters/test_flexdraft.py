@@ -560,8 +560,8 @@ def test_a_smaller_block_drafts_less(target, plain):
 
 def test_a_window_wider_than_the_block_is_filled_up_to_it(target, plain):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
-    engine = Engine(target, drafter, draft_length=6, **SMALL)
-    found = engine.generate(PROMPTS, PARAMS)
+    engine = Engine(target, drafter, verify_length=7, **SMALL)
+    found = engine.generate(PROMPTS, PARAMS, draft_length=6)
     assert [c.token_ids for c in found] == plain
     assert max(c.acceptance.depth for c in found) == flex.BLOCK - 1
 
