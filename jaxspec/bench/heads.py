@@ -87,8 +87,8 @@ COSTS: Columns = {
     "draft\nms": "{draft_ms:.2f}",
     "target\nms": "{target_ms:.2f}",
     "commit\nms": "{commit_ms:.2f}",
-    "draft /\ntarget": "{draft_share:.2f}",
-    "level /\nstep": "{level_over_draft_step:.2f}",
+    "draft/\ntarget": "{draft_share:.2f}",
+    "level/\nstep": "{level_over_draft_step:.2f}",
     "quartiles": lambda found: quartiles(found["level_quartiles"]),
 }
 TAPS: Columns = {
