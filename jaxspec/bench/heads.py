@@ -31,7 +31,7 @@ from jaxspec.bench.measure import (
 from jaxspec.bench.speeds import SPEEDS, speed_rows
 from jaxspec.bench.stages import round_stages
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Drafter, with_defaults
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.growth import Tree
@@ -433,7 +433,9 @@ class HeadsBench(PairBench):
         batch: int,
         prompts: Sequence[Sequence[int]],
     ) -> tuple[dict[str, Repeated], int]:
-        """The stages of a round on rows in mid-decode, and the levels that it drafts."""
+        """The stages of a round on rows in mid-decode, and the levels that it drafts; of heads with
+        fewer than `nodes` in a chain, as many as there are."""
+        nodes = min(nodes, with_defaults(drafter).num_nodes or nodes)
         engine = Engine(
             target,
             drafter,

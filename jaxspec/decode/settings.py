@@ -159,11 +159,13 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
 
 
 def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
-    """Raises `SettingError` if a drafter is asked for more nodes than it can draft."""
+    """Raises `SettingError` if a drafter is asked for more nodes than it can draft: every round would
+    verify a wider window in vain."""
     if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
         raise SettingError(
             f"A draft length of {draft_length} was given, and {drafter.name} drafts at most "
-            f"{drafter.num_nodes} tokens per round; give at most that, or leave it out."
+            f"{drafter.num_nodes} tokens per round; give at most that, or leave it out. (A wider "
+            "window is set by verify_length.)"
         )
 
 

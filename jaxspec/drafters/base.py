@@ -112,7 +112,8 @@ class DrafterBase:
         judge a token by the distribution it was drawn from, so an engine refuses the combination.
         The choice may depend on the tokens *before* a node (its ancestors and earlier siblings).
       num_nodes: the most nodes that it drafts, such as those of its trees; an engine drafts so many
-        by default, and refuses a greater `draft_length`. None where there is no limit.
+        by default, and refuses a greater `draft_length` if it is given no `verify_length`. None
+        where there is no limit.
       taps: boundaries of the target at which it reads the residual stream: boundary b is the stream
         after b layers, 0 the embeddings, `models.base.LAST` what `forward` returns. `observe` gets
         these features for prompts, `commit` gets them in `RoundInfo.features`.

@@ -636,7 +636,7 @@ def make_executor(
         draft_length = default_draft_length(None) if verify_length is None else verify_length - 1
     elif draft_length is None:
         draft_length = default_draft_length(drafter)
-    elif drafter is not None:
+    elif drafter is not None and verify_length is None:
         check_num_nodes(with_defaults(drafter), draft_length)
     logprobs = None
     if max_logprobs is not None:
