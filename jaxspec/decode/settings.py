@@ -159,7 +159,7 @@ def check_draft_length(draft_length: int, verify_length: int) -> None:
 
 
 def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
-    """Raises `SettingError` if a drafter is asked for more nodes than it can draft: every round would
+    """Raises `SettingError` if a drafter is asked for more nodes than it can draft: rounds would
     verify a wider window in vain."""
     if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
         raise SettingError(
