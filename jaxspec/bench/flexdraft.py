@@ -27,6 +27,7 @@ from jaxspec.bench.measure import (
     time_rounds,
 )
 from jaxspec.bench.speeds import SPEEDS, speed_rows
+from jaxspec.decode.settings import check_num_nodes
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.files import load_drafter
@@ -34,7 +35,6 @@ from jaxspec.drafters.flexdraft.config import flex_config
 from jaxspec.drafters.flexdraft.drafter import FlexDraft, Mode
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.registry import PRESETS
@@ -144,11 +144,7 @@ class FlexDraftBench(PairBench):
         target, draft = self.load()
         drafter = load_drafter(self.weights, target, kind="flexdraft")
         assert isinstance(drafter, FlexDraft), "it was asked for"
-        if self.draft_length > drafter.num_nodes:
-            raise SettingError(
-                f"--draft-length {self.draft_length} was given for weights whose blocks have "
-                f"{drafter.num_nodes} drafts; give at most that."
-            )
+        check_num_nodes(drafter, self.draft_length)
         lines, files = load_prompts(self.prompts, None)
         found: dict[str, Any] = {"holds": True}
         if "acceptance" in self.parts:

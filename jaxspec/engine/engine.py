@@ -73,8 +73,9 @@ class Engine:
       layout: how the target's KV cache is laid out: `ragged` never moves KV; `aligned` pads rows on
         the left so that all end at one slot, and moves them after every round, as 2510.22876 does.
       draft_length: tokens drafted per round, 1 to `verify_length - 1` (for a tree, its number of
-        nodes); default the drafter's own number of nodes, or 4. `auto` chooses them, or none, by
-        acceptance and by the measured cost of rounds; see `engine.adaptive`.
+        nodes), and no more than the drafter can draft unless a `verify_length` is given; default
+        the drafter's own number of nodes, or 4. `auto` chooses them, or none, by acceptance and by
+        the measured cost of rounds; see `engine.adaptive`.
       exactness: with `bitwise`, drafts do not change a bit of the output. With `ties`, two tokens
         that tie within rounding may be exchanged; every round scores only as many tokens as its
         drafts need, down to one. Where the kernels' bits do not depend on the width of a window

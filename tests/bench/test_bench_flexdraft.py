@@ -56,4 +56,4 @@ def test_a_small_run(capsys, tmp_path):
         "auto",
     ]
     assert main(["bench", "flexdraft", "--draft-length", "8"]) != 0
-    assert "blocks have 7 drafts; give at most that" in capsys.readouterr().err
+    assert "drafts at most 7 tokens per round; give at most that" in capsys.readouterr().err

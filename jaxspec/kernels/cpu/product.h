@@ -33,12 +33,12 @@ constexpr int64_t kInputs = 32;        // inputs are filled up to a multiple of 
 constexpr int64_t kGroup = 4;          // panels that a thread takes at a time
 constexpr int64_t kAheadBytes = 4096;  // of a panel, what is fetched before it is needed
 
-// Bytes of a panel that are fetched before they are needed, of a weight of so many bytes.
+// Bytes of a panel to fetch ahead, for a weight of this many bytes and this many rows.
 //
-// A large weight comes from memory, and AMD's processors with AVX-512 stream that fastest on their own:
-// on Zen 4, products of one to seven rows took up to 1.2 times as long with prefetches, of eight as
-// long, and of twelve less. Weights in the third-level cache are read a fifth faster with them. Older
-// processors were not measured.
+// Large weights come from memory, which AMD's processors with AVX-512 stream fastest on their own: on
+// Zen 4, prefetching made products of up to seven rows up to 1.2 times slower, made no difference for
+// eight, and helped a little from twelve rows on. Smaller weights may come from the third-level cache,
+// where prefetching helps from three rows on. AMD's older processors were not measured.
 inline int64_t AheadBytes(int64_t weight_bytes, int64_t num_rows) {
 #if defined(__AVX512F__)
   static const bool is_amd = __builtin_cpu_is("amd");
