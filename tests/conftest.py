@@ -78,12 +78,22 @@ def fast_options() -> dict[str, bool | int]:
     return {name: value for name, value in COMPILE_FAST.items() if is_known(name)}
 
 
+def choose_options(*, is_fast: bool) -> None:
+    """How everything is compiled from now on; `COMPILE_FAST` is for CPUs."""
+    _options.clear()
+    if is_fast and jax.default_backend() == "cpu":
+        _options.update(fast_options())
+
+
+def pytest_collection():
+    """Compiles fast what draws the weights of models that files make when they are imported."""
+    choose_options(is_fast=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Chooses how a test and the fixtures made for it are compiled, and what JAX refuses."""
-    _options.clear()
-    if jax.default_backend() == "cpu" and item.get_closest_marker("as_shipped") is None:
-        _options.update(fast_options())
+    choose_options(is_fast=item.get_closest_marker("as_shipped") is None)
     is_system = item.get_closest_marker("system") is not None
     jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
     jax.config.update("jax_debug_key_reuse", not is_system)

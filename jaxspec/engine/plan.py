@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.pages import KvDtype
 from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.settings import home_of
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.memory import Parts, in_units
@@ -166,15 +167,17 @@ def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]
       loop: a loop, whose parameters may be shapes. The devices of a mesh must exist, but may be
         virtual.
     """
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    each = number
+    number = each = jax.ShapeDtypeStruct((), jnp.int32)
     state, params = jax.eval_shape(loop.init), jax.eval_shape(lambda: loop.params)
-    options: dict[str, Any] = {"donate_argnums": 1}
     if isinstance(loop, ShardedLoop):
-        state = shapes_at(state, loop.state_shardings)
-        params = shapes_at(params, loop.param_shardings)
-        options["out_shardings"] = loop.state_shardings
+        home, home_of_params = loop.state_shardings, loop.param_shardings
         each = jax.ShapeDtypeStruct((loop.num_shards,), jnp.int32)
+    else:
+        # That of an executor, which then finds these programs in the compilation cache.
+        home = home_of(loop.params) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        home_of_params = home
+    state, params = shapes_at(state, home), shapes_at(params, home_of_params)
+    options: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}
 
     def compile_one(name: str, function: Any, *arguments: Any) -> ProgramBytes:
         started_s = time.perf_counter()

@@ -166,15 +166,18 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+random_model = functools.cache(jaxspec.random_model)
+
+
 def check_live_arrays(each, *, verifier, pair="qwen3"):
     """The state of a real engine takes what was predicted, before and after a round."""
     made = make_planner(*PAIRS[pair], verifier=verifier, device=HERE)
     predicted = measure_parts(made.bytes.loop(each))
     config, draft_config = PAIRS[pair]
-    target = jaxspec.random_model(config, dtype="float32", kernels="xla", kv_dtype=each.kv_dtype)
+    target = random_model(config, dtype="float32", kernels="xla", kv_dtype=each.kv_dtype)
     drafter = None
     if each.draft_length:
-        draft = jaxspec.random_model(draft_config, dtype=each.draft_dtype, kernels="xla")
+        draft = random_model(draft_config, dtype=each.draft_dtype, kernels="xla")
         drafter = DraftModel(draft, **each.options_of("drafter"))
     executor = make_executor(
         target,

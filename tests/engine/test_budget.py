@@ -85,6 +85,8 @@ def test_an_engine_takes_a_budget(parts, loop):
     assert bytes_of(engine.executor.loop).total_bytes <= budget_bytes
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     assert len(engine.generate([[1, 2, 3]] * 5, params)) == 5
+    # The round was compiled to know its bytes, and is not compiled again.
+    assert engine.executor.programs["run"].compiled.is_cached
 
 
 def test_what_cannot_fit_is_refused_with_the_smallest_budget(parts, loop):
