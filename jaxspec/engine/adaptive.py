@@ -383,12 +383,15 @@ class AdaptiveDrafting:
                 self._draft_length,
                 drafts_one_by_one=drafter.is_chain and not drafter.drafts_at_once,
             )
+            kinds = (
+                PLAIN,
+                *(RoundKind(n, v) for v in self._executor.variants for n in lengths if n),
+            )
             times = measure_round_times(
                 requests,
-                kinds=(
-                    PLAIN,
-                    *(RoundKind(n, v) for v in self._executor.variants for n in lengths if n),
-                ),
+                windows={
+                    kind: self._executor.verify_length_for(kind.draft_length) for kind in kinds
+                },
                 room=self._executor.longest_prompt,
             )
             self._executor.reset()

@@ -17,12 +17,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-MEASURED_ROUNDS = 9  # of a call, beside calls of a single round
-FEWEST_TURNS, MOST_TURNS = 3, 12  # of a measurement
+MEASURED_ROUNDS = 4  # of a call, beside calls of a single round: kinds must follow each other soon
+FEWEST_TURNS, MOST_TURNS = 6, 48  # of a measurement
 SETTLED_ERROR = 0.01  # relative standard error that ends a measurement
-MEASURING_S = 1.5  # after which a measurement that has not settled ends all the same
+MEASURING_S = 3.0  # after which a measurement that has not settled ends all the same
 SHORTEST_S = 1e-6  # a clock may measure nothing at all
 WORTH_MEASURING = 512  # committed tokens: a context that costs visibly more than a short one
+
+LEAST_RESIDUAL = 0.01  # of a round time beside the plane, relative: at least
 
 LEAST_NOISE = 0.03  # of the logarithm of what a call takes, however steady the turns were
 NOISE_MEMORY = 16  # calls from which the noise is estimated
@@ -58,6 +60,8 @@ class RoundTimes:
       call_s: seconds that a call takes besides its rounds.
       noise: standard deviation of the logarithm of a call's seconds, from turn to turn.
       error: standard error of the logarithm of a round's seconds, relative to other kinds.
+      covariance: of these errors over `error**2`, `[K, K]` in the order of `kinds`; None if they
+        are independent.
     """
 
     short_context: int
@@ -68,6 +72,7 @@ class RoundTimes:
     call_s: float = 0.0
     noise: float = 0.0
     error: float = 0.0
+    covariance: np.ndarray | None = None
 
     @property
     def kinds(self) -> tuple[RoundKind, ...]:
@@ -103,7 +108,9 @@ class Rounds(Protocol):
         ...
 
 
-def measure_round_times(rounds: Rounds, *, kinds: Sequence[RoundKind], room: int) -> RoundTimes:
+def measure_round_times(
+    rounds: Rounds, *, windows: Mapping[RoundKind, int], room: int
+) -> RoundTimes:
     """Seconds per round of some kinds, at a short context and at a long one.
 
     In every turn each kind runs one round and then many; turns go on until the ratios between the
@@ -116,30 +123,32 @@ def measure_round_times(rounds: Rounds, *, kinds: Sequence[RoundKind], room: int
 
     Args:
       rounds: runs them.
-      kinds: to measure, plain decoding among them.
+      windows: tokens that the target scores per row, by the kinds to measure, plain decoding among
+        them.
       room: tokens of the longest prompt.
     """
-    order = sorted(kinds, reverse=True)  # plain decoding last: the drafter lags after it
-    num_tokens = [(1 + MEASURED_ROUNDS) * (kind.draft_length + 1) for kind in order]
+    order = sorted(windows, reverse=True)  # plain decoding last: the drafter lags after it
+    num_tokens = [(2 + MEASURED_ROUNDS) * (kind.draft_length + 1) for kind in order]
     rounds.fill(1)
     for kind in order:  # compiles the programs
         rounds.run(kind, 1)
     rounds.catch_up()
-    short = _measure(rounds, order, prompt_length=1)
+    short = _measure(rounds, order, windows, prompt_length=1)
     long, short_context = short, max(num_tokens) // 2
     long_context = room - FEWEST_TURNS * sum(num_tokens)
     if long_context >= WORTH_MEASURING:
         rounds.fill(long_context)
-        long = _measure(rounds, order, prompt_length=long_context)
+        long = _measure(rounds, order, windows, prompt_length=long_context)
     return RoundTimes(
         short_context=short_context,
         long_context=max(long_context, short_context),
-        short_s=dict(sorted(short.round_s.items())),
-        long_s=dict(sorted(long.round_s.items())),
+        short_s=short.round_s,
+        long_s=long.round_s,
         chunk_s=min(short.chunk_s, long.chunk_s),
         call_s=short.call_s,
         noise=short.noise,
         error=short.error,
+        covariance=short.covariance,
     )
 
 
@@ -151,9 +160,16 @@ class _Measured(NamedTuple):
     call_s: float
     noise: float
     error: float
+    covariance: np.ndarray
 
 
-def _measure(rounds: Rounds, order: Sequence[RoundKind], *, prompt_length: int) -> _Measured:
+def _measure(
+    rounds: Rounds,
+    order: Sequence[RoundKind],
+    windows: Mapping[RoundKind, int],
+    *,
+    prompt_length: int,
+) -> _Measured:
     """Measures in turns. The rows of a long prompt are filled by the caller, and have room for the
     fewest turns only."""
     one_s: list[list[float]] = []  # by turn and kind, of a single round
@@ -172,6 +188,7 @@ def _measure(rounds: Rounds, order: Sequence[RoundKind], *, prompt_length: int) 
         for kind in order:
             if prompt_length == 1:
                 rounds.fill(1)
+            rounds.run(kind, 1)  # the first call after others finds little in the caches
             one_s[-1].append(timed(kind, 1))
             many_s[-1].append(timed(kind, MEASURED_ROUNDS))
         before_s = time.perf_counter()
@@ -193,13 +210,60 @@ def _measure(rounds: Rounds, order: Sequence[RoundKind], *, prompt_length: int) 
         if num_turns >= FEWEST_TURNS and (is_settled or is_full):
             break
     found = np.exp(np.median(beside, axis=0) + np.median(of_turns))
+    measured_s = dict(sorted(zip(order, found.tolist(), strict=True)))
+    round_s, covariance = shrink_to_planes(measured_s, windows, error)
     return _Measured(
-        round_s=dict(zip(order, found.tolist(), strict=True)),
+        round_s=round_s,
         chunk_s=statistics.median(chunk_s) if chunk_s else 0.0,
         call_s=call_s,
         noise=noise,
         error=error,
+        covariance=covariance,
     )
+
+
+def shrink_to_planes(
+    round_s: Mapping[RoundKind, float], windows: Mapping[RoundKind, int], error: float
+) -> tuple[dict[RoundKind, float], np.ndarray]:
+    """Shrinks measured round times towards what neighbouring kinds suggest.
+
+    Of many kinds that are about equally fast, the one that seems the fastest was mostly measured in
+    a good moment. But every token drafted costs about as much as the one before it, and so does
+    every token scored: the times of one variant lie near a plane over tokens drafted and window.
+    The plane is fitted by least squares of relative errors, and the residuals are kept in part:
+    the larger they are beside the errors of measurement, the more (empirical Bayes). Nothing
+    changes for plain decoding, and for variants with no more kinds than a plane has terms.
+
+    Args:
+      round_s: measured seconds, by kind.
+      windows: tokens that the target scores per row, by kind.
+      error: standard error of each time, relative.
+
+    Returns:
+      The seconds, and the covariance of their relative errors over `error**2`, `[K, K]`.
+    """
+    kinds, shrunk = list(round_s), dict(round_s)
+    covariance = np.eye(len(kinds))
+    for variant in {kind.variant for kind in kinds if kind != PLAIN}:
+        own = [i for i, kind in enumerate(kinds) if kind != PLAIN and kind.variant == variant]
+        terms = np.array(  # over the time measured, so that a perfect fit is 1 everywhere
+            [
+                np.array([1.0, kinds[i].draft_length, windows[kinds[i]]]) / round_s[kinds[i]]
+                for i in own
+            ]
+        )
+        fit = terms @ np.linalg.pinv(terms)
+        rest = np.eye(len(own)) - fit
+        num_free = round(np.trace(rest))
+        if num_free == 0:
+            continue
+        residuals = rest.sum(axis=1)
+        variance = max(float(residuals @ residuals) / num_free - error**2, LEAST_RESIDUAL**2)
+        kept = variance / (variance + error**2)
+        for i, residual in zip(own, residuals.tolist(), strict=True):
+            shrunk[kinds[i]] *= 1.0 - (1.0 - kept) * residual
+        covariance[np.ix_(own, own)] = fit + kept * rest
+    return shrunk, covariance
 
 
 class LearnedTimes:
@@ -221,9 +285,13 @@ class LearnedTimes:
         self._noise = max(times.noise, LEAST_NOISE)
         self._last: tuple[RoundKind, float] | None = None  # the last call, beside what was measured
         error = max(times.error, LEAST_ERROR)
+        # What is found out of one kind tells something of those like it.
+        self._shape = np.eye(len(times.kinds)) if times.covariance is None else times.covariance
         # Of the speed, then of each kind.
         self._mean = np.zeros(1 + len(self._index))
-        self._covariance = np.diag([self._noise**2] + [error**2] * len(self._index))
+        self._covariance = np.zeros((len(self._mean),) * 2)
+        self._covariance[0, 0] = self._noise**2
+        self._covariance[1:, 1:] = error**2 * self._shape
         self._num_timed = dict.fromkeys(times.kinds, 0)
 
     @property
@@ -252,8 +320,7 @@ class LearnedTimes:
     def pass_rounds(self, num_rounds: int) -> None:
         """Notes that rounds were run: what kinds cost beside each other may have changed."""
         drift = DRIFT**2 * (1.0 + (self._mean[0] / UNLIKE) ** 2)
-        kinds = np.arange(1, len(self._mean))
-        self._covariance[kinds, kinds] += num_rounds * drift
+        self._covariance[1:, 1:] += num_rounds * drift * self._shape
 
     def note(self, kind: RoundKind, context: int, num_rounds: int, seconds: float) -> None:
         """Learns from the seconds of a call of some rounds."""

@@ -333,8 +333,8 @@ def test_auto_follows_the_batch_where_rounds_are_not_measured(target, batch_size
 def test_auto_changes_to_the_faster_mode_and_no_bit(target, plain, monkeypatch):
     """Parallel is made the faster one at short contexts, sequential at long ones."""
 
-    def measured(rounds, *, kinds, room):
-        seconds = {kind: 2.0 if kind == PLAIN else 1.0 for kind in kinds}
+    def measured(rounds, *, windows, room):
+        seconds = {kind: 2.0 if kind == PLAIN else 1.0 for kind in windows}
         return RoundTimes(
             short_context=1,
             long_context=60,

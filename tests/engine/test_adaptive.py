@@ -354,8 +354,8 @@ def share_on_a_shared_machine(seed, monkeypatch, num_tokens=4000):
     machine = SharedMachine(round_s, seed=seed)
     with monkeypatch.context() as patch:
         patch.setattr(round_times.time, "perf_counter", lambda: machine.now_s)
-        kinds = [RoundKind(n) for n in round_s]
-        measured = round_times.measure_round_times(machine, kinds=kinds, room=100)
+        windows = {RoundKind(n): n + 1 for n in round_s}
+        measured = round_times.measure_round_times(machine, windows=windows, room=100)
     controller = DraftLengthController(measured, num_rows=4)
     emitted = {n: 1 + float(SHARED_CHANCES[:n].sum()) for n in round_s}
     best = max(emitted[n] / s for n, s in round_s.items())
@@ -380,8 +380,101 @@ def share_on_a_shared_machine(seed, monkeypatch, num_tokens=4000):
 
 def test_a_machine_that_changes_its_speed_does_not_mislead_it(monkeypatch):
     found = [share_on_a_shared_machine(seed, monkeypatch) for seed in range(24)]
-    assert np.mean(found) > 0.965
-    assert np.min(found) > 0.85
+    assert np.mean(found) > 0.98
+    assert np.min(found) > 0.93
+
+
+# Milliseconds per round of the embedded pair at batch 1, by draft length; windows are of 1, 3, 5
+# and 7 tokens. Three to six drafts are within 3 % of each other.
+PAIR_MS = dict(enumerate((0.65, 1.01, 1.12, 1.26, 1.37, 1.51, 1.61)))
+PAIR_WINDOWS = {RoundKind(n): 1 + 2 * ((n + 1) // 2) for n in PAIR_MS}
+
+
+def loss_of_choices(error, *, is_shrunk, round_ms=PAIR_MS, num_draws=400):
+    """By how much the draft length that seems the fastest is slower than the fastest, on average
+    over measurements with a standard error."""
+    random = np.random.default_rng(0)
+    emitted = {RoundKind(n): 1 + float(SHARED_CHANCES[:n].sum()) for n in round_ms}
+    true = {RoundKind(n): emitted[RoundKind(n)] / ms for n, ms in round_ms.items()}
+    losses = []
+    for _ in range(num_draws):
+        seen = {
+            RoundKind(n): ms * float(np.exp(error * random.normal())) for n, ms in round_ms.items()
+        }
+        if is_shrunk:
+            seen, _ = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
+        chosen = max(seen, key=lambda kind: emitted[kind] / seen[kind])
+        losses.append(1 - true[chosen] / max(true.values()))
+    return float(np.mean(losses))
+
+
+def test_neighbours_help_to_choose_between_kinds_that_are_almost_equally_fast():
+    for error in (0.02, 0.04):
+        alone = loss_of_choices(error, is_shrunk=False)
+        assert loss_of_choices(error, is_shrunk=True) < 0.75 * alone
+
+
+def test_times_far_from_a_plane_stay_as_they_were_measured():
+    """A kernel that takes twice as long from four tokens on."""
+    step = {n: ms * (2 if n > 2 else 1) for n, ms in PAIR_MS.items()}
+    seen = of_lengths(step)
+    shrunk, covariance = round_times.shrink_to_planes(seen, PAIR_WINDOWS, 0.02)
+    assert shrunk == pytest.approx(seen, rel=0.02)
+    np.testing.assert_allclose(covariance, np.eye(7), atol=0.1)
+    alone = loss_of_choices(0.02, round_ms=step, is_shrunk=False)
+    assert loss_of_choices(0.02, round_ms=step, is_shrunk=True) < alone + 0.001
+
+
+def test_few_kinds_and_plain_decoding_are_not_shrunk():
+    kinds = of_lengths({0: 1.0, 2: 2.0, 4: 2.1, 7: 2.9}, {2: 3.0, 4: 1.0, 7: 2.0})
+    windows = {kind: kind.draft_length + 2 * (kind.draft_length == 4) for kind in kinds}
+    shrunk, covariance = round_times.shrink_to_planes(kinds, windows, 0.05)
+    assert shrunk == pytest.approx(kinds)
+    np.testing.assert_allclose(covariance, np.eye(len(kinds)), atol=1e-9)
+    plane = of_lengths({n: 1.0 + 0.2 * n + 0.1 * PAIR_WINDOWS[RoundKind(n)] for n in PAIR_MS})
+    plane[PLAIN] = 7.0
+    shrunk, covariance = round_times.shrink_to_planes(plane, PAIR_WINDOWS, 0.05)
+    assert shrunk == pytest.approx(plane)
+    assert covariance[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+
+
+def test_the_covariance_of_shrunk_times_is_that_of_their_errors():
+    """True times vary about a plane as the prior says; measurements vary about true times."""
+    error, random = 0.05, np.random.default_rng(0)
+    plane = {n: 1.0 + 0.2 * n + 0.1 * PAIR_WINDOWS[RoundKind(n)] for n in PAIR_MS}
+    errors, expected = [], []
+    for _ in range(2000):
+        true = {n: s * (1 + round_times.LEAST_RESIDUAL * random.normal()) for n, s in plane.items()}
+        seen = of_lengths({n: s * (1 + error * random.normal()) for n, s in true.items()})
+        shrunk, covariance = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
+        errors.append([shrunk[RoundKind(n)] / true[n] - 1 for n in true])
+        expected.append(error**2 * covariance)
+    found = np.cov(np.array(errors).T)
+    # The variance of the residuals is itself an estimate, from three degrees of freedom.
+    np.testing.assert_allclose(found, np.mean(expected, axis=0), atol=0.25 * error**2)
+    assert np.trace(found[1:, 1:]) < 0.75 * 6 * error**2
+
+
+def test_what_is_learnt_of_some_kinds_is_learnt_of_those_like_them():
+    measured = of_lengths({n: ms / 1e3 for n, ms in PAIR_MS.items()})
+    _, covariance = round_times.shrink_to_planes(measured, PAIR_WINDOWS, 0.05)
+    base = dataclasses.replace(times(), short_s=measured, long_s=measured, error=0.05)
+    related = LearnedTimes(dataclasses.replace(base, covariance=covariance))
+    independent = LearnedTimes(base)
+    for learnt in (related, independent):
+        for n in (2, 3, 6) * 10:  # cost a tenth more than was measured; plain steps do not
+            for kind, factor in ((RoundKind(n), 1.1), (PLAIN, 1.0)):
+                learnt.note(kind, 100, 32, factor * 32 * measured[kind])
+                learnt.pass_rounds(32)
+
+    def factor(learnt, n):
+        beside_plain = learnt.round_s(RoundKind(n), 100) / learnt.round_s(PLAIN, 100)
+        return beside_plain / (measured[RoundKind(n)] / measured[PLAIN])
+
+    for n in (4, 5):
+        assert factor(related, n) == pytest.approx(1.1, abs=0.03)
+        assert factor(independent, n) < 1.03
+        assert related.error(RoundKind(n), PLAIN) < independent.error(RoundKind(n), PLAIN)
 
 
 class Least(LearnedTimes):
@@ -407,7 +500,7 @@ def test_the_check_above_sees_the_fastest_moments_of_each_kind(monkeypatch):
     monkeypatch.setattr(round_times.np, "median", np.min)
     found = [share_on_a_shared_machine(seed, monkeypatch) for seed in range(24)]
     assert np.mean(found) < 0.96
-    assert np.min(found) < 0.85
+    assert np.min(found) < 0.9
 
 
 def test_what_is_learnt_tells_the_machine_from_the_kind():
@@ -696,9 +789,9 @@ class Clockwork:
 def test_round_times_are_measured_without_compiling_and_calling(monkeypatch, room):
     clockwork = Clockwork()
     monkeypatch.setattr(round_times.time, "perf_counter", lambda: clockwork.now_s)
-    kinds = [RoundKind(n) for n in (0, 1, 3)]
-    found = round_times.measure_round_times(clockwork, kinds=kinds, room=room)
-    assert found.kinds == tuple(kinds)
+    windows = {RoundKind(n): n + 1 for n in (0, 1, 3)}
+    found = round_times.measure_round_times(clockwork, windows=windows, room=room)
+    assert found.kinds == tuple(windows)
     assert found.short_s == pytest.approx(of_lengths({0: 1, 1: 2, 3: 4}))
     factor = 2 if room == 5000 else 1
     assert found.long_s == pytest.approx(of_lengths({n: factor * (n + 1) for n in (0, 1, 3)}))
