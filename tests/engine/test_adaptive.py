@@ -354,6 +354,7 @@ def share_on_a_shared_machine(seed, monkeypatch, num_tokens=4000):
     machine = SharedMachine(round_s, seed=seed)
     with monkeypatch.context() as patch:
         patch.setattr(round_times.time, "perf_counter", lambda: machine.now_s)
+        patch.setattr(round_times, "MEASURING_S", 3.0)  # as users have it
         windows = {RoundKind(n): n + 1 for n in round_s}
         measured = round_times.measure_round_times(machine, windows=windows, room=100)
     controller = DraftLengthController(measured, num_rows=4)
