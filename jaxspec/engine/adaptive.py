@@ -64,7 +64,7 @@ FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
 LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
 FEW_CALLS, FEWEST_TIMED_ROUNDS = 4, 4  # calls of few rounds say little
-UNTIMED_CALLS = 8  # in a row; the next is timed, although the device has to be waited for
+UNTIMED_CALLS = 16  # in a row; the next is timed, although the device has to be waited for
 LOOK_AGAIN = 0.05  # of the time since the last trial: while no trial is affordable, when to look
 
 
@@ -409,6 +409,12 @@ class AdaptiveDrafting:
         """Rounds run so far at each draft length that was chosen."""
         return {} if self.controller is None else dict(sorted(self.controller.num_rounds.items()))
 
+    def first_limit(self, ticket: Ticket) -> int:
+        """The draft length with which a ticket's row begins: that of the current choice, so that it
+        need seldom be set before the next rounds."""
+        chosen = None if self.controller is None else self.controller.draft_length
+        return ticket.draft_length if chosen is None else min(ticket.draft_length, chosen)
+
     def choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
         """Sets the draft length of all rows for the next rounds.
 
@@ -437,10 +443,7 @@ class AdaptiveDrafting:
             executor.catch_up(lags())
         self._was_plain = choice.draft_length == 0
         if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
-            limits = np.zeros((executor.num_rows,), np.int32)
-            for row, ticket in tickets.items():
-                limits[row] = min(ticket.draft_length, choice.draft_length)
-            executor.set_draft_limits(limits)
+            self._set_draft_limits(tickets, choice.draft_length)
         self._choice = choice
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device; and plain steps need not all be timed.
@@ -492,6 +495,17 @@ class AdaptiveDrafting:
             ],
             seconds=seconds,
         )
+
+    def _set_draft_limits(self, tickets: Mapping[int, Ticket], draft_length: int) -> None:
+        """Lets the rows of these tickets draft as many tokens, if they do not already."""
+        limits = np.zeros((self._executor.num_rows,), np.int32)
+        is_set = True
+        for row, ticket in tickets.items():
+            limits[row] = min(ticket.draft_length, draft_length)
+            is_set = is_set and ticket.draft_limit == limits[row]
+            ticket.draft_limit = int(limits[row])
+        if not is_set:
+            self._executor.set_draft_limits(limits)
 
     def _num_chunks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._executor.shape.prefill_chunk)

@@ -252,6 +252,9 @@ class EngineCore:
             assert ticket.row is not None, "it was placed"
             free.remove(ticket.row)
             ticket.arrival = next(self._arrivals)
+            ticket.draft_limit = ticket.draft_length
+            if self.adaptive is not None:
+                ticket.draft_limit = self.adaptive.first_limit(ticket)
             self.kept.admit(ticket)
             self._catch_up(ticket)
 

@@ -80,13 +80,13 @@ class KeptRows:
             executor.continue_row(
                 row,
                 request,
-                draft_length=ticket.draft_length,
+                draft_length=ticket.draft_limit,
                 num_kept=num_kept,
                 start=start,
                 arrival=ticket.arrival,
             )
         else:
-            executor.admit(row, request, draft_length=ticket.draft_length, arrival=ticket.arrival)
+            executor.admit(row, request, draft_length=ticket.draft_limit, arrival=ticket.arrival)
         ticket.num_prefilled = start
         if own is not None or num_kept > 0:
             num_known = 0 if own is None else min(own.num_held, ticket.prompt_length - 1)

@@ -53,6 +53,8 @@ class Ticket:
       conversation: the conversation of which it is a turn, or None.
       name: the name by which it can be cancelled; unique among unfinished tickets.
       row: its row on the device, while it has one.
+      draft_limit: the draft length that this row has on the device: the most that is drafted in the
+        next rounds.
       arrival: order among tickets that got a row.
       num_prefilled: prompt tokens prefilled or reused so far.
       num_reused: prompt tokens whose KV was reused; None if there was nothing to reuse from.
@@ -76,6 +78,7 @@ class Ticket:
     conversation: Conversation | None = None
     name: Hashable = None
     row: int | None = None
+    draft_limit: int = 0
     arrival: int = 0
     num_prefilled: int = 0
     num_reused: int | None = None
