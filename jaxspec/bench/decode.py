@@ -21,6 +21,7 @@ from jaxspec.audit.judge import Finding, judge_all
 from jaxspec.bench import measure, stages
 from jaxspec.bench.measure import ADAPTIVE_CODE, ROUND, Bench, Dtype, Say
 from jaxspec.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
+from jaxspec.bench.speeds import of_best_fixed
 from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
 from jaxspec.decode.settings import DraftLength, Exactness
@@ -248,6 +249,7 @@ class DecodeBench:
             tell=lambda stage: self.say(f"batch {batch_size}, {stage}"),
         )
         plain, runs = candidates[0], []
+        beside_best = of_best_fixed(candidates, engines.values())
         for own, (name, engine) in zip(candidates, engines.items(), strict=True):
             total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
@@ -278,6 +280,7 @@ class DecodeBench:
                 "run_s": list(own.run_s),
             }
             if length == "auto":
+                run["of_best_fixed"] = beside_best[name]
                 run["verify_lengths"] = list(engine.executor.verify_lengths)
                 run["rounds_by_draft_length"] = engine.rounds_by_draft_length
             else:

@@ -26,7 +26,7 @@ from jaxspec.bench.measure import (
     fill_mid_decode,
     load_prompts,
 )
-from jaxspec.bench.speeds import speed_rows
+from jaxspec.bench.speeds import SPEED, speed_rows
 from jaxspec.bench.stages import forward_runs, round_stages
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.base import Drafter
@@ -87,16 +87,7 @@ OVER_STATIC: Columns = {
     "emitted\n/round": "{emitted_per_round:.2f}",
     "difference per prompt": lambda found: with_interval(found["over_static"]),
 }
-SPEEDS: Columns = {
-    "batch": "{batch_size}",
-    "drafts": "{drafts}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "speed-up": "{speedup:.2f}x",
-    "emitted\n/round": "{emitted_per_round:.2f}",
-    "rounds by nodes": lambda found: ", ".join(
-        f"{nodes}: {count}" for nodes, count in found["rounds_by_draft_length"].items()
-    ),
-}
+SPEEDS: Columns = {"batch": "{batch_size}", "drafts": "{drafts}", **SPEED}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -459,6 +459,7 @@ ADAPTIVE: Columns = {
     **BATCH,
     "promise": "{exactness}",
     **RATES,
+    "of best\nfixed": "{of_best_fixed:.2f}",
     "emitted\n/round": "{emitted_per_round:.2f}",
     "rounds by draft length": lambda run: ", ".join(
         f"{length}: {count}" for length, count in run["rounds_by_draft_length"].items()
