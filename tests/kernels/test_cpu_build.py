@@ -16,6 +16,7 @@ import pytest
 from test_cpu import CASES, attention_inputs, product_inputs, run
 
 from jaxspec.kernels import cpu
+from jaxspec.kernels.cpu import build
 from jaxspec.kernels.cpu.build import OPTIONS, SOURCE
 from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
 
@@ -398,6 +399,21 @@ def test_the_sums_of_a_product_stay_in_registers(tmp_path, processor):
         assert count(STORE, loop) < num_products / 4, name
 
 
+@pytest.mark.parametrize(
+    ("vendor", "flags", "options"),
+    [
+        ("GenuineIntel", "avx512_bf16", ("-mno-avx512bf16",)),
+        ("GenuineIntel", "avx512_bf16 amx_tile amx_bf16", ()),
+        ("GenuineIntel", "", ()),
+        ("AuthenticAMD", "avx512_bf16", ()),
+    ],
+)
+def test_pairs_of_bf16_are_taken_apart_where_that_is_faster(monkeypatch, vendor, flags, options):
+    lines = f"flags\t\t: fpu avx512f {flags}\nvendor_id\t: {vendor}"
+    monkeypatch.setattr(build, "_cpu", lambda: lines)
+    assert build.processor_options() == options
+
+
 # Options that leave a processor's newer instructions out, and the family that is left on x86.
 FAMILIES = {
     "AVX512-BF16": "-mno-amx-tile -mno-amx-bf16 -mno-amx-int8",
@@ -413,11 +429,12 @@ def test_every_family_of_instructions(tmp_path, family):
     """All tests of the kernels, on each that this machine can run."""
     if platform.machine() != "x86_64":
         pytest.skip("these are options for x86-64")
-    # Those of `-march=native` that come later do not undo an option `-mno-...`, but do `-march`.
+    # What this processor is compiled for otherwise must not undo an option.
     compiler = script(
         tmp_path / "c++",
-        f'for word; do [ $word = -march=native ] && set -- "$@" {FAMILIES[family]} || '
-        'set -- "$@" "$word"; shift; done; exec g++ "$@"',
+        "for word; do shift; case $word in -mno-avx512bf16) ;; "
+        f'-march=native) set -- "$@" -march=native {FAMILIES[family]} ;; '
+        '*) set -- "$@" "$word" ;; esac; done; exec g++ "$@"',
     )
     environ = {
         **os.environ,
