@@ -160,8 +160,10 @@ def test_the_readme_is_short_and_has_the_test_command():
 def test_the_speed_table_of_the_readme_is_that_of_the_results():
     found = table_under(README, "| | batch 1 | batch 4 | batch 8 |")
     expected = []
-    document = json.loads((RESULTS / "decode-avx512-cpu.json").read_text())
-    runs = document["runs"] + document["adaptive"]
+    both = []
+    for name in ("decode-avx512-cpu.json", "decode-avx512-amd-cpu.json"):
+        document = json.loads((RESULTS / name).read_text())
+        both.append(document["runs"] + document["adaptive"])
     for wanted in (
         {"drafter": "none"},
         {"draft_length": 2, "exactness": "bitwise"},
@@ -171,9 +173,12 @@ def test_the_speed_table_of_the_readme_is_that_of_the_results():
         row = []
         for batch_size in (1, 4, 8):
             wanted["batch_size"] = batch_size
-            (one,) = [run for run in runs if wanted.items() <= run.items()]
-            rate, ratio = f"{one['tokens_per_s']:,.0f}", f"{one['speedup_vs_plain']:.2f}x"
-            row.append(rate if one["drafter"] == "none" else f"{rate} ({ratio})")
+            found = [run for runs in both for run in runs if wanted.items() <= run.items()]
+            # The other machine measured an earlier controller.
+            shown = found[:1] if "auto" in wanted.values() else found
+            rate = f"{found[0]['tokens_per_s']:,.0f}"
+            ratios = ", ".join(f"{run['speedup_vs_plain']:.2f}x" for run in shown)
+            row.append(rate if wanted.get("drafter") == "none" else f"{rate} ({ratios})")
         expected.append(row)
     assert [row[1:] for row in found] == expected
 
