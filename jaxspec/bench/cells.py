@@ -34,12 +34,14 @@ class CellStore:
     Attributes:
       header: the given one, with additions.
       cells: results by name.
+      elapsed_s: seconds spent on measuring them, over all resumptions.
     """
 
     def __init__(self, path: pathlib.Path, *, header: Mapping[str, Any], resume: bool = False):
         self.path = path
         self.header: dict[str, Any] = as_json(header)
         self.cells: dict[str, Cell] = {}
+        self.elapsed_s = 0.0
         if not path.exists():
             return
         if not resume:
@@ -50,6 +52,7 @@ class CellStore:
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             self.cells = {name: dict(cell) for name, cell in kept.pop("cells").items()}
+            self.elapsed_s = float(kept.pop("elapsed_s", 0.0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingError(
                 f"{path} was to be resumed, but it is not the file of a grid of cells; leave "
@@ -67,7 +70,7 @@ class CellStore:
     @property
     def document(self) -> dict[str, Any]:
         """The contents of the file."""
-        return {**self.header, "cells": self.cells}
+        return {**self.header, "elapsed_s": self.elapsed_s, "cells": self.cells}
 
     def run(
         self,
@@ -104,7 +107,9 @@ class CellStore:
             left = time_left(spent_s, index, len(waiting) - index) if index else ""
             say(f"cell {num_kept + index + 1} of {len(cells)}{left}: {name}")
             self.cells[name] = as_json(cells[name]())
-            slowest_s = max(slowest_s, time.perf_counter() - begun_s)
+            cell_s = time.perf_counter() - begun_s
+            slowest_s = max(slowest_s, cell_s)
+            self.elapsed_s += cell_s
             write_document(self.document, self.path)
         self.cells = {name: self.cells[name] for name in cells if name in self.cells}
 

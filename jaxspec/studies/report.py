@@ -35,7 +35,7 @@ COLOURS = {
     "EXSPEC": "#8e44ad",
     "jaxspec": "#2a7f62",
     PLAIN: "#7f8c8d",
-    "ideal": "#2c3e50",
+    "list schedule": "#2c3e50",
 }
 PART_COLOURS = {
     "draft": "#5dade2",
@@ -132,16 +132,16 @@ def findings(cells: Cells) -> list[str]:
             + ("the same under every scheduler." if holds else "NOT the same: this is a bug.")
         )
     for cell in of_kind(cells, "rounds-"):
-        systems, ideal = cell["systems"], cell["ideal_rounds"]
+        systems, listed_rounds = cell["systems"], cell["ideal_rounds"]
         rounds = rounds_of(cell)
         listed = ", ".join(f"{name} {n}" for name, n in rounds.items())
-        over = rounds["jaxspec"] / ideal - 1
+        over = rounds["jaxspec"] / listed_rounds - 1
         read = systems["jaxspec"]["draft_positions"]
         bound = systems["jaxspec"]["num_drafted"] + systems["jaxspec"]["num_committed"]
         found.append(
             f"Rounds at batch {cell['batch_size']}, {cell['num_prompts']} prompts: {listed}; the "
-            f"ideal schedule of jaxspec's acceptance is {ideal}, jaxspec needs {over:.1%} more. "
-            f"Its draft model read {read} token-positions, {read / bound:.0%} of drafted + "
+            f"list schedule of the same requests is {listed_rounds}, jaxspec needs {over:.1%} "
+            f"more. Its draft model read {read} token-positions, {read / bound:.0%} of drafted + "
             "committed."
         )
     ours = sorted(
@@ -244,7 +244,7 @@ def _plot_rounds(cells: Cells) -> Plot | None:
     titles = [f"batch {cell['batch_size']}" for cell in found]
     figure, axes = _panels(*titles, width_ratios=[1] * len(found))
     for each, cell in zip(axes, found, strict=True):
-        rounds = rounds_of(cell) | {"ideal": cell["ideal_rounds"]}
+        rounds = rounds_of(cell) | {"list schedule": cell["ideal_rounds"]}
         colours = [COLOURS.get(name, "#bdc3c7") for name in rounds]
         bars = each.barh(list(rounds), list(rounds.values()), color=colours)
         each.bar_label(bars, padding=3, fontsize=8)

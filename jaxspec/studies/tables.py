@@ -36,12 +36,12 @@ def claims_table(claims: Iterable[Claim]) -> TextTable:
 
 
 def rounds_rows(cells: Cells) -> list[dict[str, Any]]:
-    """A row per system and batch size, and the ideal schedules, for which only rounds are known."""
+    """A row per system and batch size, and the list schedules, for which only rounds are known."""
     rows = []
     for cell in of_kind(cells, "rounds-"):
         rounds = {
-            "ideal, rows refilled at once": cell["ideal_rounds"],
-            "ideal, static batches": cell["ideal_rounds_static"],
+            "list schedule, rows refilled at once": cell["ideal_rounds"],
+            "list schedule, static batches": cell["ideal_rounds_static"],
         }
         ideals = {name: {"schedule": {"num_rounds": n}} for name, n in rounds.items()}
         for name, found in (cell["systems"] | ideals).items():
@@ -149,7 +149,7 @@ def _throughput_tables(cells: Cells) -> list[TextTable]:
                 "times plain, in turns": "{ratio_to_plain:.2f}",
                 "emitted/round": "{acceptance[emitted_per_round]:.2f}",
                 "rounds": "{schedule[num_rounds]}",
-                "ideal": "{ideal_rounds}",
+                "list schedule": "{ideal_rounds}",
                 "realignments": "{schedule[num_realignments]}",
             },
             of_kind(cells, "decode-"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import time
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +37,6 @@ class ScalingStudy(ScalingSettings):
             return self._report(console, self.rows, self.times)
         settings = self.made_quick() if self.quick else self
         settings.check()
-        started_s = time.perf_counter()
         with only_run_into(settings.out):
             running = Running(settings)
             running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
@@ -53,7 +51,7 @@ class ScalingStudy(ScalingSettings):
                 inputs=running.inputs,
                 checks=checks(cells),
                 holds=holds(cells, target),
-                elapsed_s=time.perf_counter() - started_s,
+                elapsed_s=running.store.elapsed_s,
             )
 
     def _report(
