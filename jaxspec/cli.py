@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import errno
 import importlib
-import json
 import os
 import sys
 import warnings
@@ -190,7 +189,9 @@ def run_command(args: Sequence[str]) -> int:
     with signals.raised():
         document = command.run(Console())
     if command.json:
-        print(json.dumps(document))
+        from jaxspec.runtime.documents import json_text
+
+        print(json_text(document))
     return 0 if document.get("holds", True) else 3
 
 

@@ -29,6 +29,7 @@ import xxhash
 from jaxspec.errors import CheckpointError, DamagedError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.documents import json_text
 
 FORMAT_VERSION = 2
 MANIFEST = "jaxspec.json"
@@ -111,10 +112,10 @@ def write_manifest(
 
 def write_record(directory: Path, record: Any) -> None:
     """Writes a dataclass as `jaxspec.json`, with the version of the format and a checksum."""
-    described = dataclasses.asdict(record)
+    described = json.loads(json_text(dataclasses.asdict(record)))  # as it will be read
     checksum = _checksum_of_fields(described)
     fields = {"format_version": FORMAT_VERSION, **described, "checksum": checksum}
-    (directory / MANIFEST).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    (directory / MANIFEST).write_text(json_text(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manifest:

@@ -18,6 +18,7 @@ from jaxspec.errors import SettingError
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine
 from jaxspec.runtime.directories import check_regular_file, write_atomically
+from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
 from jaxspec.types import Origin
 
@@ -132,7 +133,7 @@ class OutputFile:
         for index, (line, completion) in enumerate(zip(lines, batch, strict=True), first):
             fields = make(line, completion, model_name=self.model_name, share_s=share_s)
             note = {"jaxspec": self._note(index, completion.prompt_token_ids)}
-            content += json.dumps(note | fields).encode() + b"\n"
+            content += json_text(note | fields).encode() + b"\n"
         try:
             with open(self.path, "ab", buffering=0) as file:
                 num_bytes = file.tell()

@@ -7,7 +7,6 @@ params/        Orbax, as in a converted model
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import warnings
@@ -35,6 +34,7 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.shapes import ShapeModel
 from jaxspec.runtime.directories import atomic_directory, check_free_space
+from jaxspec.runtime.documents import json_text
 from jaxspec.types import PyTree
 
 DtypeOf: TypeAlias = Callable[[LeafPath, Any], Any]
@@ -299,7 +299,7 @@ def write_tensors(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     check_free_space(Path(directory).absolute().parent, num_bytes, what=what)
     with atomic_directory(directory, overwrite=overwrite, may_replace=may_replace) as partial:
-        text = json.dumps(fields, indent=2) + "\n"
+        text = json_text(fields, indent=2) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
         path = partial / "model.safetensors"
         save_file(tensors, path, metadata={"format": "pt"})

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import pandas
 from jaxspec.requests.requests import Request
 
+# What JSON has instead of a log-probability of minus infinity, as in vLLM's server.
+LEAST_LOGPROB = -9999.0
+
 # Colours of a completion's tokens, by origin: terminal style and CSS.
 ORIGIN_STYLES = {
     Origin.PLAIN: ("", ""),
@@ -79,7 +82,8 @@ class Completion:
     trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
 
     def to_json(self) -> dict:
-        """Fields as JSON values, with vLLM's names."""
+        """Fields as JSON values, with vLLM's names. A log-probability of minus infinity (where a
+        filter removed the token) is written as -9999.0."""
         fields = {
             "request_id": self.request_id,
             "index": self.index,
@@ -97,7 +101,7 @@ class Completion:
         if self.logprobs is not None:
             fields["logprobs_mode"] = self.logprobs_mode
             fields["logprobs"] = [
-                {str(token): value for token, value in of_token.items()}
+                {str(token): max(value, LEAST_LOGPROB) for token, value in of_token.items()}
                 for of_token in self.logprobs
             ]
         return fields

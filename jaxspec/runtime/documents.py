@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +38,25 @@ def write_document(document: Mapping[str, Any], path: pathlib.Path) -> None:
     Raises:
       SettingError: it cannot be written.
     """
-    write_atomically(path, json.dumps(document, indent=1).encode() + b"\n")
+    write_atomically(path, json_text(document, indent=1).encode() + b"\n")
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """`value` as JSON text. JSON has no NaN and no infinity, so these are written as null.
+
+    Args:
+      value: dicts, lists, tuples, texts and numbers.
+      **options: those of `json.dumps`.
+    """
+    return json.dumps(_without_nan(value), allow_nan=False, **options)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_json(value: Any) -> Any:

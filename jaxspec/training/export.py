@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from jaxspec.convert.hf_config import config_fields
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import atomic_directory
+from jaxspec.runtime.documents import json_text
 from jaxspec.training import data
 from jaxspec.types import PyTree
 
@@ -135,4 +135,4 @@ def _write_tensors(
 
 
 def _write_json(path: pathlib.Path, fields: dict) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json_text(fields, indent=2) + "\n", encoding="utf-8")

@@ -28,6 +28,7 @@ from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.console import Console
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
 from jaxspec.types import PyTree
 
@@ -298,7 +299,7 @@ def check_finite(loss: float, step: int, learning_rate: float) -> None:
 
 def write_result(out: pathlib.Path, result: dict[str, Any]) -> None:
     """Writes `result.json`."""
-    write_atomically(out / RESULT, json.dumps(result, indent=2).encode() + b"\n")
+    write_atomically(out / RESULT, json_text(result, indent=2).encode() + b"\n")
 
 
 def run_steps(
@@ -396,7 +397,7 @@ def progress(
             status = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
             bar.update(task, status=status)
             bar.console.print(f"step {num_done}/{num_steps}  {status}", soft_wrap=True)
-            log.write(json.dumps({"step": num_done, **figures}) + "\n")
+            log.write(json_text({"step": num_done, **figures}) + "\n")
             log.flush()
 
         yield report

@@ -33,6 +33,7 @@ from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_regular_file
+from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
 from jaxspec.training import data
 
@@ -185,7 +186,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
             ):
                 while num_tokens < config.tokens:
                     text = next(texts)
-                    file.write(json.dumps(text._asdict(), separators=(",", ":")) + "\n")
+                    file.write(json_text(text._asdict(), separators=(",", ":")) + "\n")
                     file.flush()
                     counts[text.domain] += 1
                     num_tokens += len(text.output)

@@ -388,6 +388,12 @@ def test_seed_and_logprobs_are_told():
     assert document["index"] == 0
     assert document["logprobs_mode"] == "processed_logprobs"
     assert document["logprobs"] == [{"5": -0.5, "7": -1.5}, {"6": -0.25}]
+    filtered = complete(
+        [5], params=params, logprobs=({5: -0.5, 7: -np.inf},), logprobs_mode="processed_logprobs"
+    )
+    assert filtered.logprobs == ({5: -0.5, 7: -np.inf},)
+    text = json.dumps(filtered.to_json(), allow_nan=False)
+    assert json.loads(text)["logprobs"] == [{"5": -0.5, "7": -9999.0}]
     greedy = complete([5], params=SamplingParams(seed=3), logprobs_mode="raw_logprobs")
     assert greedy.seed is None
     assert greedy.logprobs_mode is None
