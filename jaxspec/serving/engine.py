@@ -283,9 +283,11 @@ class ServingEngine:
         cleared, because nothing of it is read.
 
         Raises:
-          SettingError: there is no such row, or an engine with another shape prefilled the prompt.
+          SettingError: there is no such row, an engine with another shape prefilled the prompt, or
+            the state was donated before.
         """
         self._check_row(row)
+        _check_not_donated(state)
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
@@ -299,7 +301,12 @@ class ServingEngine:
 
     def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:
         """`state` (donated) after one round, and what the round did. Does not wait for the device:
-        fetch the result with `jax.device_get`. If no row is running, the target is not called."""
+        fetch the result with `jax.device_get`. If no row is running, the target is not called.
+
+        Raises:
+          SettingError: the state was donated before.
+        """
+        _check_not_donated(state)
         return self.programs["generate"](self.params, state, ONE)
 
     def free(self, state: DecodeState, row: int) -> DecodeState:
@@ -307,9 +314,10 @@ class ServingEngine:
         that has ended need not be freed before the next `insert`.
 
         Raises:
-          SettingError: there is no such row.
+          SettingError: there is no such row, or the state was donated before.
         """
         self._check_row(row)
+        _check_not_donated(state)
         return self.programs["free"](state, np.int32(row))
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -373,6 +381,17 @@ class ServingEngine:
             num_accepted=counts.num_accepted_tokens,
         )
         return state, result
+
+
+def _check_not_donated(state: DecodeState) -> None:
+    """Raises `SettingError` if a call has taken over the state's arrays; within a caller's own
+    `jit` JAX keeps account of that."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, jax.core.Tracer)]
+    if any(leaf.is_deleted() for leaf in leaves):
+        raise SettingError(
+            "A state was given that an earlier call of insert, generate or free has taken over "
+            "(donated); use the state that this call returned."
+        )
 
 
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:

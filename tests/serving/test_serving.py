@@ -528,6 +528,22 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
     other.insert(prefilled, other.init_decode_state(), 1)
 
 
+def test_a_donated_state_is_refused(engine_of):
+    engine = engine_of("ngram")
+    prefilled, donated = engine.prefill([1, 2]), engine.init_decode_state()
+    state = engine.insert(prefilled, donated, 0)
+    for call in (
+        lambda: engine.insert(prefilled, donated, 1),
+        lambda: engine.generate(donated),
+        lambda: engine.free(donated, 0),
+    ):
+        with pytest.raises(SettingError, match="use the state that this call returned"):
+            call()
+    state, _ = engine.generate(state)
+    jax.eval_shape(lambda state: engine.free(state, 0), state)  # in a program of the caller's
+    engine.free(state, 0)
+
+
 def test_docstring_example():
     results = doctest.testmod(module)
     assert results.attempted > 0
