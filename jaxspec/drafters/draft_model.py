@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from jaxspec.drafters.base import DrafterBase
 from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.trees import StaticTree
-from jaxspec.errors import ModelError, SettingError
+from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
@@ -76,6 +77,7 @@ class DraftModel(DrafterBase):
     parameters (greedily for a greedy row).
 
     Vocabularies that are padded to different sizes are fine: only ids that both have are proposed.
+    So are a few ids that stand for different tokens, as in Llama 3 and 3.1: they are never drafted.
 
     With `min_confidence` a row stops drafting after the first token whose probability is lower; the
     round's draft steps end when every row has stopped (Hugging Face's
@@ -108,6 +110,8 @@ class DraftModel(DrafterBase):
         `kv_window`.
       room: for a drafter returned by `within`, the number of nodes that rounds have room for;
         otherwise None.
+      excluded: for a drafter returned by `for_target`, the ids that stand for different tokens in
+        the two tokenizers.
 
     Raises:
       SettingError: `min_confidence` is not a probability, or was given together with a tree; the KV
@@ -123,6 +127,7 @@ class DraftModel(DrafterBase):
     kv_window: int | None = None
     kv_sinks: int = NUM_SINKS
     room: int | None = dataclasses.field(default=None, repr=False)
+    excluded: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __init__(
         self,
@@ -158,6 +163,7 @@ class DraftModel(DrafterBase):
         object.__setattr__(self, "kv_window", kv_window)
         object.__setattr__(self, "kv_sinks", kv_sinks)
         object.__setattr__(self, "room", None)
+        object.__setattr__(self, "excluded", ())
 
     @property
     def name(self) -> str:
@@ -210,27 +216,44 @@ class DraftModel(DrafterBase):
         return self.model.pack(params) if isinstance(self.model, LanguageModel) else params
 
     def check(self, target: Model) -> None:
-        """Raises `ModelError` if the two tokenizers give the same id to different tokens,
-        `SettingError` if a node of the tree has more children than the two models share tokens."""
-        num_tokens = min(target.vocab_size, self.model.vocab_size)
+        """Warns of ids that stand for different tokens in the two tokenizers.
+
+        Raises:
+          ModelError: most of the ids do.
+          SettingError: a node of the tree has more children than the two models share tokens.
+        """
+        mine, theirs = _tokens_by_id(self.model), _tokens_by_id(target)
+        different = _differing_ids(mine, theirs)
+        num_tokens = min(target.vocab_size, self.model.vocab_size) - len(different)
         if self.tree is not None and self.tree.num_children > num_tokens:
             raise SettingError(
                 f"The tree {self.tree.name} has nodes of {self.tree.num_children} children, and "
                 f"{self.model.name} and {target.name} share {num_tokens} tokens; make it narrower."
             )
-        if target.tokenizer is None or self.model.tokenizer is None:
+        if not different:
             return
-        theirs = {i: token for token, i in target.tokenizer.fingerprint().items()}
-        mine = {i: token for token, i in self.model.tokenizer.fingerprint().items()}
-        different = [i for i in theirs if i in mine and theirs[i] != mine[i]]
-        if different:
-            first = min(different)
+        first, num_shared = different[0], len(mine.keys() & theirs.keys())
+        found = (
+            f"The draft model {self.model.name} and the target {target.name} have different "
+            f"tokenizers ({len(different)} of {num_shared} ids differ; id {first} is "
+            f"{mine[first]!r} to the one and {theirs[first]!r} to the other)"
+        )
+        if 2 * len(different) > num_shared:
             raise ModelError(
-                f"The draft model {self.model.name} and the target {target.name} have different "
-                f"tokenizers ({len(different)} ids differ; id {first} is {mine[first]!r} to the "
-                f"one and {theirs[first]!r} to the other); use a draft model of the same family, "
-                "or the ngram drafter."
+                f"{found}; use a draft model of the same family, or the ngram drafter."
             )
+        warnings.warn(
+            f"{found}; these are never drafted, and the output does not change.",
+            JaxspecWarning,
+            stacklevel=2,
+        )
+
+    def for_target(self, target: Model) -> DraftModel:
+        """The same draft model, which drafts only ids that stand for the same token in both."""
+        bound = copy.copy(self)
+        different = _differing_ids(_tokens_by_id(self.model), _tokens_by_id(target))
+        object.__setattr__(bound, "excluded", tuple(different))
+        return bound
 
     def within(self, num_nodes: int) -> DraftModel:
         """The same draft model, which drafts chains where there is no room for a tree."""
@@ -242,6 +265,14 @@ class DraftModel(DrafterBase):
         """The number of slots, from the newest token's on, in which a round may store KV."""
         num_scratch = 0 if self.tree is None else num_scratch_slots(self.tree)
         return max(shape.verify_length, 1 + num_scratch)
+
+    def _logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
+        """The draft model's logits `[..., V]` of hidden states, -inf for ids that it must not
+        draft."""
+        logits = self.model.logits(params, hidden)
+        if not self.excluded:
+            return logits
+        return logits.at[..., jnp.array(self.excluded)].set(-jnp.inf, mode="drop")
 
     def _empty_cache(self, shape: EngineShape, capacity: int) -> KVCache:
         if self.kv_window is None:
@@ -339,7 +370,7 @@ class DraftModel(DrafterBase):
         def draw(node, hidden, carry: _Drafting) -> _Drafting:
             """Node `node` after hidden states `[B, E]`."""
             drawn = draw_draft(
-                self.model.logits(params, hidden),
+                self._logits(params, hidden),
                 rows,
                 carry.tokens,
                 node,
@@ -406,7 +437,9 @@ class DraftModel(DrafterBase):
         self, tree: Tree, shape: EngineShape, params, state: DraftModelState, rows: BatchView
     ) -> tuple[Draft, DraftModelState]:
         own = tree.within(shape.num_nodes)
-        drafted = draft_tree(self.model, own, shape, params, state.cache, rows, state.num_seen)
+        drafted = draft_tree(
+            self.model, self._logits, own, shape, params, state.cache, rows, state.num_seen
+        )
         missing = ((0, 0), (0, tree.num_nodes - own.num_nodes))  # windows share one state
         state = state.replace(
             cache=drafted.cache,
@@ -468,6 +501,18 @@ class DraftModel(DrafterBase):
             written = jnp.where(state.num_steps > 0, stored, 0)
             state = state.replace(num_written=jnp.maximum(state.num_written, written))
         return state.replace(num_seen=jnp.minimum(num_seen, rows.num_committed))
+
+
+def _tokens_by_id(model: Model) -> dict[int, str]:
+    """A model's tokens by id; empty without a tokenizer."""
+    if model.tokenizer is None:
+        return {}
+    return {i: token for token, i in model.tokenizer.fingerprint().items()}
+
+
+def _differing_ids(mine: Mapping[int, str], theirs: Mapping[int, str]) -> list[int]:
+    """Ids that both have, for different tokens, in order."""
+    return sorted(i for i in theirs if i in mine and theirs[i] != mine[i])
 
 
 def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> None:

@@ -13,6 +13,8 @@ verdict the accepted path's KV moves into consecutive slots; only the last node 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -67,6 +69,7 @@ class TreeDraft(struct.PyTreeNode, kw_only=True):
 
 def draft_tree(
     model: Model,
+    logits: Callable[[PyTree, jax.Array], jax.Array],
     tree: Tree,
     shape: EngineShape,
     params: PyTree,
@@ -81,6 +84,7 @@ def draft_tree(
 
     Args:
       model: the draft model.
+      logits: takes its parameters and hidden states, and returns logits to draft by.
       tree: which children are expanded, and which are kept.
       shape: the engine's.
       params: the draft model's.
@@ -100,7 +104,7 @@ def draft_tree(
         kernels=kernels_of(model),
     )
     lags = (num_levels > 0) & (num_seen < rows.num_committed - 1)
-    growth, cache = _Reader(model, params, grower).grow(cache, lags)
+    growth, cache = _Reader(model, logits, params, grower).grow(cache, lags)
     draft, kept = grower.draft(growth, wanted)
     num_read = jnp.sum(jnp.where(num_levels > 0, 1 + (num_levels - 1) * tree.num_expanded, 0))
     return TreeDraft(
@@ -132,8 +136,14 @@ def commit_tree(
 class _Reader:
     """Grows a tree by running the draft model."""
 
-    def __init__(self, model: Model, params: PyTree, grower: Grower):
-        self.model, self.params, self.grower = model, params, grower
+    def __init__(
+        self,
+        model: Model,
+        logits: Callable[[PyTree, jax.Array], jax.Array],
+        params: PyTree,
+        grower: Grower,
+    ):
+        self.model, self.logits, self.params, self.grower = model, logits, params, grower
         # A row that drafts nothing gets a position that does not make attention longer.
         is_drafting = grower.num_levels > 0
         newest = grower.rows.num_committed - 1
@@ -189,7 +199,7 @@ class _Reader:
         """Logits `[B, n, V]` after the last n tokens of the window; 0 means all of them."""
         tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
         hidden, cache = self.model.forward(self.params, tokens, window, cache)
-        return self.model.logits(self.params, hidden[:, -num_last:]), cache
+        return self.logits(self.params, hidden[:, -num_last:]), cache
 
 
 def _stored(tree: Tree, chosen: jax.Array, kept: jax.Array, num_levels: jax.Array) -> jax.Array:

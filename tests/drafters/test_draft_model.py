@@ -1,6 +1,7 @@
 """The draft model's cache: kept between rounds, caught up, and never wrong about what it has
 seen."""
 
+import collections
 import dataclasses
 
 import jax
@@ -14,7 +15,7 @@ from jaxspec.cache import pages as kv
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import ModelError, SettingError
+from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.sampling_params import SamplingParams
@@ -307,10 +308,36 @@ def test_different_tokenizers_are_refused_and_shorter_ones_are_not(models):
     target, draft = models
     target = with_words(target, "a", "b", "c")
     Engine(target, jaxspec.DraftModel(with_words(draft, "a", "b")), batch_size=1, max_length=128)
-    with pytest.raises(ModelError, match=r"different tokenizers.*1 ids differ; id 1 is 'x'"):
+    with pytest.raises(ModelError, match=r"different tokenizers \(2 of 3 ids differ; id 1 is 'x'"):
         Engine(
             target,
-            jaxspec.DraftModel(with_words(draft, "a", "x", "c")),
+            jaxspec.DraftModel(with_words(draft, "a", "x", "y")),
             batch_size=1,
             max_length=128,
         )
+
+
+@pytest.mark.parametrize("tree", [None, jaxspec.BeamTree(2, 2, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_ids_of_different_tokens_are_never_drafted_and_the_output_stays(tree, temperature):
+    target = toy.model()
+    prompts, params = (
+        toy.prompts((3, 9)),
+        SamplingParams(max_tokens=30, temperature=temperature, seed=1),
+    )
+    shape = {"batch_size": 2, "max_length": 128}
+    plain = [each.token_ids for each in Engine(target, **shape).generate(prompts, params)]
+    emitted = collections.Counter(token for ids in plain for token in ids)
+    # The target drafts for itself, except for its own commonest token.
+    [(common, _)] = emitted.most_common(1)
+    words = [f"w{index}" for index in range(target.vocab_size)]
+    others = [*words[:common], "another", *words[common + 1 :]]
+    target, draft = with_words(target, *words), with_words(target, *others)
+    drafter = jaxspec.DraftModel(draft, tree=tree)
+    with pytest.warns(JaxspecWarning, match=rf"1 of {len(words)} ids differ.*never drafted"):
+        engine = Engine(target, drafter, draft_length=4, verify_length=5, trace="tokens", **shape)
+    completions = engine.generate(prompts, params)
+    assert [each.token_ids for each in completions] == plain
+    drafted = completions.tokens()
+    assert drafted["accepted"].any()
+    assert common not in set(drafted["token_id"])
