@@ -19,7 +19,7 @@ from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.directories import check_free_space
-from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.files import expand_user, is_there, reading
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
 from .mapping import Family
@@ -127,7 +127,7 @@ def convert(
         is full; the logits differ from torch's.
     """
     directory = expand_user(src)
-    if os.path.isdir(directory):  # also False for an impossible file name
+    if is_there(directory) and os.path.isdir(directory):
         if revision is not None:
             raise ModelError(
                 f"A revision ({revision}) was given for the local directory {src}; "
@@ -136,16 +136,17 @@ def convert(
         commit = None
     else:
         commit, directory = hub.download(os.fspath(src), revision)
-    return convert_directory(
-        directory,
-        dst,
-        source=os.fspath(src),
-        dtype=dtype,
-        revision=commit,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-    )
+    with reading(directory):
+        return convert_directory(
+            directory,
+            dst,
+            source=os.fspath(src),
+            dtype=dtype,
+            revision=commit,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+        )
 
 
 def convert_directory(

@@ -32,7 +32,7 @@ from jaxspec.checkpoint.manifest import (
     verified,
     write_manifest,
 )
-from jaxspec.errors import DamagedError, ModelError
+from jaxspec.errors import CheckpointError, DamagedError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
 from jaxspec.models import decoder
@@ -41,6 +41,14 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.extras import import_transformers
+from jaxspec.runtime.files import (
+    absolute,
+    check_tree_access,
+    first_line,
+    is_file,
+    is_there,
+    reading,
+)
 from jaxspec.types import PyTree
 
 _DTYPES = {
@@ -132,8 +140,12 @@ def _is_tied(params: Mapping[str, Any]) -> bool:
 
 
 def is_converted(path: str | os.PathLike) -> bool:
-    """Whether `path` is a converted directory."""
-    return (Path(path) / MANIFEST).is_file()
+    """Whether `path` is a converted directory.
+
+    Raises:
+      UnreadableError: the system does not say, because of the directory's permissions for example.
+    """
+    return is_file(Path(path) / MANIFEST)
 
 
 def converted_directory(
@@ -151,7 +163,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
       leaves: path and array (NumPy, mapped or not, or `jax.Array`) of each; an iterator may make
         each array when its turn comes.
     """
-    path = str(directory / "params")
+    path = str(absolute(directory / "params"))
     batch: dict[LeafPath, Any] = {}
 
     def save(ocp: Any) -> None:
@@ -161,7 +173,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
         batch.clear()
 
     with _quiet_orbax() as ocp:
-        context = ocp.Context()
+        context = _own_context(ocp)
         context.array.saving.use_compression = False  # weights hardly compress
         # Each save waits for the previous one, so no array changes while Orbax reads it.
         context.memory.deepcopy_host_arrays = False
@@ -226,7 +238,7 @@ def load_converted(
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else manifest.dtype
     dtype = parse_dtype(dtype)
-    with verified(directory, manifest.files if verify else {}):
+    with verified(directory, manifest.files, verify=verify):
         params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
         kernels = kernels or default_kernels()
         params = decoder.pack_params(params, get_kernels(kernels), consume=True)
@@ -249,7 +261,7 @@ def _read_model_params(
     """A model's parameters in `dtype`."""
     shapes = leaf_shapes(config)
     if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if isinstance(sharding, jax.sharding.Sharding):
         shardings = dict.fromkeys(shapes, sharding)
     else:
@@ -269,7 +281,7 @@ def read_params(
     again: str = MODEL_AGAIN,
 ) -> dict[str, Any]:
     """The parameters below `directory`, as nested dicts with string keys; Orbax reads, casts and
-    places a few leaves at a time.
+    places a few leaves at a time. Every process reads for itself and waits for no other.
 
     Args:
       directory: of the checkpoint.
@@ -278,22 +290,63 @@ def read_params(
       again: what to do about a damaged directory, for messages.
 
     Raises:
-      DamagedError: they cannot be read, or have the wrong shapes.
+      SettingError: a sharding has devices of other processes, or does not divide a parameter.
+      DamagedError: they are missing, or have the wrong shapes.
+      UnreadableError: the system does not let this process read a file.
+      CheckpointError: they cannot be read or placed for another reason; whether their files are
+        damaged is for `verified` to find out.
     """
-    largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
-    try:
-        with _quiet_orbax() as ocp:
-            context = ocp.Context()
-            context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
-            with context:
-                found = ocp.metadata(str(directory / "params")).metadata
-                _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
-                return ocp.load(str(directory / "params"), _nest(wanted))
-    except Exception as error:
-        raise DamagedError(
+    params = absolute(directory / "params")
+    for leaf_path, leaf in wanted.items():
+        _check_sharding(leaf_path, leaf)
+
+    def failed(error_class: type[CheckpointError], reason: str) -> CheckpointError:
+        return error_class(
             f"The parameters in {directory / 'params'} cannot be read as those of {what} "
-            f"({first_line(error)}); {again}."
+            f"({reason}); {again}."
+        )
+
+    largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
+    with _quiet_orbax() as ocp:
+        context = _own_context(ocp)
+        context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
+        with context:
+            with reading(params, lambda reason: failed(DamagedError, reason)):
+                # Orbax reports a file that it cannot open from many threads at once.
+                check_tree_access(params)
+                found = ocp.metadata(str(params)).metadata
+                _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
+            with reading(params, lambda reason: failed(CheckpointError, reason)):
+                return ocp.load(str(params), _nest(wanted))
+
+
+def _check_sharding(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> None:
+    """Raises `SettingError` unless this process can place a parameter as it is asked to."""
+    name, sharding = "/".join(map(str, path)), leaf.sharding
+    assert sharding is not None, name
+    if not sharding.is_fully_addressable:
+        raise SettingError(
+            f"The sharding of {name} has devices of other processes; give each process a model on "
+            "jax.local_devices()."
+        )
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        raise SettingError(
+            f"The sharding given for {name} does not fit its shape {list(leaf.shape)} "
+            f"({first_line(error)}); give one that divides it."
         ) from error
+
+
+def _own_context(ocp: Any) -> Any:
+    """Orbax's settings for a process that reads and writes alone, whether or not there are others
+    under `jax.distributed`."""
+    context = ocp.Context()
+    if jax.process_count() > 1:
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
+        context.multiprocessing.barrier_sync_key_prefix = f"jaxspec-{jax.process_index()}"
+    return context
 
 
 def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:
@@ -329,23 +382,19 @@ def _at(tree: Any, path: LeafPath) -> Any:
     return tree
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut to 200 characters."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
-
-
 def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextTokenizer | None:
     files = directory / "tokenizer"
-    if not files.is_dir():
+    if not is_there(files):
         return None
-    try:
+
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"The tokenizer in {files} cannot be read ({reason}); convert the model again."
+        )
+
+    with reading(files, failed):
+        check_tree_access(files)
         # Not AutoTokenizer: the class that it picks may rebuild the pipeline defined by
         # tokenizer.json.
         tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
-    except Exception as error:
-        raise DamagedError(
-            f"The tokenizer in {files} cannot be read ({first_line(error)}); convert the model "
-            "again."
-        ) from error
     return TextTokenizer(tokenizer, prefix_token_ids)

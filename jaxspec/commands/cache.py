@@ -17,7 +17,12 @@ from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.options import JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.errors import SettingError
-from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
+from jaxspec.runtime.directories import (
+    COMPILED_DIRECTORY,
+    KERNELS_DIRECTORY,
+    cache_directory,
+    size_of_directory,
+)
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import TextTable
 
@@ -88,8 +93,7 @@ def show_cache(console: Console, models: list[dict[str, Any]]) -> None:
 
 def compiled_bytes() -> int:
     """Size of all compiled code that is kept: XLA's programs and the CPU kernels."""
-    files = [file for directory in _compiled_directories() for file in directory.glob("*")]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(map(size_of_directory, _compiled_directories()))
 
 
 def remove_compiled() -> int:
@@ -97,7 +101,7 @@ def remove_compiled() -> int:
     num_bytes = compiled_bytes()
     for directory in _compiled_directories():
         shutil.rmtree(directory, ignore_errors=True)
-    return num_bytes
+    return num_bytes - compiled_bytes()
 
 
 def _compiled_directories() -> tuple[Path, ...]:

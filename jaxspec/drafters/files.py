@@ -32,7 +32,7 @@ from jaxspec.drafters.heads.tree_names import parse_tree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.directories import finish_interrupted
-from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 
 Kind: TypeAlias = heads_config.Kind | Literal["flexdraft"]
 
@@ -120,7 +120,7 @@ def load_drafter(
     dtype = None if dtype is None else parse_dtype(dtype)
     given = {"mode": mode, "confidence": confidence, "rule": rule, "block_size": block_size}
     settings: dict[str, Any] = {each: value for each, value in given.items() if value is not None}
-    with _found(name, revision) as directory:
+    with reading(name), _found(name, revision) as directory:
         return _load(
             directory,
             target,
@@ -220,7 +220,7 @@ def _found(name: str, revision: str | None) -> Iterator[Path]:
         return
     directory = expand_user(name)
     finish_interrupted(directory)
-    if not os.path.exists(directory):
+    if not is_there(directory):
         _, directory = hub.download(
             name, revision, choose=_fetch_drafter, what="directory of heads", names=NAMES_OF_HEADS
         )
@@ -243,7 +243,7 @@ def _fetch_drafter(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> 
 
 def _is_release(directory: Path) -> bool:
     path = directory / "config.json"
-    return path.is_file() and is_release(hf_reader.read_json(path))
+    return is_file(path) and is_release(hf_reader.read_json(path))
 
 
 def _holds_flexdraft(directory: Path, kind: Kind | None) -> bool:
