@@ -18,6 +18,7 @@ from jaxspec.checkpoint.manifest import write_manifest
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import check_free_space
 from jaxspec.runtime.files import expand_user, is_there, reading
 
@@ -123,9 +124,11 @@ def convert(
 
     Raises:
       ModelError: the model is not found, or its architecture is not supported.
-      CheckpointError: files are missing, damaged or do not belong together; `dst` exists; the disk
-        is full; the logits differ from torch's.
+      CheckpointError: files are missing, damaged, not readable by this process, or do not belong
+        together; `dst` exists; the disk is full; the logits differ from torch's.
+      SettingError: this process was forked from one that had used JAX.
     """
+    check_not_forked()
     directory = expand_user(src)
     if is_there(directory) and os.path.isdir(directory):
         if revision is not None:

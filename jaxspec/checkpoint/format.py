@@ -39,6 +39,7 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.runtime.files import (
@@ -197,8 +198,10 @@ def save_model(
     """Writes a model as a converted directory, which `load_model` reads back bit for bit.
 
     Raises:
+      SettingError: this process was forked from one that had used JAX.
       CheckpointError: the destination exists and `overwrite` is false, or the disk is full.
     """
+    check_not_forked()
     paths = leaf_shapes(model.config)
     num_bytes = sum(math.prod(shape) for shape in paths.values()) * model.dtype.itemsize
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")

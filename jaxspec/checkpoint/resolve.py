@@ -38,6 +38,7 @@ from jaxspec.errors import (
 from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
 from jaxspec.models.base import LanguageModel, Model
+from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import (
     cache_directory,
     finish_interrupted,
@@ -75,7 +76,7 @@ def load_model(
         own dtype on an accelerator (bfloat16 for a random preset).
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
-        parameters; None is the first device.
+        parameters; None is the first device of this process.
       kernels: `xla`, `native`, `mosaic` or `pallas`, see `LanguageModel`; None is `native` on a CPU
         if there is a C++ compiler, `mosaic` on a Hopper GPU, `pallas` on other GPUs, otherwise
         `xla`.
@@ -84,10 +85,14 @@ def load_model(
         A damaged cached conversion is made again; any other damaged directory is refused.
 
     Raises:
-      SettingError: the kernels are unknown or cannot be used here, or the KV dtype is unknown.
+      SettingError: the kernels are unknown or cannot be used here, the KV dtype is unknown, a
+        sharding has devices of other processes or does not fit a parameter, or this process was
+        forked from one that had used JAX.
       ModelError: there is no such model, or its architecture is not supported.
-      CheckpointError: it cannot be read, converted or cached, or its files are damaged.
+      CheckpointError: it cannot be read, converted or cached; `DamagedError` if its files have
+        changed, `UnreadableError` if the system does not let this process read them.
     """
+    check_not_forked()
     name = os.fspath(src)
     if kernels is not None:
         check_kernels(kernels)
