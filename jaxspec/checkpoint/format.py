@@ -14,6 +14,9 @@ import contextlib
 import logging
 import math
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,6 +167,8 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
       leaves: path and array (NumPy, mapped or not, or `jax.Array`) of each; an iterator may make
         each array when its turn comes.
     """
+    if jax.process_count() > 1:
+        return _write_in_process(directory, leaves)
     path = str(absolute(directory / "params"))
     batch: dict[LeafPath, Any] = {}
 
@@ -174,7 +179,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
         batch.clear()
 
     with _quiet_orbax() as ocp:
-        context = _own_context(ocp)
+        context = ocp.Context()
         context.array.saving.use_compression = False  # weights hardly compress
         # Each save waits for the previous one, so no array changes while Orbax reads it.
         context.memory.deepcopy_host_arrays = False
@@ -186,6 +191,45 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
                 del leaf
             save(ocp)
             ocp.partial.finalize(path)
+
+
+def _write_in_process(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> None:
+    """`write_params` under `jax.distributed`, where Orbax saves only what all processes save. So it
+    runs in a process that is not one of them, and gets the parameters through a pipe."""
+    script = "from jaxspec.checkpoint.format import write_received; write_received()"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(absolute(directory))],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert writer.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it failed, and says why
+            for path, leaf in leaves:
+                pickle.dump((path, np.asarray(leaf)), writer.stdin)
+            pickle.dump(None, writer.stdin)
+        _, printed = writer.communicate()
+    finally:
+        writer.kill()
+        writer.wait()
+    if writer.returncode:
+        reason = (printed.decode(errors="replace").strip().splitlines() or ["it was killed"])[-1]
+        raise CheckpointError(
+            f"The parameters in {directory} could not be written by a process of their own "
+            f"({reason}); save them outside of jax.distributed."
+        )
+
+
+def write_received() -> None:
+    """The process of `_write_in_process`: the directory is its argument, the parameters its
+    input."""
+
+    def received() -> Iterator[tuple[LeafPath, Any]]:
+        while (item := pickle.load(sys.stdin.buffer)) is not None:
+            yield item
+
+    write_params(Path(sys.argv[1]), received())
 
 
 def _num_bytes(leaves: Mapping[LeafPath, Any]) -> int:
@@ -342,8 +386,8 @@ def _check_sharding(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> None:
 
 
 def _own_context(ocp: Any) -> Any:
-    """Orbax's settings for a process that reads and writes alone, whether or not there are others
-    under `jax.distributed`."""
+    """Orbax's settings for a process that reads alone, also if there are others under
+    `jax.distributed`."""
     context = ocp.Context()
     if jax.process_count() > 1:
         context.multiprocessing.primary_host = jax.process_index()
