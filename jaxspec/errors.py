@@ -55,9 +55,9 @@ class UnreadableError(CheckpointError):
       reason: what the system says, such as `Permission denied`.
     """
 
-    def __init__(self, path: str, reason: str):
+    def __init__(self, path: str, reason: str, *, instead: str = "name another"):
         super().__init__(
-            f"{path} cannot be read ({reason}); let this process read it, or name another."
+            f"{path} cannot be read ({reason}); let this process read it, or {instead}."
         )
         self.path = path
         self.reason = reason

@@ -313,11 +313,28 @@ def _read_model_params(
         shardings = dict.fromkeys(shapes, sharding)
     else:
         shardings = {path: _at(sharding, path) for path in shapes}
-    wanted = {
-        path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path])
-        for path, shape in shapes.items()
-    }
+    wanted = {path: _placed(path, shape, dtype, shardings[path]) for path, shape in shapes.items()}
     return _as_params(read_params(directory, wanted, what=f"a {config.family} model"))
+
+
+def _placed(
+    path: LeafPath, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+    """A parameter as it will be placed; raises `SettingError` if it cannot be."""
+    name = "/".join(map(str, path))
+    if not sharding.is_fully_addressable:
+        raise SettingError(
+            f"The sharding of {name} has devices of other processes; give each process a model on "
+            "jax.local_devices()."
+        )
+    try:
+        sharding.shard_shape(shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    except ValueError as error:
+        raise SettingError(
+            f"The sharding given for {name} does not fit its shape {list(shape)} "
+            f"({first_line(error)}); give one that divides it."
+        ) from error
 
 
 def read_params(
@@ -337,15 +354,12 @@ def read_params(
       again: what to do about a damaged directory, for messages.
 
     Raises:
-      SettingError: a sharding has devices of other processes, or does not divide a parameter.
       DamagedError: they are missing, or have the wrong shapes.
       UnreadableError: the system does not let this process read a file.
       CheckpointError: they cannot be read or placed for another reason; whether their files are
         damaged is for `verified` to find out.
     """
     params = absolute(directory / "params")
-    for leaf_path, leaf in wanted.items():
-        _check_sharding(leaf_path, leaf)
 
     def failed(error_class: type[CheckpointError], reason: str) -> CheckpointError:
         return error_class(
@@ -365,24 +379,6 @@ def read_params(
                 _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
             with reading(params, lambda reason: failed(CheckpointError, reason)):
                 return ocp.load(str(params), _nest(wanted))
-
-
-def _check_sharding(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> None:
-    """Raises `SettingError` unless this process can place a parameter as it is asked to."""
-    name, sharding = "/".join(map(str, path)), leaf.sharding
-    assert sharding is not None, name
-    if not sharding.is_fully_addressable:
-        raise SettingError(
-            f"The sharding of {name} has devices of other processes; give each process a model on "
-            "jax.local_devices()."
-        )
-    try:
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-        raise SettingError(
-            f"The sharding given for {name} does not fit its shape {list(leaf.shape)} "
-            f"({first_line(error)}); give one that divides it."
-        ) from error
 
 
 def _own_context(ocp: Any) -> Any:

@@ -250,7 +250,7 @@ def _load_cached(
     except DamagedError as error:
         warnings.warn(f"{error} This is being done now.", JaxspecWarning, stacklevel=3)
     except UnreadableError as error:
-        raise _cache_refused(error.path, error.reason, "read") from error
+        raise _unreadable_in_cache(error) from error
     return load(_convert_cached(directory, name=name, commit=commit, verify=True))
 
 
@@ -271,7 +271,7 @@ def _convert_cached(
         if not verify and _is_whole(destination):
             return destination
     except UnreadableError as error:
-        raise _cache_refused(error.path, error.reason, "read") from error
+        raise _unreadable_in_cache(error) from error
     source = name if commit or name in DEMO_MODELS else str(directory.resolve())
     with contextlib.ExitStack() as stack:
         try:
@@ -299,6 +299,12 @@ def _is_whole(path: Path, *, verify: bool = False) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _unreadable_in_cache(error: UnreadableError) -> UnreadableError:
+    return UnreadableError(
+        error.path, error.reason, instead="name another cache directory with JAXSPEC_CACHE"
+    )
 
 
 def _cache_refused(path: str | os.PathLike, reason: str, what: str) -> CheckpointError:
