@@ -152,13 +152,14 @@ class CachedModel:
 
     Attributes:
       name: the name of its directory, for `remove_cached_model`.
-      source: the name of what was converted; None if the manifest is damaged.
+      source: the name of what was converted; None if the manifest cannot be read.
       revision: the commit if the source is a hub id, otherwise None.
       path: that of the converted directory.
-      dtype: that of the stored parameters; None if the manifest is damaged.
-      num_params: number of parameters; None if the manifest is damaged.
+      dtype: that of the stored parameters; None if the manifest cannot be read.
+      num_params: number of parameters; None if the manifest cannot be read.
       num_bytes: its size on the disk.
       problem: a sentence about why it cannot be loaded, or None.
+      is_damaged: whether that is because its files have changed.
     """
 
     name: str
@@ -169,6 +170,7 @@ class CachedModel:
     num_params: int | None
     num_bytes: int
     problem: str | None = None
+    is_damaged: bool = False
 
 
 def cached_models(*, verify: bool = False) -> list[CachedModel]:
@@ -189,13 +191,13 @@ def cached_models(*, verify: bool = False) -> list[CachedModel]:
 
 
 def _cached_model(path: Path, *, verify: bool) -> CachedModel:
-    manifest, problem = None, None
+    manifest, problem, is_damaged = None, None, False
     try:
         manifest = read_manifest(path)
         if verify:
             check_files(path, manifest)
     except CheckpointError as error:
-        problem = str(error)
+        problem, is_damaged = str(error), isinstance(error, DamagedError)
     return CachedModel(
         name=path.name,
         source=manifest.source if manifest else None,
@@ -205,6 +207,7 @@ def _cached_model(path: Path, *, verify: bool) -> CachedModel:
         num_params=manifest.num_params if manifest else None,
         num_bytes=size_of_directory(path),
         problem=problem,
+        is_damaged=is_damaged,
     )
 
 

@@ -31,7 +31,7 @@ COLUMNS = {
     "name": "{name}",
     "MiB": lambda kept: f"{kept['num_bytes'] / 2**20:.0f}",
     "dtype": lambda kept: kept["dtype"] or "",
-    "source": lambda kept: "damaged" if kept["problem"] else kept["source"],
+    "source": lambda kept: _source(kept),
 }
 
 
@@ -89,6 +89,12 @@ def show_cache(console: Console, models: list[dict[str, Any]]) -> None:
         console.print(TextTable.of_columns(directory, COLUMNS, listed))
     else:
         console.print(f"The cache {directory} is empty.", soft_wrap=True)
+
+
+def _source(kept: dict[str, Any]) -> str:
+    if kept["problem"]:
+        return "damaged" if kept["is_damaged"] else "cannot be read"
+    return kept["source"]
 
 
 def compiled_bytes() -> int:

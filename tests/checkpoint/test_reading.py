@@ -27,6 +27,8 @@ from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.convert import convert
 from jaxspec.drafters.heads.config import heads_config
 from jaxspec.runtime import files, signals
+from jaxspec.training import runs
+from jaxspec.training.lm.saved import read_tokenizer
 
 ASSETS = Path(jaxspec.__file__).parent / "assets" / "target"
 TINY = SamplingParams(max_tokens=4)
@@ -199,6 +201,21 @@ def test_a_cache_of_another_user(here):
                 remove_cached_model(kept.name)
         finally:
             os.seteuid(0)
+
+
+def test_a_run_of_training_that_is_closed(here):
+    run = here / "run"
+    run.mkdir()
+    for name in (runs.CHECKPOINT, "tokenizer.json"):
+        (run / name).write_bytes(b"0123456789abcdef")
+    reads = {
+        runs.CHECKPOINT: lambda: runs.read_checkpoint(run / runs.CHECKPOINT, command="train"),
+        "tokenizer.json": lambda: read_tokenizer(run / "tokenizer.json"),
+        "run": lambda: runs.check_out(run, resume=True),
+    }
+    for name, read in reads.items():
+        found = refusals(run, read)
+        assert_names_place({place: told for place, told in found.items() if place.endswith(name)})
 
 
 # Errors that say nothing about the files
