@@ -18,8 +18,9 @@ from jaxspec.checkpoint.manifest import write_manifest
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import check_free_space
-from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.files import expand_user, is_there, reading
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
 from .mapping import Family
@@ -123,11 +124,13 @@ def convert(
 
     Raises:
       ModelError: the model is not found, or its architecture is not supported.
-      CheckpointError: files are missing, damaged or do not belong together; `dst` exists; the disk
-        is full; the logits differ from torch's.
+      CheckpointError: files are missing, damaged, not readable by this process, or do not belong
+        together; `dst` exists; the disk is full; the logits differ from torch's.
+      SettingError: this process was forked from one that had used JAX.
     """
+    check_not_forked()
     directory = expand_user(src)
-    if os.path.isdir(directory):  # also False for an impossible file name
+    if is_there(directory) and os.path.isdir(directory):
         if revision is not None:
             raise ModelError(
                 f"A revision ({revision}) was given for the local directory {src}; "
@@ -136,16 +139,17 @@ def convert(
         commit = None
     else:
         commit, directory = hub.download(os.fspath(src), revision)
-    return convert_directory(
-        directory,
-        dst,
-        source=os.fspath(src),
-        dtype=dtype,
-        revision=commit,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-    )
+    with reading(directory):
+        return convert_directory(
+            directory,
+            dst,
+            source=os.fspath(src),
+            dtype=dtype,
+            revision=commit,
+            overwrite=overwrite,
+            verify=verify,
+            progress=progress,
+        )
 
 
 def convert_directory(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
-from jaxspec.runtime.files import LARGEST_TEXT_BYTES, why_unreadable
+from jaxspec.runtime.files import (
+    LARGEST_TEXT_BYTES,
+    check_access,
+    is_there,
+    reading,
+    why_unreadable,
+)
 
 from .hf_config import HFConfig, shown
 
@@ -45,15 +49,15 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: it is absent, unreadable, or not an object.
     """
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise CheckpointError(f"{path} is missing; give a complete Hugging Face directory.")
     check_file(path, largest_bytes=LARGEST_TEXT_BYTES)
-    try:
+
+    def malformed(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path} cannot be read as JSON ({reason}); fetch the file again.")
+
+    with reading(path, malformed):
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as JSON ({error}); fetch the file again."
-        ) from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} holds no JSON object; fetch the file again.")
     if _is_nested(fields, levels=_MOST_LEVELS):
@@ -73,6 +77,7 @@ def _is_nested(value: Any, *, levels: int) -> bool:
 
 def check_file(path: Path, *, largest_bytes: int | None = None) -> None:
     """Raises `CheckpointError` unless `path` is a file that can be read, or a link to one."""
+    check_access(path)
     why = why_unreadable(path, largest_bytes=largest_bytes)
     if why is not None:
         raise CheckpointError(f"{path} cannot be read ({why}); fetch the file again.")
@@ -87,7 +92,7 @@ def read_config(directory: Path) -> HFConfig:
 def read_generation_config(directory: Path) -> HFConfig:
     """`generation_config.json`, or no fields if there is none."""
     path = directory / "generation_config.json"
-    return HFConfig(read_json(path) if os.path.lexists(path) else {}, str(path))
+    return HFConfig(read_json(path) if is_there(path) else {}, str(path))
 
 
 def eos_token_ids(
@@ -120,14 +125,14 @@ def weight_files(directory: Path, *, prefix: str = "") -> list[Path]:
     """
     for whole in _WEIGHT_FILES:
         index = directory / f"{whole}.index.json"
-        if os.path.lexists(directory / whole):
+        if is_there(directory / whole):
             return [directory / whole]
-        if os.path.lexists(index):
+        if is_there(index):
             shards = shard_names(index, prefix=prefix)
             if not shards:
                 raise _names_other_files(index, "nothing")
             files = [directory / name for name in shards]
-            missing = [file.name for file in files if not os.path.lexists(file)]
+            missing = [file.name for file in files if not is_there(file)]
             if missing:
                 raise CheckpointError(
                     f"{directory} lacks {_some(missing)}, named in {index.name}; "
@@ -211,18 +216,19 @@ def _read_safetensors(file: Path):
     `safe_open` validates header and length; the views are our own, because its NumPy arrays are
     copies.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    def malformed(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{file} cannot be read as safetensors ({reason}); fetch the file again."
+        )
+
+    with reading(file, malformed):
         with safe_open(file, framework="numpy"):
             pass
         with file.open("rb") as stream:
             header_length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(header_length))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read as safetensors ({first_line(error)}); fetch the file again."
-        ) from error
     header.pop("__metadata__", None)
     for name, entry in header.items():
         dtype = _dtype_named(entry["dtype"])
@@ -246,13 +252,15 @@ def _read_torch(file: Path):
             f"{file} is a torch file, and torch is not installed; install the parity extra "
             "(pip install 'jaxspec-decoding[parity]') or use the model's safetensors."
         ) from error
-    try:
-        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{file} cannot be read as a torch state dict of tensors ({first_line(error)}); "
+
+    def malformed(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{file} cannot be read as a torch state dict of tensors ({reason}); "
             "fetch the file again, or use the model's safetensors."
-        ) from error
+        )
+
+    with reading(file, malformed):
+        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(tensors, dict):
         raise CheckpointError(
             f"{file} holds a {type(tensors).__name__}; give a state dict of the whole model."

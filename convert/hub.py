@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import ModelError
 from jaxspec.runtime.directories import check_free_space
+from jaxspec.runtime.files import first_line
 
 # What `load_model` takes, for messages.
 NAMES_OF_MODELS = (

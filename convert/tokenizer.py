@@ -8,17 +8,15 @@ directory holds the pipeline itself, loaded as it is, and the prefix as explicit
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import normalizers
 
-from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
 from jaxspec.runtime.extras import import_transformers
-from jaxspec.runtime.files import LARGEST_TEXT_BYTES
+from jaxspec.runtime.files import LARGEST_TEXT_BYTES, is_there, reading
 
 from .hf_config import HFConfig
 from .hf_reader import check_file, read_json
@@ -55,7 +53,7 @@ def convert_tokenizer(
         of the model.
     """
     for name in (*_PIPELINES, *_OTHERS):
-        if os.path.lexists(source / name):
+        if is_there(source / name):
             check_file(source / name, largest_bytes=LARGEST_TEXT_BYTES)
     if not any((source / name).exists() for name in _PIPELINES):
         if (source / "tokenizer_config.json").exists():
@@ -69,7 +67,13 @@ def convert_tokenizer(
         settings = HFConfig(read_json(source / "tokenizer_config.json"), str(source))
     has_pipeline = (source / "tokenizer.json").exists()
     fast = import_transformers().PreTrainedTokenizerFast
-    try:
+
+    def unusable(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"The tokenizer in {source} cannot be read ({reason}); fetch its files again."
+        )
+
+    with reading(source, unusable):
         if has_pipeline:
             tokenizer: Any = fast.from_pretrained(source)
         else:
@@ -84,13 +88,6 @@ def convert_tokenizer(
         _name_generic_class(target)
         # As `load_model` will, because what some settings write cannot be read again.
         fast.from_pretrained(target).encode(_PROBE)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"The tokenizer in {source} cannot be read ({first_line(error)}); "
-            "fetch its files again."
-        ) from error
     if not all(0 <= token < vocab_size for token in prefix):
         raise CheckpointError(
             f"The tokenizer in {source} puts {list(prefix)} in front of text, and the model's "

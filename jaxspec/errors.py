@@ -6,7 +6,7 @@ raised before anything is traced; inside a compiled loop, outcomes are status co
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -45,6 +45,25 @@ class CheckpointError(JaxspecError):
 
 class DamagedError(CheckpointError):
     """A converted directory whose files have changed since they were written."""
+
+
+class UnreadableError(CheckpointError):
+    """A file that may be intact, but that the system does not let this process read.
+
+    Attributes:
+      path: that of the file or directory.
+      reason: what the system says, such as `Permission denied`.
+    """
+
+    def __init__(self, path: str, reason: str, *, instead: str = "name another"):
+        super().__init__(
+            f"{path} cannot be read ({reason}); let this process read it, or {instead}."
+        )
+        self.path = path
+        self.reason = reason
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.path, self.reason)
 
 
 class ConformanceError(JaxspecError):

@@ -242,7 +242,7 @@ class Planner:
         if isinstance(self.request.drafter, FlexDraft) and settings.draft_length:
             compiles = "whole"  # what its sequential mode needs grows with its layers
         source: Source = "compiled" if compiles == "whole" else "compiled short"
-        if settings.num_devices > len(jax.devices()):
+        if settings.num_devices > len(jax.local_devices()):
             return run.bytes, ()
         self.say(f"compiling {settings.sentence}")
         added, programs = self.bytes.compiled(settings, compiles)
@@ -319,7 +319,7 @@ class Planner:
             if not programs:
                 found.append(
                     f"The programs were not compiled: {chosen.settings.num_devices} devices are "
-                    f"needed, and JAX has {len(jax.devices())}."
+                    f"needed, and JAX has {len(jax.local_devices())}."
                 )
         if chosen.settings.changes_output:
             if None in self.request.search.kv_dtypes:

@@ -14,6 +14,9 @@ import contextlib
 import logging
 import math
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,15 +35,24 @@ from jaxspec.checkpoint.manifest import (
     verified,
     write_manifest,
 )
-from jaxspec.errors import DamagedError, ModelError
+from jaxspec.errors import CheckpointError, DamagedError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.extras import import_transformers
+from jaxspec.runtime.files import (
+    absolute,
+    check_tree_access,
+    first_line,
+    is_file,
+    is_there,
+    reading,
+)
 from jaxspec.types import PyTree
 
 _DTYPES = {
@@ -132,8 +144,12 @@ def _is_tied(params: Mapping[str, Any]) -> bool:
 
 
 def is_converted(path: str | os.PathLike) -> bool:
-    """Whether `path` is a converted directory."""
-    return (Path(path) / MANIFEST).is_file()
+    """Whether `path` is a converted directory.
+
+    Raises:
+      UnreadableError: the system does not say, because of the directory's permissions for example.
+    """
+    return is_file(Path(path) / MANIFEST)
 
 
 def converted_directory(
@@ -151,7 +167,9 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
       leaves: path and array (NumPy, mapped or not, or `jax.Array`) of each; an iterator may make
         each array when its turn comes.
     """
-    path = str(directory / "params")
+    if jax.process_count() > 1:
+        return _write_in_process(directory, leaves)
+    path = str(absolute(directory / "params"))
     batch: dict[LeafPath, Any] = {}
 
     def save(ocp: Any) -> None:
@@ -175,6 +193,45 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
             ocp.partial.finalize(path)
 
 
+def _write_in_process(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> None:
+    """`write_params` under `jax.distributed`, where Orbax saves only what all processes save. So it
+    runs in a process that is not one of them, and gets the parameters through a pipe."""
+    script = "from jaxspec.checkpoint.format import write_received; write_received()"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(absolute(directory))],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert writer.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it failed, and says why
+            for path, leaf in leaves:
+                pickle.dump((path, np.asarray(leaf)), writer.stdin)
+            pickle.dump(None, writer.stdin)
+        _, printed = writer.communicate()
+    finally:
+        writer.kill()
+        writer.wait()
+    if writer.returncode:
+        reason = (printed.decode(errors="replace").strip().splitlines() or ["it was killed"])[-1]
+        raise CheckpointError(
+            f"The parameters in {directory} could not be written by a process of their own "
+            f"({reason}); save them outside of jax.distributed."
+        )
+
+
+def write_received() -> None:
+    """The process of `_write_in_process`: the directory is its argument, the parameters its
+    input."""
+
+    def received() -> Iterator[tuple[LeafPath, Any]]:
+        while (item := pickle.load(sys.stdin.buffer)) is not None:
+            yield item
+
+    write_params(Path(sys.argv[1]), received())
+
+
 def _num_bytes(leaves: Mapping[LeafPath, Any]) -> int:
     return sum(leaf.nbytes for leaf in leaves.values())
 
@@ -185,8 +242,10 @@ def save_model(
     """Writes a model as a converted directory, which `load_model` reads back bit for bit.
 
     Raises:
+      SettingError: this process was forked from one that had used JAX.
       CheckpointError: the destination exists and `overwrite` is false, or the disk is full.
     """
+    check_not_forked()
     paths = leaf_shapes(model.config)
     num_bytes = sum(math.prod(shape) for shape in paths.values()) * model.dtype.itemsize
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
@@ -226,7 +285,7 @@ def load_converted(
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else manifest.dtype
     dtype = parse_dtype(dtype)
-    with verified(directory, manifest.files if verify else {}):
+    with verified(directory, manifest.files, verify=verify):
         params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
         kernels = kernels or default_kernels()
         params = decoder.pack_params(params, get_kernels(kernels), consume=True)
@@ -249,16 +308,33 @@ def _read_model_params(
     """A model's parameters in `dtype`."""
     shapes = leaf_shapes(config)
     if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if isinstance(sharding, jax.sharding.Sharding):
         shardings = dict.fromkeys(shapes, sharding)
     else:
         shardings = {path: _at(sharding, path) for path in shapes}
-    wanted = {
-        path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path])
-        for path, shape in shapes.items()
-    }
+    wanted = {path: _placed(path, shape, dtype, shardings[path]) for path, shape in shapes.items()}
     return _as_params(read_params(directory, wanted, what=f"a {config.family} model"))
+
+
+def _placed(
+    path: LeafPath, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+    """A parameter as it will be placed; raises `SettingError` if it cannot be."""
+    name = "/".join(map(str, path))
+    if not sharding.is_fully_addressable:
+        raise SettingError(
+            f"The sharding of {name} has devices of other processes; give each process a model on "
+            "jax.local_devices()."
+        )
+    try:
+        sharding.shard_shape(shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    except ValueError as error:
+        raise SettingError(
+            f"The sharding given for {name} does not fit its shape {list(shape)} "
+            f"({first_line(error)}); give one that divides it."
+        ) from error
 
 
 def read_params(
@@ -269,7 +345,7 @@ def read_params(
     again: str = MODEL_AGAIN,
 ) -> dict[str, Any]:
     """The parameters below `directory`, as nested dicts with string keys; Orbax reads, casts and
-    places a few leaves at a time.
+    places a few leaves at a time. Every process reads for itself and waits for no other.
 
     Args:
       directory: of the checkpoint.
@@ -278,22 +354,42 @@ def read_params(
       again: what to do about a damaged directory, for messages.
 
     Raises:
-      DamagedError: they cannot be read, or have the wrong shapes.
+      DamagedError: they are missing, or have the wrong shapes.
+      UnreadableError: the system does not let this process read a file.
+      CheckpointError: they cannot be read or placed for another reason; whether their files are
+        damaged is for `verified` to find out.
     """
-    largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
-    try:
-        with _quiet_orbax() as ocp:
-            context = ocp.Context()
-            context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
-            with context:
-                found = ocp.metadata(str(directory / "params")).metadata
-                _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
-                return ocp.load(str(directory / "params"), _nest(wanted))
-    except Exception as error:
-        raise DamagedError(
+    params = absolute(directory / "params")
+
+    def failed(error_class: type[CheckpointError], reason: str) -> CheckpointError:
+        return error_class(
             f"The parameters in {directory / 'params'} cannot be read as those of {what} "
-            f"({first_line(error)}); {again}."
-        ) from error
+            f"({reason}); {again}."
+        )
+
+    largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
+    with _quiet_orbax() as ocp:
+        context = _own_context(ocp)
+        context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
+        with context:
+            with reading(params, lambda reason: failed(DamagedError, reason)):
+                # Orbax reports a file that it cannot open from many threads at once.
+                check_tree_access(params)
+                found = ocp.metadata(str(params)).metadata
+                _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
+            with reading(params, lambda reason: failed(CheckpointError, reason)):
+                return ocp.load(str(params), _nest(wanted))
+
+
+def _own_context(ocp: Any) -> Any:
+    """Orbax's settings for a process that reads alone, also if there are others under
+    `jax.distributed`."""
+    context = ocp.Context()
+    if jax.process_count() > 1:
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
+        context.multiprocessing.barrier_sync_key_prefix = f"jaxspec-{jax.process_index()}"
+    return context
 
 
 def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:
@@ -329,23 +425,19 @@ def _at(tree: Any, path: LeafPath) -> Any:
     return tree
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, cut to 200 characters."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
-
-
 def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextTokenizer | None:
     files = directory / "tokenizer"
-    if not files.is_dir():
+    if not is_there(files):
         return None
-    try:
+
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"The tokenizer in {files} cannot be read ({reason}); convert the model again."
+        )
+
+    with reading(files, failed):
+        check_tree_access(files)
         # Not AutoTokenizer: the class that it picks may rebuild the pipeline defined by
         # tokenizer.json.
         tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(files)
-    except Exception as error:
-        raise DamagedError(
-            f"The tokenizer in {files} cannot be read ({first_line(error)}); convert the model "
-            "again."
-        ) from error
     return TextTokenizer(tokenizer, prefix_token_ids)

@@ -26,10 +26,11 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import xxhash
 
-from jaxspec.errors import CheckpointError, DamagedError
+from jaxspec.errors import CheckpointError, DamagedError, UnreadableError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.documents import json_text
+from jaxspec.runtime.files import reading
 
 FORMAT_VERSION = 2
 MANIFEST = "jaxspec.json"
@@ -126,7 +127,8 @@ def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manif
       verify: compare its own checksum too, which fails for a manifest that was edited by hand.
 
     Raises:
-      DamagedError: it cannot be read, or has changed since it was written.
+      DamagedError: it is missing, malformed, or has changed since it was written.
+      UnreadableError: the system does not let this process read it.
       CheckpointError: another version of jaxspec wrote it.
     """
     return read_record(directory, Manifest, _check_ranges, what="a model", verify=verify)
@@ -134,7 +136,7 @@ def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manif
 
 def kind_of(directory: str | os.PathLike) -> str | None:
     """The field `kind` of a directory's `jaxspec.json`; None if it has none, as for models, or if
-    there is no such file or it cannot be read."""
+    there is no such file or it is malformed."""
     try:
         kind = _read_fields(Path(directory) / MANIFEST, MODEL_AGAIN).get("kind")
     except DamagedError:
@@ -193,33 +195,51 @@ def read_record(
 
 def _read_fields(path: Path, again: str) -> dict[str, Any]:
     """The fields of a `jaxspec.json`, one of which is its version."""
-    try:
+
+    def damaged(_: str) -> DamagedError:
+        return DamagedError(f"{path} is not readable as a jaxspec manifest; {again}.")
+
+    with reading(path, damaged):
         if _size_of_file(path) > _LARGEST_MANIFEST_BYTES:
             raise ValueError("too large")
         fields = json.loads(path.read_text(encoding="utf-8"))
         if "format_version" not in fields.keys():
             raise KeyError("format_version")
         _checksum_of_fields(fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is not readable as a jaxspec manifest; {again}.") from error
     return fields
 
 
 @contextlib.contextmanager
 def verified(
-    directory: Path, files: Mapping[str, FileChecksum], *, again: str = MODEL_AGAIN
+    directory: Path,
+    files: Mapping[str, FileChecksum],
+    *,
+    verify: bool = True,
+    again: str = MODEL_AGAIN,
 ) -> Iterator[None]:
     """Compares files with their checksums: small ones now, the rest while the block reads them.
 
     Args:
       directory: the directory of the files.
       files: their checksums.
+      verify: False compares them only if the block raises `CheckpointError`, to find out whether
+        they are damaged.
       again: what to do about a damaged file, for messages.
 
     Raises:
       DamagedError: a file is missing, or has changed since it was written; an error that the block
         raised is its cause.
+      UnreadableError: the system does not let this process read a file.
     """
+    if not verify:
+        try:
+            yield
+        except UnreadableError:
+            raise
+        except CheckpointError:
+            with verified(directory, files, again=again):
+                raise
+        return
     large = {}
     for name, expected in files.items():
         if expected.num_bytes <= _SMALL_BYTES:
@@ -230,9 +250,15 @@ def verified(
         checks = [pool.submit(_check_file, directory, *item, again) for item in large.items()]
         try:
             yield
-        finally:
+        except Exception:
             for check in checks:
                 check.result()
+            raise
+        except BaseException:  # an interrupt, which says nothing about the files
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        for check in checks:
+            check.result()
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
@@ -248,17 +274,16 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 def _check_file(directory: Path, name: str, expected: FileChecksum, again: str) -> None:
     """Raises `DamagedError` if a file has changed since it was written."""
     path = directory / name
-    try:
+
+    def damaged(problem: str) -> DamagedError:
+        return DamagedError(f"{path} {problem}: the checkpoint is damaged; {again}.")
+
+    with reading(path, lambda reason: damaged(f"cannot be read ({reason})")):
         num_bytes = _size_of_file(path)
         if num_bytes != expected.num_bytes:
-            problem = f"has {num_bytes:,} bytes and not {expected.num_bytes:,}"
-        elif _xxh3(path) != expected.xxh3:
-            problem = "is not as it was written"
-        else:
-            return
-    except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
-        problem = f"cannot be read ({getattr(error, 'strerror', error)})"
-    raise DamagedError(f"{path} {problem}: the checkpoint is damaged; {again}.")
+            raise damaged(f"has {num_bytes:,} bytes and not {expected.num_bytes:,}")
+        if _xxh3(path) != expected.xxh3:
+            raise damaged("is not as it was written")
 
 
 def checksums(directory: Path) -> dict[str, FileChecksum]:

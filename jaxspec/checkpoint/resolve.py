@@ -28,12 +28,24 @@ from jaxspec.checkpoint.manifest import (
 )
 from jaxspec.convert import convert_directory
 from jaxspec.convert.hub import NAMES_OF_MODELS, download
-from jaxspec.errors import CheckpointError, DamagedError, JaxspecWarning, ModelError
+from jaxspec.errors import (
+    CheckpointError,
+    DamagedError,
+    JaxspecWarning,
+    ModelError,
+    UnreadableError,
+)
 from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
 from jaxspec.models.base import LanguageModel, Model
-from jaxspec.runtime.directories import cache_directory, finish_interrupted, remove_directory
-from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.compilation import check_not_forked
+from jaxspec.runtime.directories import (
+    cache_directory,
+    finish_interrupted,
+    remove_directory,
+    size_of_directory,
+)
+from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.other_names import refuse_other_names
 
@@ -64,7 +76,7 @@ def load_model(
         own dtype on an accelerator (bfloat16 for a random preset).
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
-        parameters; None is the first device.
+        parameters; None is the first device of this process.
       kernels: `xla`, `native`, `mosaic` or `pallas`, see `LanguageModel`; None is `native` on a CPU
         if there is a C++ compiler, `mosaic` on a Hopper GPU, `pallas` on other GPUs, otherwise
         `xla`.
@@ -73,10 +85,14 @@ def load_model(
         A damaged cached conversion is made again; any other damaged directory is refused.
 
     Raises:
-      SettingError: the kernels are unknown or cannot be used here, or the KV dtype is unknown.
+      SettingError: the kernels are unknown or cannot be used here, the KV dtype is unknown, a
+        sharding has devices of other processes or does not fit a parameter, or this process was
+        forked from one that had used JAX.
       ModelError: there is no such model, or its architecture is not supported.
-      CheckpointError: it cannot be read, converted or cached, or its files are damaged.
+      CheckpointError: it cannot be read, converted or cached; `DamagedError` if its files have
+        changed, `UnreadableError` if the system does not let this process read them.
     """
+    check_not_forked()
     name = os.fspath(src)
     if kernels is not None:
         check_kernels(kernels)
@@ -91,34 +107,35 @@ def load_model(
         kv_dtype=kv_dtype,
         verify=verify,
     )
-    if name in DEMO_MODELS:
-        assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
-        with importlib.resources.as_file(assets) as directory:
-            return _load_cached(load, directory, name=name)
-    if name.startswith("random:"):
-        if dtype is None:
-            dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        return registry.random_model(
-            name.removeprefix("random:"),
-            dtype=dtype,
-            sharding=sharding,
-            kernels=kernels,
-            kv_dtype=kv_dtype,
-        )
+    with reading(name):
+        if name in DEMO_MODELS:
+            assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
+            with importlib.resources.as_file(assets) as directory:
+                return _load_cached(load, directory, name=name)
+        if name.startswith("random:"):
+            if dtype is None:
+                dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+            return registry.random_model(
+                name.removeprefix("random:"),
+                dtype=dtype,
+                sharding=sharding,
+                kernels=kernels,
+                kv_dtype=kv_dtype,
+            )
 
-    directory = expand_user(name)
-    finish_interrupted(directory)
-    if not os.path.exists(directory):  # also False for an impossible file name
-        commit, directory = download(name, revision)
-        return _load_cached(load, directory, name=name, commit=commit)
-    if is_converted(directory):
-        return load(directory)
-    if (directory / "config.json").is_file():
-        return _load_cached(load, directory, name=directory.resolve().name)
-    raise ModelError(
-        f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
-        f"one (no config.json); {NAMES_OF_MODELS}."
-    )
+        directory = expand_user(name)
+        finish_interrupted(directory)
+        if not is_there(directory):
+            commit, directory = download(name, revision)
+            return _load_cached(load, directory, name=name, commit=commit)
+        if is_converted(directory):
+            return load(directory)
+        if is_file(directory / "config.json"):
+            return _load_cached(load, directory, name=directory.resolve().name)
+        raise ModelError(
+            f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
+            f"one (no config.json); {NAMES_OF_MODELS}."
+        )
 
 
 def as_model(model: Model | str) -> Model:
@@ -135,13 +152,14 @@ class CachedModel:
 
     Attributes:
       name: the name of its directory, for `remove_cached_model`.
-      source: the name of what was converted; None if the manifest is damaged.
+      source: the name of what was converted; None if the manifest cannot be read.
       revision: the commit if the source is a hub id, otherwise None.
       path: that of the converted directory.
-      dtype: that of the stored parameters; None if the manifest is damaged.
-      num_params: number of parameters; None if the manifest is damaged.
+      dtype: that of the stored parameters; None if the manifest cannot be read.
+      num_params: number of parameters; None if the manifest cannot be read.
       num_bytes: its size on the disk.
       problem: a sentence about why it cannot be loaded, or None.
+      is_damaged: whether that is because its files have changed.
     """
 
     name: str
@@ -152,6 +170,7 @@ class CachedModel:
     num_params: int | None
     num_bytes: int
     problem: str | None = None
+    is_damaged: bool = False
 
 
 def cached_models(*, verify: bool = False) -> list[CachedModel]:
@@ -160,21 +179,25 @@ def cached_models(*, verify: bool = False) -> list[CachedModel]:
     Args:
       verify: read all their files and compare them with their checksums; otherwise only the
         manifests are read.
+
+    Raises:
+      UnreadableError: the system does not let this process list the cache.
     """
     root = cache_directory()
-    paths = sorted(root.iterdir()) if root.is_dir() else []
-    kept = [path for path in paths if path.is_dir() and not path.name.startswith(".")]
+    with reading(root):
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+        kept = [path for path in paths if path.is_dir() and not path.name.startswith(".")]
     return [_cached_model(path, verify=verify) for path in kept]
 
 
 def _cached_model(path: Path, *, verify: bool) -> CachedModel:
-    manifest, problem = None, None
+    manifest, problem, is_damaged = None, None, False
     try:
         manifest = read_manifest(path)
         if verify:
             check_files(path, manifest)
     except CheckpointError as error:
-        problem = str(error)
+        problem, is_damaged = str(error), isinstance(error, DamagedError)
     return CachedModel(
         name=path.name,
         source=manifest.source if manifest else None,
@@ -182,8 +205,9 @@ def _cached_model(path: Path, *, verify: bool) -> CachedModel:
         path=str(path),
         dtype=manifest.dtype if manifest else None,
         num_params=manifest.num_params if manifest else None,
-        num_bytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        num_bytes=size_of_directory(path),
         problem=problem,
+        is_damaged=is_damaged,
     )
 
 
@@ -195,6 +219,7 @@ def remove_cached_model(name: str) -> int:
 
     Raises:
       ModelError: no model, or more than one, has that name.
+      CheckpointError: the system does not let this process remove it.
     """
     models = cached_models()
     chosen = [model for model in models if model.name == name]
@@ -205,7 +230,11 @@ def remove_cached_model(name: str) -> int:
             f"The cache {cache_directory()} has {len(chosen)} models named {name!r}; "
             f"choose one of what it holds: {known}."
         )
-    remove_directory(Path(chosen[0].path))
+    try:
+        remove_directory(Path(chosen[0].path))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise _cache_refused(chosen[0].path, reason, "removed") from error
     return chosen[0].num_bytes
 
 
@@ -223,6 +252,8 @@ def _load_cached(
         return load(converted)
     except DamagedError as error:
         warnings.warn(f"{error} This is being done now.", JaxspecWarning, stacklevel=3)
+    except UnreadableError as error:
+        raise _unreadable_in_cache(error) from error
     return load(_convert_cached(directory, name=name, commit=commit, verify=True))
 
 
@@ -239,8 +270,11 @@ def _convert_cached(
     digest = hashlib.sha256(f"{FORMAT_VERSION} {key}".encode()).hexdigest()[:16]
     root = cache_directory()
     destination = root / f"{label}-{digest}"
-    if not verify and _is_whole(destination):
-        return destination
+    try:
+        if not verify and _is_whole(destination):
+            return destination
+    except UnreadableError as error:
+        raise _unreadable_in_cache(error) from error
     source = name if commit or name in DEMO_MODELS else str(directory.resolve())
     with contextlib.ExitStack() as stack:
         try:
@@ -250,10 +284,7 @@ def _convert_cached(
             if destination.exists() and not is_whole:
                 remove_directory(destination)
         except OSError as error:
-            raise CheckpointError(
-                f"The cache directory {root} cannot be written ({error.strerror or error}); name "
-                "another with JAXSPEC_CACHE."
-            ) from error
+            raise _cache_refused(root, error.strerror or str(error), "written") from error
         if not is_whole:
             convert_directory(directory, destination, source=source, revision=commit)
     return destination
@@ -266,9 +297,25 @@ def _is_whole(path: Path, *, verify: bool = False) -> bool:
         manifest = read_manifest(path)
         if verify:
             check_files(path, manifest)
+    except UnreadableError:
+        raise
     except CheckpointError:
         return False
     return True
+
+
+def _unreadable_in_cache(error: UnreadableError) -> UnreadableError:
+    return UnreadableError(
+        error.path, error.reason, instead="name another cache directory with JAXSPEC_CACHE"
+    )
+
+
+def _cache_refused(path: str | os.PathLike, reason: str, what: str) -> CheckpointError:
+    """The error for a file or directory of the cache that cannot be read or written."""
+    return CheckpointError(
+        f"The cache of converted models, {os.fspath(path)}, cannot be {what} ({reason}); name "
+        "another directory with JAXSPEC_CACHE."
+    )
 
 
 def _content_key(directory: Path) -> str:

@@ -17,7 +17,12 @@ from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.options import JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.errors import SettingError
-from jaxspec.runtime.directories import COMPILED_DIRECTORY, KERNELS_DIRECTORY, cache_directory
+from jaxspec.runtime.directories import (
+    COMPILED_DIRECTORY,
+    KERNELS_DIRECTORY,
+    cache_directory,
+    size_of_directory,
+)
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import TextTable
 
@@ -26,7 +31,7 @@ COLUMNS = {
     "name": "{name}",
     "MiB": lambda kept: f"{kept['num_bytes'] / 2**20:.0f}",
     "dtype": lambda kept: kept["dtype"] or "",
-    "source": lambda kept: "damaged" if kept["problem"] else kept["source"],
+    "source": lambda kept: _source(kept),
 }
 
 
@@ -86,10 +91,15 @@ def show_cache(console: Console, models: list[dict[str, Any]]) -> None:
         console.print(f"The cache {directory} is empty.", soft_wrap=True)
 
 
+def _source(kept: dict[str, Any]) -> str:
+    if kept["problem"]:
+        return "damaged" if kept["is_damaged"] else "cannot be read"
+    return kept["source"]
+
+
 def compiled_bytes() -> int:
     """Size of all compiled code that is kept: XLA's programs and the CPU kernels."""
-    files = [file for directory in _compiled_directories() for file in directory.glob("*")]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(map(size_of_directory, _compiled_directories()))
 
 
 def remove_compiled() -> int:
@@ -97,7 +107,7 @@ def remove_compiled() -> int:
     num_bytes = compiled_bytes()
     for directory in _compiled_directories():
         shutil.rmtree(directory, ignore_errors=True)
-    return num_bytes
+    return num_bytes - compiled_bytes()
 
 
 def _compiled_directories() -> tuple[Path, ...]:

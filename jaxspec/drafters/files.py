@@ -31,8 +31,9 @@ from jaxspec.drafters.heads.other_layouts import NAMES_OF_HEADS, export_heads, f
 from jaxspec.drafters.heads.tree_names import parse_tree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LanguageModel, Model
+from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import finish_interrupted
-from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 
 Kind: TypeAlias = heads_config.Kind | Literal["flexdraft"]
 
@@ -60,7 +61,9 @@ def save_drafter(
 
     Raises:
       CheckpointError: the directory exists and may not be replaced, or the disk is full.
+      SettingError: this process was forked from one that had used JAX.
     """
+    check_not_forked()
     if isinstance(drafter, FlexDraft):
         save_flexdraft(drafter, directory, target=target, overwrite=overwrite)
     else:
@@ -107,20 +110,23 @@ def load_drafter(
       verify: compare the files of our directories with their checksums.
 
     Raises:
-      SettingError: a setting is out of range, or belongs to another kind of drafter.
+      SettingError: a setting is out of range, or belongs to another kind of drafter; or this
+        process was forked from one that had used JAX.
       ModelError: there is no such drafter, it is of another kind, or it does not fit the target.
-      CheckpointError: it cannot be read, or its files are damaged.
+      CheckpointError: it cannot be read; `DamagedError` if its files have changed,
+        `UnreadableError` if the system does not let this process read them.
 
     Warns:
       JaxspecWarning: it was made for a target with other weights.
     """
+    check_not_forked()
     make_tree = parse_tree(tree) if isinstance(tree, str) else lambda num_heads: tree
     target = as_model(target)
     name = os.fspath(name)
     dtype = None if dtype is None else parse_dtype(dtype)
     given = {"mode": mode, "confidence": confidence, "rule": rule, "block_size": block_size}
     settings: dict[str, Any] = {each: value for each, value in given.items() if value is not None}
-    with _found(name, revision) as directory:
+    with reading(name), _found(name, revision) as directory:
         return _load(
             directory,
             target,
@@ -195,10 +201,12 @@ def export_drafter(
     Raises:
       ModelError: there is no such format, or it cannot hold this drafter.
       CheckpointError: the directory exists and may not be replaced, or the disk is full.
+      SettingError: this process was forked from one that had used JAX.
 
     Warns:
       JaxspecWarning: Clover-2's release does not compute these heads as they were trained.
     """
+    check_not_forked()
     if isinstance(drafter, Heads):
         export_heads(drafter, directory, format, target=target, overwrite=overwrite)
     elif format == KIND:
@@ -220,7 +228,7 @@ def _found(name: str, revision: str | None) -> Iterator[Path]:
         return
     directory = expand_user(name)
     finish_interrupted(directory)
-    if not os.path.exists(directory):
+    if not is_there(directory):
         _, directory = hub.download(
             name, revision, choose=_fetch_drafter, what="directory of heads", names=NAMES_OF_HEADS
         )
@@ -243,7 +251,7 @@ def _fetch_drafter(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> 
 
 def _is_release(directory: Path) -> bool:
     path = directory / "config.json"
-    return path.is_file() and is_release(hf_reader.read_json(path))
+    return is_file(path) and is_release(hf_reader.read_json(path))
 
 
 def _holds_flexdraft(directory: Path, kind: Kind | None) -> bool:

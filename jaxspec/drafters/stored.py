@@ -211,7 +211,7 @@ def read_weights(
       verify: compare the files with their checksums.
 
     Raises:
-      CheckpointError: they cannot be read.
+      CheckpointError: they cannot be read or placed; a `DamagedError` if their files have changed.
 
     Warns:
       JaxspecWarning: they were made for a target with other weights.
@@ -221,7 +221,7 @@ def read_weights(
         path: jax.ShapeDtypeStruct(shape, dtype_of(path, dtype), sharding=sharding)
         for path, shape in leaf_paths(shapes)
     }
-    with verified(directory, manifest.files if verify else {}, again=again):
+    with verified(directory, manifest.files, verify=verify, again=again):
         stored = read_params(directory, wanted, what=what, again=again)
     has_values = isinstance(target, LanguageModel) and not isinstance(target, ShapeModel)
     if manifest.target_weights is not None and has_values:
@@ -234,7 +234,7 @@ def sharding_of(target: Model) -> jax.sharding.Sharding:
     """Where a drafter's parameters go: to all devices of the target's parameters, replicated."""
     found = next(
         (leaf.sharding for leaf in jax.tree.leaves(target.params) if isinstance(leaf, jax.Array)),
-        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        jax.sharding.SingleDeviceSharding(jax.local_devices()[0]),
     )
     if isinstance(found, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(found.mesh, jax.sharding.PartitionSpec())

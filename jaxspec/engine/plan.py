@@ -174,7 +174,7 @@ def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]
         each = jax.ShapeDtypeStruct((loop.num_shards,), jnp.int32)
     else:
         # That of an executor, which then finds these programs in the compilation cache.
-        home = home_of(loop.params) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        home = home_of(loop.params) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         home_of_params = home
     state, params = shapes_at(state, home), shapes_at(params, home_of_params)
     options: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}

@@ -16,10 +16,12 @@ it: commands show them as a progress line, and a program that uses the library s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -42,6 +44,38 @@ CACHE_FROM_S = 0.3  # compilations that take less are not worth keeping
 # JAX's events. If a version renames them, only the note about the cache is lost.
 CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+_first_user: int | None = None  # the process that first used JAX, or Orbax, whose threads it has
+
+
+def check_not_forked() -> None:
+    """Called before JAX or Orbax is used.
+
+    Raises:
+      SettingError: this process was forked from one that had used them.
+    """
+    global _first_user
+    if _first_user is None:
+        _first_user = os.getpid()
+    if os.getpid() != _first_user:
+        raise SettingError(
+            f"Process {os.getpid()} was forked from process {_first_user}, which had used JAX. A "
+            "fork does not copy JAX's threads, so the call would never return; start processes by "
+            'multiprocessing.get_context("spawn"), and load models and make engines there.'
+        )
+
+
+def _note_use() -> None:
+    """Before a fork: JAX may have been used without us. If a version renames this, only that is not
+    noticed."""
+    is_used = getattr(sys.modules.get("jax._src.xla_bridge"), "backends_are_initialized", None)
+    if is_used is not None and is_used():
+        with contextlib.suppress(SettingError):
+            check_not_forked()
+
+
+os.register_at_fork(before=_note_use)
 
 
 def enable_compilation_cache() -> None:
@@ -78,7 +112,7 @@ class Compiled:
 class Program:
     """A jitted function that reports its compilation, which happens at its first call or before.
 
-    A later call costs one attribute lookup and a process id more than a call of the jitted
+    A later call costs a process id and two attribute lookups more than a call of the jitted
     function.
 
     Args:
@@ -102,7 +136,6 @@ class Program:
         self.compiled: Compiled | None = None
         self.is_compiling = False
         self._function = function
-        self._process = os.getpid()
         self._shapes_vary = shapes_vary
         self._signatures: set[Hashable] = set()
         self._lock = threading.Lock()
@@ -117,14 +150,9 @@ class Program:
         """Calls the function, after compiling it if this is the first call.
 
         Raises:
-          SettingError: this process was forked from the one that made the program.
+          SettingError: this process was forked from one that had used JAX.
         """
-        if os.getpid() != self._process:
-            raise SettingError(
-                f"Process {os.getpid()} was forked from process {self._process}, which had made "
-                "this engine. A fork does not copy JAX's threads, so the call would never return; "
-                'start processes by multiprocessing.get_context("spawn") and make engines there.'
-            )
+        check_not_forked()
         if self.compiled is None or self._shapes_vary:
             self.compile(*args, **kwargs)
         return self._function(*args, **kwargs)
@@ -136,7 +164,11 @@ class Program:
           args: those of the function, with `jax.ShapeDtypeStruct`s instead of arrays if you like,
             with the sharding that the arrays will have. A later call with such arguments needs no
             compilation.
+
+        Raises:
+          SettingError: as for a call.
         """
+        check_not_forked()
         with self._lock:
             signature = _signature(args, kwargs) if self._shapes_vary else None
             if self.compiled is None or signature not in self._signatures:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxspec.errors import CheckpointError, SettingError
-from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.files import absolute, expand_user
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.signals import called_at_end, uninterrupted
 
@@ -27,17 +27,33 @@ _REFUSED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def cache_directory() -> Path:
     """The directory for converted models and compiled programs: `$JAXSPEC_CACHE`, or one in the
-    user's cache directory."""
+    user's cache directory. It is an absolute path.
+
+    Raises:
+      SettingError: `$JAXSPEC_CACHE` names an unknown home directory, or is relative to a current
+        directory that was removed.
+    """
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
-    return expand_user(chosen) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
+    return absolute(expand_user(chosen)) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
 
 
 def sha256_of(path: str | os.PathLike) -> str:
     """Hex digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_of_directory(directory: Path) -> int:
+    """Bytes of the files in a directory; those in directories that cannot be listed are left
+    out."""
+    num_bytes = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                num_bytes += os.lstat(Path(folder, name)).st_size
+    return num_bytes
 
 
 def check_free_space(directory: str | os.PathLike, num_bytes: int, *, what: str) -> None:

@@ -29,6 +29,7 @@ from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.console import Console
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import json_text
+from jaxspec.runtime.files import is_file, reading
 from jaxspec.runtime.locks import only_writer
 from jaxspec.types import PyTree
 
@@ -175,7 +176,8 @@ def read_checkpoint(path: pathlib.Path, *, command: str) -> dict[str, Any]:
       CheckpointError: there is no checkpoint, or it is damaged.
     """
     try:
-        written = path.read_bytes()
+        with reading(path):
+            written = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"There is no {path.name} in {path.parent}; give the directory of a run of `{command}`."
@@ -280,11 +282,11 @@ def check_out(out: pathlib.Path, *, resume: bool) -> None:
     """Raises `CheckpointError` if there is no run to resume or, without `resume`, if there is
     one."""
     path = out / CHECKPOINT
-    if resume and not path.is_file():
+    if resume and not is_file(path):
         raise CheckpointError(
             f"There is nothing to resume in {out}; give a run's directory or drop --resume."
         )
-    if path.is_file() and not resume:
+    if is_file(path) and not resume:
         raise CheckpointError(f"{out} already holds a run; use --resume or name another directory.")
 
 

@@ -172,7 +172,7 @@ class LoopBytes:
                 axes,
                 (DATA, MODEL),
                 axis_types=(AxisType.Auto, AxisType.Auto),
-                devices=jax.devices()[: settings.num_devices],
+                devices=jax.local_devices()[: settings.num_devices],
             )
         return compile_programs(
             self.loop(settings, layers=layers, dtype=self._programs_dtype, on=mesh)

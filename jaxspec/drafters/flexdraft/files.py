@@ -43,6 +43,7 @@ from jaxspec.drafters.stored import (
 from jaxspec.errors import ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LanguageModel, Model
+from jaxspec.runtime.files import is_file
 from jaxspec.types import PyTree
 
 KIND = "flexdraft"
@@ -294,7 +295,7 @@ def export_release(
 
 def _holds_release(directory: Path) -> bool:
     path = directory / "config.json"
-    return path.is_file() and is_release(hf_reader.read_json(path))
+    return is_file(path) and is_release(hf_reader.read_json(path))
 
 
 def _is_unused(name: str) -> bool:

@@ -37,6 +37,7 @@ from jaxspec.drafters.stored import (
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import HeadedModel, LanguageModel, Model
+from jaxspec.runtime.files import is_there
 from jaxspec.types import PyTree
 
 # Those that are files of their own are recognised by the files' names, the others in this order.
@@ -148,7 +149,7 @@ def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfi
     """
     hf = _config(directory)
     for own in medusa.FILES:
-        if os.path.lexists(directory / own):
+        if is_there(directory / own):
             tensors = hf_reader.read_tensors([directory / own])
             if medusa.MEDUSA.matches(hf, tensors):
                 return medusa.MEDUSA, tensors, hf
@@ -167,7 +168,7 @@ def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfi
 def _config(directory: Path) -> HFConfig:
     """`config.json` of a directory; empty where there is none."""
     path = directory / "config.json"
-    return HFConfig(hf_reader.read_json(path) if os.path.lexists(path) else {}, str(directory))
+    return HFConfig(hf_reader.read_json(path) if is_there(path) else {}, str(directory))
 
 
 def _no_heads(directory: Path) -> ModelError:

@@ -16,6 +16,7 @@ from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.files import is_file, reading
 from jaxspec.training import runs
 from jaxspec.training.runs import TrainState
 from jaxspec.types import PyTree
@@ -74,7 +75,7 @@ def load_teacher(name: str) -> Run:
       ModelError: there is no such model, or it has no tokenizer to share.
       CheckpointError: it cannot be read.
     """
-    if (pathlib.Path(name) / runs.CHECKPOINT).is_file():
+    if is_file(pathlib.Path(name) / runs.CHECKPOINT):
         return load_run(pathlib.Path(name))
     model = load_model(name, dtype="float32")
     if model.tokenizer is None:
@@ -92,9 +93,9 @@ def read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     Raises:
       CheckpointError: it cannot be read.
     """
-    try:
+
+    def unusable(reason: str) -> CheckpointError:
+        return CheckpointError(f"The tokenizer {path} cannot be read ({reason}); give another.")
+
+    with reading(path, unusable):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower one
-        raise CheckpointError(
-            f"The tokenizer {path} cannot be read ({error}); give another."
-        ) from error
