@@ -9,6 +9,7 @@ import errno
 import importlib
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -51,10 +52,6 @@ def main(args: Sequence[str] | None = None) -> int:
     or a cache with a damaged model; 130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of the
     output has closed it. Options that cannot be parsed exit with 2.
     """
-    if sys.stderr is None:
-        # The next file to be opened would take its file descriptor, and get what C++ libraries
-        # print.
-        sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         print("error: Standard output is closed; redirect it to a file.", file=sys.stderr)
         return 1
@@ -63,8 +60,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BaseException as error:
-        # After a signal, libraries may raise errors of their own.
-        ending = ending_of(signals.interruption() or error)
+        ending = ending_of(error)
         if ending is None:
             raise
     if ending.discards_output:
@@ -91,9 +87,9 @@ def ending_of(error: BaseException) -> Ending | None:
         case JaxspecError():
             return Ending(1, f"error: {' '.join(str(error).split())}\n")
         case KeyboardInterrupt():
-            return Ending(getattr(error, "status", 130), "interrupted\n")
+            return Ending(128 + signal.SIGINT, "interrupted\n")
         case BrokenPipeError():
-            return Ending(signals.BROKEN_PIPE_STATUS, discards_output=True)
+            return Ending(128 + signal.SIGPIPE, discards_output=True)
         # Errors of files that commands write have messages of their own, and failures to open a
         # file carry its name.
         case OSError(filename=None) if error.errno in OUTPUT_REFUSED:
@@ -119,7 +115,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def program() -> NoReturn:
     """`main` as a whole process, which Ctrl-C and SIGTERM end promptly."""
+    open_standard_streams()
     signals.exit_with(main)
+
+
+def open_standard_streams() -> None:
+    """Opens standard input and error where they are closed. Otherwise the next file to be opened
+    would take their file descriptor, and get what C++ libraries print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
 def discard_output() -> None:
@@ -187,8 +194,7 @@ def run_command(args: Sequence[str]) -> int:
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
     prepare_process()
-    with signals.raised():
-        document = command.run(Console())
+    document = command.run(Console())
     if command.json:
         print(json.dumps(document))
     return 0 if document.get("holds", True) else 3

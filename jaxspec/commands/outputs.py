@@ -19,6 +19,7 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine
 from jaxspec.runtime.directories import check_regular_file, write_atomically
 from jaxspec.runtime.locks import only_writer
+from jaxspec.runtime.signals import uninterrupted
 from jaxspec.types import Origin
 
 
@@ -134,7 +135,7 @@ class OutputFile:
             note = {"jaxspec": self._note(index, completion.prompt_token_ids)}
             content += json.dumps(note | fields).encode() + b"\n"
         try:
-            with open(self.path, "ab", buffering=0) as file:
+            with uninterrupted, open(self.path, "ab", buffering=0) as file:
                 num_bytes = file.tell()
                 try:
                     written = 0
