@@ -9,6 +9,7 @@ import errno
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import warnings
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError, SettingError
 from jaxspec.runtime import signals
+from jaxspec.runtime.processes import run_child
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -40,6 +42,10 @@ COMMANDS = {
     "cache": ("commands.cache:CacheCommand", "list, verify or remove converted and compiled files"),
     "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
+
+# Variables that decide which devices JAX finds.
+DEVICE_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+LEAST_OPEN_FILES = 32  # with fewer, libraries fail at any place
 
 # Why standard output takes nothing: a full disk or quota, a limit on its size, a broken disk.
 OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -116,6 +122,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def program() -> NoReturn:
     """`main` as a whole process, which Ctrl-C and SIGTERM end promptly."""
     open_standard_streams()
+    try:
+        signals.handle_signals()
+    except (RuntimeError, OSError) as error:
+        sys.exit(f"error: No thread or pipe can be had ({error}); raise the limits of `ulimit`.")
     signals.exit_with(main)
 
 
@@ -139,31 +149,85 @@ def check_arguments(args: Sequence[str]) -> None:
     """Raises `SettingError` for an argument that is not UTF-8, because it could be neither printed
     nor written as JSON."""
     for place, argument in enumerate(args, 1):
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
+        if not is_utf8(argument):
             raise SettingError(
                 f"Argument {place}, {argument!a}, is not UTF-8; give it in UTF-8, or rename the "
                 "file that it names."
-            ) from error
+            )
+
+
+def check_environment() -> None:
+    """Raises `SettingError` if no command can work in this environment: a variable or the working
+    directory cannot be used, or too few files may be open."""
+    for name, value in os.environ.items():
+        if name.startswith(("JAX", "XLA", "HF_")) and not is_utf8(value):
+            raise SettingError(
+                f"The environment variable {name} is {value!a}, which is not UTF-8; correct it."
+            )
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise SettingError(
+            f"The working directory cannot be used ({error.strerror}); change to another."
+        ) from error
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files < LEAST_OPEN_FILES:
+        raise SettingError(
+            f"This process may open {num_files} files (ulimit -n); allow at least "
+            f"{LEAST_OPEN_FILES}."
+        )
+    check_jax()
+
+
+def is_utf8(text: str) -> bool:
+    """Whether text from the system, an argument or a variable, is valid UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_jax() -> None:
     """Raises `SettingError` if an environment variable keeps JAX from starting: it is malformed, or
-    `JAX_PLATFORMS` names a platform that this machine does not have."""
-    platforms = os.environ.get("JAX_PLATFORMS")
+    names devices that this machine does not have, or turns off compilation."""
+    check_xla_flags()
+    given = [f"{name}={os.environ[name]}" for name in DEVICE_VARIABLES if os.environ.get(name)]
     try:
         import jax
 
-        if platforms:
+        if given:
             jax.devices()
     except (ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0] or "there is no such device"
-        named = f"where JAX_PLATFORMS is {platforms!r}" if platforms else "a variable is malformed"
+        named = f"with {' '.join(given)}" if given else "a variable is malformed"
         raise SettingError(
             f"JAX does not start in this environment, {named} ({reason}); correct the variable, or "
             "leave it out."
         ) from error
+    if jax.config.values["jax_disable_jit"]:
+        raise SettingError(
+            "JAX_DISABLE_JIT is set, but jaxspec only runs compiled programs; leave it out."
+        )
+
+
+def check_xla_flags() -> None:
+    """Raises `SettingError` for `XLA_FLAGS` that XLA does not accept. It would end the process, so
+    they are tried in another."""
+    flags = os.environ.get("XLA_FLAGS")
+    if not flags:
+        return
+    tried = run_child(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    if tried.returncode:
+        lines = tried.stderr.splitlines() or [f"status {tried.returncode}"]
+        said = next((line for line in lines if "flag" in line), lines[-1])
+        raise SettingError(
+            f"XLA does not accept XLA_FLAGS={flags} ({said.split('] ')[-1]}); correct the "
+            "variable, or leave it out."
+        )
 
 
 def run_command(args: Sequence[str]) -> int:
@@ -182,7 +246,7 @@ def run_command(args: Sequence[str]) -> int:
         print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
         return 2
 
-    check_jax()
+    check_environment()
     import tyro
 
     from jaxspec.runtime.console import Console

@@ -28,11 +28,22 @@ _REFUSED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def cache_directory() -> Path:
     """The directory for converted models and compiled programs: `$JAXSPEC_CACHE`, or one in the
-    user's cache directory."""
+    user's cache directory.
+
+    Raises:
+      SettingError: its path is not UTF-8, or begins with an unknown home directory.
+    """
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
-    return expand_user(chosen) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
+    path = expand_user(chosen) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(
+            f"The cache directory {str(path)!a} is not UTF-8; name another with JAXSPEC_CACHE."
+        ) from error
+    return path
 
 
 def sha256_of(path: str | os.PathLike) -> str:

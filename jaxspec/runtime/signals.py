@@ -66,11 +66,8 @@ uninterrupted = _Uninterrupted()
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` and ends the process with the status that it returns. Call it in the main thread.
-
-    Functions registered with `atexit` are only called if `main` raises.
-    """
-    _handle_signals()
+    """Runs `main` and ends the process with the status that it returns. Functions registered with
+    `atexit` are only called if `main` raises."""
     try:
         status = main()
         for stream in (sys.stdout, sys.stderr):
@@ -103,9 +100,14 @@ def called_at_end(remove: Callable[[], object]) -> Iterator[None]:
                 _AT_END.remove(remove)
 
 
-def _handle_signals() -> None:
+def handle_signals() -> None:
     """Handles the signals, except those that the parent process made us ignore (`nohup`, a shell's
-    background jobs)."""
+    background jobs). Call it in the main thread.
+
+    Raises:
+      RuntimeError: no thread can be started.
+      OSError: no file can be opened.
+    """
     # All that the end needs is made now, because later there may be no file descriptor or thread
     # left.
     reading, writing = os.pipe()

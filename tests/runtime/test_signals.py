@@ -27,6 +27,7 @@ def leave(name):
     return called_at_end(pathlib.Path(name).touch)  # standard output is discarded by then
 
 def exit_with(work):
+    signals.handle_signals()
     signals.exit_with(lambda: work() or 0)
 """
 # As extension modules do: what is raised while they are initialised becomes another error.
@@ -160,6 +161,7 @@ def main():
     except BrokenPipeError:
         return 141
 
+signals.handle_signals()
 signals.exit_with(main)
 """
     reading, writing = os.pipe()
@@ -316,7 +318,12 @@ exit_with(work)
 def test_a_signal_ends_a_command_that_still_imports(tmp_path):
     """`tyro` is imported before the command is known."""
     (tmp_path / "tyro.py").write_text(SLOW_MODULE)
-    code = "from jaxspec import cli; signals.exit_with(lambda: cli.main(['env']))"
+    code = """
+from jaxspec import cli
+
+signals.handle_signals()
+signals.exit_with(lambda: cli.main(["env"]))
+"""
     assert run(code, tmp_path) == INTERRUPTED
 
 
