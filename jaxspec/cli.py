@@ -12,6 +12,8 @@ import os
 import resource
 import signal
 import sys
+import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -45,7 +47,13 @@ COMMANDS = {
 
 # Variables that decide which devices JAX finds.
 DEVICE_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
-LEAST_OPEN_FILES = 32  # with fewer, libraries fail at any place
+# With less, libraries fail at any place. Option: limit, its unit in bytes, least value.
+LEAST_LIMITS = {
+    "ulimit -n (open files)": (resource.RLIMIT_NOFILE, 1, 32),
+    "ulimit -v (KiB of address space)": (resource.RLIMIT_AS, 2**10, 2 * 2**20),
+    "ulimit -d (KiB of data)": (resource.RLIMIT_DATA, 2**10, 2**20),
+    "ulimit -s (KiB of stack)": (resource.RLIMIT_STACK, 2**10, 2**8),
+}
 
 # Why standard output takes nothing: a full disk or quota, a limit on its size, a broken disk.
 OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -116,12 +124,14 @@ def ending_of(error: BaseException) -> Ending | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host's memory or a device's is used up; JAX says so in a `RuntimeError`."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    said = ("RESOURCE_EXHAUSTED", "can't start new thread")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in said)
 
 
 def program() -> NoReturn:
     """`main` as a whole process, which Ctrl-C and SIGTERM end promptly."""
     open_standard_streams()
+    sys.unraisablehook = print_unraisable
     try:
         signals.handle_signals()
     except (RuntimeError, OSError) as error:
@@ -137,6 +147,13 @@ def open_standard_streams() -> None:
     os.close(descriptor)
     sys.stdin = sys.stdin or open(os.devnull)
     sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
+def print_unraisable(unraisable: Any) -> None:
+    """`sys.unraisablehook`: prints an error that cannot be raised, unless it is in a thread of
+    tensorstore. What fails there follows from an error that Orbax raises in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__unraisablehook__(unraisable)
 
 
 def discard_output() -> None:
@@ -158,7 +175,7 @@ def check_arguments(args: Sequence[str]) -> None:
 
 def check_environment() -> None:
     """Raises `SettingError` if no command can work in this environment: a variable or the working
-    directory cannot be used, or too few files may be open."""
+    directory cannot be used, no temporary file can be written, or a limit is too low."""
     for name, value in os.environ.items():
         if name.startswith(("JAX", "XLA", "HF_")) and not is_utf8(value):
             raise SettingError(
@@ -170,12 +187,26 @@ def check_environment() -> None:
         raise SettingError(
             f"The working directory cannot be used ({error.strerror}); change to another."
         ) from error
-    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if num_files < LEAST_OPEN_FILES:
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
         raise SettingError(
-            f"This process may open {num_files} files (ulimit -n); allow at least "
-            f"{LEAST_OPEN_FILES}."
-        )
+            "No temporary file can be written; name a directory with room for them with TMPDIR, "
+            "and allow files to be written (ulimit -f)."
+        ) from error
+    for option, (limit, unit, least) in LEAST_LIMITS.items():
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY and allowed // unit < least:
+            raise SettingError(
+                f"The limit {option} is {allowed // unit}, which is too low for JAX; raise it to "
+                f"{least} or more."
+            )
+    try:
+        pass
+    except ValueError as error:
+        raise SettingError(
+            f"A variable of the hub (HF_...) is malformed ({error}); correct it, or leave it out."
+        ) from error
     check_jax()
 
 

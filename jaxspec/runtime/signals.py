@@ -70,7 +70,7 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     `atexit` are only called if `main` raises."""
     try:
         status = main()
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
     except BaseException:
