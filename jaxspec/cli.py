@@ -280,6 +280,7 @@ def run_command(args: Sequence[str]) -> int:
     check_environment()
     import tyro
 
+    from jaxspec.runtime.compilation import finish_cache_writes
     from jaxspec.runtime.console import Console
 
     command = tyro.cli(
@@ -289,7 +290,8 @@ def run_command(args: Sequence[str]) -> int:
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
     prepare_process()
-    document = command.run(Console())
+    with signals.called_at_end(finish_cache_writes):
+        document = command.run(Console())
     if command.json:
         print(json.dumps(document))
     return 0 if document.get("holds", True) else 3
