@@ -1,27 +1,25 @@
-"""The command line: one module of `jaxspec.commands` per command, imported when it is chosen."""
+"""The command line: one module of `jaxspec.commands` per command, imported when it is chosen.
+
+Little is imported here, because Ctrl-C prints Python's traceback until `program` handles signals.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import errno
 import importlib
-import json
 import os
 import resource
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError, SettingError
 from jaxspec.runtime import signals
-from jaxspec.runtime.processes import run_child
 
 # Name: module of jaxspec and class, and a line for the help.
 COMMANDS = {
@@ -84,8 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
     return ending.status
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How a command that raised an error ends: its exit status, and its message on standard
     error."""
 
@@ -187,6 +184,8 @@ def check_environment() -> None:
         raise SettingError(
             f"The working directory cannot be used ({error.strerror}); change to another."
         ) from error
+    import tempfile
+
     try:
         tempfile.gettempdir()
     except OSError as error:
@@ -248,6 +247,8 @@ def check_xla_flags() -> None:
     flags = os.environ.get("XLA_FLAGS")
     if not flags:
         return
+    from jaxspec.runtime.processes import run_child
+
     tried = run_child(
         [sys.executable, "-c", "import jax; jax.devices()"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -272,6 +273,8 @@ def run_command(args: Sequence[str]) -> int:
         print(f"jaxspec {__version__}")
         return 0
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}."
         print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
@@ -293,6 +296,8 @@ def run_command(args: Sequence[str]) -> int:
     with signals.called_at_end(finish_cache_writes):
         document = command.run(Console())
     if command.json:
+        import json
+
         print(json.dumps(document))
     return 0 if document.get("holds", True) else 3
 
