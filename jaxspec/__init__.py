@@ -4,8 +4,9 @@ The names below are imported when they are first used, so that `import jaxspec` 
 no device.
 """
 
+import glob
 import importlib
-import importlib.metadata
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -123,10 +124,12 @@ def __dir__() -> list[str]:
 
 def _warn_of_namesake() -> None:
     """The distribution `jaxspec` on PyPI is another project that installs the same package."""
-    try:
-        version = importlib.metadata.version("jaxspec")
-    except importlib.metadata.PackageNotFoundError:
+    # Not with `importlib.metadata`, which takes longer to import than all else here.
+    pattern = "jaxspec-*.dist-info"
+    found = [name for place in sys.path for name in glob.glob(pattern, root_dir=place or ".")]
+    if not found:
         return
+    version = found[0].removeprefix("jaxspec-").removesuffix(".dist-info")
     warnings.warn(
         f"The distribution 'jaxspec' {version} (X-ray spectral fitting) is installed beside "
         "'jaxspec-decoding' (this package, speculative decoding), and both install a package named "

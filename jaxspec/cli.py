@@ -1,17 +1,21 @@
-"""The command line: one module of `jaxspec.commands` per command, imported when it is chosen."""
+"""The command line: one module of `jaxspec.commands` per command, imported when it is chosen.
+
+Little is imported here, because Ctrl-C prints Python's traceback until `program` handles signals.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import errno
 import importlib
 import os
+import resource
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxspec import __version__
 from jaxspec.errors import JaxspecError, SettingError
@@ -39,6 +43,16 @@ COMMANDS = {
     "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
 }
 
+# Variables that decide which devices JAX finds.
+DEVICE_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+# With less, libraries fail at any place. Option: limit, its unit in bytes, least value.
+LEAST_LIMITS = {
+    "ulimit -n (open files)": (resource.RLIMIT_NOFILE, 1, 32),
+    "ulimit -v (KiB of address space)": (resource.RLIMIT_AS, 2**10, 2 * 2**20),
+    "ulimit -d (KiB of data)": (resource.RLIMIT_DATA, 2**10, 2**20),
+    "ulimit -s (KiB of stack)": (resource.RLIMIT_STACK, 2**10, 2**8),
+}
+
 # Why standard output takes nothing: a full disk or quota, a limit on its size, a broken disk.
 OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -50,10 +64,6 @@ def main(args: Sequence[str] | None = None) -> int:
     or a cache with a damaged model; 130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of the
     output has closed it. Options that cannot be parsed exit with 2.
     """
-    if sys.stderr is None:
-        # The next file to be opened would take its file descriptor, and get what C++ libraries
-        # print.
-        sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         print("error: Standard output is closed; redirect it to a file.", file=sys.stderr)
         return 1
@@ -62,8 +72,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BaseException as error:
-        # After a signal, libraries may raise errors of their own.
-        ending = ending_of(signals.interruption() or error)
+        ending = ending_of(error)
         if ending is None:
             raise
     if ending.discards_output:
@@ -73,8 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
     return ending.status
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """How a command that raised an error ends: its exit status, and its message on standard
     error."""
 
@@ -90,9 +98,9 @@ def ending_of(error: BaseException) -> Ending | None:
         case JaxspecError():
             return Ending(1, f"error: {' '.join(str(error).split())}\n")
         case KeyboardInterrupt():
-            return Ending(getattr(error, "status", 130), "interrupted\n")
+            return Ending(128 + signal.SIGINT, "interrupted\n")
         case BrokenPipeError():
-            return Ending(signals.BROKEN_PIPE_STATUS, discards_output=True)
+            return Ending(128 + signal.SIGPIPE, discards_output=True)
         # Errors of files that commands write have messages of their own, and failures to open a
         # file carry its name.
         case OSError(filename=None) if error.errno in OUTPUT_REFUSED:
@@ -113,12 +121,36 @@ def ending_of(error: BaseException) -> Ending | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host's memory or a device's is used up; JAX says so in a `RuntimeError`."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    said = ("RESOURCE_EXHAUSTED", "can't start new thread")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in said)
 
 
 def program() -> NoReturn:
     """`main` as a whole process, which Ctrl-C and SIGTERM end promptly."""
+    open_standard_streams()
+    sys.unraisablehook = print_unraisable
+    try:
+        signals.handle_signals()
+    except (RuntimeError, OSError) as error:
+        sys.exit(f"error: No thread or pipe can be had ({error}); raise the limits of `ulimit`.")
     signals.exit_with(main)
+
+
+def open_standard_streams() -> None:
+    """Opens standard input and error where they are closed. Otherwise the next file to be opened
+    would take their file descriptor, and get what C++ libraries print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
+def print_unraisable(unraisable: Any) -> None:
+    """`sys.unraisablehook`: prints an error that cannot be raised, unless it is in a thread of
+    tensorstore. What fails there follows from an error that Orbax raises in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        sys.__unraisablehook__(unraisable)
 
 
 def discard_output() -> None:
@@ -131,31 +163,103 @@ def check_arguments(args: Sequence[str]) -> None:
     """Raises `SettingError` for an argument that is not UTF-8, because it could be neither printed
     nor written as JSON."""
     for place, argument in enumerate(args, 1):
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
+        if not is_utf8(argument):
             raise SettingError(
                 f"Argument {place}, {argument!a}, is not UTF-8; give it in UTF-8, or rename the "
                 "file that it names."
-            ) from error
+            )
+
+
+def check_environment() -> None:
+    """Raises `SettingError` if no command can work in this environment: a variable or the working
+    directory cannot be used, no temporary file can be written, or a limit is too low."""
+    for name, value in os.environ.items():
+        if name.startswith(("JAX", "XLA", "HF_")) and not is_utf8(value):
+            raise SettingError(
+                f"The environment variable {name} is {value!a}, which is not UTF-8; correct it."
+            )
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise SettingError(
+            f"The working directory cannot be used ({error.strerror}); change to another."
+        ) from error
+    import tempfile
+
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise SettingError(
+            "No temporary file can be written; name a directory with room for them with TMPDIR, "
+            "and allow files to be written (ulimit -f)."
+        ) from error
+    for option, (limit, unit, least) in LEAST_LIMITS.items():
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY and allowed // unit < least:
+            raise SettingError(
+                f"The limit {option} is {allowed // unit}, which is too low for JAX; raise it to "
+                f"{least} or more."
+            )
+    try:
+        pass
+    except ValueError as error:
+        raise SettingError(
+            f"A variable of the hub (HF_...) is malformed ({error}); correct it, or leave it out."
+        ) from error
+    check_jax()
+
+
+def is_utf8(text: str) -> bool:
+    """Whether text from the system, an argument or a variable, is valid UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_jax() -> None:
     """Raises `SettingError` if an environment variable keeps JAX from starting: it is malformed, or
-    `JAX_PLATFORMS` names a platform that this machine does not have."""
-    platforms = os.environ.get("JAX_PLATFORMS")
+    names devices that this machine does not have, or turns off compilation."""
+    check_xla_flags()
+    given = [f"{name}={os.environ[name]}" for name in DEVICE_VARIABLES if os.environ.get(name)]
     try:
         import jax
 
-        if platforms:
+        if given:
             jax.devices()
     except (ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0] or "there is no such device"
-        named = f"where JAX_PLATFORMS is {platforms!r}" if platforms else "a variable is malformed"
+        named = f"with {' '.join(given)}" if given else "a variable is malformed"
         raise SettingError(
             f"JAX does not start in this environment, {named} ({reason}); correct the variable, or "
             "leave it out."
         ) from error
+    if jax.config.values["jax_disable_jit"]:
+        raise SettingError(
+            "JAX_DISABLE_JIT is set, but jaxspec only runs compiled programs; leave it out."
+        )
+
+
+def check_xla_flags() -> None:
+    """Raises `SettingError` for `XLA_FLAGS` that XLA does not accept. It would end the process, so
+    they are tried in another."""
+    flags = os.environ.get("XLA_FLAGS")
+    if not flags:
+        return
+    from jaxspec.runtime.processes import run_child
+
+    tried = run_child(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    if tried.returncode:
+        lines = tried.stderr.splitlines() or [f"status {tried.returncode}"]
+        said = next((line for line in lines if "flag" in line), lines[-1])
+        raise SettingError(
+            f"XLA does not accept XLA_FLAGS={flags} ({said.split('] ')[-1]}); correct the "
+            "variable, or leave it out."
+        )
 
 
 def run_command(args: Sequence[str]) -> int:
@@ -169,14 +273,17 @@ def run_command(args: Sequence[str]) -> int:
         print(f"jaxspec {__version__}")
         return 0
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}."
         print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
         return 2
 
-    check_jax()
+    check_environment()
     import tyro
 
+    from jaxspec.runtime.compilation import finish_cache_writes
     from jaxspec.runtime.console import Console
 
     command = tyro.cli(
@@ -186,7 +293,7 @@ def run_command(args: Sequence[str]) -> int:
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
     prepare_process()
-    with signals.raised():
+    with signals.called_at_end(finish_cache_writes):
         document = command.run(Console())
     if command.json:
         from jaxspec.runtime.documents import json_text

@@ -229,9 +229,15 @@ def test_the_citation_is_of_this_version():
     assert citation["license"] == "Apache-2.0"
 
 
-def test_the_namesake_on_pypi_is_reported(monkeypatch, recwarn):
+def test_the_namesake_on_pypi_is_reported(monkeypatch, recwarn, tmp_path):
+    for name in ("jaxspec-main", "jaxspec_decoding-0.1.0.dist-info"):  # a clone, and this package
+        (tmp_path / name).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "absent")
     jaxspec._warn_of_namesake()
     assert not recwarn.list
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.1")
+    (tmp_path / "jaxspec-0.4.1.dist-info").mkdir()
+    (tmp_path / "jaxspec-0.4.1.dist-info" / "METADATA").write_text("Name: jaxspec\nVersion: 0.4.1")
+    assert importlib.metadata.version("jaxspec") == "0.4.1"
     jaxspec._warn_of_namesake()
-    assert "X-ray spectral fitting" in str(recwarn.pop().message)
+    assert "'jaxspec' 0.4.1 (X-ray spectral fitting)" in str(recwarn.pop().message)

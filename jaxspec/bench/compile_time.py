@@ -11,11 +11,8 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -29,6 +26,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.registry import random_model
+from jaxspec.runtime.directories import temporary_directory
+from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns
 
 
@@ -47,11 +46,11 @@ def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
     Raises:
       SettingError: the process failed.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxspec-compile-") as directory:
-        prompts = pathlib.Path(directory) / "prompts.jsonl"
+    with temporary_directory() as directory:
+        prompts = directory / "prompts.jsonl"
         prompts.write_text('{"prompt_token_ids": [0, 0]}\n' * batch_size)
         environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(directory) / "compiled"),
+            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         command = [sys.executable, "-m", "jaxspec", "generate", *options]
@@ -62,7 +61,7 @@ def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
 
 
 def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_child(command, env=environment)
     if done.returncode != 0:
         reason = (done.stderr.strip() or "no message").split("\n")[-1]
         raise SettingError(

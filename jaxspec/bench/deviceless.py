@@ -14,8 +14,6 @@ import functools
 import importlib.util
 import math
 import os
-import pathlib
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -26,6 +24,7 @@ from jax.experimental import topologies
 from jaxspec.errors import SettingError
 from jaxspec.runtime import environment
 from jaxspec.runtime.compilation import shapes_at
+from jaxspec.runtime.directories import temporary_directory
 from jaxspec.types import PyTree
 
 
@@ -156,15 +155,15 @@ def compile_for(
       donated: index of the argument that is updated in place.
     """
     placed = shapes_at(arguments, jax.sharding.SingleDeviceSharding(_device(name)))
-    with tempfile.TemporaryDirectory(prefix="jaxspec-deviceless-") as directory:
+    with temporary_directory() as directory:
         is_gpu = ABSENT_DEVICES[name].platform == "gpu"
-        options = {"xla_dump_to": directory} if is_gpu else None
+        options = {"xla_dump_to": str(directory)} if is_gpu else None
         program = jax.jit(function, donate_argnums=donated, compiler_options=options)
         with _keeping_no_program():
             compiled = program.lower(*placed).compile()
 
         def dumped(ending: str) -> str:
-            found = sorted(pathlib.Path(directory).glob(f"*{ending}.txt"))
+            found = sorted(directory.glob(f"*{ending}.txt"))
             return found[-1].read_text() if found else ""
 
         return CompiledText(

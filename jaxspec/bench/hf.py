@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import pathlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LanguageModel
+from jaxspec.runtime.directories import temporary_directory
 from jaxspec.runtime.turns import take_turns
 from jaxspec.training.export import write_hugging_face
 
@@ -132,8 +131,8 @@ def exported(model: LanguageModel) -> Iterator[str]:
     Raises:
       ModelError: the family cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxspec-") as root:
-        directory = pathlib.Path(root) / "model"
+    with temporary_directory() as root:
+        directory = root / "model"
         write_hugging_face(
             directory,
             model.config,

@@ -336,22 +336,13 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         completions: list[Completion] = []
         decode_s = 0.0
         with DecodingProgress(len(requests) - num_done) as progress:
-            try:
-                for batch, batch_s in _batches(engine, requests[num_done:], progress):
-                    if file is not None:
-                        first = num_done + len(completions)
-                        share_s = batch_s / len(batch)
-                        file.append(lines[first : first + len(batch)], batch, first, share_s)
-                    completions.extend(batch)
-                    decode_s += batch_s
-            except KeyboardInterrupt:
+            for batch, batch_s in _batches(engine, requests[num_done:], progress):
                 if file is not None:
-                    print(
-                        f"{num_done + len(completions)} finished lines are in {self.output}; "
-                        "--resume continues there",
-                        file=sys.stderr,
-                    )
-                raise
+                    first = num_done + len(completions)
+                    share_s = batch_s / len(batch)
+                    file.append(lines[first : first + len(batch)], batch, first, share_s)
+                completions.extend(batch)
+                decode_s += batch_s
         return completions, decode_s
 
     def _decode_turns(

@@ -20,6 +20,7 @@ from jaxspec.requests.prompts import PromptLine
 from jaxspec.runtime.directories import check_regular_file, write_atomically
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
+from jaxspec.runtime.signals import uninterrupted
 from jaxspec.types import Origin
 
 
@@ -135,7 +136,7 @@ class OutputFile:
             note = {"jaxspec": self._note(index, completion.prompt_token_ids)}
             content += json_text(note | fields).encode() + b"\n"
         try:
-            with open(self.path, "ab", buffering=0) as file:
+            with uninterrupted, open(self.path, "ab", buffering=0) as file:
                 num_bytes = file.tell()
                 try:
                     written = 0

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -21,6 +20,7 @@ from jaxspec.commands.progress import working
 from jaxspec.engine.memory import in_units
 from jaxspec.errors import SettingError
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.schedulers import SchedulerName
 from jaxspec.verifiers import VerifierName
@@ -167,12 +167,9 @@ class PlanCommand(JsonOption):
         """The document of the same command in a process with virtual CPU devices, because their
         number is fixed when JAX starts."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {VIRTUAL_DEVICES}={num_devices}".strip()
-        found = subprocess.run(
+        found = run_child(
             [sys.executable, "-m", "jaxspec", "plan", *self.arguments(), "--json"],
             env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
         if found.returncode:
             last = (found.stderr.strip().splitlines() or ["it said nothing"])[-1]

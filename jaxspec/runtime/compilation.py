@@ -40,6 +40,7 @@ PATIENCE_S = 2.0  # compilations that take less are not reported
 MOST_AT_A_TIME = 4  # compilations; each takes its own memory
 CACHE_MAX_BYTES = 2 * 2**30  # of the persistent cache
 CACHE_FROM_S = 0.3  # compilations that take less are not worth keeping
+CACHE_WAIT_S = 2.0
 
 # JAX's events. If a version renames them, only the note about the cache is lost.
 CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
@@ -91,6 +92,22 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_directory() / COMPILED_DIRECTORY))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", CACHE_FROM_S)
     jax.config.update("jax_compilation_cache_max_size", CACHE_MAX_BYTES)
+
+
+def finish_cache_writes() -> None:
+    """Waits until no program is being written to the persistent cache, at most `CACHE_WAIT_S`.
+
+    A program that is cut off would be tried, with a warning, by every later process. JAX locks a
+    cache of limited size while it writes; other caches are not waited for.
+    """
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    if directory is None or jax.config.values["jax_compilation_cache_max_size"] == -1:
+        return
+    import filelock  # which such a cache needs
+
+    with contextlib.suppress(OSError):  # no such directory, or too long
+        with filelock.FileLock(os.path.join(directory, ".lockfile"), timeout=CACHE_WAIT_S):
+            pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

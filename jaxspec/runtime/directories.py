@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,13 +31,22 @@ def cache_directory() -> Path:
     user's cache directory. It is an absolute path.
 
     Raises:
-      SettingError: `$JAXSPEC_CACHE` names an unknown home directory, or is relative to a current
-        directory that was removed.
+      SettingError: its path is not UTF-8, begins with an unknown home directory, or is relative to
+        a current directory that was removed.
     """
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
-    return absolute(expand_user(chosen)) if chosen else Path(platformdirs.user_cache_dir("jaxspec"))
+    path = Path(platformdirs.user_cache_dir("jaxspec"))
+    if chosen:
+        path = absolute(expand_user(chosen))
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise SettingError(
+            f"The cache directory {str(path)!a} is not UTF-8; name another with JAXSPEC_CACHE."
+        ) from error
+    return path
 
 
 def sha256_of(path: str | os.PathLike) -> str:
@@ -97,10 +107,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(path, wait=True):
             partial.unlink(missing_ok=True)
-            with called_at_end(functools.partial(partial.unlink, missing_ok=True)):
-                with open(partial, "xb") as file:  # does not follow a planted link
-                    file.write(content)
-                _sync(partial)
+            with contextlib.ExitStack() as stack:
+                with uninterrupted:
+                    remove = functools.partial(partial.unlink, missing_ok=True)
+                    stack.enter_context(called_at_end(remove))
+                    file = stack.enter_context(open(partial, "xb"))  # follows no planted link
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
                 os.replace(partial, path)
             _sync(path.parent)
     except OSError as error:
@@ -149,8 +163,9 @@ def atomic_directory(
             stack.enter_context(only_writer(destination))
             _finish_interrupted(destination)
             _check_replaceable(destination, overwrite=overwrite, may_replace=may_replace)
-            stack.enter_context(called_at_end(functools.partial(_remove_written, partial)))
-            partial.mkdir()
+            with uninterrupted:
+                stack.enter_context(called_at_end(functools.partial(_remove_written, partial)))
+                partial.mkdir()
         except OSError as error:
             raise CheckpointError(
                 f"{destination} cannot be created ({error.strerror or error}); "
@@ -169,14 +184,13 @@ def atomic_directory(
             raise
 
 
-@uninterrupted
 def _remove_written(partial: Path) -> None:
     """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may continue
-    for a moment, and make files in a directory that is being removed."""
+    for a moment, and make the directory again."""
     for _ in range(20):
-        shutil.rmtree(partial, ignore_errors=True)
         if not partial.exists():
             return
+        shutil.rmtree(partial, ignore_errors=True)
         time.sleep(0.1)
 
 
@@ -221,30 +235,41 @@ def finish_interrupted(destination: Path) -> None:
         ) from error
 
 
-@uninterrupted
 def _finish_interrupted(destination: Path) -> None:
     """`finish_interrupted` while the lock is held; also removes what is no longer needed."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
-    if not destination.exists():
-        for whole in (complete, replaced):
-            if whole.exists():
-                os.rename(whole, destination)
-                _sync(destination.parent)
-                break
+    with uninterrupted:
+        if not destination.exists():
+            for whole in (complete, replaced):
+                if whole.exists():
+                    os.rename(whole, destination)
+                    _sync(destination.parent)
+                    break
     for left in (complete, replaced, _beside(destination, "partial")):
         shutil.rmtree(left, ignore_errors=True)
 
 
-@uninterrupted
 def _move_into_place(partial: Path, destination: Path) -> None:
     """Gives a complete directory its name; `_finish_interrupted` can continue after every step."""
     complete, replaced = _beside(destination, "complete"), _beside(destination, "replaced")
-    os.rename(partial, complete)
-    if destination.exists():
-        os.rename(destination, replaced)
-    os.rename(complete, destination)
-    _sync(destination.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with uninterrupted:
+        os.rename(partial, complete)
+        if destination.exists():
+            os.rename(destination, replaced)
+        os.rename(complete, destination)
+        _sync(destination.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """An empty directory that is removed after the block, also if a signal ends the process."""
+    with contextlib.ExitStack() as stack:
+        with uninterrupted:
+            path = tempfile.mkdtemp(prefix="jaxspec-")
+            remove = functools.partial(shutil.rmtree, path, ignore_errors=True)
+            stack.enter_context(called_at_end(remove))
+        yield Path(path)
 
 
 def remove_directory(path: Path) -> None:

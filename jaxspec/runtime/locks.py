@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxspec.errors import SettingError
-from jaxspec.runtime.signals import called_at_end
+from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 _log = logging.getLogger(__name__)
 
@@ -35,32 +35,27 @@ def only_writer(path: Path, *, during: str | None = None, wait: bool = False) ->
       OSError: the lock file cannot be made.
     """
     name = path.name if during is None else f"{path.name}.{during}"
-    lock = path.with_name(f".{name}.lock")
-    descriptor = _acquire(lock, path, wait=wait)
-    try:
-        with called_at_end(functools.partial(lock.unlink, missing_ok=True)):
-            with contextlib.suppress(OSError):  # the note is for messages; a full disk has no room
-                holder = f"process {os.getpid()} on {socket.gethostname()}"
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, holder.encode(), 0)
-            yield
-    finally:
-        os.close(descriptor)
+    with _acquired(path.with_name(f".{name}.lock"), path, wait=wait):
+        yield
 
 
-def _acquire(lock: Path, path: Path, *, wait: bool) -> int:
-    """A descriptor of the lock file, locked."""
+def _acquired(lock: Path, path: Path, *, wait: bool) -> contextlib.ExitStack:
+    """Acquires the lock on the file `lock`, which is released when the result is closed."""
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(lock, flags, 0o644)
-        try:
-            _lock(descriptor, path, wait=wait)
-            if _is_at(descriptor, lock):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        with contextlib.ExitStack() as stack:
+            with uninterrupted:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                descriptor = os.open(lock, flags, 0o644)
+                stack.callback(os.close, descriptor)
+                is_free = _lock(descriptor)
+                if is_free and _is_at(descriptor, lock):
+                    stack.enter_context(
+                        called_at_end(functools.partial(lock.unlink, missing_ok=True))
+                    )
+                    _note_holder(descriptor)
+                    return stack.pop_all()
+            if not is_free:
+                _wait_for_holder(descriptor, path, wait=wait)
 
 
 def _is_at(descriptor: int, lock: Path) -> bool:
@@ -72,12 +67,24 @@ def _is_at(descriptor: int, lock: Path) -> bool:
         return False
 
 
-def _lock(descriptor: int, path: Path, *, wait: bool) -> None:
+def _lock(descriptor: int) -> bool:
+    """Locks the open file, unless another has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
     except BlockingIOError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        return False
+    return True
+
+
+def _note_holder(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # the note is for messages; a full disk has no room
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
+
+
+def _wait_for_holder(descriptor: int, path: Path, *, wait: bool) -> None:
+    holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
     if not wait:
         raise SettingError(
             f"{path} is being written by {holder}; wait until it has finished, or name another."

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import pathlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +28,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import encode_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import temporary_directory
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.schedulers import Pool, Static
 from jaxspec.studies import published
@@ -383,8 +382,8 @@ class Auditor:
 
     def audit(self, outputs: Outputs) -> OutputsAudit:
         """The audit of a file of these outputs."""
-        with tempfile.TemporaryDirectory() as directory:
-            path = pathlib.Path(directory) / "outputs.jsonl"
+        with temporary_directory() as directory:
+            path = directory / "outputs.jsonl"
             lines = (outputs.header, *outputs.lines)
             path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
             file = read_outputs(path, self._target)

@@ -1,5 +1,6 @@
-"""Signals at random moments of commands (while they load, compile, decode and write), and outputs
-that nobody reads: the exit status, no traceback, and files that are whole or can be continued."""
+"""Signals at every moment of commands (while they load, compile, decode, train and write), and
+outputs that nobody reads: the exit status, one line, and files that are whole or can be
+continued."""
 
 from __future__ import annotations
 
@@ -7,25 +8,63 @@ import dataclasses
 import json
 import os
 import pathlib
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import hf_checkpoints
 import pytest
 from attack.outcomes import Outcome, Tally, of_status
 
 from jaxspec.checkpoint.format import load_converted
+from jaxspec.training.runs import read_checkpoint
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 LIMIT_S = 120  # a command that takes longer after a signal hangs
-SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM}
-# Nothing comes from a cache: most of the time XLA compiles.
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+ENDS_IN_S = 5  # a command that continues for longer has swallowed the signal
+STEP_S = 0.02  # of the sweep
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NUM_PROMPTS = 6
+# What commands say before they are interrupted.
+SAYS = ("compiling ", "compiled ", "weights ", "/new starts", "step ", "using ")
+
+# A program that runs a command and sends itself a signal when a function is first called: after a
+# delay, or at once, where the function then makes another error of whatever is raised in it.
+DRIVER = """
+import importlib, os, sys, threading, time
+from jaxspec.cli import program
+
+where, number, delay, *sys.argv[1:] = sys.argv[1:]
+module, _, names = where.partition(":")
+*outer, name = names.split(".")
+place = importlib.import_module(module)
+for each in outer:
+    place = getattr(place, each)
+real = getattr(place, name)
+
+def send():
+    os.kill(os.getpid(), int(number))
+
+def sending(*args, **kwargs):
+    setattr(place, name, real)
+    if delay != "wrapped":
+        threading.Timer(float(delay), send).start()
+        return real(*args, **kwargs)
+    try:
+        send()
+        time.sleep(0.05)
+    except BaseException as error:
+        raise RuntimeError("an error of threads") from error
+    raise TypeError("'NoneType' object is not subscriptable")
+
+setattr(place, name, sending)
+program()
+"""
+LOAD = "orbax.checkpoint.experimental.v1:load"
+COMPILE = "jaxspec.runtime.compilation:Program.compile"
+DECODE = "jaxspec.engine.core:EngineCore.step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,39 +74,67 @@ class Command:
     Attributes:
       args: for `jaxspec`, given the directory that it writes to.
       problem: what is wrong with what it left there, or None.
+      text: its standard input.
     """
 
-    args: Callable[[pathlib.Path], list[str]]
+    args: Callable[[pathlib.Path], list[object]]
     problem: Callable[[pathlib.Path], str | None]
+    text: str = ""
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return hf_checkpoints.write_golden(tmp_path_factory.mktemp("source") / "hf", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("".join(f"prompt {index}\n" for index in range(NUM_PROMPTS)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def commands(source, prompts) -> dict[str, Command]:
-    def generate(directory):
-        return [
-            "generate", "--target", "demo-draft", "--drafter", "ngram", "--prompts", str(prompts),
-            "--output", str(directory / "out.jsonl"), "--max-tokens", "40", "--batch-size", "1",
-        ]  # fmt: skip
-
-    def convert(directory):
-        return ["convert", str(source), str(directory / "converted"), "--dtype", "float32"]
-
+def commands(tmp_path_factory) -> dict[str, Command]:
+    root = tmp_path_factory.mktemp("inputs")
+    source = hf_checkpoints.write_golden(root / "hf", "qwen3")
+    prompts = root / "prompts.txt"
+    prompts.write_text("".join(f"prompt {index}\n" for index in range(NUM_PROMPTS)))
+    (root / "corpora" / "words").mkdir(parents=True)
+    text = json.dumps({"text": "the quick brown fox jumps over the lazy dog. " * 40})
+    (root / "corpora" / "words" / "texts.jsonl").write_text(f"{text}\n" * 24)
+    model = ["--target", "demo-draft", "--drafter", "ngram"]
     return {
-        "generate": Command(generate, lines_problem),
-        "convert": Command(convert, directory_problem),
-    }
+        "generate": Command(
+            lambda place: [
+                "generate", *model, "--prompts", prompts, "--output", place / "out.jsonl",
+                "--max-tokens", 40, "--batch-size", 1,
+            ],
+            lines_problem,
+        ),
+        "convert": Command(
+            lambda place: ["convert", source, place / "converted", "--dtype", "float32"],
+            directory_problem,
+        ),
+        "chat": Command(
+            lambda _: ["chat", *model, "--max-tokens", 20],
+            nothing_problem,
+            text="hello\nhow are you?\n",
+        ),
+        "audit": Command(
+            lambda _: ["audit", *model, "--n-requests", 4, "--max-tokens", 8],
+            nothing_problem,
+        ),
+        "train": Command(
+            lambda place: [
+                "train", "lm", "--corpora", root / "corpora", "--out", place / "run",
+                "--tokens", 6144, "--batch-tokens", 256, "--sequence-length", 64,
+                "--max-length", 128, "--vocab-size", 300, "--width", 16,
+                "--feed-forward-width", 16, "--num-layers", 1, "--num-query-heads", 2,
+                "--num-kv-heads", 1, "--head-size", 8, "--checkpoint-every", 1,
+                "--evaluate-every", 1000, "--evaluate-tokens", 256,
+            ],
+            run_problem,
+        ),
+    }  # fmt: skip
+
+
+def names_in(directory: pathlib.Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())
+
+
+def nothing_problem(directory: pathlib.Path) -> str | None:
+    """Whether the command left nothing."""
+    left = names_in(directory)
+    return f"{left} was left" if left else None
 
 
 def lines_problem(directory: pathlib.Path) -> str | None:
@@ -79,93 +146,133 @@ def lines_problem(directory: pathlib.Path) -> str | None:
     for index, line in enumerate(content.splitlines()):
         if json.loads(line)["request_id"] != str(index):
             return f"line {index} is of another prompt"
-    others = [each.name for each in directory.iterdir() if each != path]
+    others = [name for name in names_in(directory) if name != path.name]
     return f"{others} lie beside the output" if others else None
 
 
 def directory_problem(directory: pathlib.Path) -> str | None:
-    """Whether the converted directory is complete, or not there. What was partly written may stay
-    only where the process was not let clean up."""
-    left = sorted(each.name for each in directory.iterdir())
-    if left == ["converted"]:
+    """Whether the converted directory is complete, or not there."""
+    if names_in(directory) == ["converted"]:
         load_converted(directory / "converted", dtype="float32")
         return None
-    return f"{left} was left" if left else None
+    return nothing_problem(directory)
 
 
-def start(command: Command, directory: pathlib.Path) -> subprocess.Popen:
-    """The command's process, when it has taken over the signals; Python itself leaves SIGTERM to
-    the system."""
-    directory.mkdir(exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxspec", *command.args(directory)],
-        cwd=directory,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and not catches(process.pid, signal.SIGTERM):
-        time.sleep(0.01)
-    return process
+def run_problem(directory: pathlib.Path) -> str | None:
+    """Whether a training run has only whole files."""
+    run = directory / "run"
+    if not run.exists():
+        return nothing_problem(directory)
+    unfinished = [name for name in names_in(run) + names_in(directory) if name.startswith(".")]
+    if unfinished:
+        return f"{unfinished} was left"
+    if (run / "checkpoint.msgpack").exists():
+        read_checkpoint(run / "checkpoint.msgpack", command="jaxspec train lm")
+    if (run / "log.jsonl").exists():
+        for line in (run / "log.jsonl").read_text().splitlines():
+            json.loads(line)
+    return None
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    status = pathlib.Path(f"/proc/{pid}/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+def start(program: Sequence[object], command: Command, place: pathlib.Path) -> subprocess.Popen:
+    """The process of a command, which writes to `place / "out"`, has its temporary files in
+    `place / "tmp"`, and keeps what it says in a file."""
+    for name in ("out", "tmp"):
+        (place / name).mkdir(parents=True, exist_ok=True)
+    (place / "in").write_text(command.text)
+    with (
+        open(place / "in") as stdin,
+        open(place / "stdout", "w") as stdout,
+        open(place / "stderr", "w") as stderr,
+    ):
+        return subprocess.Popen(
+            [sys.executable, *map(str, program), *map(str, command.args(place / "out"))],
+            cwd=place / "out",
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(place / "tmp")},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
 
 
-def interrupt(
-    command: Command, directory: pathlib.Path, *, number: int, after_s: float, again: bool
+def wait_until_caught(process: subprocess.Popen) -> None:
+    """Waits until a process has a handler for SIGTERM, which Python leaves to the system."""
+    while process.poll() is None:
+        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+        if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.005)
+
+
+def outcome_of(
+    process: subprocess.Popen, command: Command, place: pathlib.Path, number: int
 ) -> Outcome:
-    """Sends a signal some time after the start, perhaps again a little later."""
-    process = start(command, directory)
+    """How a command ended to which this signal was sent just now."""
+    sent_s = time.monotonic()
     try:
-        time.sleep(after_s)
-        process.send_signal(number)
-        if again:
-            time.sleep(1.0)
-            process.send_signal(number)
-        _, err = process.communicate(timeout=LIMIT_S)
+        status = process.wait(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait()
         return Outcome("failed", f"hangs: no end {LIMIT_S} s after the signal")
-    if process.returncode == 128 + number and "Traceback" not in err and "interrupted" in err:
-        outcome = Outcome("refused", "interrupted")
-    elif process.returncode == -number:  # the work is done, and Python takes its handlers away
-        outcome = Outcome("unchanged")
-    else:
-        outcome = of_status(process.returncode, err)
-    problem = command.problem(directory) if not again else None
-    if problem is not None and outcome.kind != "failed":
+    took_s = time.monotonic() - sent_s
+    err = (place / "stderr").read_text()
+    said = [line for line in err.splitlines() if not line.startswith(SAYS)]
+    problem = command.problem(place / "out") or nothing_problem(place / "tmp")
+    if problem is not None:
         return Outcome("failed", problem)
-    return outcome
+    if took_s > ENDS_IN_S:
+        return Outcome("failed", f"status {status}, {took_s:.1f} s after the signal")
+    if status == 128 + number:
+        if said != ["interrupted"] or not err.endswith("interrupted\n"):
+            return Outcome("failed", f"it said {err[-500:]!r}")
+        return Outcome("refused", "interrupted")
+    return of_status(status, err)  # the work was done
 
 
-@pytest.mark.parametrize("name", ["generate", "convert"])
-@pytest.mark.parametrize(
-    ("num_moments", "seed"),
-    [(4, 0), pytest.param(40, 1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
-)
-def test_signals(commands, tmp_path, record_property, name, num_moments, seed):
-    command, rng, tally = commands[name], random.Random(seed), Tally(f"signals to {name}")
-    process, started_s = start(command, tmp_path / "whole"), time.monotonic()
-    _, err = process.communicate()
-    duration_s = time.monotonic() - started_s
-    assert process.returncode == 0, err
-    for moment in range(num_moments):
-        share, number = rng.uniform(0, 1), rng.choice(list(SIGNALS))
-        outcome = interrupt(
-            command,
-            tmp_path / str(moment),
-            number=SIGNALS[number],
-            after_s=share * duration_s,
-            again=rng.random() < 0.2,
-        )
-        tally.add(f"{number} after {share:.2f} of {name} ({seed}-{moment})", outcome)
+# The functions at whose first call a signal comes, and after how long.
+PHASES = {
+    "generate": ((LOAD, "wrapped"), (LOAD, 0), (LOAD, 0.02), (DECODE, 0.01), ("os:fsync", 0)),
+    "convert": (("orbax.checkpoint.experimental.v1.partial:save", 0.01), ("os:fsync", 0)),
+    "chat": ((LOAD, 0.01), (DECODE, 0)),
+    "audit": ((LOAD, "wrapped"),),
+    "train": ((COMPILE, 0.02), ("os:replace", 0)),
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_signals_in_every_phase(commands, tmp_path, record_property, name):
+    tally = Tally(f"signals to phases of {name}")
+    for index, (where, delay) in enumerate(PHASES[name]):
+        number, place = SIGNALS[index % 2], tmp_path / str(index)
+        process = start(["-c", DRIVER, where, int(number), delay], commands[name], place)
+        assert process.wait(timeout=LIMIT_S) == 128 + number, (place / "stderr").read_text()
+        outcome = outcome_of(process, commands[name], place, number)
+        tally.add(f"{number.name} in {where}, {delay}", outcome)
+    tally.finish(record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("name", PHASES)
+def test_a_signal_every_20_ms(commands, tmp_path, record_property, name):
+    """From the moment from which the command handles signals to its end."""
+    command, tally = commands[name], Tally(f"a signal every 20 ms of {name}")
+    for run in ("first", "second"):  # the second has everything that is kept in caches
+        process = start(["-m", "jaxspec"], command, tmp_path / run)
+        wait_until_caught(process)
+        started_s = time.monotonic()
+        assert process.wait() == 0, (tmp_path / run / "stderr").read_text()
+        duration_s = time.monotonic() - started_s
+    for index in range(int(duration_s / STEP_S) + 5):
+        number, place = SIGNALS[index % 2], tmp_path / str(index)
+        process = start(["-m", "jaxspec"], command, place)
+        wait_until_caught(process)
+        time.sleep(index * STEP_S)
+        process.send_signal(number)
+        outcome = outcome_of(process, command, place, number)
+        tally.add(f"{number.name} after {index * STEP_S:.2f} s of {name}", outcome)
     tally.finish(record_property)
 
 
@@ -176,9 +283,7 @@ def test_an_output_that_nobody_reads(args, closed, record_property):
     os.close(reading)
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     streams |= dict.fromkeys(closed, writing)
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxspec", *args], cwd=ROOT, env=ENVIRONMENT, text=True, **streams
-    )
+    done = subprocess.run([sys.executable, "-m", "jaxspec", *args], cwd=ROOT, text=True, **streams)
     os.close(writing)
     tally = Tally("closed pipes")
     is_right = done.returncode == 141 and not done.stderr

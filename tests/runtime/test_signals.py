@@ -1,157 +1,34 @@
-"""How a process ends that is interrupted: in Python, in compiled code, and while it cleans up."""
+"""How a process ends that is interrupted: promptly, in one line, and with nothing half-written."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
-PROGRAM = """
-import hashlib, sys, time
-from jaxspec.runtime import signals
-
-def main():
-    try:
-        with signals.raised():
-            print("started", flush=True)
-            {work}
-    except KeyboardInterrupt as interrupt:
-        {cleaning}
-        print("cleaned up")
-        return interrupt.status
-    return 0
-
-signals.GRACE_S = {grace_s}
-signals.exit_with(main)
-"""
-CLOSED = """
-from jaxspec.runtime import signals
-
-def main():
-    try:
-        print("lost", flush=True)
-    except BrokenPipeError:
-        return signals.BROKEN_PIPE_STATUS
-
-signals.exit_with(main)
-"""
-IN_PYTHON = "time.sleep(100)"
-IN_COMPILED_CODE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # no handler runs meanwhile
-
-
-@pytest.fixture
-def start():
-    """Starts a program, and returns it when it has begun with its work."""
-    with contextlib.ExitStack() as stack:
-
-        def run(*, work, cleaning="pass", grace_s=100.0, **options) -> subprocess.Popen:
-            code = PROGRAM.format(work=work, cleaning=cleaning, grace_s=grace_s)
-            process = stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    cwd=ROOT,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    **options,
-                )
-            )
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "started\n"
-            if work == IN_COMPILED_CODE:
-                time.sleep(1)  # until it is there
-            return process
-
-        yield run
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("num_sent", [1, 2])
-def test_a_signal_lets_the_program_clean_up(start, number, status, num_sent):
-    process = start(work=IN_PYTHON, cleaning="time.sleep(0.1)")
-    for _ in range(num_sent):  # `timeout` sends two, and one is meant
-        process.send_signal(number)
-    assert process.communicate(timeout=60) == ("cleaned up\n", "")
-    assert process.returncode == status
-
-
-def test_another_signal_ends_the_program_at_once(start):
-    process = start(work=IN_COMPILED_CODE)
-    deadline = time.monotonic() + 60
-    while process.poll() is None:  # one of them comes late enough to be another
-        assert time.monotonic() < deadline
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    assert process.communicate() == ("", "interrupted\n")
-    assert process.returncode == 130
-
-
-@pytest.mark.parametrize(
-    ("work", "cleaning"), [(IN_COMPILED_CODE, "pass"), (IN_PYTHON, "time.sleep(100)")]
-)
-def test_a_program_that_does_not_end_is_ended(start, work, cleaning):
-    process = start(work=work, cleaning=cleaning, grace_s=0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) == ("", "interrupted\n")
-    assert process.returncode == 143
-
-
-def test_a_signal_that_the_shell_ignores_stays_ignored(start):
-    process = start(
-        work="time.sleep(1)", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
-    )
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == 0
-
-
-def test_a_closed_pipe_does_not_keep_the_status_back():
-    reading, writing = os.pipe()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            CLOSED,
-        ],
-        cwd=ROOT,
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(reading)
-    os.close(writing)
-    assert process.communicate(timeout=60)[1] == ""
-    assert process.returncode == 141
-
-
-# A signal that comes where an exception would be wrapped, forgotten or printed
-
 HELPERS = """
-import os, signal, sys, time
+import hashlib, os, pathlib, signal, sys, threading, time
 from jaxspec.runtime import signals
+from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 def send():
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.05)  # the handler runs
+    time.sleep(0.3)  # what a handler raises comes here
+
+def leave(name):
+    return called_at_end(pathlib.Path(name).touch)  # standard output is discarded by then
 
 def exit_with(work):
-    def main():
-        try:
-            work()
-        except KeyboardInterrupt as interrupt:
-            print("cleaned up")
-            return interrupt.status
-        return 0
-    signals.exit_with(main)
+    signals.handle_signals()
+    signals.exit_with(lambda: work() or 0)
 """
 # As extension modules do: what is raised while they are initialised becomes another error.
 SLOW_MODULE = """
@@ -162,223 +39,418 @@ try:
 except BaseException as error:
     raise ImportError("Encountered an error while initializing the extension.") from error
 print("imported")
+raise ImportError("too late")
 """
-CASES = {
-    "before there is anything to clean up": (
-        """
-def work():
-    import slow
-""",
-        "",
-        "interrupted\n",
-    ),
-    "after the last that had to be cleaned up": (
-        """
-def work():
-    with signals.raised():
-        pass
-    send()
-    print("not reached")
-""",
-        "",
-        "interrupted\n",
-    ),
-    "in a later import": (
-        """
-def work():
-    with signals.raised():
-        import slow
-        time.sleep(100)
-""",
-        "imported\ncleaned up\n",
-        "",
-    ),
-    "in a destructor": (
-        """
-class Thing:
-    def __del__(self):
-        send()
-
-def work():
-    with signals.raised():
-        thing = Thing()
-        del thing
-        time.sleep(100)
-""",
-        "cleaned up\n",
-        "",
-    ),
-    "in a destructor that raises something else": (
-        """
-class Thing:
-    def __del__(self):
-        try:
-            send()
-        except BaseException:
-            raise SystemError("returned a result with an exception set")
-
-def work():
-    with signals.raised():
-        thing = Thing()
-        del thing
-        time.sleep(100)
-""",
-        "cleaned up\n",
-        "",
-    ),
-    "in a function that is uninterrupted": (
-        """
-@signals.uninterrupted
-def finish():
-    send()
-    print("finished")
-
-def work():
-    with signals.raised():
-        finish()
-        time.sleep(100)
-""",
-        "finished\ncleaned up\n",
-        "",
-    ),
-}
+IN_PYTHON = "time.sleep(100)"
+IN_COMPILED_CODE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # no handler runs meanwhile
+INTERRUPTED = (143, "", "interrupted\n")
 
 
-def run(code: str, directory: pathlib.Path, *args: object) -> subprocess.CompletedProcess:
-    """Runs a program that may import `program` (helpers) and `slow`."""
+def command(code: str, directory: pathlib.Path, *args: object) -> list[str]:
+    """A program in `directory` that may import `slow` and has the names of `program` (helpers)."""
     (directory / "program.py").write_text(HELPERS)
     (directory / "slow.py").write_text(SLOW_MODULE)
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
+    return [sys.executable, "-c", f"from program import *\n{code}", *map(str, args)]
+
+
+def environment(directory: pathlib.Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{directory}:{ROOT}"}
+
+
+def run(code: str, directory: pathlib.Path, *args: object) -> tuple[int, str, str]:
+    """Runs such a program; its status and outputs."""
+    done = subprocess.run(
+        command(code, directory, *args),
         cwd=directory,
-        env=os.environ | {"PYTHONPATH": f"{directory}:{ROOT}"},
+        env=environment(directory),
         capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    """Starts a program, and returns it when it has begun with its work."""
+    started: list[subprocess.Popen] = []
+
+    def start(work: str, *, cleaning: str = "pass", grace_s: float = 100.0, **options):
+        code = f"""
+def clean_up():
+    {cleaning}
+    pathlib.Path("cleaned").touch()
+
+def main():
+    with called_at_end(clean_up):
+        print("started", flush=True)
+        {work}
+
+signals.GRACE_S = {grace_s}
+exit_with(main)
+"""
+        process = subprocess.Popen(
+            command(code, tmp_path),
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        if work == IN_COMPILED_CODE:
+            time.sleep(1)  # until it is there
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("work", "num_sent"), [(IN_PYTHON, 2), (IN_COMPILED_CODE, 1)])
+def test_a_signal_ends_the_program_after_it_is_cleaned_up(
+    start, tmp_path, number, status, work, num_sent
+):
+    process = start(work, cleaning="time.sleep(0.1)")
+    for _ in range(num_sent):  # `timeout` sends two, and one is meant
+        process.send_signal(number)
+    assert process.communicate(timeout=60) == ("", "interrupted\n")
+    assert process.returncode == status
+    assert (tmp_path / "cleaned").exists()
+
+
+@pytest.mark.parametrize(
+    ("work", "cleaning"),
+    [(IN_PYTHON, "time.sleep(100)"), (f"with uninterrupted: {IN_PYTHON}", "pass")],
+    ids=["in the clean-up", "in an uninterrupted block"],
+)
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_program_that_does_not_end_is_ended(start, tmp_path, work, cleaning, is_repeated):
+    process = start(work, cleaning=cleaning, grace_s=100 if is_repeated else 0.5)
+    process.send_signal(signal.SIGINT)
+    deadline_s = time.monotonic() + 60
+    while is_repeated and process.poll() is None:  # one of them comes late enough to be another
+        assert time.monotonic() < deadline_s
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "interrupted\n")
+    assert process.returncode == 130, "that of the first signal"
+    assert not (tmp_path / "cleaned").exists()
+
+
+def test_a_signal_that_the_shell_ignores_stays_ignored(start):
+    process = start(
+        "time.sleep(1)", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    )
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+def test_a_closed_pipe_does_not_keep_the_status_back(tmp_path):
+    code = """
+def main():
+    try:
+        print("lost")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return 141
+
+signals.handle_signals()
+signals.exit_with(main)
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        command(code, tmp_path),
+        env=environment(tmp_path),
+        stdout=writing,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
     )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_output_that_nobody_reads_does_not_keep_the_process(start):
+    """Standard error is a full pipe."""
+    process = start(
+        'os.set_blocking(2, False); exec(\'try:\\n while True: os.write(2, b"." * 4096)\\n'
+        "except BlockingIOError:\\n os.set_blocking(2, True)\\n time.sleep(100)')"
+    )
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+
+
+# Moments at which an exception would be wrapped, swallowed or printed
+
+CASES = {
+    "in an import": """
+def work():
+    import slow
+""",
+    "in a library that makes another error of everything": """
+def work():
+    try:
+        send()
+    except BaseException as error:
+        raise SystemError("returned a result with an exception set") from error
+    raise SystemError("its file is gone")
+""",
+    "in a library that swallows everything": """
+def work():
+    for _ in range(200):
+        try:
+            send()
+        except BaseException:
+            pass
+    print("not reached")
+""",
+    "in a destructor": """
+class Thing:
+    def __del__(self):
+        send()
+        raise ValueError
+
+def work():
+    thing = Thing()
+    del thing
+    print("not reached", flush=True)
+    time.sleep(100)
+""",
+    "in a coroutine": """
+import asyncio
+
+async def load():
+    asyncio.get_running_loop().call_soon(send)
+    await asyncio.gather(*(asyncio.to_thread(time.sleep, 100) for _ in range(4)))
+
+def work():
+    asyncio.run(load())
+""",
+    "in a pool of threads, whose exit waits": """
+from concurrent.futures import ThreadPoolExecutor
+
+def work():
+    with ThreadPoolExecutor() as threads:
+        threads.submit(time.sleep, 100)
+        threads.submit(send)
+""",
+    "after which threads fail and print": """
+import logging
+
+def fail():
+    while True:
+        os.write(2, b"from C++\\n")
+        print("to standard output", flush=True)
+        logging.error("of a thread")
+        threading.Thread(target=lambda: 1 / 0).start()
+
+def work():
+    with called_at_end(lambda: time.sleep(0.5)):
+        send_in_time = threading.Timer(0.2, send)
+        send_in_time.start()
+        time.sleep(0.3)
+        fail()
+""",
+    "in a library that takes the handler": """
+def work():
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    send()
+    print("not reached", flush=True)
+""",
+    "after the work, while the process ends": """
+def work():
+    class Output:
+        def flush(self):
+            send()
+    sys.stdout = Output()
+""",
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_signal_comes_at_a_bad_moment(case, tmp_path):
-    work, printed, said = CASES[case]
-    done = run(f"from program import *\n{work}\nexit_with(work)", tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (143, printed, said)
+    assert run(f"{CASES[case]}\nexit_with(work)", tmp_path) == INTERRUPTED
 
 
-def test_other_errors_of_destructors_are_printed(tmp_path):
-    code = """
-class Thing:
-    def __del__(self):
-        raise ValueError("of the program itself")
-
+@pytest.mark.parametrize("ending", ["return", "raise ValueError", "return 3"])
+def test_an_uninterrupted_block_is_finished_and_none_begins_afterwards(ending, tmp_path):
+    code = f"""
 def work():
-    Thing()
-"""
-    done = run(f"from program import *\n{code}\nexit_with(work)", tmp_path)
-    assert done.returncode == 0
-    assert "ValueError: of the program itself" in done.stderr
-
-
-COMMAND = """
-import sys
-from program import send
-from jaxspec import cli
-from jaxspec.runtime import signals
-
-def run_command(args):
-    with signals.raised():
-        try:
+    with leave("left"):
+        with uninterrupted:
             send()
-        except BaseException as error:
-            raise SystemError("returned a result with an exception set") from error
+            pathlib.Path("finished").touch()
+        with uninterrupted:
+            pathlib.Path("begun").touch()
+        {ending}
 
-cli.run_command = run_command
-cli.program()
+exit_with(work)
 """
+    assert run(code, tmp_path) == INTERRUPTED
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"finished", "left"}
+    assert "begun" not in left
 
 
-def test_whatever_a_library_makes_of_a_signal_a_command_ends_as_interrupted(tmp_path):
-    done = run(COMMAND, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", "interrupted\n")
+def test_the_last_that_was_made_is_removed_first_whatever_the_others_raise(tmp_path):
+    code = """
+def work():
+    with called_at_end(lambda: os.rename("b", "c")), called_at_end(lambda: 1 / 0):
+        with called_at_end(lambda: os.rename("a", "b")):
+            pathlib.Path("a").touch()
+            send()
+
+exit_with(work)
+"""
+    assert run(code, tmp_path) == INTERRUPTED
+    assert (tmp_path / "c").exists()
 
 
 def test_a_signal_ends_a_command_that_still_imports(tmp_path):
     """`tyro` is imported before the command is known."""
     (tmp_path / "tyro.py").write_text(SLOW_MODULE)
-    code = "from jaxspec import cli; cli.signals.exit_with(lambda: cli.main(['env']))"
-    done = run(code, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", "interrupted\n")
+    code = """
+from jaxspec import cli
+
+signals.handle_signals()
+signals.exit_with(lambda: cli.main(["env"]))
+"""
+    assert run(code, tmp_path) == INTERRUPTED
 
 
-# A signal while a directory is made, put into its place and removed
+def test_errors_that_follow_a_signal_are_not_those_of_the_command(tmp_path):
+    code = """
+from jaxspec import cli, errors
+
+def run_command(args):
+    send()
+    raise errors.DamagedError("The parameters cannot be read; convert the model again.")
+
+cli.run_command = run_command
+cli.program()
+"""
+    assert run(code, tmp_path) == INTERRUPTED
+
+
+# A signal while files are made, put into their places and removed
 
 WRITER = """
-import contextlib, os, shutil, sys, time
-from program import exit_with, send
-from jaxspec.runtime import signals
-from jaxspec.runtime.directories import atomic_directory
+import shutil
+from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import atomic_directory, temporary_directory, write_atomically
+from jaxspec.runtime.locks import only_writer
 
-destination, function, order = sys.argv[1:]
+function, order, write = sys.argv[1:]
 module = shutil if function == "rmtree" else os
-real, is_sent = getattr(module, function), False
+real, is_sent, named = getattr(module, function), False, (".out", "jaxspec-")
 
-def sending(path, *args, **kwargs):
+def sending(*args, **kwargs):
     global is_sent
-    is_there = function == "mkdir" or os.path.exists(path)
-    first = not is_sent and is_there and "partial" in str(path)
+    is_ours = function in ("fsync", "ftruncate") or pathlib.Path(args[0]).name.startswith(named)
+    first = is_ours and not is_sent
     is_sent = is_sent or first
     if first and order == "before":
         send()
-    real(path, *args, **kwargs)
+    result = real(*args, **kwargs)
     if first and order == "after":
         send()
+    return result
 
-def work():
-    with signals.raised():
-        with contextlib.suppress(ValueError), atomic_directory(destination) as directory:
-            (directory / "file").write_text("new")
-            if function == "rmtree":
-                raise ValueError
+def directory():
+    with atomic_directory("out") as made:
+        (made / "file").write_text("new")
+        if function == "rmtree":
+            raise ValueError
+
+def file():
+    write_atomically(pathlib.Path("out"), b"new")
+
+def lock():
+    with only_writer(pathlib.Path("out")):
         time.sleep(100)
 
+def temporary():
+    with temporary_directory() as made:
+        (made / "file").write_text("new")
+
+os.mkdir("place")
+os.chdir("place")
+os.environ["TMPDIR"] = os.getcwd()
 setattr(module, function, sending)
-exit_with(work)
+exit_with(globals()[write])
 """
 
 
 @pytest.mark.parametrize(
-    ("function", "order", "left"),
-    [("mkdir", "after", []), ("rename", "after", ["out"]), ("rmtree", "before", [])],
+    ("write", "function", "order", "left"),
+    [
+        ("directory", "mkdir", "before", []),
+        ("directory", "mkdir", "after", []),
+        ("directory", "rename", "before", ["out"]),
+        ("directory", "rename", "after", ["out"]),
+        ("directory", "fsync", "before", []),
+        ("directory", "rmtree", "before", []),
+        ("directory", "rmtree", "after", []),
+        ("file", "fsync", "before", []),
+        ("file", "replace", "before", []),
+        ("file", "replace", "after", ["out"]),
+        ("file", "unlink", "before", []),
+        ("lock", "open", "after", []),
+        ("lock", "ftruncate", "after", []),
+        ("temporary", "mkdir", "after", []),
+    ],
 )
-def test_a_signal_to_a_writer_leaves_a_whole_directory_or_none(function, order, left, tmp_path):
-    place = tmp_path / "place"
-    place.mkdir()
-    done = run(WRITER, tmp_path, place / "out", function, order)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "")
-    assert [path.name for path in place.iterdir()] == left
+def test_a_signal_to_a_writer_leaves_everything_or_nothing(write, function, order, left, tmp_path):
+    assert run(WRITER, tmp_path, function, order, write) == INTERRUPTED
+    assert sorted(path.name for path in (tmp_path / "place").iterdir()) == left
 
 
-STUCK = """
-import hashlib, os, signal, sys, threading
-from program import exit_with
-from jaxspec.runtime import signals
+def test_threads_that_make_a_directory_again_leave_nothing(tmp_path):
+    """As threads of Orbax do, which continue for a moment."""
+    code = """
 from jaxspec.runtime.directories import atomic_directory
 
-signals.GRACE_S = 0.5
+def write(directory):
+    for index in range(50):
+        (directory / "params").mkdir(parents=True, exist_ok=True)
+        try:
+            (directory / "params" / str(index)).write_text("new")
+        except OSError:
+            pass
+        time.sleep(0.01)
 
 def work():
-    with signals.raised(), atomic_directory(sys.argv[1]) as directory:
-        (directory / "file").write_text("new")
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no handler runs meanwhile
+    with atomic_directory("place/out") as directory:
+        threading.Thread(target=write, args=(directory,)).start()
+        send()
+        time.sleep(100)
 
 exit_with(work)
 """
+    assert run(code, tmp_path) == INTERRUPTED
+    assert not list((tmp_path / "place").iterdir())
 
 
-def test_a_writer_that_has_to_be_ended_leaves_nothing(tmp_path):
-    place = tmp_path / "place"
-    place.mkdir()
-    done = run(STUCK, tmp_path, place / "out")
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", "interrupted\n")
-    assert not list(place.iterdir())
+def test_child_processes_are_ended(tmp_path):
+    """With those that they started themselves."""
+    code = """
+from jaxspec.runtime.processes import run_child
+
+def work():
+    threading.Timer(0.5, send).start()
+    run_child(["sh", "-c", "sh -c 'sleep 1; touch survived' & sleep 100; exit 0"])
+
+exit_with(work)
+"""
+    assert run(code, tmp_path) == INTERRUPTED
+    time.sleep(1.5)
+    assert not (tmp_path / "survived").exists()

@@ -81,10 +81,10 @@ def num_threads() -> int:
     """
     chosen = os.environ.get("JAXSPEC_NUM_THREADS")
     if chosen is not None:
-        if not chosen.isdecimal() or not 1 <= int(chosen) <= 1024:
+        if len(chosen) > 4 or not chosen.isdecimal() or not 1 <= int(chosen) <= 1024:
             raise SettingError(
-                f"JAXSPEC_NUM_THREADS is {chosen!r}; make it a whole number from 1 to 1024, or "
-                f"leave it out."
+                f"JAXSPEC_NUM_THREADS is {chosen[:9]!r}; make it a whole number from 1 to 1024, or "
+                "leave it out."
             )
         return int(chosen)
     return min(usable_cpus(), 16)

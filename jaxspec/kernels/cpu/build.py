@@ -17,17 +17,22 @@ import pathlib
 import platform
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 import jax
 
-from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory, sha256_of
+from jaxspec.runtime.directories import (
+    KERNELS_DIRECTORY,
+    cache_directory,
+    sha256_of,
+    temporary_directory,
+)
 from jaxspec.runtime.locks import only_writer
+from jaxspec.runtime.processes import run_child
+from jaxspec.runtime.signals import uninterrupted
 
 SOURCE = pathlib.Path(__file__).with_name("kernels.cc")
 HEADERS = tuple(sorted(SOURCE.parent.glob("*.h")))
@@ -77,9 +82,10 @@ def _build(compiler: Sequence[str], directory: pathlib.Path, key: str) -> ctypes
     finally:
         _log.info("compiled the CPU kernels", extra={"compiling": False})
     unfinished = directory / "unfinished"
-    unfinished.write_bytes(made)
-    unfinished.chmod(0o600)
-    os.replace(unfinished, directory / f"kernels-{key}-{hashlib.sha256(made).hexdigest()}.so")
+    with uninterrupted:
+        unfinished.write_bytes(made)
+        unfinished.chmod(0o600)
+        os.replace(unfinished, directory / f"kernels-{key}-{hashlib.sha256(made).hexdigest()}.so")
     library = _load_built(directory, key)
     if library is None:
         raise BuildError(f"{shlex.join(compiler)} made no library that can be loaded")
@@ -143,8 +149,8 @@ def _load_built(directory: pathlib.Path, key: str) -> ctypes.CDLL | None:
 
 def _compile(compiler: Sequence[str]) -> bytes:
     """The library's content."""
-    with tempfile.TemporaryDirectory(prefix="jaxspec-") as working:
-        made = pathlib.Path(working, "kernels.so")
+    with temporary_directory() as working:
+        made = working / "kernels.so"
         options = [*OPTIONS, *processor_options(), f"-isystem{jax.ffi.include_dir()}"]
         command = [*compiler, *options, str(SOURCE)]
         _run(compiler, [*command, "-o", str(made)])
@@ -154,31 +160,16 @@ def _compile(compiler: Sequence[str]) -> bytes:
 
 
 def _run(compiler: Sequence[str], command: list[str]) -> None:
-    """Runs the compiler in a session of its own, so that what it started ends with it."""
+    """Runs the compiler."""
     name = shlex.join(compiler)
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
+        process = run_child(command, timeout_s=TIMEOUT_S)
     except OSError as error:
         raise BuildError(f"{name} cannot be run ({error.strerror})") from error
-    try:
-        _, printed = process.communicate(timeout=TIMEOUT_S)
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise BuildError(f"{name} took longer than {TIMEOUT_S} s") from error
-        raise
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{name} took longer than {TIMEOUT_S} s") from error
     if process.returncode != 0:
-        errors = [line for line in printed.splitlines() if "error" in line]
+        errors = [line for line in process.stderr.splitlines() if "error" in line]
         said = errors[0][:200] if errors else f"exit status {process.returncode}"
         raise BuildError(f"{name} could not compile {SOURCE.name}: {said}")
 
