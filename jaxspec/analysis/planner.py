@@ -40,7 +40,6 @@ from jaxspec.analysis.planning.request import (
     model_axes,
 )
 from jaxspec.analysis.planning.speed import SpeedPrediction
-from jaxspec.decode.settings import check_at_least_one
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import in_units
@@ -55,6 +54,7 @@ from jaxspec.engine.plan import (
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.values import check_at_least_one
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 

@@ -41,6 +41,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.extras import import_transformers
+from jaxspec.runtime.values import shown
 from jaxspec.types import PyTree
 
 _DTYPES = {
@@ -68,10 +69,12 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
       ModelError: any other dtype.
     """
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, ValueError):
         if chosen is not None and jnp.dtype(chosen) in _DTYPES.values():
             return jnp.dtype(chosen)
-    raise ModelError(f"The dtype {dtype!r} is not supported; choose float32, bfloat16 or float16.")
+    raise ModelError(
+        f"The dtype {shown(dtype)} is not supported; choose float32, bfloat16 or float16."
+    )
 
 
 def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
+from jaxspec.runtime.values import number, whole_number
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
@@ -42,12 +43,11 @@ class Oracle(DrafterBase):
     is_synthetic = True
 
     def __post_init__(self):
-        if not 0.0 <= self.acceptance <= 1.0:
-            raise SettingError(
-                f"An oracle's acceptance of {self.acceptance} was given; it is a probability, so "
-                "give a number from 0 to 1."
-            )
-        if not self.sequences:
+        expected = "a probability, from 0 to 1"
+        acceptance = number("acceptance", self.acceptance, least=0, most=1, expected=expected)
+        object.__setattr__(self, "acceptance", acceptance)
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0, most=2**63 - 1))
+        if len(self.sequences) == 0:
             raise SettingError("An oracle without sequences was given; record at least one.")
         cost = self._cost
         if cost.taps or cost.uses_target or cost.uses_target_cache or cost.score is not None:

@@ -13,11 +13,11 @@ import dataclasses
 import jax
 
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import check_at_least_one
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.engine.memory import in_units, measure_parts
 from jaxspec.engine.plan import PlanBytes, compile_programs
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import LARGEST_BYTES, whole_number
 
 
 def fit_rows(
@@ -37,7 +37,7 @@ def fit_rows(
     Raises:
       SettingError: one row does not fit; the message gives the smallest budget that would.
     """
-    check_at_least_one(budget_bytes=budget_bytes)
+    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
 
     def with_rows(num_rows: int) -> DecodeLoop:
         return dataclasses.replace(loop, shape=dataclasses.replace(loop.shape, batch_size=num_rows))

@@ -16,7 +16,6 @@ from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.decode.buckets import window_buckets
-from jaxspec.decode.settings import check_at_least_one
 from jaxspec.drafters.base import Drafter, DrafterBase, with_defaults
 from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel
 from jaxspec.drafters.flexdraft.config import flex_config
@@ -38,6 +37,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model
+from jaxspec.runtime.values import check_at_least_one
 from jaxspec.schedulers import Scheduler
 from jaxspec.types import EngineShape
 from jaxspec.verifiers import Verifier

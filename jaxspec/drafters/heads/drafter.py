@@ -40,6 +40,7 @@ from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.kinds import first_mismatch, kinds_of
+from jaxspec.runtime.values import check_kind
 from jaxspec.sampling import draw_draft, without_nan
 from jaxspec.types import (
     BatchView,
@@ -167,7 +168,9 @@ class Heads(DrafterBase):
         check_params(config, params, name)
         if tree is None:
             tree = BudgetTree(nodes=DEFAULT_NODES, depth=min(config.num_heads, DEFAULT_NODES))
-        grown = None if tree == "chain" else tree
+        grown = None if isinstance(tree, str) and tree == "chain" else tree
+        if grown is not None:
+            check_kind("tree", grown, Tree, "a BeamTree, BudgetTree or StaticTree, or 'chain'")
         if grown is not None and grown.max_depth > config.num_heads:
             raise SettingError(
                 f"The tree {grown.name} is {grown.max_depth} deep, and there are "
