@@ -7,14 +7,13 @@ left to choose, and more rows are never slower, so no prediction of speed is nee
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 
 import jax
 
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import ShardedLoop
-from jaxspec.engine.memory import in_units, measure_parts
+from jaxspec.engine.memory import in_units, largest_that_fits, measure_parts
 from jaxspec.engine.plan import PlanBytes, compile_programs
 from jaxspec.errors import SettingError
 from jaxspec.runtime.values import LARGEST_BYTES, whole_number
@@ -46,11 +45,11 @@ def fit_rows(
         fewer = with_rows(num_rows)
         return fewer if mesh is None else ShardedLoop(loop=fewer, mesh=mesh)
 
-    def is_too_many(num_rows: int) -> bool:
+    def least_bytes(num_rows: int) -> int:
         parts = measure_parts(on_devices(num_rows))
-        return parts.weights_bytes + parts.state_bytes > budget_bytes
+        return parts.weights_bytes + parts.state_bytes
 
-    num_rows = bisect.bisect_left(range(1, loop.shape.batch_size + 1), True, key=is_too_many)
+    num_rows = largest_that_fits(least_bytes, loop.shape.batch_size, budget_bytes)
     while num_rows > 0:
         found = bytes_of(on_devices(num_rows))
         if found.total_bytes <= budget_bytes:

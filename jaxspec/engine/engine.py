@@ -545,8 +545,8 @@ class Engine:
 
         Arrays that are on the engine's device are not copied. If they are deleted later, such as by
         a step of training that they are donated to, requests are refused until this was called
-        with others. Requests that had begun by then end with the stop reason `device error`; those
-        that were waiting are decoded with the new weights.
+        with others. Requests that had begun by then end with the stop reason `device failure`;
+        those that were waiting are decoded with the new weights.
 
         Raises:
           RequestError: requests are unfinished.

@@ -743,18 +743,15 @@ def _has_deleted(tree: PyTree) -> bool:
 def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
     """`given`, put on the devices of `old` and packed like it, if it has the same shapes and
     dtypes."""
-    before = jax.eval_shape(unpacked, old)
+    before, after = jax.eval_shape(unpacked, old), None
     try:
-        after = jax.eval_shape(unpacked, given)
-        are_arrays = all(
-            isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(given)
-        )
-    except (TypeError, ValueError):  # leaves or keys that JAX does not take
-        after, are_arrays = None, False
-    if not are_arrays:
+        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(given)):
+            after = jax.eval_shape(unpacked, given)
+    except (TypeError, ValueError):  # arrays of objects, or a dict whose keys cannot be sorted
+        pass
+    if after is None:
         raise SettingError(
-            f"The new weights of the {name} are not a pytree of arrays; give one like those of the "
-            "engine."
+            f"The new weights of the {name} are not a pytree of arrays; give one like the engine's."
         )
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise SettingError(
