@@ -14,6 +14,7 @@ from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scoring import Scorer
 from jaxspec.models.base import Model
+from jaxspec.runtime.values import check_callable, check_kind, number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,15 @@ def audit_outputs(
       scorer: an existing scorer of this target and dtype, with room for one token more than prompt
         and output.
       on_output: called with the number of outputs judged so far; greedy ones come first.
+
+    Raises:
+      SettingError: an argument of the wrong type, or an `alpha` out of range.
+      ModelError: a dtype that is not supported.
     """
+    check_kind("target", target, Model, "a model")
+    check_kind("file", file, OutputsFile, "what read_outputs returned")
+    alpha = number("alpha", alpha, above=0, most=1, expected="above 0 and at most 1")
+    check_callable(on_output=on_output)
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
     if scorer is None:
         scorer = Scorer(target, max_length=longest + 1, dtype=dtype or file.dtype)

@@ -33,6 +33,7 @@ from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.directories import finish_interrupted
 from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.values import text
 
 Kind: TypeAlias = heads_config.Kind | Literal["flexdraft"]
 
@@ -116,7 +117,7 @@ def load_drafter(
     """
     make_tree = parse_tree(tree) if isinstance(tree, str) else lambda num_heads: tree
     target = as_model(target)
-    name = os.fspath(name)
+    name = os.fspath(name) if isinstance(name, os.PathLike) else text("name", name)
     dtype = None if dtype is None else parse_dtype(dtype)
     given = {"mode": mode, "confidence": confidence, "rule": rule, "block_size": block_size}
     settings: dict[str, Any] = {each: value for each, value in given.items() if value is not None}

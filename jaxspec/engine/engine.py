@@ -570,12 +570,14 @@ class Engine:
                     num_dropped,
                     in_units(num_bytes),
                 )
-            self.target = self.executor.target
+            if target is not None:
+                self.target = self.executor.target
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program ahead of the first request instead of at its first use; see
         `Executor.warm_up`. With `draft_length="auto"` the first request still waits until rounds
         have been measured. Any thread may call it."""
+        check_callable(on_program=on_program)
         return self._core.warm_up(on_program)
 
     def reset(self) -> None:

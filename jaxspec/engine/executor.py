@@ -60,6 +60,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
 from jaxspec.runtime.environment import devices, devices_sentence
+from jaxspec.runtime.kinds import are_arrays
 from jaxspec.runtime.values import flag, is_one_of, refusal, whole_number
 from jaxspec.schedulers import Continuous, Scheduler, make_scheduler
 from jaxspec.telemetry.trace import TraceConfig, TraceLevel
@@ -743,16 +744,11 @@ def _has_deleted(tree: PyTree) -> bool:
 def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
     """`given`, put on the devices of `old` and packed like it, if it has the same shapes and
     dtypes."""
-    before, after = jax.eval_shape(unpacked, old), None
-    try:
-        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(given)):
-            after = jax.eval_shape(unpacked, given)
-    except (TypeError, ValueError):  # arrays of objects, or a dict whose keys cannot be sorted
-        pass
-    if after is None:
+    if not are_arrays(given):
         raise SettingError(
             f"The new weights of the {name} are not a pytree of arrays; give one like the engine's."
         )
+    before, after = jax.eval_shape(unpacked, old), jax.eval_shape(unpacked, given)
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise SettingError(
             f"The new weights of the {name} have another structure than those of the engine; give "

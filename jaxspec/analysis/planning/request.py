@@ -37,7 +37,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model
-from jaxspec.runtime.values import check_at_least_one
+from jaxspec.runtime.values import listed, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.types import EngineShape
 from jaxspec.verifiers import Verifier
@@ -67,6 +67,16 @@ class Search:
     draft_kv_windows: tuple[int | None, ...] = (None, 512)
     draft_dtypes: tuple[str, ...] = ()
     prefill_chunks: tuple[int, ...] = (64, 128, 256, 512)
+
+    def __post_init__(self):
+        if self.draft_lengths is not None:
+            self._set("draft_lengths", least=0)
+        self._set("prefill_chunks", least=1)
+
+    def _set(self, name: str, *, least: int) -> None:
+        values = listed(name, getattr(self, name))
+        sizes = tuple(whole_number(name, value, least=least) for value in values)
+        object.__setattr__(self, name, sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +237,6 @@ class PlanRequest:
                 if self.num_devices % model == 0
             ]
         data, model = self.mesh
-        check_at_least_one(data=data, model=model)
         try:
             decoder.param_specs(self.target.config, model)
         except SettingError as error:
@@ -347,7 +356,7 @@ class PlanRequest:
 def model_axes(config: ModelConfig, limit: int) -> list[int]:
     """The sizes of a mesh axis `model` up to `limit` that divide a model."""
     common = math.gcd(config.num_kv_heads, config.feed_forward_width, config.vocab_size)
-    return [size for size in range(1, limit + 1) if common % size == 0]
+    return [size for size in range(1, min(limit, common) + 1) if common % size == 0]
 
 
 def doubling(largest: int) -> Iterator[int]:

@@ -36,8 +36,8 @@ from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.environment import loops_run_on_host
-from jaxspec.runtime.kinds import first_mismatch, kinds_of
-from jaxspec.runtime.values import is_one_of, number, shown, whole_number
+from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
+from jaxspec.runtime.values import check_kind, is_one_of, number, shown, text, whole_number
 from jaxspec.sampling import draw_block, without_nan
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
 
@@ -122,6 +122,8 @@ class FlexDraft(DrafterBase):
         name: str = "",
     ):
         """See the class; if `block_size` is None, the weights' own is used."""
+        check_kind("config", config, FlexConfig, "a FlexConfig")
+        name = text("name", name)
         check_params(config, params, name)
         for what, given, choices in (("mode", mode, Mode), ("rule", rule, Rule)):
             if not is_one_of(given, get_args(choices)):
@@ -441,6 +443,11 @@ def _other_target(name: str, target: Model, what: str, mine: Any, theirs: Any) -
 def check_params(config: FlexConfig, params: PyTree, name: str) -> None:
     """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
     dtype."""
+    if not are_arrays(params):
+        raise ModelError(
+            f"The FlexDraft weights {name} were given params that are not a pytree of arrays; give "
+            "them the parameters of their config."
+        )
     dtype = params["mask"].dtype if "mask" in params else jnp.dtype(jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(jnp.float32)
