@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from jaxspec.runtime.values import (
     LARGEST_BYTES,
     check_callable,
     listed,
-    refusal,
+    text,
     whole_number,
 )
 from jaxspec.telemetry.counters import Acceptance
@@ -389,15 +389,14 @@ def compare(
     """
     check_callable(on_stage=on_stage)
     tell = on_stage or (lambda _: None)
-    if isinstance(drafters, str) or not isinstance(drafters, Iterable):
-        raise refusal("drafters", drafters, "a list of names, or a mapping from labels to drafters")
     repeats = whole_number("repeats", repeats, least=1)
     seed = whole_number("seed", seed, least=0, most=LARGEST_BYTES)
     batch_size = whole_number("batch_size", batch_size, least=1)
     if draft_length is not None:
         draft_length = whole_number("draft_length", draft_length)
     if not isinstance(drafters, Mapping):
-        drafters = {name: name for name in drafters}
+        names = [text("drafters", name, "names") for name in listed("drafters", drafters)]
+        drafters = dict(zip(names, names, strict=True))
     _check(drafters, prompts, categories)
     model = as_model(target)
     made = {label: make_drafter(one, model) for label, one in drafters.items()}

@@ -40,6 +40,7 @@ from jaxspec.analysis.planning.request import (
     model_axes,
 )
 from jaxspec.analysis.planning.speed import SpeedPrediction
+from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import in_units
@@ -143,7 +144,8 @@ def plan_memory(
         prompt_tokens = max(context // 2, 1)
     prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
     acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
-    text("device", device)
+    device = text("device", device)
+    dtype = None if dtype is None else parse_dtype(dtype).name
     if not is_one_of(compiles, get_args(Compiles)):
         raise refusal("compiles", compiles, f"one of {', '.join(get_args(Compiles))}")
     if search is not None:

@@ -41,7 +41,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.extras import import_transformers
-from jaxspec.runtime.values import shown
+from jaxspec.runtime.values import refusal, shown
 from jaxspec.types import PyTree
 
 _DTYPES = {
@@ -256,7 +256,11 @@ def _read_model_params(
     if isinstance(sharding, jax.sharding.Sharding):
         shardings = dict.fromkeys(shapes, sharding)
     else:
-        shardings = {path: _at(sharding, path) for path in shapes}
+        try:
+            shardings = {path: _at(sharding, path) for path in shapes}
+        except (IndexError, KeyError, TypeError):
+            expected = "a Sharding, or a pytree of them like the parameters"
+            raise refusal("sharding", sharding, expected) from None
     wanted = {
         path: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[path])
         for path, shape in shapes.items()

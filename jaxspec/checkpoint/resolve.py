@@ -84,6 +84,8 @@ def load_model(
     verify = flag("verify", verify)
     if revision is not None:
         text("revision", revision)
+    for leaf in jax.tree.leaves(sharding):
+        check_kind("sharding", leaf, jax.sharding.Sharding, "a Sharding, or a pytree of them")
     if kernels is not None:
         check_kernels(kernels)
     check_kv_dtype(kv_dtype)

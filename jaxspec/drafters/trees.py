@@ -461,7 +461,7 @@ def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
     nodes = whole_number("nodes", nodes, most=LONGEST_LIST)
     try:
         table = np.asarray(acceptance, np.float64)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         expected = "a table of probabilities by depth and rank"
         raise refusal("acceptance", acceptance, expected) from None
     if table.ndim != 2 or not table.size or not np.all((table >= 0) & (table <= 1)):

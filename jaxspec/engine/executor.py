@@ -48,6 +48,7 @@ from jaxspec.decode.settings import (
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter, with_defaults
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
@@ -650,6 +651,7 @@ def make_executor(
       ModelError: the drafter cannot draft for the target.
     """
     target = as_model(target)
+    drafter = make_drafter(drafter, target)
     batch_size = whole_number("batch_size", batch_size, least=1)
     if verify_length is not None:
         verify_length = whole_number("verify_length", verify_length, least=1)

@@ -37,7 +37,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model
-from jaxspec.runtime.values import listed, whole_number
+from jaxspec.runtime.values import check_kind, listed, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.types import EngineShape
 from jaxspec.verifiers import Verifier
@@ -98,7 +98,11 @@ class Described:
 
 def describe(model: LanguageModel | ModelConfig | str) -> Described:
     """What is planned for: a model, an architecture, the name of a preset with or without `random:`
-    (no weights are made), or any other name that `load_model` takes."""
+    (no weights are made), or any other name that `load_model` takes.
+
+    Raises:
+      SettingError: it is none of these.
+    """
     if isinstance(model, ModelConfig):
         return Described(name=model.family, config=model)
     if isinstance(model, str):
@@ -107,6 +111,7 @@ def describe(model: LanguageModel | ModelConfig | str) -> Described:
             return Described(name=f"random:{preset}", config=PRESETS[preset])
         loaded = load_model(model)
         return Described(name=model, config=loaded.config)
+    check_kind("model", model, LanguageModel, "a LanguageModel, a ModelConfig, or a name")
     return Described(
         name=model.name, config=model.config, dtype=model.dtype.name, kernels=model.kernels
     )
