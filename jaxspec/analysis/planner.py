@@ -57,7 +57,6 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.values import (
     LARGEST_BYTES,
-    check_callable,
     check_kind,
     is_one_of,
     listed,
@@ -150,7 +149,8 @@ def plan_memory(
         raise refusal("compiles", compiles, f"one of {', '.join(get_args(Compiles))}")
     if search is not None:
         check_kind("search", search, Search, "a Search of settings, or None")
-    check_callable(say=say)
+    if not callable(say):
+        raise refusal("say", say, "a function of a text")
     if not 1 <= prompt_tokens < context:
         raise SettingError(
             f"{prompt_tokens} prompt tokens were given for a context of {context}; give at least "

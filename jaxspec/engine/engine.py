@@ -101,8 +101,9 @@ class Engine:
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
         round of a row needs `verify_length` slots.
       budget_bytes: what weights, state and compiled programs may take together, per device.
-        `batch_size` is then an upper limit, and is lowered to what fits; see `engine.budget`. None:
-        all that is free on the device. `plan_memory` chooses more settings.
+        `batch_size` is then an upper limit, and is lowered to what fits this and the free memory;
+        see `engine.budget`. None: all that is free on the device. `plan_memory` chooses more
+        settings.
       prefill_chunk: prompt tokens prefilled per call.
       rounds_per_sync: most rounds that run before the host checks for finished rows.
       max_queue: requests that may wait for a row; `submit` refuses more.
