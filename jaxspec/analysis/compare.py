@@ -33,6 +33,13 @@ from jaxspec.requests.requests import Params, Prompt, make_requests, params_of_p
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import take_turns
+from jaxspec.runtime.values import (
+    LARGEST_BYTES,
+    check_callable,
+    listed,
+    text,
+    whole_number,
+)
 from jaxspec.telemetry.counters import Acceptance
 
 METRICS: dict[str, Callable[[Acceptance], float]] = {
@@ -380,10 +387,17 @@ def compare(
       >>> comparison.difference("rounds", "draft", "plain").mean < 0
       True
     """
+    check_callable(on_stage=on_stage)
     tell = on_stage or (lambda _: None)
+    repeats = whole_number("repeats", repeats, least=1)
+    seed = whole_number("seed", seed, least=0, most=LARGEST_BYTES)
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    if draft_length is not None:
+        draft_length = whole_number("draft_length", draft_length)
     if not isinstance(drafters, Mapping):
-        drafters = {name: name for name in drafters}
-    _check(drafters, prompts, categories, repeats)
+        names = [text("drafters", name, "names") for name in listed("drafters", drafters)]
+        drafters = dict(zip(names, names, strict=True))
+    _check(drafters, prompts, categories)
     model = as_model(target)
     made = {label: make_drafter(one, model) for label, one in drafters.items()}
     lengths = {
@@ -497,21 +511,18 @@ def _check(
     drafters: Mapping[str, Drafter | str | None],
     prompts: Sequence[Prompt],
     categories: Sequence[str] | None,
-    repeats: int,
 ) -> None:
     if len(drafters) < 2:
         raise SettingError(
             f"{len(drafters)} drafters were given to compare; give at least two, None (plain "
             "decoding) among them if a speed-up is wanted."
         )
-    if not prompts:
+    if len(prompts) == 0:
         raise SettingError("No prompts were given to compare drafters on; give at least one.")
-    if categories is not None and len(categories) != len(prompts):
+    if categories is not None and len(listed("categories", categories)) != len(prompts):
         raise SettingError(
             f"{len(categories)} categories were given for {len(prompts)} prompts; give one each."
         )
-    if repeats < 1:
-        raise SettingError(f"repeats {repeats} was given; it must be at least 1.")
 
 
 def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:

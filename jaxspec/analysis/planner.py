@@ -21,8 +21,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from jaxspec.analysis.planning.request import (
     model_axes,
 )
 from jaxspec.analysis.planning.speed import SpeedPrediction
-from jaxspec.decode.settings import check_at_least_one
+from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import in_units
@@ -55,6 +55,16 @@ from jaxspec.engine.plan import (
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.values import (
+    LARGEST_BYTES,
+    check_kind,
+    is_one_of,
+    listed,
+    number,
+    refusal,
+    text,
+    whole_number,
+)
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
@@ -124,12 +134,23 @@ def plan_memory(
         an argument out of range; a mesh that does not fit the target (the message has those that
         do).
     """
-    check_at_least_one(
-        budget_bytes=budget_bytes, batch=batch, context=context, num_devices=num_devices
-    )
-    if not 0 < keep <= 1:
-        raise SettingError(f"keep {keep:g} was given; it is a share, above 0 and at most 1.")
-    prompt_tokens = max(context // 2, 1) if prompt_tokens is None else prompt_tokens
+    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
+    batch = whole_number("batch", batch, least=1)
+    context = whole_number("context", context, least=1)
+    num_devices = whole_number("num_devices", num_devices, least=1)
+    keep = number("keep", keep, above=0, most=1, expected="a share, above 0 and at most 1")
+    if prompt_tokens is None:
+        prompt_tokens = max(context // 2, 1)
+    prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
+    acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
+    device = text("device", device)
+    dtype = None if dtype is None else parse_dtype(dtype).name
+    if not is_one_of(compiles, get_args(Compiles)):
+        raise refusal("compiles", compiles, f"one of {', '.join(get_args(Compiles))}")
+    if search is not None:
+        check_kind("search", search, Search, "a Search of settings, or None")
+    if not callable(say):
+        raise refusal("say", say, "a function of a text")
     if not 1 <= prompt_tokens < context:
         raise SettingError(
             f"{prompt_tokens} prompt tokens were given for a context of {context}; give at least "
@@ -167,6 +188,37 @@ def plan_memory(
         )
     planner = Planner(request=request, say=say)
     return planner.plan(budget_bytes, keep=keep, compiles=compiles)
+
+
+def _as_acceptance(acceptance: Any) -> float | tuple[float, ...]:
+    """One chance, or one for each position.
+
+    Raises:
+      SettingError: one of them is not a probability.
+    """
+    expected = "a probability, or one for each position"
+
+    def chance(value: Any) -> float:
+        return number("acceptance", value, least=0, most=1, expected=expected)
+
+    if getattr(acceptance, "shape", ()) == () and not isinstance(acceptance, Iterable):
+        return chance(acceptance)
+    return tuple(map(chance, listed("acceptance", acceptance)))
+
+
+def _as_mesh(mesh: Any) -> tuple[int, int] | None:
+    """The sizes of the axes `data` and `model`, or None.
+
+    Raises:
+      SettingError: these are not two whole numbers of at least 1.
+    """
+    if mesh is None:
+        return None
+    sizes = listed("mesh", mesh)
+    if len(sizes) != 2:
+        raise refusal("mesh", mesh, "two whole numbers, of the axes data and model")
+    data, model = (whole_number("mesh", size, least=1) for size in sizes)
+    return data, model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,7 +13,9 @@ from jaxspec.audit.judge import Divergence, Finding, OwnOutput, json_number, jud
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scoring import Scorer
+from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.models.base import Model
+from jaxspec.runtime.values import check_callable, check_kind, number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,18 @@ def audit_outputs(
       scorer: an existing scorer of this target and dtype, with room for one token more than prompt
         and output.
       on_output: called with the number of outputs judged so far; greedy ones come first.
+
+    Raises:
+      SettingError: an argument of the wrong type, or an `alpha` out of range.
+      ModelError: a dtype that is not supported.
     """
+    check_kind("target", target, Model, "a model")
+    check_kind("file", file, OutputsFile, "what read_outputs returned")
+    alpha = number("alpha", alpha, above=0, most=1, expected="above 0 and at most 1")
+    dtype = None if dtype is None else parse_dtype(dtype).name
+    if scorer is not None:
+        check_kind("scorer", scorer, Scorer, "a Scorer, or None")
+    check_callable(on_output=on_output)
     longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
     if scorer is None:
         scorer = Scorer(target, max_length=longest + 1, dtype=dtype or file.dtype)

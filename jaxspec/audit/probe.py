@@ -22,6 +22,7 @@ from jaxspec.models.prefill import chain_window
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.values import check_kind
 from jaxspec.types import PyTree
 
 NUM_TOKENS = 6  # decoded per probed request
@@ -75,7 +76,11 @@ def probe(engine: Engine) -> ProbeReport:
     Rows and neighbours go through the engine's own compiled round, which must be idle: its rows are
     overwritten. The window is tested on the target's forward pass in the engine's shape, because
     the drafter decides what a round puts at each position of the window.
+
+    Raises:
+      SettingError: this is not an engine.
     """
+    check_kind("engine", engine, Engine, "an Engine")
     shape = engine.shape
     length = max(1, min(shape.prefill_chunk // 2, engine.longest_prompt - NUM_TOKENS, 8))
     engine.reset()  # sessions may hold rows, and these requests are to get the first ones

@@ -39,6 +39,7 @@ from jaxspec.models.base import LanguageModel, Model, kv_dtype_of
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.values import LARGEST_BYTES, check_callable, check_kind, whole_number
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.verifiers import Verifier
 
@@ -355,6 +356,9 @@ def audit_engine(
     Raises:
       PromptError, SettingError: as `Engine.generate`.
     """
+    check_kind("engine", engine, Engine, "an Engine")
+    seed = whole_number("seed", seed, least=0, most=LARGEST_BYTES)
+    check_callable(on_stage=on_stage)
     tell = on_stage or (lambda _: None)
     requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
     if engine.max_logprobs is not None:

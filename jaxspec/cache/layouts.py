@@ -12,24 +12,25 @@ Only the target's cache has a layout; a drafter's own cache is always ragged.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import is_one_of, shown
 from jaxspec.types import DecodeState, Finish, PyTree
 
 Layout = Literal["ragged", "aligned"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
-def check_layout(layout: str) -> None:
+def check_layout(layout: Any) -> None:
     """Raises `SettingError` unless there is a layout with this name."""
-    if layout not in LAYOUTS:
+    if not is_one_of(layout, LAYOUTS):
         raise SettingError(
-            f"The layout {layout!r} was given; it must be one of {', '.join(LAYOUTS)}."
+            f"The layout {shown(layout)} was given; it must be one of {', '.join(LAYOUTS)}."
         )
 
 

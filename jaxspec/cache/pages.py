@@ -41,6 +41,7 @@ from flax import struct
 from jax import lax
 
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import is_one_of, shown
 
 BLOCK = 128  # slots of a page; attention reads KV block by block
 
@@ -200,12 +201,12 @@ def round_up_to_block(num_slots: int) -> int:
     return -(-num_slots // BLOCK) * BLOCK
 
 
-def check_kv_dtype(kv_dtype: str | None) -> None:
+def check_kv_dtype(kv_dtype: Any) -> None:
     """Raises `SettingError` unless KV can be stored in this dtype, or None is given."""
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+    if kv_dtype is not None and not is_one_of(kv_dtype, KV_DTYPES):
         raise SettingError(
-            f"The KV dtype {kv_dtype!r} was given; it must be {' or '.join(KV_DTYPES)}, or None to "
-            "store KV in the model's own dtype."
+            f"The KV dtype {shown(kv_dtype)} was given; it must be {' or '.join(KV_DTYPES)}, or "
+            "None to store KV in the model's own dtype."
         )
 
 

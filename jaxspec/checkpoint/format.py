@@ -53,6 +53,7 @@ from jaxspec.runtime.files import (
     is_there,
     reading,
 )
+from jaxspec.runtime.values import refusal, shown
 from jaxspec.types import PyTree
 
 _DTYPES = {
@@ -80,10 +81,12 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
       ModelError: any other dtype.
     """
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, ValueError):
         if chosen is not None and jnp.dtype(chosen) in _DTYPES.values():
             return jnp.dtype(chosen)
-    raise ModelError(f"The dtype {dtype!r} is not supported; choose float32, bfloat16 or float16.")
+    raise ModelError(
+        f"The dtype {shown(dtype)} is not supported; choose float32, bfloat16 or float16."
+    )
 
 
 def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
@@ -312,7 +315,11 @@ def _read_model_params(
     if isinstance(sharding, jax.sharding.Sharding):
         shardings = dict.fromkeys(shapes, sharding)
     else:
-        shardings = {path: _at(sharding, path) for path in shapes}
+        try:
+            shardings = {path: _at(sharding, path) for path in shapes}
+        except (IndexError, KeyError, TypeError):
+            expected = "a Sharding, or a pytree of them like the parameters"
+            raise refusal("sharding", sharding, expected) from None
     wanted = {path: _placed(path, shape, dtype, shardings[path]) for path, shape in shapes.items()}
     return _as_params(read_params(directory, wanted, what=f"a {config.family} model"))
 

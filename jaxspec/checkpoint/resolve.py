@@ -48,6 +48,7 @@ from jaxspec.runtime.directories import (
 from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.runtime.values import check_kind, flag, text
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
 
@@ -85,15 +86,21 @@ def load_model(
         A damaged cached conversion is made again; any other damaged directory is refused.
 
     Raises:
-      SettingError: the kernels are unknown or cannot be used here, the KV dtype is unknown, a
-        sharding has devices of other processes or does not fit a parameter, or this process was
-        forked from one that had used JAX.
+      SettingError: an argument of the wrong type; the kernels are unknown or cannot be used here,
+        the KV dtype is unknown, a sharding has devices of other processes or does not fit a
+        parameter, or this process was forked from one that had used JAX.
       ModelError: there is no such model, or its architecture is not supported.
       CheckpointError: it cannot be read, converted or cached; `DamagedError` if its files have
         changed, `UnreadableError` if the system does not let this process read them.
     """
     check_not_forked()
-    name = os.fspath(src)
+    src = os.fspath(src) if isinstance(src, os.PathLike) else src
+    name = text("src", src, "a name or a path")
+    verify = flag("verify", verify)
+    if revision is not None:
+        text("revision", revision)
+    for leaf in jax.tree.leaves(sharding):
+        check_kind("sharding", leaf, jax.sharding.Sharding, "a Sharding, or a pytree of them")
     if kernels is not None:
         check_kernels(kernels)
     check_kv_dtype(kv_dtype)
@@ -138,9 +145,16 @@ def load_model(
         )
 
 
-def as_model(model: Model | str) -> Model:
-    """Loads a model by name as `load_model` does; returns a model as it is."""
-    return load_model(model) if isinstance(model, str) else model
+def as_model(model: Model | str | os.PathLike) -> Model:
+    """Loads a model by name as `load_model` does; returns a model as it is.
+
+    Raises:
+      SettingError: it is neither.
+    """
+    if isinstance(model, str | os.PathLike):
+        return load_model(model)
+    check_kind("model", model, Model, "a model, or a name for load_model")
+    return model
 
 
 # The cache of converted models

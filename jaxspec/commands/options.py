@@ -12,7 +12,6 @@ import sys
 from typing import Any, Literal, TypeAlias
 
 from jaxspec.cache.pages import KvDtype
-from jaxspec.decode import settings
 from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
 from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
@@ -24,6 +23,7 @@ from jaxspec.requests.prompts import (
     sample_prompts,
 )
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime import values
 from jaxspec.runtime.directories import sha256_of
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -209,5 +209,5 @@ def drafter_of_command(
 
 def check_at_least_one(options: Any, *names: str) -> None:
     """Raises `SettingError` for the first of these fields that is given and below 1."""
-    values = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-    settings.check_at_least_one(**{name: n for name, n in values.items() if n is not None})
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    values.check_at_least_one(**{name: n for name, n in given.items() if n is not None})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 
@@ -14,6 +14,7 @@ from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps
+from jaxspec.runtime.values import LARGEST_COUNT, is_one_of, refusal, shown, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
 from jaxspec.types import EngineShape, PyTree
@@ -22,7 +23,8 @@ from jaxspec.verifiers import Verifier
 Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
 DEFAULT_DRAFT_LENGTH = 4
-LARGEST_NUM_SLOTS = 2**30  # over all rows; the device counts in int32
+LARGEST_NUM_SLOTS = LARGEST_COUNT  # over all rows
+LARGEST_CHUNK = 2**12  # unless the max_length is larger: the rest would be padding
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 PINNED = "pinned_host"  # JAX's name of that kind of memory
 
@@ -51,12 +53,20 @@ def make_loop(
         or shapes that the loop does not take; see `decode.checks`.
     """
     check_layout(layout)
-    check_at_least_one(batch_size=batch_size, max_length=max_length, prefill_chunk=prefill_chunk)
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    max_length = whole_number("max_length", max_length, least=1)
+    draft_length = whole_number("draft_length", draft_length)
+    if verify_length is not None:
+        verify_length = whole_number("verify_length", verify_length, least=1)
+    if tree_depth is not None:
+        tree_depth = whole_number("tree_depth", tree_depth, least=0)
     if batch_size * max_length > LARGEST_NUM_SLOTS:
         raise SettingError(
             f"batch_size {batch_size} and max_length {max_length} were given; their product may be "
             f"at most {LARGEST_NUM_SLOTS}, so lower one of them."
         )
+    longest_chunk = max(LARGEST_CHUNK, kv.round_up_to_block(max_length))
+    prefill_chunk = whole_number("prefill_chunk", prefill_chunk, least=1, most=longest_chunk)
     if drafter is None:
         if not verifier.is_coupled:
             raise SettingError(
@@ -132,19 +142,27 @@ def make_loop(
     return loop
 
 
-def check_at_least_one(**settings: int) -> None:
-    """Raises `SettingError` for the first setting below 1."""
-    for name, value in settings.items():
-        if value < 1:
-            raise SettingError(f"{name} {value} was given; it must be at least 1.")
+def as_draft_length(draft_length: Any) -> DraftLength | None:
+    """A draft length that an engine was given: a whole number, `auto`, or None for the default.
+
+    Raises:
+      SettingError: it is something else; the range is checked by `check_draft_length`.
+    """
+    if draft_length is None:
+        return None
+    if isinstance(draft_length, str):
+        if draft_length != "auto":
+            raise refusal("draft_length", draft_length, "a whole number or 'auto'")
+        return "auto"
+    return whole_number("draft_length", draft_length)
 
 
-def check_exactness(exactness: str) -> None:
+def check_exactness(exactness: Any) -> None:
     """Raises `SettingError` unless an engine offers this promise."""
-    if exactness not in get_args(Exactness):
+    if not is_one_of(exactness, get_args(Exactness)):
         raise SettingError(
-            f"exactness {exactness!r} was given; it must be 'bitwise' (one window width, equal to "
-            "the bit) or 'ties' (the narrowest window that serves, equal except at ties)."
+            f"exactness {shown(exactness)} was given; it must be 'bitwise' (one window width, "
+            "equal to the bit) or 'ties' (the narrowest window that serves, equal except at ties)."
         )
 
 

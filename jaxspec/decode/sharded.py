@@ -34,6 +34,7 @@ from jaxspec.decode.state import Admission, has_rows
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import param_specs
+from jaxspec.runtime.values import check_kind
 from jaxspec.types import DecodeState, EngineShape, PyTree
 
 DATA, MODEL = "data", "model"
@@ -44,9 +45,10 @@ def check_mesh(mesh: Mesh) -> Mesh:
     missing; both are `Auto`: the loop itself maps over `data`.
 
     Raises:
-      SettingError: no `data` axis, an axis that is neither `data` nor `model`, or devices of other
-        processes.
+      SettingError: not a mesh, no `data` axis, an axis that is neither `data` nor `model`, or
+        devices of other processes.
     """
+    check_kind("mesh", mesh, Mesh, "a jax.sharding.Mesh, as jax.make_mesh makes it")
     names = ", ".join(mesh.axis_names)
     if DATA not in mesh.axis_names or not set(mesh.axis_names) <= {DATA, MODEL}:
         raise SettingError(

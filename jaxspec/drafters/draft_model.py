@@ -39,6 +39,7 @@ from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
 
@@ -139,17 +140,18 @@ class DraftModel(DrafterBase):
         *,
         kv_dtype: KvDtype | None = None,
     ):
-        if not 0 <= min_confidence <= 1:
-            raise SettingError(
-                f"min_confidence {min_confidence} was given; it is a probability, so give a number "
-                "from 0 (drafts never end early) to 1."
-            )
+        expected = "from 0 (drafts never end early) to 1, since it is a probability"
+        min_confidence = number(
+            "min_confidence", min_confidence, least=0, most=1, expected=expected
+        )
+        if tree is not None:
+            check_kind("tree", tree, Tree, "a BeamTree, BudgetTree or StaticTree, or None")
         if min_confidence and tree is not None:
             raise SettingError(
                 f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
                 "chains end early, so leave one of them out."
             )
-        check_kv_window(kv_window, kv_sinks)
+        kv_window, kv_sinks = check_kv_window(kv_window, kv_sinks)
         model = with_kv_dtype(as_model(model), kv_dtype)
         if kv_window is not None and not isinstance(model, LanguageModel):
             raise SettingError(
@@ -515,8 +517,15 @@ def _differing_ids(mine: Mapping[int, str], theirs: Mapping[int, str]) -> list[i
     return sorted(i for i in theirs if i in mine and theirs[i] != mine[i])
 
 
-def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> None:
-    """Raises `SettingError` unless a draft model can keep a KV window of these sizes."""
+def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> tuple[int | None, int]:
+    """The two sizes as ints.
+
+    Raises:
+      SettingError: a draft model cannot keep a KV window of these sizes.
+    """
+    if kv_window is not None:
+        kv_window = whole_number("kv_window", kv_window)
+    kv_sinks = whole_number("kv_sinks", kv_sinks)
     if kv_window is not None and kv_window < BLOCK:
         raise SettingError(
             f"kv_window {kv_window} was given; KV is kept in blocks of {BLOCK} positions, so give "
@@ -524,9 +533,10 @@ def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> None:
         )
     if not 0 <= kv_sinks <= BLOCK:
         raise SettingError(
-            f"kv_sinks {kv_sinks} was given; the first positions that stay visible lie in one "
-            f"block, so give a number from 0 to {BLOCK}."
+            f"kv_sinks {kv_sinks} was given; the first positions that stay visible lie in "
+            f"one block, so give a number from 0 to {BLOCK}."
         )
+    return kv_window, kv_sinks
 
 
 class _Drafting(struct.PyTreeNode, kw_only=True):

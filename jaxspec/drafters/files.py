@@ -34,6 +34,7 @@ from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import finish_interrupted
 from jaxspec.runtime.files import expand_user, is_file, is_there, reading
+from jaxspec.runtime.values import text
 
 Kind: TypeAlias = heads_config.Kind | Literal["flexdraft"]
 
@@ -122,7 +123,7 @@ def load_drafter(
     check_not_forked()
     make_tree = parse_tree(tree) if isinstance(tree, str) else lambda num_heads: tree
     target = as_model(target)
-    name = os.fspath(name)
+    name = os.fspath(name) if isinstance(name, os.PathLike) else text("name", name)
     dtype = None if dtype is None else parse_dtype(dtype)
     given = {"mode": mode, "confidence": confidence, "rule": rule, "block_size": block_size}
     settings: dict[str, Any] = {each: value for each, value in given.items() if value is not None}

@@ -23,6 +23,7 @@ from jaxspec.drafters.trees import BeamTree
 from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.runtime.files import expand_user
+from jaxspec.runtime.values import check_kind
 
 MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
@@ -106,9 +107,17 @@ def choose_drafter(
 def make_drafter(
     drafter: Drafter | str | None, target: Model, *, dtype: Any = None
 ) -> Drafter | None:
-    """A drafter for `target`: a name is resolved by `choose_drafter`; anything else is returned as
-    it is."""
+    """A drafter for `target`: a name is resolved by `choose_drafter`; a drafter, or None, is
+    returned as it is.
+
+    Raises:
+      SettingError: it is none of these, or what `choose_drafter` raises.
+      ModelError: as `choose_drafter` raises it.
+    """
+    if drafter is None:
+        return None
     if not isinstance(drafter, str):
+        check_kind("drafter", drafter, Drafter, "a drafter, the name of one, or None")
         return drafter
     make = choose_drafter(drafter, dtype=dtype)
     return None if make is None else make(target)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import SettingError
 from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.runtime.values import whole_number
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
 LONGEST_LOOKUP = 64  # the compiled program has one comparison per length
@@ -45,6 +46,8 @@ class NGram(DrafterBase):
     branches: int = 1
 
     def __post_init__(self):
+        for name in ("prompt_lookup_min", "prompt_lookup_max", "branches"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= LONGEST_LOOKUP:
             raise SettingError(
                 f"prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max "

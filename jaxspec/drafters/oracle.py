@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
+from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
@@ -42,13 +43,14 @@ class Oracle(DrafterBase):
     is_synthetic = True
 
     def __post_init__(self):
-        if not 0.0 <= self.acceptance <= 1.0:
-            raise SettingError(
-                f"An oracle's acceptance of {self.acceptance} was given; it is a probability, so "
-                "give a number from 0 to 1."
-            )
-        if not self.sequences:
+        expected = "a probability, from 0 to 1"
+        acceptance = number("acceptance", self.acceptance, least=0, most=1, expected=expected)
+        object.__setattr__(self, "acceptance", acceptance)
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0, most=2**63 - 1))
+        if len(self.sequences) == 0:
             raise SettingError("An oracle without sequences was given; record at least one.")
+        if self.cost_of is not None:
+            check_kind("cost_of", self.cost_of, Drafter, "a drafter, or None")
         cost = self._cost
         if cost.taps or cost.uses_target or cost.uses_target_cache or cost.score is not None:
             raise SettingError(
@@ -59,7 +61,7 @@ class Oracle(DrafterBase):
     @property
     def _cost(self) -> DrafterBase:
         """The drafter whose work is done and thrown away."""
-        return with_defaults(self.cost_of or NoDrafter())
+        return with_defaults(NoDrafter() if self.cost_of is None else self.cost_of)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -19,8 +19,16 @@ import numpy as np
 from jax import lax
 
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import (
+    LONGEST_LIST,
+    listed,
+    number,
+    refusal,
+    whole_number,
+)
 
 Path: TypeAlias = tuple[int, ...]
+MOST_CANDIDATES = 2**24  # of a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,10 @@ class StaticTree:
     choices: tuple[Path, ...]
 
     def __post_init__(self):
-        choices = tuple(tuple(int(rank) for rank in choice) for choice in self.choices)
+        choices = tuple(
+            tuple(whole_number("the rank", rank) for rank in listed("the choice", choice))
+            for choice in listed("choices", self.choices)
+        )
         object.__setattr__(self, "choices", choices)
         if not choices:
             raise SettingError("A StaticTree was given no choices; give at least one, as [(0,)].")
@@ -211,6 +222,7 @@ class BeamTree:
     nodes: int = 12
 
     def __post_init__(self):
+        _set_sizes(self, "width", "depth", "nodes")
         if min(self.width, self.depth, self.nodes) < 1:
             raise SettingError(
                 f"A tree of width {self.width}, depth {self.depth} and {self.nodes} nodes was "
@@ -223,6 +235,7 @@ class BeamTree:
                 f"of {self.depth} make {num_candidates} candidates, so ask for at most as many "
                 "nodes."
             )
+        _check_num_candidates(num_candidates)
 
     @property
     def name(self) -> str:
@@ -324,6 +337,9 @@ class BudgetTree:
     min_ratio: float = 0.25
 
     def __post_init__(self):
+        _set_sizes(self, "nodes", "depth")
+        for name in ("top_p", "min_ratio"):
+            object.__setattr__(self, name, number(name, getattr(self, name)))
         if min(self.nodes, self.depth) < 1:
             raise SettingError(
                 f"A tree of {self.nodes} nodes and depth {self.depth} was asked for; each must be "
@@ -334,6 +350,7 @@ class BudgetTree:
                 f"A top_p of {self.top_p} and a min_ratio of {self.min_ratio} were given; the one "
                 "must be above 0, the other at least 0, and neither above 1."
             )
+        _check_num_candidates(self.max_depth * self.num_expanded * self.num_children)
 
     @property
     def name(self) -> str:
@@ -441,7 +458,12 @@ def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
       SettingError: `acceptance` is not a table of probabilities, or is too small for this many
         nodes.
     """
-    table = np.asarray(acceptance, np.float64)
+    nodes = whole_number("nodes", nodes, most=LONGEST_LIST)
+    try:
+        table = np.asarray(acceptance, np.float64)
+    except (OverflowError, TypeError, ValueError):
+        expected = "a table of probabilities by depth and rank"
+        raise refusal("acceptance", acceptance, expected) from None
     if table.ndim != 2 or not table.size or not np.all((table >= 0) & (table <= 1)):
         raise SettingError(
             f"An acceptance of shape {table.shape} was given; give a table of probabilities by "
@@ -560,6 +582,22 @@ def _product_tree_of_row(log_q: jax.Array, nodes: int) -> ProductTree:
         log_prob=jnp.zeros((nodes,), jnp.float32),
     )
     return lax.fori_loop(0, nodes, take_best, (first, tree))[1]
+
+
+def _set_sizes(tree: Any, *names: str) -> None:
+    """Makes whole numbers of these fields of a tree."""
+    for name in names:
+        size = whole_number(name, getattr(tree, name))
+        object.__setattr__(tree, name, size)
+
+
+def _check_num_candidates(num_candidates: int) -> None:
+    """Raises `SettingError` if a row would have too many candidates to choose nodes from."""
+    if num_candidates > MOST_CANDIDATES:
+        raise SettingError(
+            f"A tree of {num_candidates} candidates for each row was asked for; they may be at "
+            f"most {MOST_CANDIDATES}, so lower its width, its depth or its number of nodes."
+        )
 
 
 def _check_num_nodes(nodes: int, num_depths: int, width: int) -> None:

@@ -7,23 +7,23 @@ left to choose, and more rows are never slower, so no prediction of speed is nee
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 
 import jax
 
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import check_at_least_one
 from jaxspec.decode.sharded import ShardedLoop
-from jaxspec.engine.memory import in_units, measure_parts
+from jaxspec.engine.memory import in_units, largest_that_fits, measure_memory, measure_parts
 from jaxspec.engine.plan import PlanBytes, compile_programs
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import LARGEST_BYTES, whole_number
 
 
 def fit_rows(
     loop: DecodeLoop, budget_bytes: int, *, mesh: jax.sharding.Mesh | None = None
 ) -> DecodeLoop:
-    """The loop with as many rows as fit beside weights and programs, at most its own number.
+    """The loop with as many rows as fit beside weights and programs, at most its own number, into
+    the budget and into what is free.
 
     Weights and state are counted exactly, without allocating anything. Programs are compiled to
     find the size of their temporaries: first with as many rows as weights and state alone would
@@ -35,9 +35,10 @@ def fit_rows(
       mesh: the engine's mesh, or None.
 
     Raises:
-      SettingError: one row does not fit; the message gives the smallest budget that would.
+      SettingError: one row does not fit; the message gives the smallest budget that would. Or one
+        row does not fit into the free memory.
     """
-    check_at_least_one(budget_bytes=budget_bytes)
+    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
 
     def with_rows(num_rows: int) -> DecodeLoop:
         return dataclasses.replace(loop, shape=dataclasses.replace(loop.shape, batch_size=num_rows))
@@ -46,17 +47,21 @@ def fit_rows(
         fewer = with_rows(num_rows)
         return fewer if mesh is None else ShardedLoop(loop=fewer, mesh=mesh)
 
-    def is_too_many(num_rows: int) -> bool:
+    def least_bytes(num_rows: int) -> int:
         parts = measure_parts(on_devices(num_rows))
-        return parts.weights_bytes + parts.state_bytes > budget_bytes
+        return parts.weights_bytes + parts.state_bytes
 
-    num_rows = bisect.bisect_left(range(1, loop.shape.batch_size + 1), True, key=is_too_many)
+    # A budget may be larger than what is free; no program of so many rows is compiled.
+    alone, limit = measure_memory(on_devices(1)), budget_bytes
+    if alone.free_bytes is not None:
+        limit = min(limit, alone.weights_bytes + alone.free_bytes)
+    num_rows = largest_that_fits(least_bytes, loop.shape.batch_size, limit)
     while num_rows > 0:
         found = bytes_of(on_devices(num_rows))
-        if found.total_bytes <= budget_bytes:
+        if found.total_bytes <= limit:
             return with_rows(num_rows)
         # Everything except the weights grows with the rows, so it is divided among them.
-        left = budget_bytes - found.parts.weights_bytes
+        left = limit - found.parts.weights_bytes
         num_rows = min(num_rows - 1, int(num_rows * left / found.generation_bytes))
     least = bytes_of(on_devices(1))
     raise SettingError(

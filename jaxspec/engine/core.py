@@ -224,12 +224,14 @@ class EngineCore:
     def _step(self) -> None:
         try:
             self._end_early()
+            if self.queue.num_unfinished:
+                self.executor.check_weights()
             self._admit_waiting()
             self._prefill_prompts()
             self._run_rounds()
             self._collect()
         except BaseException:
-            self._give_up_if_lost()
+            self.give_up_if_lost()
             raise
 
     def _end_early(self) -> None:
@@ -394,14 +396,16 @@ class EngineCore:
             _log.exception("the output of request %s cannot be read", request.request_id)
             return complete(finish=Finish.TOKENIZER_ERROR)
 
-    def _give_up_if_lost(self) -> None:
-        """Ends every request that has a row, if the state was donated to a call that failed."""
+    def give_up_if_lost(self) -> bool:
+        """Ends every request that has a row, if the state was donated to a call that failed or the
+        weights were deleted; returns whether that is so."""
         if not self.executor.is_lost:
-            return
+            return False
         self.reset()
         self.metrics.abandon()
         for ticket in self.queue.tickets_by_row.values():
             self.queue.abort(ticket, Finish.DEVICE_ERROR)
+        return True
 
     def _abandon(self) -> None:
         """Ends every request and the engine, because the device no longer answers."""

@@ -14,7 +14,7 @@ from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
     DraftLength,
     Exactness,
-    check_at_least_one,
+    as_draft_length,
     default_draft_length,
 )
 from jaxspec.drafters.base import Drafter
@@ -22,7 +22,7 @@ from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, LogprobsMode, make_executor
-from jaxspec.engine.intake import Intake, check_timeout
+from jaxspec.engine.intake import Intake, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.plan import MemoryPlan
 from jaxspec.engine.progress import Progress
@@ -38,6 +38,15 @@ from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.environment import autotuned, loops_run_on_host, noted_kernels
 from jaxspec.runtime.host_limits import free_memory
 from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.runtime.values import (
+    LARGEST_BYTES,
+    check_callable,
+    check_kind,
+    flag,
+    seconds,
+    text,
+    whole_number,
+)
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.telemetry.trace import TraceLevel
 from jaxspec.types import DecodeState, PyTree
@@ -92,8 +101,9 @@ class Engine:
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
         round of a row needs `verify_length` slots.
       budget_bytes: what weights, state and compiled programs may take together, per device.
-        `batch_size` is then an upper limit, and is lowered to what fits (docs/memory.md). None:
-        all that is free on the device. `plan_memory` chooses more settings.
+        `batch_size` is then an upper limit, and is lowered to what fits this and the free memory
+        (docs/memory.md). None: all that is free on the device. `plan_memory` chooses more
+        settings.
       prefill_chunk: prompt tokens prefilled per call.
       rounds_per_sync: most rounds that run before the host checks for finished rows.
       max_queue: requests that may wait for a row; `submit` refuses more.
@@ -162,16 +172,19 @@ class Engine:
         check_invariants: bool = False,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        check_at_least_one(rounds_per_sync=rounds_per_sync, max_queue=max_queue)
-        check_timeout(step_timeout_s=step_timeout_s)
+        rounds_per_sync = whole_number("rounds_per_sync", rounds_per_sync, least=1)
+        max_queue = whole_number("max_queue", max_queue, least=1)
+        step_timeout_s = seconds("step_timeout_s", step_timeout_s)
         if session_bytes is None:
             session_bytes = free_memory()[0] // 4
-        elif session_bytes < 0:
-            raise SettingError(f"session_bytes {session_bytes} was given; it must be at least 0.")
+        session_bytes = whole_number("session_bytes", session_bytes, least=0, most=LARGEST_BYTES)
+        draft_length = as_draft_length(draft_length)
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        self.verifier = verifier = make_verifier(verifier or "coupled")
-        self.scheduler = scheduler = make_scheduler(scheduler or "continuous")
+        self.verifier = verifier = make_verifier("coupled" if verifier is None else verifier)
+        self.scheduler = scheduler = make_scheduler(
+            "continuous" if scheduler is None else scheduler
+        )
         self.executor = make_executor(
             target,
             drafter,
@@ -192,6 +205,8 @@ class Engine:
             mesh=mesh,
             budget_bytes=budget_bytes,
         )
+        logprobs = self.executor.loop.logprobs
+        max_logprobs = None if logprobs is None else logprobs.num_top
         self.layout, self.max_logprobs, self.logprobs_mode = layout, max_logprobs, logprobs_mode
         self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue
         self.mesh, self.shape = self.executor.mesh, self.executor.shape
@@ -230,6 +245,7 @@ class Engine:
           SettingError: target or drafter store KV in another dtype or window than planned, there
             are fewer devices, or a setting that `Engine` refuses.
         """
+        check_kind("plan", plan, MemoryPlan, "a plan that plan_memory returned")
         target = as_model(target)
         drafter = make_drafter(drafter, target)
         plan.check(target, drafter)
@@ -328,14 +344,14 @@ class Engine:
         Raises:
           PromptError: a prompt is empty, too long or malformed; nothing is decoded in this case.
           SettingError: a parameter out of range.
-          RequestError: the engine was shut down.
+          RequestError: the engine was shut down, or its weights were deleted.
         """
         requests = make_requests(
             prompts,
             SamplingParams() if params is None else params,
             self.target,
             longest=self.longest_prompt,
-            chat_template=chat_template,
+            chat_template=as_chat_template(chat_template),
         )
         options: dict[str, Any] = {"draft_length": draft_length, "timeout_s": timeout_s}
         found = self.run(requests, speculate=speculate, on_progress=on_progress, **options)
@@ -353,6 +369,7 @@ class Engine:
         """Yields the completions of `requests` in order, each as soon as it and those before it
         have ended. See `generate`. Closing the iterator cancels what has not ended.
         """
+        check_callable(on_progress=on_progress)
         tickets = self._intake.listed(
             requests, speculate=speculate, draft_length=draft_length, timeout_s=timeout_s
         )
@@ -391,8 +408,8 @@ class Engine:
           PromptError: the prompt is empty, malformed or too long for the engine's max_length.
           SettingError: a parameter out of range.
           QueueFullError: `max_queue` requests are waiting.
-          RequestError: the id is taken, or the engine was shut down; or the session is closed,
-            another engine's, or its last turn has not ended.
+          RequestError: the id is taken; the engine was shut down, or its weights were deleted; or
+            the session is closed, another engine's, or its last turn has not ended.
         """
         ticket = self._intake.single(
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
@@ -400,6 +417,7 @@ class Engine:
         if session is None:
             self._core.enqueue(ticket)
         else:
+            check_kind("session", session, Session, "a session that engine.session() returned")
             session.enqueue(ticket, self._core)
         return ticket.request.request_id
 
@@ -409,8 +427,9 @@ class Engine:
 
         Raises:
           RequestError: there is no unfinished request with this id.
+          SettingError: the id is not text.
         """
-        self.queue.cancel(request_id)
+        self.queue.cancel(text("request_id", request_id))
 
     def step(self) -> list[Completion]:
         """Admits waiting requests, prefills prompts and runs some rounds; returns the submitted
@@ -486,8 +505,10 @@ class Engine:
             are still prefilled only once.
 
         Raises:
-          SettingError: the layout is aligned.
+          SettingError: the layout is aligned, or `reread` is neither True nor False.
+          RequestError: the engine's weights were deleted.
         """
+        reread = flag("reread", reread)
         return open_session(self._core, self._intake, exactness=self.exactness, reread=reread)
 
     def cache_prefix(self, prompt: Prompt, *, chat_template: str | None = None) -> int:
@@ -523,12 +544,18 @@ class Engine:
         prefill it again with their next turn. With `draft_length="auto"` the acceptance seen so far
         is forgotten, and drafting begins again.
 
+        Arrays that are on the engine's device are not copied. If they are deleted later, such as by
+        a step of training that they are donated to, requests are refused until this was called
+        with others. Requests that had begun by then end with the stop reason `device failure`;
+        those that were waiting are decoded with the new weights.
+
         Raises:
-          RequestError: requests are being decoded, with KV of the old weights.
-          SettingError: a pytree of another structure, shape or dtype.
+          RequestError: requests are unfinished.
+          SettingError: a pytree of another structure, shape or dtype, or arrays that were deleted.
         """
         with self._core.lock:
-            if num_unfinished := self.queue.num_unfinished:
+            is_lost = self._core.give_up_if_lost()
+            if (num_unfinished := self.queue.num_unfinished) and not is_lost:
                 raise RequestError(
                     f"New weights were given while {num_unfinished} requests are unfinished, whose "
                     "KV is the old weights'; finish or cancel them first."
@@ -544,14 +571,14 @@ class Engine:
                     num_dropped,
                     in_units(num_bytes),
                 )
-            if target is not None and dataclasses.is_dataclass(self.target):
-                model: Any = self.target
-                self.target = dataclasses.replace(model, params=self.executor.target_params)
+            if target is not None:
+                self.target = self.executor.target
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program ahead of the first request instead of at its first use; see
         `Executor.warm_up`. With `draft_length="auto"` the first request still waits until rounds
         have been measured. Any thread may call it."""
+        check_callable(on_program=on_program)
         return self._core.warm_up(on_program)
 
     def reset(self) -> None:
@@ -561,6 +588,7 @@ class Engine:
         Raises:
           RequestError: requests are being decoded.
         """
+        self._core.give_up_if_lost()
         if self.queue.tickets_by_row:
             raise RequestError("The engine was to be emptied while requests are being decoded.")
         self._core.reset()

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode import invariants, kept
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
 from jaxspec.decode.kept import StoredRow
@@ -37,6 +38,7 @@ from jaxspec.decode.loop import DecodeLoop, LogprobsConfig
 from jaxspec.decode.settings import (
     DraftLength,
     Exactness,
+    as_draft_length,
     check_exactness,
     check_num_nodes,
     default_draft_length,
@@ -46,10 +48,11 @@ from jaxspec.decode.settings import (
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter, with_defaults
+from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
-from jaxspec.errors import SettingError
+from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import Model
 from jaxspec.models.width_probe import is_width_invariant
@@ -58,10 +61,12 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
 from jaxspec.runtime.environment import devices, devices_sentence
-from jaxspec.schedulers import Continuous, Scheduler
+from jaxspec.runtime.kinds import are_arrays
+from jaxspec.runtime.values import flag, is_one_of, refusal, whole_number
+from jaxspec.schedulers import Continuous, Scheduler, make_scheduler
 from jaxspec.telemetry.trace import TraceConfig, TraceLevel
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
-from jaxspec.verifiers import Coupled, Verifier
+from jaxspec.verifiers import Coupled, Verifier, make_verifier
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +128,8 @@ class Executor:
                 "only; leave the mesh out to hunt the fault."
             )
         check_exactness(exactness)
+        # Before anything is allocated or compiled. The state is the same for all variants.
+        self.memory: Memory = measure_memory(self._on_mesh(loop))
         # A mesh may split what is summed; XLA then does the sum.
         keeps_bits = not loop.is_plain and mesh is None and keeps_bits_at_every_width(loop)
         self.verify_lengths = choose_windows(
@@ -141,7 +148,6 @@ class Executor:
         self.shape: EngineShape = dataclasses.replace(
             loop.shape, batch_size=self.num_shards * loop.shape.batch_size
         )
-        self.memory: Memory = measure_memory(everywhere)
         # A program is recompiled if an argument is committed to a device and was not before, so
         # parameters and state are committed from the start: to the device of the parameters, or to
         # their places on the mesh.
@@ -271,9 +277,16 @@ class Executor:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the state was donated to a call that failed."""
-        leaves = jax.tree.leaves(self._state)
-        return any(leaf.is_deleted() for leaf in leaves)
+        """Whether the state was donated to a call that failed, or weights were deleted."""
+        return _has_deleted(self._state) or _has_deleted(self.params)
+
+    def check_weights(self) -> None:
+        """Raises `RequestError` if weights were deleted, e.g. donated to a step of training."""
+        if _has_deleted(self.params):
+            raise RequestError(
+                "The engine's weights were deleted, perhaps donated to a step of training "
+                "(donate_argnums); give it weights with update_params first."
+            )
 
     def reset(self) -> None:
         """Drops the state, so that every row is empty; no output depends on it."""
@@ -362,7 +375,7 @@ class Executor:
     def _home_of_copies(self) -> Any:
         """The sharding of a row's copies: every device of a mesh has them."""
         if self.mesh is None:
-            return home_of(self.loop.params)
+            return self.home
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     @functools.cached_property
@@ -418,7 +431,7 @@ class Executor:
         )
         is_simple = self.mesh is None and loop.layout == "ragged" and loop.drafter.score is None
         return is_simple and all(
-            is_width_invariant(loop.target, batch_size=rows, verify_length=tokens, tree_depth=depth)
+            is_width_invariant(self.target, batch_size=rows, verify_length=tokens, tree_depth=depth)
             for rows, tokens, depth in sizes
         )
 
@@ -519,7 +532,7 @@ class Executor:
         kernels or not; nothing is recompiled. KV of the old weights stays in the state.
 
         Raises:
-          SettingError: a pytree of another structure, shape or dtype.
+          SettingError: a pytree of another structure, shape or dtype, or arrays that were deleted.
         """
         if drafter is not None and self.loop.is_plain:
             raise SettingError(
@@ -536,6 +549,14 @@ class Executor:
     def target_params(self) -> PyTree:
         """The target's parameters."""
         return self.params["target"]
+
+    @property
+    def target(self) -> Model:
+        """The target with its present weights; as it was given if it is not a dataclass."""
+        if not dataclasses.is_dataclass(self.loop.target):
+            return self.loop.target
+        target: Any = self.loop.target
+        return dataclasses.replace(target, params=self.target_params)
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program ahead of its first call. Nothing runs and no state is made.
@@ -629,6 +650,15 @@ def make_executor(
       SettingError: a setting out of range, or two that contradict each other.
       ModelError: the drafter cannot draft for the target.
     """
+    target = as_model(target)
+    drafter = make_drafter(drafter, target)
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    if verify_length is not None:
+        verify_length = whole_number("verify_length", verify_length, least=1)
+    draft_length = as_draft_length(draft_length)
+    check_invariants = flag("check_invariants", check_invariants)
+    if not is_one_of(logprobs_mode, get_args(LogprobsMode)):
+        raise refusal("logprobs_mode", logprobs_mode, f"one of {', '.join(get_args(LogprobsMode))}")
     is_adaptive = draft_length == "auto" and drafter is not None
     if draft_length == "auto":
         if verify_length is None and drafter is not None:
@@ -640,11 +670,11 @@ def make_executor(
         check_num_nodes(with_defaults(drafter), draft_length)
     logprobs = None
     if max_logprobs is not None:
-        if not 0 <= max_logprobs <= target.vocab_size:
-            raise SettingError(
-                f"max_logprobs {max_logprobs} was given; it must be from 0 to {target.vocab_size}, "
-                "the size of the vocabulary."
-            )
+        largest = target.vocab_size
+        expected = f"from 0 to {largest}, the size of the vocabulary"
+        max_logprobs = whole_number(
+            "max_logprobs", max_logprobs, least=0, most=largest, expected=expected
+        )
         is_processed = logprobs_mode == "processed_logprobs"
         logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
     if mesh is not None:
@@ -652,8 +682,8 @@ def make_executor(
     loop = make_loop(
         target,
         drafter,
-        verifier=Coupled() if verifier is None else verifier,
-        scheduler=Continuous() if scheduler is None else scheduler,
+        verifier=Coupled() if verifier is None else make_verifier(verifier),
+        scheduler=Continuous() if scheduler is None else make_scheduler(scheduler),
         layout=layout,
         draft_length=draft_length,
         verify_length=verify_length,
@@ -707,9 +737,19 @@ def _row_kv(
     ]
 
 
+def _has_deleted(tree: PyTree) -> bool:
+    """Whether any array of a pytree was deleted."""
+    leaves = jax.tree.leaves(tree)
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+
+
 def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
     """`given`, put on the devices of `old` and packed like it, if it has the same shapes and
     dtypes."""
+    if not are_arrays(given):
+        raise SettingError(
+            f"The new weights of the {name} are not a pytree of arrays; give one like the engine's."
+        )
     before, after = jax.eval_shape(unpacked, old), jax.eval_shape(unpacked, given)
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise SettingError(
@@ -725,6 +765,11 @@ def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
                 f"{jax.tree_util.keystr(path)}, and the engine was compiled for "
                 f"{leaf.dtype}{list(leaf.shape)}; convert them to that."
             )
+    if _has_deleted(given):
+        raise SettingError(
+            f"The new weights of the {name} were deleted already, perhaps donated to a step of "
+            "training (donate_argnums); give the arrays that it returned."
+        )
     is_packed = jax.tree.structure(before) != jax.tree.structure(old)
     given = owner.pack(given) if is_packed else unpacked(given)
     return jax.tree.map(lambda leaf, new: jax.device_put(new, leaf.sharding), old, given)

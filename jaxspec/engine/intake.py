@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import numbers
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.admission import stop_tokens
@@ -17,6 +16,7 @@ from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
 from jaxspec.errors import JaxspecWarning, SettingError
 from jaxspec.requests.requests import Params, Prompt, Request, make_request
+from jaxspec.runtime.values import flag, seconds, text, whole_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +46,18 @@ class Intake:
         timeout_s: float | None,
     ) -> Ticket:
         """The ticket of one prompt, whose output is awaited. See `Engine.submit`."""
+        if request_id is None:
+            request_id = f"request-{next(self.numbers)}"
         request = make_request(
             prompt,
             params,
             self.executor.loop.target,
             longest=self.executor.longest_prompt,
-            request_id=f"request-{next(self.numbers)}" if request_id is None else request_id,
-            chat_template=chat_template,
+            request_id=text("request_id", request_id),
+            chat_template=as_chat_template(chat_template),
         )
         self._check(request)
+        self.executor.check_weights()
         return Ticket(
             request=request,
             draft_length=self._draft_length(speculate, draft_length),
@@ -76,15 +79,18 @@ class Intake:
         deadline = _deadline(timeout_s)
         for request in requests:
             self._check(request)
+        self.executor.check_weights()
         return [
             Ticket(request=request, draft_length=draft_length, has_consumer=True, deadline=deadline)
             for request in requests
         ]
 
     def _draft_length(self, speculate: bool, draft_length: int | None) -> int:
-        if self.draft_length == 0 or not speculate:
+        if draft_length is None:
+            draft_length = self.draft_length
+        draft_length = whole_number("draft_length", draft_length)
+        if not flag("speculate", speculate) or self.draft_length == 0:
             return 0
-        draft_length = self.draft_length if draft_length is None else draft_length
         check_draft_length(draft_length, self.executor.shape.verify_length)
         return draft_length
 
@@ -111,16 +117,16 @@ class Intake:
             )
 
 
-def check_timeout(**settings: float | None) -> None:
-    """Raises `SettingError` for the first setting that is neither None nor a number of seconds."""
-    for name, value in settings.items():
-        if value is not None and not (isinstance(value, numbers.Real) and 0 < value < math.inf):
-            raise SettingError(
-                f"{name} {value!r} was given; it must be a number of seconds above 0, or None."
-            )
+def as_chat_template(chat_template: Any) -> str | None:
+    """A chat template, or None for the tokenizer's own.
+
+    Raises:
+      SettingError: it is neither None nor text.
+    """
+    return None if chat_template is None else text("chat_template", chat_template)
 
 
 def _deadline(timeout_s: float | None) -> float | None:
     """When requests that arrive now must end, by `time.monotonic`."""
-    check_timeout(timeout_s=timeout_s)
+    timeout_s = seconds("timeout_s", timeout_s)
     return None if timeout_s is None else time.monotonic() + timeout_s

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -262,13 +262,14 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
     scheduler, given = of_shard.scheduler, of_shard.shape.batch_size
     num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
 
-    def fits(batch_size: int, max_length: int) -> bool:
+    def needed_bytes(batch_size: int, max_length: int) -> int:
         logits_bytes = _logits_bytes(dataclasses.replace(of_shard.shape, batch_size=batch_size))
         state_bytes = _state_bytes(loop, scheduler.num_residents(batch_size), max_length)
-        return state_bytes + logits_bytes <= free
+        return state_bytes + logits_bytes
 
-    batch_size = _largest(lambda n: fits(n, memory.max_length), given)
-    blocks = _largest(lambda n: fits(given, n * BLOCK), memory.max_length // BLOCK)
+    batch_size = largest_that_fits(lambda n: needed_bytes(n, memory.max_length), given, free)
+    most_blocks = memory.max_length // BLOCK
+    blocks = largest_that_fits(lambda n: needed_bytes(given, n * BLOCK), most_blocks, free)
     advice = []
     if batch_size:
         advice.append(f"a batch_size of {num_shards * batch_size} at this max_length")
@@ -287,6 +288,26 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
     )
 
 
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest n from 0 to `limit` that fits; n fits if a larger one does, and 0 always fits."""
-    return bisect.bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+def largest_that_fits(needed_bytes: Callable[[int], int], limit: int, num_bytes: int) -> int:
+    """The largest n from 1 to `limit` that needs at most `num_bytes`; 0 if there is none.
+
+    A larger n must not need fewer bytes. Bytes are nearly proportional to n, so few values are
+    tried: each of them is traced. Every fourth value halves what is left, in case they are not.
+    """
+    low, high = 1, limit
+    low_bytes, high_bytes = needed_bytes(low), needed_bytes(high)
+    if low_bytes > num_bytes:
+        return 0
+    if high_bytes <= num_bytes:
+        return limit
+    for step in itertools.count(1):
+        if high - low == 1:
+            break
+        between = (high - low) * (num_bytes - low_bytes) // (high_bytes - low_bytes)
+        n = low + ((high - low) // 2 if step % 4 == 0 else between)
+        n = min(max(n, low + 1), high - 1)
+        if (n_bytes := needed_bytes(n)) <= num_bytes:
+            low, low_bytes = n, n_bytes
+        else:
+            high, high_bytes = n, n_bytes
+    return low

@@ -200,8 +200,10 @@ def open_session(core: EngineCore, intake: Intake, *, exactness: str, reread: bo
 
     Raises:
       SettingError: the engine's rows cannot be kept.
+      RequestError: the engine's weights were deleted.
     """
     check_keeps_rows(core.executor)
+    core.executor.check_weights()  # they may be probed
     is_bitwise = reread or exactness != "bitwise" or core.executor.keeps_prompt_bits
     return Session(
         core,

@@ -16,6 +16,7 @@ import jax
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Kernels
 from jaxspec.runtime import environment
+from jaxspec.runtime.values import text
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def get_kernels(name: str) -> Kernels:
 
 def check_kernels(name: str) -> None:
     """Raises `SettingError` unless kernels with this name exist and can be used here."""
-    get_kernels(name)
+    get_kernels(text("kernels", name, f"one of {', '.join(KERNELS)}"))
     if name == "mosaic" and not environment.is_hopper():
         raise SettingError(
             f"kernels='mosaic' was given, but JAX runs on {jax.default_backend()} and they are for "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,16 @@ import numpy as np
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.runtime.values import (
+    LARGEST_COUNT,
+    flag,
+    is_whole,
+    listed,
+    number,
+    plain,
+    refusal,
+    whole_number,
+)
 from jaxspec.sampling import request_key
 from jaxspec.types import RowSampling
 
@@ -19,7 +28,7 @@ LOWEST_TEMPERATURE = 1e-3  # below it, and above 0, scaled logits lose their dif
 HIGHEST_TEMPERATURE = 1e6
 LARGEST_SEED = 2**63 - 1
 LARGEST_N = 2**14  # completions of a prompt, each of which is a request
-LARGEST_COUNT = 2**30  # tokens; the device counts in int32
+_TEMPERATURE = f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
 
 
 @refuse_other_names
@@ -71,51 +80,71 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, is_whole = getattr(self, field.name), field.type in ("int", "int | None")
-            if not (is_whole or field.type == "float") or (value is None and field.default is None):
-                continue
-            if not isinstance(value, numbers.Integral if is_whole else numbers.Real):
-                wanted = "a whole number" if is_whole else "a number"
-                raise SettingError(f"{field.name} {value!r} was given; it must be {wanted}.")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _as_tuple("stop", stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        t, largest_seed = self.temperature, LARGEST_SEED - self.n + 1
-        for name, is_right, expected in (
-            ("max_tokens", 1 <= self.max_tokens <= LARGEST_COUNT, "from 1 to 2**30"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
-            (
-                "temperature",
-                t == 0 or LOWEST_TEMPERATURE <= t <= HIGHEST_TEMPERATURE,
-                f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
+        max_tokens = whole_number(
+            "max_tokens", self.max_tokens, least=1, most=LARGEST_COUNT, expected="from 1 to 2**30"
+        )
+        n = whole_number("n", self.n, least=1, most=LARGEST_N, expected=f"from 1 to {LARGEST_N}")
+        temperature = number(
+            "temperature",
+            self.temperature,
+            least=0,
+            most=HIGHEST_TEMPERATURE,
+            expected=_TEMPERATURE,
+        )
+        if 0 < temperature < LOWEST_TEMPERATURE:
+            raise refusal("temperature", self.temperature, _TEMPERATURE)
+        checked = {
+            "max_tokens": max_tokens,
+            "min_tokens": whole_number(
+                "min_tokens",
+                self.min_tokens,
+                least=0,
+                most=max_tokens,
+                expected="from 0 to max_tokens",
             ),
-            ("top_k", -1 <= self.top_k <= LARGEST_COUNT, "at least 1, or 0 or -1 (off)"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("n", 1 <= self.n <= LARGEST_N, f"from 1 to {LARGEST_N}"),
-            (
+            "temperature": temperature,
+            "top_k": whole_number(
+                "top_k",
+                self.top_k,
+                least=-1,
+                most=LARGEST_COUNT,
+                expected="at least 1, or 0 or -1 (off)",
+            ),
+            "top_p": number(
+                "top_p", self.top_p, above=0, most=1, expected="above 0 and at most 1 (off)"
+            ),
+            "min_p": number("min_p", self.min_p, least=0, most=1, expected="from 0 (off) to 1"),
+            "n": n,
+            "stop": _texts("stop", self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "repetition_penalty": number(
+                "repetition_penalty",
+                self.repetition_penalty,
+                least=1e-3,
+                most=1e3,
+                expected="from 0.001 to 1000",
+            ),
+        }
+        for name in ("presence_penalty", "frequency_penalty"):
+            checked[name] = number(
+                name, getattr(self, name), least=-1e3, most=1e3, expected="from -1000 to 1000"
+            )
+        if self.seed is not None:
+            checked["seed"] = whole_number(
                 "seed",
-                self.seed is None or 0 <= self.seed <= largest_seed,
-                "from 0 to 2**63 - n, as each completion has its own",
-            ),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty"),
-            (
-                "stop_token_ids",
-                all(isinstance(token, numbers.Integral) for token in self.stop_token_ids),
-                "token ids",
-            ),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
-            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "from 0.001 to 1000"),
-            ("presence_penalty", abs(self.presence_penalty) <= 1e3, "from -1000 to 1000"),
-            ("frequency_penalty", abs(self.frequency_penalty) <= 1e3, "from -1000 to 1000"),
-        ):
-            if not is_right:
-                value = getattr(self, name)
-                raise SettingError(f"{name} {value!r} was given; it must be {expected}.")
-        if self.n > 1 and t == 0:
+                self.seed,
+                least=0,
+                most=LARGEST_SEED - n + 1,
+                expected="from 0 to 2**63 - n, as each completion has its own",
+            )
+        if self.logprobs is not None:
+            checked["logprobs"] = whole_number("logprobs", self.logprobs, least=0)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if n > 1 and temperature == 0:
             raise SettingError(
-                f"n {self.n} was given at temperature 0, where all completions are the same; set a "
+                f"n {n} was given at temperature 0, where all completions are the same; set a "
                 "temperature or n to 1."
             )
 
@@ -167,11 +196,21 @@ class SamplingParams:
         return tuple(dict.fromkeys(eos + self.stop_token_ids))
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """A list, tuple or set as a tuple, None as an empty one."""
-    if value is not None and not isinstance(value, Iterable):
-        raise SettingError(f"{name} {value!r} was given; it must be a list.")
-    return tuple(value or ())
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text or a list of them as a tuple."""
+    each = plain(value)
+    each = (each,) if isinstance(each, str) else listed(name, value)
+    if not all(isinstance(one, str) and one for one in each):
+        raise refusal(name, each, "texts that are not empty")
+    return tuple(map(str, each))
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A list of token ids as a tuple; the model's vocabulary is checked later."""
+    each = listed(name, value)
+    if not all(is_whole(token) for token in each):
+        raise refusal(name, each, "token ids")
+    return tuple(map(int, each))
 
 
 def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

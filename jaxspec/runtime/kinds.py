@@ -6,12 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 def kind_of(array: Any) -> str:
     """Dtype and shape of an array, or of a shape: `float32[8, 128]`."""
     return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
+
+
+def are_arrays(tree: Any) -> bool:
+    """Whether a pytree has leaves, and all of them are arrays of numbers."""
+    try:
+        leaves = jax.tree.leaves(tree)
+    except (TypeError, ValueError):  # a dict whose keys cannot be sorted
+        return False
+    return bool(leaves) and all(
+        isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, np.number)
+        for leaf in leaves
+    )
 
 
 def kinds_of(tree: Any) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from jaxspec.errors import named
+from jaxspec.runtime.values import check_kind
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.schedulers.continuous import Continuous
 from jaxspec.schedulers.pool import Pool
@@ -21,9 +22,12 @@ def make_scheduler(scheduler: Scheduler | str) -> Scheduler:
     """The scheduler with this name in `SCHEDULERS`; a scheduler is returned as it is.
 
     Raises:
-      SettingError: there is no scheduler with that name.
+      SettingError: it is neither, or there is no scheduler with that name.
     """
-    return named("scheduler", scheduler, SCHEDULERS)() if isinstance(scheduler, str) else scheduler
+    if isinstance(scheduler, str):
+        return named("scheduler", scheduler, SCHEDULERS)()
+    check_kind("scheduler", scheduler, Scheduler, f"a scheduler, or one of {', '.join(SCHEDULERS)}")
+    return scheduler
 
 
 __all__ = [

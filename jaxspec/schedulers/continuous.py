@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxspec.errors import SettingError
+from jaxspec.runtime.values import flag, whole_number
 from jaxspec.schedulers.base import by_arrival, input_order
 from jaxspec.types import DecodeState
 
@@ -31,8 +31,10 @@ class Continuous:
     regroups: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
-        if self.waiting is not None and self.waiting < 0:
-            raise SettingError(f"waiting {self.waiting} was given; it must be at least 0.")
+        if self.waiting is not None:
+            waiting = whole_number("waiting", self.waiting, least=0)
+            object.__setattr__(self, "waiting", waiting)
+        object.__setattr__(self, "longest_first", flag("longest_first", self.longest_first))
 
     def num_residents(self, batch_size: int) -> int:
         """Rows in the batch plus waiting rows."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.layouts import lengths
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import flag, is_one_of, shown, whole_number
 from jaxspec.schedulers.base import by_arrival, input_order
 from jaxspec.types import DecodeState
 
@@ -40,9 +41,12 @@ class Pool:
     regroups: bool = dataclasses.field(default=True, init=False)
 
     def __post_init__(self):
-        if self.strategy not in ("cross_batch", "batch"):
+        window_size = whole_number("window_size", self.window_size, least=1)
+        object.__setattr__(self, "window_size", window_size)
+        object.__setattr__(self, "sort_by_length", flag("sort_by_length", self.sort_by_length))
+        if not is_one_of(self.strategy, ("cross_batch", "batch")):
             raise SettingError(
-                f"The strategy {self.strategy!r} was given; it must be cross_batch or batch."
+                f"The strategy {shown(self.strategy)} was given; it must be cross_batch or batch."
             )
 
     def num_residents(self, batch_size: int) -> int:

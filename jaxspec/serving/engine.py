@@ -51,10 +51,11 @@ from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, Request, make_requests
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.other_names import refuse_other_names
+from jaxspec.runtime.values import check_kind, whole_number
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
@@ -166,11 +167,13 @@ class ServingEngine:
     ):
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        draft_length = default_draft_length(drafter) if draft_length is None else draft_length
+        if draft_length is None:
+            draft_length = default_draft_length(drafter)
+        draft_length = whole_number("draft_length", draft_length)
         loop = make_loop(
             target,
             drafter,
-            verifier=make_verifier(verifier or "coupled"),
+            verifier=make_verifier("coupled" if verifier is None else verifier),
             scheduler=Static(),
             draft_length=draft_length,
             verify_length=verify_length,
@@ -256,9 +259,11 @@ class ServingEngine:
           SettingError: a parameter out of range, or one that this engine does not support: stop
             strings, `n`, log-probabilities.
         """
-        params = SamplingParams() if params is None else params
+        params = as_sampling_params(params)
         _refuse_host_settings(params)
         request = self._make_request(prompt, params)
+        if draft_length is not None:
+            draft_length = whole_number("draft_length", draft_length)
         if draft_length is None or self.drafter is None:
             draft_length = self.draft_length
         elif draft_length != 0:
@@ -286,8 +291,9 @@ class ServingEngine:
           SettingError: there is no such row, an engine with another shape prefilled the prompt, or
             the state was donated before.
         """
-        self._check_row(row)
-        _check_not_donated(state)
+        row = self._check_row(row)
+        check_kind("prefilled", prefilled, Prefilled, "what prefill returned")
+        _check_state(state)
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
@@ -304,9 +310,9 @@ class ServingEngine:
         fetch the result with `jax.device_get`. If no row is running, the target is not called.
 
         Raises:
-          SettingError: the state was donated before.
+          SettingError: this is not a state, or it was donated before.
         """
-        _check_not_donated(state)
+        _check_state(state)
         return self.programs["generate"](self.params, state, ONE)
 
     def free(self, state: DecodeState, row: int) -> DecodeState:
@@ -316,8 +322,8 @@ class ServingEngine:
         Raises:
           SettingError: there is no such row, or the state was donated before.
         """
-        self._check_row(row)
-        _check_not_donated(state)
+        row = self._check_row(row)
+        _check_state(state)
         return self.programs["free"](state, np.int32(row))
 
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -327,12 +333,14 @@ class ServingEngine:
         )
         return request
 
-    def _check_row(self, row: int) -> None:
+    def _check_row(self, row: int) -> int:
+        row = whole_number("row", row)
         if not 0 <= row < self.shape.batch_size:
             raise SettingError(
                 f"Row {row} was given, and the engine has {self.shape.batch_size}; name one from 0 "
                 f"to {self.shape.batch_size - 1}."
             )
+        return row
 
     def _insert_row(
         self,
@@ -383,9 +391,10 @@ class ServingEngine:
         return state, result
 
 
-def _check_not_donated(state: DecodeState) -> None:
-    """Raises `SettingError` if a call has taken over the state's arrays; within a caller's own
-    `jit` JAX keeps account of that."""
+def _check_state(state: DecodeState) -> None:
+    """Raises `SettingError` unless this is a state, whose arrays no call has taken over; within a
+    caller's own `jit` JAX keeps account of that."""
+    check_kind("state", state, DecodeState, "a state of this engine")
     leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, jax.core.Tracer)]
     if any(leaf.is_deleted() for leaf in leaves):
         raise SettingError(

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxspec import sampling
 from jaxspec.errors import SettingError
+from jaxspec.runtime.values import is_one_of, shown
 from jaxspec.types import (
     DecodeState,
     DistributionTrace,
@@ -45,9 +46,9 @@ class TraceConfig:
     level: TraceLevel
 
     def __post_init__(self):
-        if self.level not in LEVELS:
+        if not is_one_of(self.level, LEVELS):
             raise SettingError(
-                f"trace {self.level!r} was given; it must be 'rounds', 'tokens' or "
+                f"trace {shown(self.level)} was given; it must be 'rounds', 'tokens' or "
                 "'distributions', or None to record nothing."
             )
 

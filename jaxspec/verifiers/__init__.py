@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from jaxspec.errors import named
+from jaxspec.runtime.values import check_kind
 from jaxspec.verifiers.base import Verifier
 from jaxspec.verifiers.block import Block
 from jaxspec.verifiers.coupled import Coupled
@@ -25,9 +26,12 @@ def make_verifier(verifier: Verifier | str) -> Verifier:
     """The verifier with this name in `VERIFIERS`; a verifier is returned as it is.
 
     Raises:
-      SettingError: there is no verifier with that name.
+      SettingError: it is neither, or there is no verifier with that name.
     """
-    return named("verifier", verifier, VERIFIERS)() if isinstance(verifier, str) else verifier
+    if isinstance(verifier, str):
+        return named("verifier", verifier, VERIFIERS)()
+    check_kind("verifier", verifier, Verifier, f"a verifier, or one of {', '.join(VERIFIERS)}")
+    return verifier
 
 
 __all__ = [

@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxspec.runtime.values import flag
 from jaxspec.sampling import choose
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 
@@ -34,6 +35,9 @@ class Coupled:
     needs_draft_probs = False
     takes_trees = True
     promise = "the target's own tokens, bit for bit, at any temperature"
+
+    def __post_init__(self):
+        object.__setattr__(self, "is_noise_shared", flag("is_noise_shared", self.is_noise_shared))
 
     @property
     def name(self) -> str:

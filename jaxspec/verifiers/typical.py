@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec.errors import SettingError
+from jaxspec.runtime.values import number
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.tree import at_node, verify_tree
 
@@ -36,11 +36,10 @@ class Typical:
 
     def __post_init__(self):
         for field, value in (("epsilon", self.epsilon), ("delta", self.delta)):
-            if not 0 < value <= 1:
-                raise SettingError(
-                    f"{field} {value} was given; it must be above 0 and at most 1, as a threshold "
-                    "on probabilities."
-                )
+            expected = "above 0 and at most 1, as a threshold on probabilities"
+            object.__setattr__(
+                self, field, number(field, value, above=0, most=1, expected=expected)
+            )
 
     def verify(
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext

@@ -16,7 +16,6 @@ from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.decode.buckets import window_buckets
-from jaxspec.decode.settings import check_at_least_one
 from jaxspec.drafters.base import Drafter, DrafterBase, with_defaults
 from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel
 from jaxspec.drafters.flexdraft.config import flex_config
@@ -38,6 +37,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model
+from jaxspec.runtime.values import check_kind, listed, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.types import EngineShape
 from jaxspec.verifiers import Verifier
@@ -68,6 +68,16 @@ class Search:
     draft_dtypes: tuple[str, ...] = ()
     prefill_chunks: tuple[int, ...] = (64, 128, 256, 512)
 
+    def __post_init__(self):
+        if self.draft_lengths is not None:
+            self._set("draft_lengths", least=0)
+        self._set("prefill_chunks", least=1)
+
+    def _set(self, name: str, *, least: int) -> None:
+        values = listed(name, getattr(self, name))
+        sizes = tuple(whole_number(name, value, least=least) for value in values)
+        object.__setattr__(self, name, sizes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Described:
@@ -88,7 +98,11 @@ class Described:
 
 def describe(model: LanguageModel | ModelConfig | str) -> Described:
     """What is planned for: a model, an architecture, the name of a preset with or without `random:`
-    (no weights are made), or any other name that `load_model` takes."""
+    (no weights are made), or any other name that `load_model` takes.
+
+    Raises:
+      SettingError: it is none of these.
+    """
     if isinstance(model, ModelConfig):
         return Described(name=model.family, config=model)
     if isinstance(model, str):
@@ -97,6 +111,7 @@ def describe(model: LanguageModel | ModelConfig | str) -> Described:
             return Described(name=f"random:{preset}", config=PRESETS[preset])
         loaded = load_model(model)
         return Described(name=model, config=loaded.config)
+    check_kind("model", model, LanguageModel, "a LanguageModel, a ModelConfig, or a name")
     return Described(
         name=model.name, config=model.config, dtype=model.dtype.name, kernels=model.kernels
     )
@@ -227,7 +242,6 @@ class PlanRequest:
                 if self.num_devices % model == 0
             ]
         data, model = self.mesh
-        check_at_least_one(data=data, model=model)
         try:
             decoder.param_specs(self.target.config, model)
         except SettingError as error:
@@ -347,7 +361,7 @@ class PlanRequest:
 def model_axes(config: ModelConfig, limit: int) -> list[int]:
     """The sizes of a mesh axis `model` up to `limit` that divide a model."""
     common = math.gcd(config.num_kv_heads, config.feed_forward_width, config.vocab_size)
-    return [size for size in range(1, limit + 1) if common % size == 0]
+    return [size for size in range(1, min(limit, common) + 1) if common % size == 0]
 
 
 def doubling(largest: int) -> Iterator[int]:

@@ -36,7 +36,8 @@ from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.runtime.environment import loops_run_on_host
-from jaxspec.runtime.kinds import first_mismatch, kinds_of
+from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
+from jaxspec.runtime.values import check_kind, is_one_of, number, shown, text, whole_number
 from jaxspec.sampling import draw_block, without_nan
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
 
@@ -121,20 +122,20 @@ class FlexDraft(DrafterBase):
         name: str = "",
     ):
         """See the class; if `block_size` is None, the weights' own is used."""
+        check_kind("config", config, FlexConfig, "a FlexConfig")
+        name = text("name", name)
         check_params(config, params, name)
         for what, given, choices in (("mode", mode, Mode), ("rule", rule, Rule)):
-            if given not in get_args(choices):
+            if not is_one_of(given, get_args(choices)):
                 raise SettingError(
-                    f"The {what} {given!r} was given for FlexDraft; it must be one of "
+                    f"The {what} {shown(given)} was given for FlexDraft; it must be one of "
                     f"{', '.join(get_args(choices))}."
                 )
-        if not 0 <= confidence <= 1:
-            raise SettingError(
-                f"A confidence of {confidence} was given for FlexDraft; it is a probability, so "
-                "give a number from 0 (every draft is verified) to 1."
-            )
+        expected = "a probability, from 0 (every draft is verified) to 1"
+        confidence = number("confidence", confidence, least=0, most=1, expected=expected)
         if block_size is None:
             block_size = config.block_size
+        block_size = whole_number("block_size", block_size)
         if not 2 <= block_size <= config.block_size:
             raise SettingError(
                 f"A block_size of {block_size} was given for FlexDraft weights that were trained "
@@ -442,6 +443,11 @@ def _other_target(name: str, target: Model, what: str, mine: Any, theirs: Any) -
 def check_params(config: FlexConfig, params: PyTree, name: str) -> None:
     """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
     dtype."""
+    if not are_arrays(params):
+        raise ModelError(
+            f"The FlexDraft weights {name} were given params that are not a pytree of arrays; give "
+            "them the parameters of their config."
+        )
     dtype = params["mask"].dtype if "mask" in params else jnp.dtype(jnp.float32)
     if not jnp.issubdtype(dtype, jnp.floating):
         dtype = jnp.dtype(jnp.float32)

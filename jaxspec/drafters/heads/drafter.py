@@ -39,7 +39,8 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
-from jaxspec.runtime.kinds import first_mismatch, kinds_of
+from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
+from jaxspec.runtime.values import check_kind, text
 from jaxspec.sampling import draw_draft, without_nan
 from jaxspec.types import (
     BatchView,
@@ -164,10 +165,14 @@ class Heads(DrafterBase):
         name: str = "",
     ):
         """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains."""
+        check_kind("config", config, HeadsConfig, "a HeadsConfig")
+        name = text("name", name)
         check_params(config, params, name)
         if tree is None:
             tree = BudgetTree(nodes=DEFAULT_NODES, depth=min(config.num_heads, DEFAULT_NODES))
-        grown = None if tree == "chain" else tree
+        grown = None if isinstance(tree, str) and tree == "chain" else tree
+        if grown is not None:
+            check_kind("tree", grown, Tree, "a BeamTree, BudgetTree or StaticTree, or 'chain'")
         if grown is not None and grown.max_depth > config.num_heads:
             raise SettingError(
                 f"The tree {grown.name} is {grown.max_depth} deep, and there are "
@@ -643,6 +648,11 @@ def _other_size(name: str, target: Model, what: str, mine: Any, theirs: Any) -> 
 def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
     """Raises `ModelError` unless `params` have the shapes that `config` asks for, and the weights
     one floating dtype."""
+    if not are_arrays(params):
+        raise ModelError(
+            f"The heads {name or config.kind} were given params that are not a pytree of arrays; "
+            "give them the parameters of their config."
+        )
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     dtype = min(floats, key=str, default=jnp.dtype(jnp.float32))
