@@ -24,7 +24,6 @@ from jaxspec.commands.options import (
     JsonOption,
     PromptOptions,
     SamplingOptions,
-    check_at_least_one,
 )
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
@@ -33,6 +32,7 @@ from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import new_figure
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.verifiers import VerifierName, make_verifier
@@ -175,7 +175,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 "--their-dtype was given without --outputs; name the file of outputs, or use "
                 "--dtype for a run."
             )
-        check_at_least_one(self, "n_requests", "batch_size", "max_length")
+        check_counts(self, "n_requests", "batch_size", "max_length")
         each = self.sampling_params()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
@@ -187,7 +187,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             )
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
-        lines = self.read_prompts()
+        lines, inputs = self.read_prompts()
         with working(f"loading {target_name}"):
             target = load_model(
                 target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
@@ -214,7 +214,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             audit = audit_engine(
                 engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
             )
-        return self._show(console, report_of_engine(audit), self.checksums())
+        return self._show(console, report_of_engine(audit), inputs)
 
     def _show(
         self, console: Console, report: AuditReport, inputs: dict[str, str]

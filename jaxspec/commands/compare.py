@@ -21,7 +21,6 @@ from jaxspec.commands.options import (
     JsonOption,
     PromptOptions,
     SamplingOptions,
-    check_at_least_one,
     drafter_of_command,
 )
 from jaxspec.commands.progress import working
@@ -30,6 +29,7 @@ from jaxspec.drafters.names import names_draft_model
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
@@ -63,7 +63,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 f"--drafter was given {given}; name at least two different drafters, e.g. "
                 "--drafter none --drafter ngram."
             )
-        check_at_least_one(self, "batch_size", "max_length", "repeats")
+        check_counts(self, "batch_size", "max_length", "repeats")
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         names = list(dict.fromkeys(self.drafter))
@@ -77,7 +77,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
             )
             for name in names
         }
-        lines = self.read_prompts()
+        lines, inputs = self.read_prompts()
         each = self.sampling_params()
         with working("loading the models") as status:
             target = load_model(
@@ -116,7 +116,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
             "compare",
             self,
             holds=comparison.holds,
-            inputs=self.checksums(),
+            inputs=inputs,
             comparison=comparison.to_json(),
         )
 

@@ -29,7 +29,6 @@ from jaxspec.commands.options import (
     JsonOption,
     PromptOptions,
     SamplingOptions,
-    check_at_least_one,
 )
 from jaxspec.commands.outputs import OutputFile, cannot_write, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
@@ -47,6 +46,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_regular_file
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.options import check_counts
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
@@ -130,7 +130,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         # Everything that can be refused without a model is refused before one is loaded.
         started_s = time.perf_counter()
         lines, inputs = self._read_lines()
-        check_at_least_one(self, "batch_size", "max_length", "verify_length")
+        check_counts(self, "batch_size", "max_length", "verify_length")
         self._check_sampling()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
@@ -248,12 +248,12 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         if self.prompt is not None and self.prompts is not None:
             raise SettingError("Both --prompt and --prompts were given; give one of them.")
         if self.prompts is not None:
-            return self.read_prompts(turns=self.turns), self.checksums()
+            return self.read_prompts(turns=self.turns)
         if self.prompt is None:
             raise SettingError("No prompt was given; give --prompt TEXT or --prompts FILE.")
         if self.prompt == "":
             raise PromptError("The prompt is empty; give at least one token.")
-        check_at_least_one(self, "limit", "max_prompt_tokens")
+        check_counts(self, "limit", "max_prompt_tokens")
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
