@@ -17,6 +17,7 @@ from tokenizers import normalizers
 
 from jaxspec.checkpoint.format import first_line
 from jaxspec.errors import CheckpointError
+from jaxspec.models.tokenizer import check_repeatable
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.runtime.files import LARGEST_TEXT_BYTES
 
@@ -51,8 +52,8 @@ def convert_tokenizer(
     Llama's tokenizer, which newer versions dropped.
 
     Raises:
-      CheckpointError: the files exist but cannot be read, or the prefix is outside the vocabulary
-        of the model.
+      CheckpointError: the files exist but cannot be read, the tokenizer has BPE dropout, or the
+        prefix is outside the vocabulary of the model.
     """
     for name in (*_PIPELINES, *_OTHERS):
         if os.path.lexists(source / name):
@@ -77,6 +78,7 @@ def convert_tokenizer(
         pipeline = tokenizer.backend_tokenizer
         if has_pipeline:
             pipeline = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+        check_repeatable(pipeline, named=f"The tokenizer in {source}")
         prefix = _prefix(pipeline, settings, tokenizer, is_lone_sentencepiece=not has_pipeline)
         tokenizer.save_pretrained(target)
         if has_pipeline:

@@ -179,6 +179,7 @@ def run_command(args: Sequence[str]) -> int:
     import tyro
 
     from jaxspec.runtime.console import Console
+    from jaxspec.runtime.options import check_numbers
 
     command = tyro.cli(
         load_command(name),
@@ -186,6 +187,7 @@ def run_command(args: Sequence[str]) -> int:
         args=options,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
+    check_numbers(command)
     prepare_process()
     with signals.raised():
         document = command.run(Console())

@@ -30,7 +30,7 @@ from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
-from jaxspec.runtime.report import save_figure
+from jaxspec.runtime.report import check_can_plot, save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 
@@ -63,7 +63,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 f"--drafter was given {given}; name at least two different drafters, e.g. "
                 "--drafter none --drafter ngram."
             )
-        check_counts(self, "batch_size", "max_length", "repeats")
+        check_counts(self, "batch_size", "max_length", "repeats", "verify_length")
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         names = list(dict.fromkeys(self.drafter))
@@ -77,6 +77,8 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
             )
             for name in names
         }
+        if self.plot is not None:
+            check_can_plot(self.plot)
         lines, inputs = self.read_prompts()
         each = self.sampling_params()
         with working("loading the models") as status:

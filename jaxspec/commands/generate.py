@@ -9,7 +9,6 @@ import hashlib
 import json
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -30,7 +29,7 @@ from jaxspec.commands.options import (
     PromptOptions,
     SamplingOptions,
 )
-from jaxspec.commands.outputs import OutputFile, cannot_write, only_writer_of, write_parquet
+from jaxspec.commands.outputs import OutputFile, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
 from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
@@ -43,7 +42,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, Turns, chat_template, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import check_regular_file
+from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.options import check_counts
@@ -443,12 +442,9 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             )
         for module in ("pandas", "pyarrow"):
             import_extra(module, "traces")
-        try:
-            check_regular_file(self.trace)
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.trace.parent).close()
-        except OSError as error:
-            raise cannot_write(self.trace, error, "name another file") from error
+        check_can_write(self.trace)
+        if self.trace_level != "rounds":
+            check_can_write(tokens_trace(self.trace))
 
     def _write_trace(
         self, lines: Sequence[PromptLine], completions: Sequence[Completion]
@@ -464,10 +460,15 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         traced = Completions(completions)
         frames = {self.trace: traced.rounds(**kinds)}
         if self.trace_level != "rounds":
-            frames[self.trace.with_suffix(".tokens.parquet")] = traced.tokens(**kinds)
+            frames[tokens_trace(self.trace)] = traced.tokens(**kinds)
         for path, frame in frames.items():
             write_parquet(frame, path)
         return [str(path) for path in frames]
+
+
+def tokens_trace(trace: pathlib.Path) -> pathlib.Path:
+    """The file of the rows of tokens, beside that of the rounds."""
+    return trace.with_suffix(".tokens.parquet")
 
 
 def show_completions(console: Console, completions: Sequence[Completion]) -> None:
